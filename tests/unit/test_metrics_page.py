@@ -7,8 +7,7 @@ from pathlib import Path
 
 from torchelastic import metrics
 from torchelastic.metrics.series import PLATFORM_SAMPLES, RESERVED_BEGINNINGS, Form, user_series
-from torchelastic.metrics.validation import REASONS
-from torchelastic.metrics.worker import MAX_NAMES
+from torchelastic.metrics.validation import MAX_NAMES, REASONS
 from torchelastic.metrics.worker_collector import MAX_INHERITED
 
 ROOT = Path(__file__).parents[2]

@@ -249,14 +249,14 @@ BUCKETS = "buckets of 'x' must be finite numbers, each above"
 @pytest.mark.parametrize(
     ("asked", "answer"),
     [
-        ({"counters": "samples"}, r"counters is a collection of names, as \['samples'\], and not .* of the type str"),
-        ({"counters": 5}, "counters is a collection of names, .* of the type int"),
-        ({"counters": [["samples"]]}, "names of counters and histograms are texts, .* of the type list"),
-        ({"histograms": ["size"]}, "histograms maps names to buckets, .* of the type list"),
-        ({"histograms": {5: [1]}}, "names of counters and histograms are texts, .* of the type int"),
+        ({"counters": "samples"}, r"counters is a collection of names, as \['samples'\]"),
+        ({"counters": 5}, "counters is a collection of names"),
+        ({"counters": [["samples"]]}, r"strings as names; \['samples'\] cannot be one"),
+        ({"histograms": ["size"]}, "histograms maps names to buckets"),
+        ({"histograms": {5: [1]}}, "strings as names; 5 cannot be one"),
         *(({"histograms": {"x": buckets}}, BUCKETS) for buckets in ([], [2, 1], [1, 1], [math.inf], [math.nan, 1])),
         *(({"histograms": {"x": buckets}}, BUCKETS) for buckets in ([10**5000], [None], 1, "12", b"12", ["1", "2"])),
-        ({"histograms": {"x": [1]}, "counters": ["x"]}, "'x' is asked for both"),
+        ({"histograms": {"x": [1]}, "counters": ["x"]}, "different strings as names; 'x' cannot"),
     ],
 )
 def test_invalid_counters_and_histograms_are_refused(asked: Any, answer: str) -> None:

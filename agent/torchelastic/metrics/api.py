@@ -19,7 +19,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar, cast, overload
 
-from torchelastic.metrics.series import DURATION_BUCKETS, PLATFORM_GROUP, PLATFORM_SERIES, Form, Kind, forms_of
+from torchelastic.metrics.series import DURATION_BUCKETS, GAUGE, PLATFORM_GROUP, PLATFORM_SERIES, Form, Kind, forms_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
@@ -30,9 +30,6 @@ _log: Final = logging.getLogger(__name__)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-
-_MAX_REMEMBERED: Final = 10_000
-"""Maximum number of names for which a late declaration is detected."""
 
 
 class MetricData(NamedTuple):
@@ -112,6 +109,7 @@ class MetricRegistry:
             (PLATFORM_GROUP, name): series for name, series in PLATFORM_SERIES.items()
         }
         self._used: dict[tuple[str, str], Form | Series] = {}
+        self._late: set[tuple[str, str]] = set()
 
     def configure(self, handler: MetricHandler, group: str | None = None) -> None:
         """Set the handler of a group, or of all groups without their own handler.
@@ -149,14 +147,16 @@ class MetricRegistry:
         self.detach(handler)
 
     def declare(self, group: str, forms: Mapping[str, Form | Series]) -> None:
-        """Set the forms of names of a group. A declaration after the first value has no effect, and is logged."""
-        self._forms |= {(group, name): form for name, form in forms.items()}
+        """Set the forms of names of a group. A declaration after the first value has no effect, and is logged once."""
         for name, form in forms.items():
             used = self._used.get((group, name), form)
-            if used != form:
-                self._used[group, name] = form  # logged once
+            if used == form:
+                self._forms[group, name] = form
+            elif (group, name) not in self._late:
+                self._late.add((group, name))
                 _log.warning(
-                    "%r of the group %r was declared to be %s after its first value, and stays %s. Declare it before.",
+                    "%r of the group %r was declared to be a %s after its first value, and stays a %s. Declare it "
+                    "before.",
                     name,
                     group,
                     _described(form),
@@ -165,10 +165,7 @@ class MetricRegistry:
 
     def form(self, group: str, name: str) -> Form | Series:
         """Return the form of a name at its first value; a gauge if it was not declared."""
-        form = self._forms.get((group, name), _GAUGE)
-        if len(self._used) < _MAX_REMEMBERED:
-            self._used.setdefault((group, name), form)
-        return form
+        return self._used.setdefault((group, name), self._forms.get((group, name), GAUGE))
 
     def add(self, group: str, name: str, value: float) -> None:
         """Pass a value with the current time to the handlers of its group."""
@@ -202,11 +199,8 @@ class MetricRegistry:
             )
 
 
-_GAUGE: Final = Form()
-
-
 def _described(form: Form | Series) -> str:
-    return f"a {form.kind}" + f" with the buckets {list(form.buckets)}" * bool(form.buckets)
+    return form.kind + f" with the buckets {list(form.buckets)}" * bool(form.buckets)
 
 
 REGISTRY: Final = MetricRegistry()

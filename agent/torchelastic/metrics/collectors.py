@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING, Any, Final
 
+from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
 
 from torchelastic.metrics import series
 from torchelastic.protocol import NodeEnd, RunState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-
-    from prometheus_client import Metric
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from torchelastic.protocol import TimeBreakdown
     from torchelastic.rendezvous.node import RendezvousNode
@@ -27,6 +27,29 @@ _UNITS: Final = ("seconds", "bytes", "ratio")
 
 _FIRST_HELD_BACK: Final = (RunState.RESTORING, RunState.TRAINING)
 """States between which a late report moves seconds."""
+
+
+def families_of(values: Iterable[tuple[series.Series, dict[str, str], Sequence[float]]]) -> Iterable[Metric]:
+    """Return the families of series, each given with its labels and its words."""
+    families: dict[str, Metric] = {}
+    for one, labels, words in values:
+        name = one.name
+        if (family := families.get(name)) is None:
+            families[name] = family = Metric(name, one.help, one.kind)
+        if one.kind is series.Kind.GAUGE:
+            family.add_sample(name, labels, words[0])
+        elif one.kind is series.Kind.COUNTER:
+            family.add_sample(f"{name}_total", labels, words[0])
+        else:
+            count = 0.0
+            for bound, number in zip((*one.buckets, math.inf), words, strict=False):
+                count += number
+                le = str(floatToGoString(bound))  # type: ignore[no-untyped-call]
+                family.add_sample(f"{name}_bucket", {**labels, "le": le}, count)
+            family.add_sample(f"{name}_count", dict(labels), count)
+            if one.buckets[0] >= 0:  # Prometheus expects that a sum never decreases
+                family.add_sample(f"{name}_sum", dict(labels), words[-1])
+    return families.values()
 
 
 class MetricsPage(Collector):
@@ -55,8 +78,8 @@ class MetricsPage(Collector):
         for family in families.values():
             stem, _, unit = family.name.rpartition("_")
             family.unit = unit if stem and unit in _UNITS else ""
-            if self._labels:
-                family.samples = [Sample(each[0], {**self._labels, **each[1]}, *each[2:]) for each in family.samples]
+            for sample in family.samples:
+                sample.labels.update(self._labels)
         return families.values()
 
     def _collected(self, collector: Collector) -> list[Metric]:

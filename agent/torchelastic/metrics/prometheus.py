@@ -9,18 +9,21 @@ The agent attaches it to the registry for its ``/metrics``.
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.registry import Collector
 
 from torchelastic.metrics.api import REGISTRY
-from torchelastic.metrics.series import DROPPED, Kind, NameRegistry, forms_of
+from torchelastic.metrics.collectors import families_of
+from torchelastic.metrics.series import DROPPED, NameRegistry, forms_of
 from torchelastic.metrics.server import unusable_port
-from torchelastic.metrics.validation import ValidatingHandler
+from torchelastic.metrics.validation import DROPPED_AT, MAX_NAMES, REASONS, SeriesHandler
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from prometheus_client import Metric
 
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from torchelastic.metrics.validation import Sink
 
 
-class PrometheusMetricHandler(ValidatingHandler, Collector):
+class PrometheusMetricHandler(SeriesHandler, Collector):
     """Converts values to Prometheus series.
 
     Args:
@@ -57,7 +60,7 @@ class PrometheusMetricHandler(ValidatingHandler, Collector):
         address: str = "0.0.0.0",  # noqa: S104 - Prometheus scrapes from another machine
         counters: Collection[str] = (),
         histograms: Mapping[str, Sequence[float]] | None = None,
-        max_series: int = 1000,
+        max_series: int = MAX_NAMES,
         declared: MetricRegistry = REGISTRY,
     ) -> None:
         forms = forms_of(counters, {} if histograms is None else histograms)
@@ -65,12 +68,13 @@ class PrometheusMetricHandler(ValidatingHandler, Collector):
         def form(group: str, name: str) -> Form | Series:
             return forms.get(name) or declared.form(group, name)
 
-        super().__init__(form, max_series)
+        self._values = array("d", [0.0] * (DROPPED_AT + len(REASONS)))
+        super().__init__(self._values, form, max_series)
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self._families: dict[str, Gauge | Counter | Histogram] = {}
+        self._series: list[tuple[Series, int]] = []  # each with the index of its first word
+        self._states: dict[tuple[str, tuple[tuple[str, str], ...]], dict[str, int]] = {}
         self._taken = NameRegistry()
-        self._dropped = Counter(DROPPED.name, DROPPED.help, ("reason",), registry=None)
         try:
             self._server = None if port is None else start_http_server(port, address, self.registry)
         except (OSError, OverflowError, UnicodeError) as error:
@@ -90,52 +94,36 @@ class PrometheusMetricHandler(ValidatingHandler, Collector):
             server.server_close()
             thread.join()
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterable[Metric]:
         """Return the families with their current values; the registry calls this at each scrape."""
         with self._lock:
-            families = [*self._families.values(), self._dropped]
-        for family in families:
-            for metric in family.collect():
-                # Without the creation times, which would be an additional series for each.
-                began = f"{metric.name}_created"
-                metric.samples = [sample for sample in metric.samples if sample.name != began]
-                if metric.samples:
-                    yield metric
+            words = tuple(self._values)
+            shown = [(series, words[place : place + series.size]) for series, place in self._series]
+        for number, reason in enumerate(REASONS, DROPPED_AT):
+            if words[number]:
+                shown.append((DROPPED.labelled(reason=reason), words[number : number + 1]))
+        return families_of((series, dict(series.labels), values) for series, values in shown)
 
-    def _open(self, series: Series, source: tuple[str, str], *, of_platform: bool) -> Sink:
+    def _open(self, series: Series, group: str, name: str, *, of_platform: bool) -> Sink:
         if not of_platform:
-            series = self._taken.take(series, source)
-        if (family := self._families.get(series.name)) is None:
-            self._families[series.name] = family = _family_of(series)
-        values = [value for _, value in series.labels]
-        divisor = series.divisor
-        if series.one_of:
-            states = {state: family.labels(*values[:-1], state) for state in series.one_of}
+            series = self._taken.take(series, (group, name))
+        if not series.one_of:
+            return self._sink_at(self._added(series), series)
+        *others, (label, state) = series.labels
+        key = series.name, tuple(others)
+        if key not in self._states:
+            each = {one: replace(series, labels=(*others, (label, one))) for one in series.one_of}
+            self._states[key] = {one: self._added(its) for one, its in each.items()}
+        places, words = self._states[key], self._values
 
-            def switch(_: float) -> None:
-                for state, child in states.items():
-                    child.set(state == values[-1])  # type: ignore[union-attr] # those are gauges
+        def switch(_: float) -> None:
+            for one, place in places.items():
+                words[place] = one == state
 
-            return switch
-        child = family.labels(*values) if values else family
-        match child:
-            case Gauge():
-                return lambda number: child.set(number / divisor)
-            case Counter():
-                return lambda number: child.inc(number / divisor)
-            case _:
-                return lambda number: child.observe(number / divisor)
+        return switch
 
-    def _count_dropped(self, reason: str) -> None:
-        self._dropped.labels(reason).inc()
-
-
-def _family_of(series: Series) -> Gauge | Counter | Histogram:
-    labels = [label for label, _ in series.labels]
-    match series.kind:
-        case Kind.GAUGE:
-            return Gauge(series.name, series.help, labels, registry=None)
-        case Kind.COUNTER:
-            return Counter(series.name, series.help, labels, registry=None)
-        case Kind.HISTOGRAM:
-            return Histogram(series.name, series.help, labels, registry=None, buckets=series.buckets)
+    def _added(self, series: Series) -> int:
+        place = len(self._values)
+        self._values.extend([0.0] * series.size)
+        self._series.append((series, place))
+        return place

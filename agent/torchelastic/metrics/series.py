@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Final, SupportsFloat, SupportsIndex
+from typing import Final, NamedTuple, SupportsFloat, SupportsIndex
 
 _log: Final = logging.getLogger(__name__)
 
@@ -38,8 +38,7 @@ _SAMPLES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(NamedTuple):
     """The type of the series of a program's metric.
 
     Attributes:
@@ -49,6 +48,15 @@ class Form:
 
     kind: Kind = Kind.GAUGE
     buckets: tuple[float, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """The number of words of its values."""
+        return len(self.buckets) + 2 if self.kind is Kind.HISTOGRAM else 1
+
+
+GAUGE: Final = Form()
+_COUNTER: Final = Form(Kind.COUNTER)
 
 
 def forms_of(counters: object, histograms: object) -> dict[str, Form]:
@@ -61,36 +69,25 @@ def forms_of(counters: object, histograms: object) -> dict[str, Form]:
     Raises:
         ValueError: an argument has another type, the buckets are not ascending numbers, or a name is declared as both.
     """
-    if isinstance(counters, str | bytes | bytearray) or not isinstance(counters, Iterable):
-        raise ValueError(f"counters is a collection of names, as ['samples'], and not {_a_thing(counters)}.")  # noqa: TRY004
-    if not isinstance(histograms, Mapping):
-        raise ValueError(  # noqa: TRY004
-            f"histograms maps names to buckets, as {{'size': [0.1, 1.0]}}, and is not {_a_thing(histograms)}."
-        )
-    names = list(counters)
-    for name in (*names, *histograms):
-        if not isinstance(name, str):
-            raise ValueError(f"The names of counters and histograms are texts, and not {_a_thing(name)}.")  # noqa: TRY004
-    if both := sorted(set(names) & histograms.keys()):
-        raise ValueError(f"{both[0]!r} is asked for both as a counter and as a histogram.")
-    forms = dict.fromkeys(names, Form(Kind.COUNTER))
-    return forms | {name: Form(Kind.HISTOGRAM, _buckets(name, bounds)) for name, bounds in histograms.items()}
+    if isinstance(counters, str | bytes) or not isinstance(counters, Iterable) or not isinstance(histograms, Mapping):
+        raise ValueError("counters is a collection of names, as ['samples']; histograms maps names to buckets.")  # noqa: TRY004
+    forms: dict[str, Form] = {}
+    for name in (*counters, *histograms):
+        if not isinstance(name, str) or (name in histograms and name in forms):
+            raise ValueError(f"counters and histograms have different strings as names; {name!r} cannot be one.")
+        forms[name] = Form(Kind.HISTOGRAM, _buckets(name, histograms[name])) if name in histograms else _COUNTER
+    return forms
 
 
 def _buckets(name: str, bounds: object) -> tuple[float, ...]:
-    found: tuple[float, ...] = ()
-    if isinstance(bounds, Iterable) and not isinstance(bounds, str | bytes | bytearray):
-        try:
-            found = tuple(map(to_number, bounds))
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's
-            found = ()
-    if not found or not all(map(math.isfinite, found)) or sorted(set(found)) != list(found):
+    try:
+        found = tuple(map(to_number, bounds))  # type: ignore[call-overload] # checked by this
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's
+        found = ()
+    text = isinstance(bounds, str | bytes | bytearray)
+    if text or not found or not all(map(math.isfinite, found)) or sorted(set(found)) != list(found):
         raise ValueError(f"The buckets of {name!r} must be finite numbers, each above the one before, as [0.1, 1.0].")
     return found
-
-
-def _a_thing(thing: object) -> str:
-    return f"something of the type {type(thing).__qualname__}"
 
 
 def to_number(value: object) -> float:
@@ -103,7 +100,7 @@ def to_number(value: object) -> float:
     if not isinstance(value, int | float) and callable(item := getattr(value, "item", None)):
         value = item()  # torch and numpy may warn about a plain conversion
     if not isinstance(value, SupportsFloat | SupportsIndex):  # float() would parse text
-        raise TypeError(f"{_a_thing(value)} is no number")
+        raise TypeError(f"{type(value).__qualname__} is no number")
     return float(value)
 
 
@@ -133,6 +130,11 @@ class Series:
     def samples(self) -> frozenset[str]:
         """All sample names of the family; no other family may use them."""
         return frozenset(self.name + ending for ending in _SAMPLES[self.kind])
+
+    @property
+    def size(self) -> int:
+        """The number of words of its values."""
+        return Form(self.kind, self.buckets).size
 
     def labelled(self, **labels: str) -> Series:
         """Return the series of the family with these labels."""

@@ -5,8 +5,7 @@ an aligned double. Layout, in words of 8 bytes::
 
     0        number of complete bytes of names
     1 …      dropped values, by reason
-    16 …     values: one word for a gauge or a counter; for a histogram one word per bucket (each value is counted in
-             one bucket), one for values above the last bound, and one for the sum
+    16 …     the words of each series, see :class:`~torchelastic.metrics.validation.SeriesHandler`
     16384 …  names, one line of JSON each
 
 The next program of the same worker (for example in a shell script) continues with the values of its predecessor.
@@ -18,35 +17,27 @@ import fcntl
 import json
 import mmap
 import os
-import struct
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from torchelastic.metrics.series import Form, Kind
-from torchelastic.metrics.validation import REASONS
+from torchelastic.metrics.validation import DROPPED_AT, REASONS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 _SIZE: Final = 512 << 10
-_DROPPED: Final = 1
 _VALUES: Final = 16
 _NAMES: Final = 16384
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """The source of one series: a name of a group in a worker."""
 
     group: str
     name: str
     form: Form
-
-    @property
-    def words(self) -> int:
-        """The number of words of its values."""
-        return len(self.form.buckets) + 2 if self.form.kind is Kind.HISTOGRAM else 1
 
 
 class MemoryReader:
@@ -67,26 +58,27 @@ class MemoryReader:
         except BaseException:
             path.unlink()
             raise
-        self._places: dict[Source, int] = {}
+        self._places: list[tuple[Source, int, int]] = []
         self._names_end = 0
 
-    def values(self) -> dict[Source, tuple[float, ...]]:
+    def values(self) -> list[tuple[Source, Sequence[float]]]:
         """Return the words of each source, in the order of their creation. Not thread-safe."""
-        # Read and not mapped: if a worker truncates its file, the missing words are zeros.
-        words = os.pread(self._descriptor, 8 * _NAMES, 0).ljust(8 * _NAMES, b"\0")
-        missing = int.from_bytes(words[:8], "little") - self._names_end
+        memory = self._read(_NAMES)
+        missing = memory.cast("Q")[0] - self._names_end
         if 0 < missing <= _SIZE:
             places, read = _places(os.pread(self._descriptor, missing, 8 * _NAMES + self._names_end))
-            self._places |= places
+            self._places += [(source, first, first + source.form.size) for source, first in places.items()]
             self._names_end += read
-        return {
-            source: struct.unpack_from(f"{source.words}d", words, 8 * first) for source, first in self._places.items()
-        }
+        words = memory.cast("d")
+        return [(source, words[first:end]) for source, first, end in self._places]
 
-    def dropped(self) -> tuple[float, ...]:
+    def dropped(self) -> Sequence[float]:
         """Return how many values were dropped, by :data:`~torchelastic.metrics.validation.REASONS`."""
-        size = 8 * len(REASONS)
-        return struct.unpack(f"{len(REASONS)}d", os.pread(self._descriptor, size, 8 * _DROPPED).ljust(size, b"\0"))
+        return self._read(DROPPED_AT + len(REASONS)).cast("d")[DROPPED_AT:]
+
+    def _read(self, words: int) -> memoryview:
+        # Read and not mapped: if a worker truncates its file, the missing words are zeros.
+        return memoryview(os.pread(self._descriptor, 8 * words, 0).ljust(8 * words, b"\0"))
 
 
 class MemoryWriter:
@@ -96,7 +88,7 @@ class MemoryWriter:
         path: the path of the file.
 
     Attributes:
-        values: all words; write to the indices that :meth:`place` returns.
+        words: all words; write to the indices that :meth:`place` returns.
 
     Raises:
         OSError: the file cannot be opened, or another process writes to it.
@@ -111,11 +103,11 @@ class MemoryWriter:
         except BaseException:
             os.close(self._descriptor)
             raise
-        self.values = memory.cast("d")
+        self.words = memory.cast("d")
         self._numbers = memory.cast("Q")
         self._names = memory[8 * _NAMES :]
         self._places, self._names_end = _places(bytes(self._names[: self._numbers[0]]))
-        self._free = max((first + source.words for source, first in self._places.items()), default=_VALUES)
+        self._free = max((first + source.form.size for source, first in self._places.items()), default=_VALUES)
 
     def place(self, source: Source) -> int | None:
         """Return the index of the first word of a source; None if there is no space for it."""
@@ -124,17 +116,13 @@ class MemoryWriter:
         place, form = self._free, source.form
         line = json.dumps((source.group, source.name, form.kind, form.buckets, place)).encode() + b"\n"
         end = self._names_end + len(line)
-        if place + source.words > _NAMES or end > len(self._names):
+        if place + source.form.size > _NAMES or end > len(self._names):
             return None
         self._names[self._names_end : end] = line
         self._places[source] = place
         self._numbers[0] = self._names_end = end
-        self._free = place + source.words
+        self._free = place + source.form.size
         return place
-
-    def count_dropped(self, reason: str) -> None:
-        """Count a dropped value."""
-        self.values[_DROPPED + REASONS.index(reason)] += 1
 
 
 def _places(names: bytes) -> tuple[dict[Source, int], int]:
@@ -147,7 +135,7 @@ def _places(names: bytes) -> tuple[dict[Source, int], int]:
             source = Source(group, name, Form(Kind(kind), tuple(buckets)))
         except (ValueError, TypeError):  # the line is not complete yet
             break
-        if _VALUES <= first <= _NAMES - source.words:
+        if _VALUES <= first <= _NAMES - source.form.size:
             found[source] = first
         read += len(line)
     return found, read

@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import functools
 import os
-from bisect import bisect_left
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from torchelastic.agent_socket import METRICS_FILE, is_worker
 from torchelastic.metrics.api import REGISTRY
-from torchelastic.metrics.series import Form, Kind
+from torchelastic.metrics.series import Form
 from torchelastic.metrics.shared_memory import MemoryWriter, Source
-from torchelastic.metrics.validation import ValidatingHandler
+from torchelastic.metrics.validation import MAX_NAMES, SeriesHandler
 
 if TYPE_CHECKING:
     from torchelastic.metrics.api import MetricRegistry
     from torchelastic.metrics.series import Series
     from torchelastic.metrics.validation import Sink
 
-MAX_NAMES: Final = 1000
-"""Maximum number of names of a worker that its agent shows."""
 
-
-class WorkerMetricHandler(ValidatingHandler):
+class WorkerMetricHandler(SeriesHandler):
     """Writes values to the memory that the agent reads.
 
     Args:
@@ -35,35 +31,12 @@ class WorkerMetricHandler(ValidatingHandler):
     """
 
     def __init__(self, memory: MemoryWriter, registry: MetricRegistry = REGISTRY) -> None:
-        super().__init__(registry.form, MAX_NAMES)
+        super().__init__(memory.words, registry.form, MAX_NAMES)
         self._memory = memory
 
-    def _open(self, series: Series, source: tuple[str, str], *, of_platform: bool) -> Sink | None:  # noqa: ARG002
-        place = self._memory.place(Source(*source, Form(series.kind, series.buckets)))
-        if place is None:
-            return None
-        values, lock, divisor, bounds = self._memory.values, self._lock, series.divisor, series.buckets
-        total = place + len(bounds) + 1
-
-        def hold(number: float) -> None:
-            values[place] = number / divisor
-
-        def add(number: float) -> None:
-            with lock:
-                values[place] += number / divisor
-
-        def observe(number: float) -> None:
-            number /= divisor
-            bucket = place + bisect_left(bounds, number)
-            with lock:
-                values[bucket] += 1
-                values[total] += number
-
-        return {Kind.GAUGE: hold, Kind.COUNTER: add, Kind.HISTOGRAM: observe}[series.kind]
-
-    def _count_dropped(self, reason: str) -> None:
-        with self._lock:
-            self._memory.count_dropped(reason)
+    def _open(self, series: Series, group: str, name: str, *, of_platform: bool) -> Sink | None:  # noqa: ARG002
+        place = self._memory.place(Source(group, name, Form(series.kind, series.buckets)))
+        return None if place is None else self._sink_at(place, series)
 
 
 def attach(registry: MetricRegistry = REGISTRY) -> None:

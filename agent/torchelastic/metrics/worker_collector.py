@@ -7,7 +7,6 @@ next round, or a worker of a new rank if the ranks have changed. The gauges of a
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
@@ -27,7 +26,7 @@ from torchelastic.metrics.shared_memory import MemoryReader
 from torchelastic.metrics.validation import REASONS, TOO_MANY_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from prometheus_client import Metric
@@ -57,7 +56,8 @@ class WorkerMemory:
         self._dropped: tuple[float, ...] = (0.0,) * len(REASONS)
         if before is not None:
             before.ended()
-            counts, dropped = list(before.values().items()), list(before.dropped())
+            counts = [(source, tuple(words)) for source, words in before.values()]
+            dropped = list(before.dropped())
             # Without the limit, a program that uses new names after each start would let them grow without end.
             dropped[REASONS.index(TOO_MANY_NAMES)] += len(counts[MAX_INHERITED:])
             self._inherited, self._dropped = dict(counts[:MAX_INHERITED]), tuple(dropped)
@@ -66,15 +66,17 @@ class WorkerMemory:
         """Note that the worker has exited: its gauges are no longer shown."""
         self._ended = True
 
-    def values(self) -> dict[Source, tuple[float, ...]]:
+    def values(self) -> Iterable[tuple[Source, Sequence[float]]]:
         """Return the current values, including the inherited ones."""
-        found = dict(self._inherited)
-        for source, words in ({} if self._reader is None else self._reader.values()).items():
-            if source.form.kind is not Kind.GAUGE:
-                found[source] = _sum(found[source], words) if source in found else words
-            elif not self._ended:
-                found[source] = words
-        return found
+        read = [] if self._reader is None else self._reader.values()
+        if self._ended:
+            read = [(source, words) for source, words in read if source.form.kind is not Kind.GAUGE]
+        if not self._inherited:
+            return read
+        found: dict[Source, Sequence[float]] = dict(self._inherited)
+        for source, words in read:
+            found[source] = _sum(found[source], words) if source in found else words
+        return found.items()
 
     def dropped(self) -> tuple[float, ...]:
         """Return how many values were dropped, by reason, including those of its predecessors."""
@@ -128,27 +130,21 @@ class WorkerMetrics:
             self._workers = tuple(workers)
         return variables, workers
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterable[Metric]:
         """Return the families with their current values; a registry calls this at each scrape, from any thread."""
-        from prometheus_client import Metric  # imported at the first scrape, so that no worker start waits for it
+        from torchelastic.metrics.collectors import families_of  # at the first scrape: no worker's start waits for it
 
-        families: dict[str, Metric] = {}
-
-        def family(series: Series) -> Metric:
-            if series.name not in families:
-                families[series.name] = Metric(series.name, series.help, series.kind)
-            return families[series.name]
-
+        shown: list[tuple[Series, dict[str, str], Sequence[float]]] = []
         with self._lock:
             for worker in self._workers:
-                rank = str(worker.rank)
-                for source, words in worker.values().items():
+                rank = {"rank": str(worker.rank)}
+                for source, words in worker.values():
                     series = self._series.get(source) or self._named(source)
-                    _add_samples(family(series), series, {**dict(series.labels), "rank": rank}, words)
+                    shown.append((series, {**dict(series.labels), **rank}, words))
                 for reason, count in zip(REASONS, worker.dropped(), strict=True):
                     if count:
-                        _add_samples(family(DROPPED), DROPPED, {"reason": reason, "rank": rank}, (count,))
-        yield from families.values()
+                        shown.append((DROPPED, {"reason": reason, **rank}, (count,)))
+        return families_of(shown)
 
     def _named(self, source: Source) -> Series:
         series = PLATFORM_SERIES.get(source.name) if source.group == PLATFORM_GROUP else None
@@ -181,22 +177,3 @@ class WorkerMetrics:
 
 def _sum(one: Sequence[float], other: Sequence[float]) -> tuple[float, ...]:
     return tuple(a + b for a, b in zip(one, other, strict=True))
-
-
-def _add_samples(family: Metric, series: Series, labels: dict[str, str], words: Sequence[float]) -> None:
-    from prometheus_client.utils import floatToGoString
-
-    match series.kind:
-        case Kind.GAUGE:
-            family.add_sample(series.name, labels, words[0])
-        case Kind.COUNTER:
-            family.add_sample(f"{series.name}_total", labels, words[0])
-        case Kind.HISTOGRAM:
-            count = 0.0
-            for bound, number in zip((*series.buckets, math.inf), words, strict=False):
-                count += number
-                le = str(floatToGoString(bound))  # type: ignore[no-untyped-call]
-                family.add_sample(f"{series.name}_bucket", {**labels, "le": le}, count)
-            family.add_sample(f"{series.name}_count", labels, count)
-            if series.buckets[0] >= 0:  # Prometheus expects that a sum never decreases
-                family.add_sample(f"{series.name}_sum", labels, words[-1])
