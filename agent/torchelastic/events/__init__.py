@@ -11,16 +11,4 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.events.api import *  # noqa: F403
     from torch.distributed.elastic.events.handlers import *  # noqa: F403
 
-__all__ = [  # noqa: F405 - see above
-    "Event",
-    "EventMetadataValue",
-    "EventSource",
-    "NodeState",
-    "RdzvEvent",
-    "construct_and_record_rdzv_event",
-    "get_logging_handler",
-    "record",
-    "record_rdzv_event",
-]
-
-__getattr__ = reexport("torch.distributed.elastic.events", __name__, __all__)
+__getattr__ = reexport("torch.distributed.elastic.events")

@@ -11,17 +11,4 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.timer.file_based_local_timer import *  # noqa: F403
     from torch.distributed.elastic.timer.local_timer import *  # noqa: F403
 
-__all__ = [  # noqa: F405 - see above
-    "FileTimerClient",
-    "FileTimerRequest",
-    "FileTimerServer",
-    "LocalTimerClient",
-    "LocalTimerServer",
-    "TimerClient",
-    "TimerRequest",
-    "TimerServer",
-    "configure",
-    "expires",
-]
-
-__getattr__ = reexport("torch.distributed.elastic.timer", __name__, __all__)
+__getattr__ = reexport("torch.distributed.elastic.timer")

@@ -9,12 +9,4 @@ from torchelastic.torch_reexports import reexport
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import *  # noqa: F403
 
-__all__ = [  # noqa: F405 - see above
-    "ChildFailedError",
-    "ErrorHandler",
-    "ProcessFailure",
-    "get_error_handler",
-    "record",
-]
-
-__getattr__ = reexport("torch.distributed.elastic.multiprocessing.errors", __name__, __all__)
+__getattr__ = reexport("torch.distributed.elastic.multiprocessing.errors")
