@@ -63,17 +63,3 @@ async def test_closing_the_server_frees_its_port(handler: PrometheusMetricHandle
             await serve_metrics(handler.registry, port, host="127.0.0.1").__aenter__()
     async with serve_metrics(handler.registry, port, host="127.0.0.1") as again:
         assert again == port
-
-
-@pytest.mark.parametrize(
-    ("host", "port", "why"),
-    [
-        ("192.0.2.7", 0, "annot assign requested address. Choose another address"),
-        ("127.0.0.1", 65536, "from 0 to 65535. Choose another port"),
-    ],
-)
-async def test_an_unusable_address_is_explained(
-    handler: PrometheusMetricHandler, host: str, port: int, why: str
-) -> None:
-    with pytest.raises(SettingsError, match=why):
-        await serve_metrics(handler.registry, port, host=host).__aenter__()
