@@ -117,28 +117,31 @@ def cpu_count(root: Path = Path("/")) -> int:
         root: the folder of /proc and /sys.
     """
     available = len(os.sched_getaffinity(0))
-    limit = _cgroup_cpu_limit(root)
-    return available if limit is None else max(1, min(available, int(limit)))
+    limits = [limit for folder in control_groups("cpu", root) for limit in _limits_in(folder)]
+    return max(1, min([available, *map(int, limits)]))
 
 
-def _cgroup_cpu_limit(root: Path) -> float | None:
-    """Return the smallest CPU limit among the control groups (version 1 and 2) that this process is in, in CPUs."""
-    limits = []
+def control_groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
+    """Yield the folders of the control groups (version 1 and 2) that this process is in, the innermost first.
+
+    Args:
+        controller: of version 1, such as cpu or memory.
+        root: the folder of /proc and /sys.
+    """
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         mount = root / "sys/fs/cgroup"
         if controllers:
-            if "cpu" not in controllers.split(","):
+            if controller not in controllers.split(","):
                 continue
-            # Version 1 mounts each controller separately; "cpu" may be a link to a mount with other controllers.
-            mount /= "cpu"
+            # Version 1 mounts each controller separately; the name may be a link to a mount with other controllers.
+            mount /= controller
         here = mount / group.strip("/")
         # A container often sees the host's path in /proc but only its own part of the tree in /sys.
         for folder in (here, *here.parents):
-            limits += _limits_in(folder)
+            yield folder
             if folder == mount:
                 break
-    return min(limits, default=None)
 
 
 def _limits_in(folder: Path) -> list[float]:

@@ -205,26 +205,25 @@ def test_a_message_with_invalid_unicode_is_kept(error_json: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("membership", "counter", "content"),
+    ("files", "count"),
     [
-        ("0::/kubepods/pod1\n", "kubepods/pod1/memory.events", "low 0\nmax 7\noom 3\noom_kill 2\noom_group_kill 0\n"),
-        ("0::/../outer\n", "memory.events", "oom_kill 2\n"),
-        ("4:memory:/docker/1\n0::/\n", "memory/docker/1/memory.oom_control", "oom_kill_disable 0\noom_kill 2\n"),
-        ("9:cpu,memory:/docker/1\n0::/\n", "memory/memory.oom_control", "oom_kill 2\n"),
+        ({"proc/self/cgroup": "0::/pod\n", "sys/fs/cgroup/pod/memory.events": "max 7\noom 3\noom_kill 2\n"}, 2),
+        ({"proc/self/cgroup": "0::/../outer\n", "sys/fs/cgroup/memory.events": "oom_kill 2\n"}, 2),
+        (
+            {
+                "proc/self/cgroup": "9:cpu,memory:/docker/1\n0::/\n",
+                "sys/fs/cgroup/memory/docker/1/memory.oom_control": "oom_kill_disable 0\noom_kill 2\n",
+            },
+            2,
+        ),
+        ({}, 70),
     ],
 )
-def test_oom_kills_are_counted_in_the_agents_cgroup(
-    membership: str, counter: str, content: str, tmp_path: Path
+def test_oom_kills_are_counted_in_the_agents_cgroup_or_else_on_the_machine(
+    files: dict[str, str], count: int, tmp_path: Path
 ) -> None:
-    (tmp_path / "membership").write_text(membership)
-    path = tmp_path / "cgroup" / counter
-    path.parent.mkdir(parents=True)
-    path.write_text(content)
-    (tmp_path / "vmstat").write_text("oom_kill 70\n")
-    kills = MemoryKills(root=tmp_path / "cgroup", membership=tmp_path / "membership", machine=tmp_path / "vmstat")
-    assert kills.count() == 2
-
-
-def test_without_a_cgroup_the_machines_oom_kills_are_counted(tmp_path: Path) -> None:
-    (tmp_path / "vmstat").write_text("pgfault 9\noom_kill 70\n")
-    assert MemoryKills(root=tmp_path, membership=tmp_path / "none", machine=tmp_path / "vmstat").count() == 70
+    for name, content in {"proc/vmstat": "pgfault 9\noom_kill 70\n", **files}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    assert MemoryKills(tmp_path).count() == count

@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from torchelastic.machine import control_groups
 from torchelastic.protocol import FailureKind, FailureRecord, shorten
 from torchelastic.rendezvous.policy.messages import name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torchelastic.config.settings import AgentSettings
     from torchelastic.protocol import RoundRecord
 
@@ -323,47 +322,27 @@ def failure_of_node(
 
 
 class MemoryKills:
-    """Counts the processes that the kernel has killed for memory in this process's cgroup, or else on the machine."""
+    """Counts the processes that the kernel has killed for memory in this process's cgroup, or else on the machine.
 
-    def __init__(
-        self,
-        *,
-        root: Path = Path("/sys/fs/cgroup"),
-        membership: Path = Path("/proc/self/cgroup"),
-        machine: Path = Path("/proc/vmstat"),
-    ) -> None:
-        self._files = [*_counters(root, membership), machine]
+    Args:
+        root: the folder of /proc and /sys.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        names = ("memory.events", "memory.oom_control")  # of versions 2 and 1
+        self._files = [folder / name for folder in control_groups("memory", root) for name in names]
+        self._files = [path for path in self._files if path.exists()] + [root / "proc/vmstat"]
 
     def count(self) -> int:
         """Return how many so far; 0 if nothing counts them."""
         for path in self._files:
-            for line in _lines(path):
-                name, _, value = line.partition(" ")
-                if name == "oom_kill":
-                    return int(value)
+            with contextlib.suppress(OSError):
+                for line in path.read_text().splitlines():
+                    name, _, value = line.partition(" ")
+                    if name == "oom_kill":
+                        return int(value)
         return 0
 
     def explains(self, exit_code: int, *, since: int) -> bool:
         """Return whether a process with this exit code was killed for memory, given the count before it started."""
         return exit_code == -signal.SIGKILL and self.count() > since
-
-
-def _counters(root: Path, membership: Path) -> Iterator[Path]:
-    """Yield the files that may count for this process: a container often sees its own cgroup as the root."""
-    for line in _lines(membership):
-        _, controllers, group = line.split(":", 2)
-        if not controllers:
-            mount, name = root, "memory.events"
-        elif "memory" in controllers.split(","):  # cgroup version 1
-            mount, name = root / "memory", "memory.oom_control"
-        else:
-            continue
-        yield mount / group.strip("/") / name
-        yield mount / name
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

@@ -27,7 +27,7 @@ from torchelastic.agent.workers.fork_server import READY, ForkServer
 from torchelastic.agent.workers.linux import TREE_MARK
 from torchelastic.agent.workers.processes import Reaper
 from torchelastic.agent.workers.watchdog import Watchdog
-from torchelastic.agent_socket import HEARTBEAT_FILE, METRICS_FILE
+from torchelastic.agent_socket import CHANNEL, HEARTBEAT_FILE, METRICS_FILE
 from torchelastic.config.program import changed_imports, python_command, reason_to_execute
 from torchelastic.config.settings import ProgramKind, StartMethod
 from torchelastic.errors import SettingsError, StartError
@@ -286,9 +286,9 @@ class Workers:
             stack.enter_context(self._reaper)
             self._console = Console(carries_log=self._reaper.owns_process)
             stack.push_async_callback(self._console.close, patience=_CONSOLE_PATIENCE, limit=_CONSOLE_LIMIT)
-            watchdog = Watchdog(self._reaper, self._mark, folders)
-            watchdog.start()
-            stack.push_async_callback(watchdog.close)
+            self._watchdog = Watchdog(self._reaper, self._mark, folders)
+            self._watchdog.start()
+            stack.push_async_callback(self._watchdog.close)
             self._fork_server = self._make_fork_server()
             self._fork_server.start()
             stack.push_async_callback(self._end_all)
@@ -432,6 +432,7 @@ class Workers:
                     output.handed_over()
             stack.pop_all()
         now = asyncio.get_running_loop().time()
+        self._watchdog.watch(children)
         self._group = WorkerGroup(
             [
                 Worker(start, child, output, now, killed_before)
@@ -460,7 +461,8 @@ class Workers:
     def _base_environment(self) -> dict[str, str]:
         """Return the environment that all workers have."""
         base = {**os.environ, **self._environment}
-        base.pop(METRICS_FILE, None)  # of a worker that this agent runs in
+        for name in (CHANNEL, METRICS_FILE):  # of a worker that this agent runs in
+            base.pop(name, None)
         if self._local_world_size > 1:
             base.setdefault("OMP_NUM_THREADS", "1")
         return base

@@ -1,31 +1,34 @@
 """The watchdog: a small process that ends the workers' process trees when the agent dies, however it dies.
 
 The kernel ends the workers themselves (their parent-death signal), but not the processes that they have started. The
-watchdog's process imports nothing large, watches the agent through a pidfd, and finds those processes by their mark.
+watchdog's process imports nothing large, watches the agent through a pidfd, and finds those processes by their mark
+and by their session, which the agent writes to a file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from torchelastic.agent.workers.linux import has_mark, read_table, set_title, with_descendants
+from torchelastic.agent.workers.linux import has_mark, read_process, read_table, set_title, with_descendants
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Sequence
-    from pathlib import Path
+    from collections.abc import Mapping, Sequence
 
     from torchelastic.agent.workers.processes import Child, Reaper
 
 _KILL_TIMEOUT: Final = 10.0
 _RESTART_DELAY: Final = 0.2
+_SESSIONS: Final = "sessions"
 
 
 class Watchdog:
@@ -34,12 +37,13 @@ class Watchdog:
     Args:
         reaper: adopts the process.
         mark: the tree mark of all workers.
-        folders: to be removed after the agent's death.
+        folders: to be removed after the agent's death; the first one is private.
     """
 
     def __init__(self, reaper: Reaper, mark: str, folders: Sequence[Path]) -> None:
         self._reaper = reaper
         self._arguments = [str(os.getpid()), mark, *map(str, folders)]
+        self._sessions = folders[0] / _SESSIONS
         self._child: Child
         self._restart: asyncio.TimerHandle | None = None
         self._closed = False
@@ -51,6 +55,12 @@ class Watchdog:
         pid = spawn([*python_code(__name__, minimal=True), *self._arguments], {}, {1: 2, 2: 2})
         self._child = self._reaper.adopt(pid)
         self._child.ended.add_done_callback(self._ended)
+
+    def watch(self, workers: Sequence[Child]) -> None:
+        """Note the current workers, of which each leads a session."""
+        found = {worker.pid: entry.started for worker in workers if (entry := read_process(worker.pid)) is not None}
+        with contextlib.suppress(OSError):  # the mark remains
+            self._sessions.write_text(json.dumps(found))
 
     async def close(self) -> None:
         """End the process."""
@@ -72,22 +82,29 @@ class Watchdog:
 
 
 def main() -> None:
-    """Wait for the agent's end. Arguments: the agent's process id, the tree mark, and folders to be removed."""
+    """Wait for the agent's end. Arguments: the agent's process id, the tree mark, and folders to be removed then."""
     agent, mark, folders = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     set_title(["torchelastic: watchdog"])
     with contextlib.suppress(ProcessLookupError):
         pidfd = os.pidfd_open(agent)
         if os.getppid() == agent:
             select.select([pidfd], [], [])
-    _kill_trees(mark)
+    _kill_trees(mark, _read_sessions(Path(folders[0])))
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _kill_trees(mark: str) -> None:
+def _read_sessions(folder: Path) -> Mapping[int, int]:
+    """Return the ids of the workers' sessions with the start times of their leaders."""
+    with contextlib.suppress(OSError, ValueError):
+        return {int(session): started for session, started in json.loads((folder / _SESSIONS).read_bytes()).items()}
+    return {}
+
+
+def _kill_trees(mark: str, sessions: Mapping[int, int]) -> None:
     killed: set[int] = set()
     deadline = time.monotonic() + _KILL_TIMEOUT
-    while time.monotonic() < deadline and (living := _living(mark)):
+    while time.monotonic() < deadline and (living := _living(mark, sessions)):
         if killed.issuperset(living):
             time.sleep(0.01)
         for pid in living:
@@ -97,8 +114,10 @@ def _kill_trees(mark: str) -> None:
                 killed.add(pid)
 
 
-def _living(mark: str) -> list[int]:
+def _living(mark: str, sessions: Mapping[int, int]) -> list[int]:
     table = read_table()
     marked = {pid for pid in table if has_mark(pid, mark)}
-    roots = [entry.pid for entry in table.values() if entry.pid in marked or entry.session in marked]
+    # The id of a session that has ended may belong to another one, with another leader.
+    ours = {pid for pid, started in sessions.items() if pid not in table or table[pid].started == started}
+    roots = [entry.pid for entry in table.values() if entry.pid in marked or entry.session in marked | ours]
     return [pid for pid in with_descendants(table, roots) if not table[pid].dead]
