@@ -101,7 +101,7 @@ async def _take_part(stack: AsyncExitStack, settings: AgentSettings) -> ExitStat
     except SettingsError as error:
         from torchelastic.agent.exit_status import ExitStatus
 
-        return ExitStatus.because(ExitCode.BAD_INPUT, "BadInput", f"{error}")
+        return ExitStatus.by_error(error)
     return await Agent(settings, metrics).run(workers, port)
 
 

@@ -149,11 +149,9 @@ class Agent:
                 await self._signals.unless_first(workers.ready())
                 self._times.waits()
                 await self._signals.unless_first(stack.enter_async_context(node))
-            except (StoreError, NoPortFree) as error:
+            except (StoreError, NoPortFree, StartError, SettingsError) as error:
                 self._times.waited(succeeded=False)
                 return ExitStatus.by_error(error)
-            except (StartError, SettingsError) as error:
-                return ExitStatus.because(ExitCode.BAD_INPUT, "BadInput", f"{error}")
             except SignalledFirst:
                 return self._left(self._signals.number)
             stack.push_async_callback(self._stop_workers, 0.0)
@@ -162,7 +160,7 @@ class Agent:
                 return await self._live(workers, node)
             except SettingsError as error:
                 await node.leave()
-                return ExitStatus.because(ExitCode.BAD_INPUT, "BadInput", f"{error}")
+                return ExitStatus.by_error(error)
 
     async def _make_node(self, stack: AsyncExitStack, metrics_port: int) -> RendezvousNode:
         settings = self._settings

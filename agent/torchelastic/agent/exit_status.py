@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchelastic.errors import NoPortFree, SettingsError, StoreError, StoreRefused
+from torchelastic.errors import NoPortFree, SettingsError, StartError, StoreError, StoreRefused
 from torchelastic.protocol import ExitCode, OutcomeState, TerminationMessage
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class ExitStatus:
         A store out of reach is told apart from one that refuses, because only the latter would refuse again.
         """
         match error:
-            case SettingsError():
+            case SettingsError() | StartError():
                 return cls.because(ExitCode.BAD_INPUT, "BadInput", f"{error}")
             case NoPortFree():
                 return cls.because(ExitCode.NO_PORT, "NoPortFree", f"{error}")

@@ -109,7 +109,6 @@ class Reaper:
         self._children: dict[int, Child] = {}
         self._loop: asyncio.AbstractEventLoop
         self._was_subreaper = False
-        self._adopting = 0
         self._settled = asyncio.Event()
         self._settled.set()
 
@@ -139,16 +138,13 @@ class Reaper:
     @contextlib.contextmanager
     def adopting(self) -> Iterator[None]:
         """A block in which children arrive whose ids are not known yet; no unknown child is taken for an orphan."""
-        self._adopting += 1
         self._settled.clear()
         try:
             yield
         finally:
-            self._adopting -= 1
-            if not self._adopting:
-                self._settled.set()
-                if self.owns_process:
-                    self._sweep()
+            self._settled.set()
+            if self.owns_process:
+                self._sweep()
 
     def adopt(self, pid: int) -> Child:
         """Watch a child of this process, running or already dead."""
@@ -163,7 +159,7 @@ class Reaper:
             child = self._children.get(status.si_pid)
             if child is not None:
                 child.reap()
-            elif self._adopting:
+            elif not self._settled.is_set():
                 return
             else:
                 _wait(os.P_PID, status.si_pid, 0)
