@@ -106,6 +106,7 @@ class Agent:
         self._times = RoundTimes(metrics)
         self._events: asyncio.Queue[Any] = asyncio.Queue()
         self._signals = Signals(lambda number: self._events.put_nowait(Signalled(number)))
+        self._node: RendezvousNode
         self._socket: WorkerSocket
         self._node_id = f"{settings.node_name}.{secrets.token_hex(4)}"
         self._round: RoundRecord | None = None
@@ -136,7 +137,7 @@ class Agent:
         async with AsyncExitStack() as stack:
             stack.enter_context(self._signals)
             try:
-                node = await self._make_node(stack, metrics_port)
+                node = self._node = await self._make_node(stack, metrics_port)
                 self._socket = await stack.enter_async_context(
                     WorkerSocket(
                         workers.scratch,
@@ -157,7 +158,7 @@ class Agent:
             stack.push_async_callback(self._stop_workers, 0.0)
             node.failed.add_done_callback(self._rendezvous_ended)
             try:
-                return await self._live(workers, node)
+                return await self._live(workers)
             except SettingsError as error:
                 await node.leave()
                 return ExitStatus.by_error(error)
@@ -181,24 +182,24 @@ class Agent:
 
     # -- events
 
-    async def _live(self, workers: Workers, node: RendezvousNode) -> ExitStatus:
+    async def _live(self, workers: Workers) -> ExitStatus:
         while True:
             match event := await self._events.get():
                 case RoundStarted(store=listener):
                     with listener or nullcontext():
-                        beginning = self._begin_round(event, workers, node)
-                        takes_part = node.node in event.record.nodes
+                        beginning = self._begin_round(event, workers)
+                        takes_part = self._node_id in event.record.nodes
                         await (self._unless_signalled(beginning) if takes_part else beginning)
                 case WorkerEnded():
-                    await self._unless_signalled(self._worker_ended(event, node))
+                    await self._unless_signalled(self._worker_ended(event))
                 case CauseOverdue(round):
-                    await self._unless_signalled(self._blame(round, node))
+                    await self._unless_signalled(self._blame(round))
                 case Noticed(record):
                     self._socket.take_notice(record)
                 case RequestsChanged():
                     self._socket.report()
                 case StoreServerEnded(round):
-                    await self._unless_signalled(self._store_server_ended(round, node))
+                    await self._unless_signalled(self._store_server_ended(round))
                 case Partitioned():
                     self._times.waits()
                     await self._stop_workers(0.0)
@@ -208,7 +209,7 @@ class Agent:
                     self._report_outcome(outcome)
                     return ExitStatus.with_the_run(outcome)
                 case Signalled(number):
-                    await self._leave(number, node)
+                    await self._leave(number)
                     return self._left(number)
                 case RendezvousFailed(error):
                     self._times.waited(succeeded=False)
@@ -230,13 +231,13 @@ class Agent:
         with suppress(SignalledFirst):
             await self._signals.unless_first(work)
 
-    async def _begin_round(self, began: RoundStarted, workers: Workers, node: RendezvousNode) -> None:
+    async def _begin_round(self, began: RoundStarted, workers: Workers) -> None:
         round = began.record
         logger.info("round %d: %s", round.number, round.cause)
         if self._group is not None and self._broken_at is None:
             self._broken_at = time.monotonic()
         # The workers of a node that is taken out of the round get the time that they get on a signal.
-        takes_part = node.node in round.nodes
+        takes_part = self._node_id in round.nodes
         if takes_part:
             self._times.waited(succeeded=True)
         else:
@@ -263,7 +264,7 @@ class Agent:
         with self._metrics.measured("SimpleElasticAgent._assign_worker_ranks"):
             environments = worker_environments(
                 round,
-                node.node,
+                self._node_id,
                 role=self._settings.role,
                 run_id=self._settings.rendezvous.run_id,
                 max_restarts=self._settings.rendezvous.max_restarts,
@@ -274,7 +275,7 @@ class Agent:
                 self._group = await self._start(began, workers, environments)
         except StartError as error:
             self._times.started(self._broken_at, succeeded=False)
-            await self._round_failed(node, f"{error}", FailureKind.PROGRAM)
+            await self._round_failed(f"{error}", FailureKind.PROGRAM)
             return
         self._history.workers_started()
         self._unfinished = {int(env["LOCAL_RANK"]) for env in environments}
@@ -308,13 +309,13 @@ class Agent:
                 self._store_server.ended.add_done_callback(lambda _: self._events.put_nowait(StoreServerEnded(round)))
         return self._group
 
-    async def _worker_ended(self, ended: WorkerEnded, node: RendezvousNode) -> None:
+    async def _worker_ended(self, ended: WorkerEnded) -> None:
         if self._is_past(ended.round):
             return
         taken_in = asyncio.get_running_loop().time() - ended.exit.ended
         self._metrics.took("LocalElasticAgent._monitor_workers", taken_in, succeeded=True)
         if ended.exit.exit_code == 0:
-            self._worker_succeeded(ended, node)
+            self._worker_succeeded(ended)
             return
         failure = self._failure(ended.exit, ended.round)
         logger.warning("%s", in_full(failure))
@@ -326,55 +327,57 @@ class Agent:
             overdue = CauseOverdue(ended.round)
             asyncio.get_running_loop().call_later(self._patience(), self._events.put_nowait, overdue)
         if failure.kind is FailureKind.PROGRAM or len(self._failures) == len(self._unfinished):
-            await self._blame(ended.round, node)
+            await self._blame(ended.round)
 
     def _patience(self) -> float:
         """Seconds to wait for a failure that explains the one of a worker whose peers have failed."""
         spent = self._round is not None and self._round.restarts >= self._settings.rendezvous.max_restarts
         return REPORT_WINDOW if spent else CAUSE_WINDOW
 
-    async def _blame(self, round: int, node: RendezvousNode) -> None:
+    async def _blame(self, round: int) -> None:
         """Report the failure that explains most, and stop the other workers."""
         if self._failures and not self._is_past(round):
-            await self._report_failure(node, root_cause(enumerate(self._failures)))
+            await self._report_failure(root_cause(enumerate(self._failures)))
 
-    async def _report_failure(self, node: RendezvousNode, failure: FailureRecord) -> None:
-        node.report(failure.round, failure=failure)
+    async def _report_failure(self, failure: FailureRecord) -> None:
+        self._node.report(failure.round, failure=failure)
         self._times.waits()
         await self._stop_workers(self._settings.stop_timeout)
 
     def _is_past(self, round: int) -> bool:
         return self._group is None or self._round is None or round != self._round.number
 
-    def _worker_succeeded(self, ended: WorkerEnded, node: RendezvousNode) -> None:
+    def _worker_succeeded(self, ended: WorkerEnded) -> None:
         self._socket.forget(ended.exit.local_rank)
         self._unfinished.discard(ended.exit.local_rank)
         done = not self._unfinished
-        node.report(ended.round, phase=NodePhase.DONE if done else NodePhase.FINISHING)
+        self._node.report(ended.round, phase=NodePhase.DONE if done else NodePhase.FINISHING)
         if done:
             self._metrics.worker_state(self._settings.role, "succeeded")
 
-    async def _store_server_ended(self, round: int, node: RendezvousNode) -> None:
+    async def _store_server_ended(self, round: int) -> None:
         server = self._store_server
         if server is None or self._is_past(round):
             return
         memory = server.out_of_memory
         end, kind = (f"was {OUT_OF_MEMORY}", FailureKind.PROGRAM) if memory else ("died", FailureKind.COMMUNICATION)
-        await self._round_failed(node, f"the process that serves the round's TCPStore {end}", kind)
+        await self._round_failed(f"the process that serves the round's TCPStore {end}", kind)
 
-    async def _round_failed(self, node: RendezvousNode, message: str, kind: FailureKind) -> None:
+    async def _round_failed(self, message: str, kind: FailureKind) -> None:
         """Report a failure of this node itself."""
         round = self._round
-        if round is None or node.node not in round.nodes:
+        if round is None or self._node_id not in round.nodes:
             return
-        failure = failure_of_node(round, node.node, self._settings, message=message, kind=kind, began=self._began_at)
+        failure = failure_of_node(
+            round, self._node_id, self._settings, message=message, kind=kind, began=self._began_at
+        )
         logger.warning("%s", in_full(failure))
-        await self._report_failure(node, failure)
+        await self._report_failure(failure)
 
     def _failure(self, worker: WorkerExit, round: int) -> FailureRecord:
         return failure_of_worker(worker, round, self._node_id, self._settings)
 
-    async def _leave(self, number: signal.Signals, node: RendezvousNode) -> None:
+    async def _leave(self, number: signal.Signals) -> None:
         """Leave the run, and stop the workers when no round needs them any more.
 
         They continue until a round without this node begins: if a worker of the round has asked for notices, that is
@@ -384,7 +387,7 @@ class Agent:
         clock = asyncio.get_running_loop().time
         until = clock() + self._settings.rendezvous.notice
         self._socket.leave(f"{self._settings.node_name} leaves ({number.name})")
-        await self._signals.unless_hurried(node.leave())
+        await self._signals.unless_hurried(self._node.leave())
         alone = self._round is None or len(self._round.members) == 1
         no_leader = clock() + (0 if alone else LEAVE_TIMEOUT)
         while self._group is not None and not self._signals.hurry.is_set():
@@ -394,12 +397,12 @@ class Agent:
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     event = await self._events.get()
-                if self._ends_leaving(event, node):
+                if self._ends_leaving(event):
                     break
         await self._stop_workers(self._settings.stop_grace)
         self._metrics.worker_state(self._settings.role, "stopped")
 
-    def _ends_leaving(self, event: AgentEvent, node: RendezvousNode) -> bool:
+    def _ends_leaving(self, event: AgentEvent) -> bool:
         """Handle an event of a node that leaves; returns whether to stop its workers now."""
         match event:
             case Noticed(record):
@@ -409,7 +412,7 @@ class Agent:
             case WorkerEnded() as ended if self._is_past(ended.round):
                 pass
             case WorkerEnded() as ended if ended.exit.exit_code == 0:
-                self._worker_succeeded(ended, node)
+                self._worker_succeeded(ended)
                 return not self._unfinished
             case RoundStarted(store=listener):
                 if listener is not None:

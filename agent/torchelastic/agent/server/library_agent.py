@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torchelastic.agent.workers.pool import Workers
     from torchelastic.config.settings import AgentSettings
     from torchelastic.protocol import FailureRecord
-    from torchelastic.rendezvous.node import RendezvousNode
 
 
 class LibraryAgent(Agent):
@@ -67,8 +66,8 @@ class LibraryAgent(Agent):
                 write_call(workers.scratch, self._call)
             return await self.run(workers)
 
-    async def _live(self, workers: Workers, node: RendezvousNode) -> ExitStatus:
-        ending = await super()._live(workers, node)
+    async def _live(self, workers: Workers) -> ExitStatus:
+        ending = await super()._live(workers)
         round = self._round
         if ending.code is ExitCode.SUCCEEDED and round is not None and self._node_id in round.nodes:
             first = round.first_rank(self._node_id)
