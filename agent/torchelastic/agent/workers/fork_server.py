@@ -1,4 +1,4 @@
-"""The agent's side of the fork server: start it early, keep spare processes ready, restart it when it dies.
+"""The agent's side of the fork server: start it early, keep spare processes ready, restart it if it has died.
 
 A message between the agent, the fork server and a process that it forks is JSON in one packet of a SOCK_SEQPACKET
 socket, with descriptors beside it. What a process is to do is in a memory file, because environments can be large.
@@ -31,11 +31,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MIN_UPTIME: Final = 10.0
-"""Seconds of uptime after which a fork server that dies is restarted at once; else when it is needed."""
-
 REFILL_DELAY: Final = 3.0
-"""Seconds from the start of workers until spare processes are forked again: the processors are the workers' first."""
+"""Seconds from the start of workers until spare processes are forked again: the processors are the workers' first.
+
+A fork server that has died is restarted then, or as soon as there are too few spare processes."""
 
 _COMPILER: Final = "torch._dynamo"
 """Imported by the first step of any optimizer; it takes longer than the rest of a restart, and much memory."""
@@ -107,9 +106,8 @@ class ForkServer:
         self._refill = asyncio.Event()
         self._lock = asyncio.Lock()
         self._process: Child | None = None
-        self._started = 0.0
         self._connection: socket.socket | None = None
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._keeper: asyncio.Task[None] | None = None
         self._closed = False
 
     @property
@@ -126,6 +124,9 @@ class ForkServer:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+        if self._process is not None:
+            end = f"was {OUT_OF_MEMORY}" if self._out_of_memory(self._process) else "died"
+            logger.warning("The fork server %s and is restarted. Running workers are not affected.", end)
         self._killed_before = self._memory_kills.count()
         try:
             pid, connection = _spawn(self._environment)
@@ -135,15 +136,12 @@ class ForkServer:
         order = {"preload": program.preload, "search_path": search_path(program.kind.value, program.argv[0])}
         with contextlib.suppress(OSError):  # it is dead already, which is noticed as any later death
             send(connection, order)
-        self._process = process = self._reaper.adopt(pid)
-        process.ended.add_done_callback(lambda _: self._died(process))
-        self._started = asyncio.get_running_loop().time()
+        self._process = self._reaper.adopt(pid)
         self._connection = connection
         self._compiler_imported = False
         self._import_error = None
-        if "refill" in self._tasks:
-            self._tasks["refill"].cancel()
-        self._tasks["refill"] = asyncio.create_task(self._keep_filled(connection))
+        if self._keeper is None:
+            self._keeper = asyncio.create_task(self._keep_filled())
 
     async def close(self) -> None:
         """End the server and the spare processes; other forked processes continue."""
@@ -154,9 +152,9 @@ class ForkServer:
         for child in ending:
             child.signal(signal.SIGKILL)
         await asyncio.gather(*(asyncio.shield(child.ended) for child in ending))
-        for task in self._tasks.values():
-            task.cancel()
-            await asyncio.wait([task])
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait([self._keeper])
         for spare in self._spares:
             spare.link.close()
         if self._connection is not None:
@@ -203,44 +201,31 @@ class ForkServer:
 
     # -- the process
 
-    def _died(self, process: Child) -> None:
-        uptime = asyncio.get_running_loop().time() - self._started
-        if process is self._process and not self._closed and uptime > MIN_UPTIME:
-            self._tasks["restart"] = asyncio.create_task(self._restart(process))
-
-    async def _restart(self, process: Child) -> None:
-        async with self._lock:  # a pending request notices the death by its connection, which start() closes
-            if process is self._process:
-                end = f"was {OUT_OF_MEMORY}" if self._out_of_memory(process) else "died"
-                logger.warning("The fork server %s and is restarted. Running workers are not affected.", end)
-                with contextlib.suppress(StartError):  # reported when processes are needed
-                    self.start()
-
     def _out_of_memory(self, process: Child) -> bool:
         return self._memory_kills.explains(process.ended.result(), since=self._killed_before)
 
-    async def _keep_filled(self, connection: socket.socket) -> None:
-        """Keep spare processes ready while this server lives."""
-        with contextlib.suppress(EOFError, ConnectionError, StartError):  # reported when processes are needed
-            async with self._lock:
-                if not self._refill.is_set():
-                    await self._fill()
-                if self._trains:
-                    self._refill.set()
-            while True:
-                await self._refill.wait()
-                self._refill.clear()
-                await asyncio.sleep(REFILL_DELAY)
+    async def _keep_filled(self) -> None:
+        """Keep spare processes ready."""
+        while True:
+            with contextlib.suppress(EOFError, ConnectionError, StartError):  # reported when processes are needed
                 async with self._lock:
-                    if self._trains and not self._compiler_imported:
-                        self._compiler_imported = True
-                        send(connection, {"import": _COMPILER})
-                        await _receive(connection)
-                        for spare in self._take_spares(self._wanted):
-                            spare.link.close()
                     await self._fill()
+            await self._refill.wait()
+            self._refill.clear()
+            await asyncio.sleep(REFILL_DELAY)
 
     async def _fill(self) -> None:
+        if self._closed:
+            return
+        if self.pid is None:
+            self.start()
+        if self._trains and not self._compiler_imported and self._connection is not None:
+            await self._request(0)  # it has imported torch
+            self._compiler_imported = True
+            send(self._connection, {"import": _COMPILER})
+            await _receive(self._connection)
+            for spare in self._take_spares(self._wanted):
+                spare.link.close()
         self._spares = self._take_spares(len(self._spares))  # which drops those that have died
         if (missing := self._wanted - len(self._spares)) > 0:
             self._spares += await self._request(missing)
