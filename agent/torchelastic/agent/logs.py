@@ -248,8 +248,6 @@ class LogFile:
         self._path = path
         self.writing = _open_log(path)
         self._start = os.fstat(self.writing).st_size
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.ended.set_result(None)
 
     @property
     def tail(self) -> bytes:
@@ -262,12 +260,6 @@ class LogFile:
         except OSError:
             return b""
 
-    def catch_up(self) -> None:
-        """There is nothing to read."""
-
-    def close(self) -> None:
-        """There is nothing to close."""
-
 
 class WorkerOutput:
     """The output of one worker, and the file in which it may describe an exception."""
@@ -275,6 +267,7 @@ class WorkerOutput:
     def __init__(self, out: LogPipe | LogFile, err: LogPipe | LogFile, error_file: Path) -> None:
         self._out = out
         self._err = err
+        self._pipes = [stream for stream in (out, err) if isinstance(stream, LogPipe)]
         self.error_file = error_file
 
     @property
@@ -289,9 +282,10 @@ class WorkerOutput:
 
     async def drained(self, seconds: float) -> None:
         """Wait until the output of an ended worker is read; another process may still hold its pipe."""
-        self._out.catch_up()
-        self._err.catch_up()
-        await asyncio.wait([self._out.ended, self._err.ended], timeout=seconds)
+        for pipe in self._pipes:
+            pipe.catch_up()
+        if self._pipes:
+            await asyncio.wait([pipe.ended for pipe in self._pipes], timeout=seconds)
 
     def tail(self) -> str:
         """Return the end of standard error, or of standard output if that is empty."""
@@ -299,8 +293,8 @@ class WorkerOutput:
 
     def close(self) -> None:
         """Read no more."""
-        self._out.close()
-        self._err.close()
+        for pipe in self._pipes:
+            pipe.close()
 
 
 def open_output(
