@@ -44,6 +44,7 @@ from tests.support.builders import (
 from torchelastic.protocol import FailureRecord, ResumeRecord, RoundReason
 
 if TYPE_CHECKING:
+    from elastic_operator.controller.model import Pod
     from torchelastic.protocol import RoundRecord
 
 
@@ -286,26 +287,30 @@ def test_failure_names_its_root_cause() -> None:
     assert told(made) == {EventReason.FAILED: f"failed: {cause}"}
 
 
-def test_first_failure_message_is_quoted() -> None:
-    world = a_world(died(0, 1, message=says("second"), ended=NOW), died(1, 1, message=says("first"), ended=NOW - 1))
+@pytest.mark.parametrize(
+    ("pods", "reason", "message"),
+    [
+        (
+            (died(0, 1, message=says("second"), ended=NOW), died(1, 1, message=says("first"), ended=NOW - 1)),
+            Reason.RUN_FAILED,
+            "first",
+        ),
+        ((died(0, 2, message=says("--nnodes is no number", "BadInput")),), Reason.BAD_INPUT, "--nnodes is no number"),
+        ((died(0, 2, incompatible_image=NO_AGENT), died(1)), Reason.NO_AGENT, NO_AGENT.message),
+        ((died(0, 2, incompatible_image=STRANGER), died(1)), Reason.PROTOCOL_MISMATCH, STRANGER.message),
+    ],
+    ids=["the first failure", "bad input", "no agent", "another version"],
+)
+def test_failure_quotes_the_pod_that_caused_it(pods: tuple[Pod, ...], reason: Reason, message: str) -> None:
+    made = plan(TRAINED, a_world(*pods), NOW)
+    failed = condition(made.status, ConditionType.FAILED)
 
-    assert condition(plan(TRAINED, world, NOW).status, ConditionType.FAILED).message == "first"
-
-
-def test_refused_input_is_quoted() -> None:
-    world = a_world(died(0, 2, message=says("--nnodes is not a number", "BadInput")))
-    failed = condition(plan(TRAINED, world, NOW).status, ConditionType.FAILED)
-
-    assert (failed.reason, failed.message) == (Reason.BAD_INPUT, "--nnodes is not a number")
+    assert (failed.reason, failed.message) == (reason, message)
+    assert told(made) == {EventReason.FAILED: f"failed: {message}"}
+    assert made.status.pod_failures == 0
 
 
 # -- status and conditions
-
-
-def test_observed_generation_includes_the_written_replicas() -> None:
-    status = plan(a_job(replicas=None, generation=1), a_world(), NOW).status
-
-    assert status.observed_generation == 2
 
 
 def test_job_starts_when_its_first_round_forms() -> None:
@@ -494,16 +499,6 @@ def test_rejection_stands_until_the_spec_changes_or_a_pod_is_accepted() -> None:
         assert (invalid.status, invalid.reason, invalid.message) == (False, Reason.SPEC_VALID, "")
 
 
-@pytest.mark.parametrize("incompatible_image", [NO_AGENT, STRANGER], ids=["no agent", "another version"])
-def test_incompatible_image_is_the_reason_of_the_failure(incompatible_image: IncompatibleImage) -> None:
-    made = plan(TRAINED, a_world(died(0, 2, incompatible_image=incompatible_image), died(1)), NOW)
-    failed = condition(made.status, ConditionType.FAILED)
-
-    assert (failed.reason, failed.message) == (Reason(incompatible_image.reason.value), incompatible_image.message)
-    assert told(made) == {EventReason.FAILED: f"failed: {incompatible_image.message}"}
-    assert made.status.pod_failures == 0
-
-
 def test_long_messages_are_shortened_in_the_status() -> None:
     made = plan(TRAINED, a_world(running(0), outcome=failure("x" * 16_384)), NOW)
 
@@ -552,16 +547,16 @@ def test_events_of_ended_pods_name_the_successor() -> None:
     assert [event.warning for event in made.events] == [False, True, True, False]
 
 
-def test_event_quotes_the_last_line_of_output() -> None:
-    made = plan(TRAINED, a_world(running(0), died(1, 1, message="Traceback\n  …\nKeyError: 'x'\n")), NOW)
-
-    assert told(made)[EventReason.POD_DIED].startswith(f"{died(1).name} exited with code 1: KeyError: 'x'; ")
-
-
-def test_event_of_a_pod_with_an_unknown_end() -> None:
-    made = plan(TRAINED, a_world(running(0), died(1, None)), NOW)
-
-    assert told(made)[EventReason.POD_DIED].startswith(f"{died(1).name} came to an unknown end; ")
+@pytest.mark.parametrize(
+    ("dead", "how"),
+    [
+        (died(1, 1, message="Traceback\n  …\nKeyError: 'x'\n"), "exited with code 1: KeyError: 'x'"),
+        (died(1, None), "came to an unknown end"),
+    ],
+)
+def test_event_says_how_a_pod_died(dead: Pod, how: str) -> None:
+    made = plan(TRAINED, a_world(running(0), dead), NOW)
+    assert told(made)[EventReason.POD_DIED].startswith(f"{dead.name} {how}; ")
 
 
 def test_event_of_a_pod_whose_init_container_failed() -> None:

@@ -114,7 +114,7 @@ def test_status_json() -> None:
     assert not optional & document.keys()
 
 
-def test_time_breakdown_is_in_milliseconds() -> None:
+def test_times_of_a_breakdown_are_in_milliseconds_and_a_failure_omits_what_is_unknown() -> None:
     split = TimeBreakdown(
         until=NOW + 90.25,
         state=RunState.STOPPING,
@@ -122,18 +122,15 @@ def test_time_breakdown_is_in_milliseconds() -> None:
         joined=3,
         gone={NodeEnd.NOT_NEEDED: 1},
     )
-    assert status_to_json(JobStatus(time_breakdown=split))["timeBreakdown"] == {
+    killed = LastFailure("digits-1-x was killed by SIGKILL", pod="digits-1-x", signal="SIGKILL", time=NOW)
+    document = status_to_json(JobStatus(time_breakdown=split, last_failure=killed))
+    assert document["timeBreakdown"] == {
         "asOf": "2023-11-14T22:14:50.250Z",
         "seconds": {"waiting": 10.25, "training": 80.0},
         "joined": 3,
         "gone": {"not_needed": 1},
     }
-
-
-def test_last_failure_omits_what_is_unknown() -> None:
-    killed = LastFailure("digits-1-x was killed by SIGKILL", pod="digits-1-x", signal="SIGKILL", time=NOW)
-
-    assert status_to_json(JobStatus(last_failure=killed))["lastFailure"] == {
+    assert document["lastFailure"] == {
         "message": "digits-1-x was killed by SIGKILL",
         "pod": "digits-1-x",
         "signal": "SIGKILL",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from elastic_operator.controller.messages import SIGNAL_BASE, node_name, signal_name
 from elastic_operator.views.job_metrics import goodput
 from torchelastic.protocol import RoundReason
 
@@ -125,7 +125,7 @@ def _of_worker(failure: FailureRecord, time: float, lost: float | None, *, final
         time=time,
         round=failure.round,
         message=failure.message,
-        pod=failure.node.rpartition(".")[0] or failure.node,
+        pod=node_name(failure),
         rank=failure.rank,
         what=_exit_status(failure.exit_code),
         lost=lost,
@@ -137,7 +137,4 @@ def _of_worker(failure: FailureRecord, time: float, lost: float | None, *, final
 def _exit_status(exit_code: int) -> str:
     if exit_code >= 0:
         return f"exit code {exit_code}"
-    try:
-        return signal.Signals(-exit_code).name
-    except ValueError:
-        return f"signal {-exit_code}"
+    return signal_name(SIGNAL_BASE - exit_code) or f"signal {-exit_code}"
