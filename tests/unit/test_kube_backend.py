@@ -314,17 +314,6 @@ async def test_an_event_is_recorded_once_if_the_answer_to_the_status_is_lost(
     assert cluster.told("Suspended") == ["suspended"]
 
 
-async def test_a_pending_event_is_tried_once_more_at_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("elastic_operator.kubernetes.writer._FIRST_RETRY", 3600.0)
-    async with OperatedCluster() as cluster:
-        cluster.server.fault = failing("POST", EVENTS, 500, "no", times=1)
-        cluster.add_job(suspend=True)
-        await cluster.until(lambda: cluster.server.times("POST", EVENTS) == 1)
-    assert cluster.told("Suspended") == ["suspended"]
-
-
 async def test_a_deleted_pod_group_is_created_again_when_it_changes(cluster: OperatedCluster) -> None:
     cluster.add_job(**GANG)
     await cluster.have_pods(2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import hashlib
 import itertools
 import logging
@@ -283,7 +282,7 @@ def _classified(error: ApiError) -> ClusterError:
 
 
 class EventRecorder:
-    """Records Kubernetes events of jobs in the background; at the end of its block, pending events are tried once more.
+    """Records Kubernetes events of jobs in the background; its block waits at its end for those that are pending.
 
     The name of an event is a hash of its content and of the job's version: recorded twice, it exists once. So an event
     that fails can be tried again.
@@ -298,23 +297,16 @@ class EventRecorder:
         self._identity = identity
         self._slots = asyncio.Semaphore(_CONCURRENT_EVENTS)
         self._pending: set[asyncio.Task[None]] = set()
-        self._stopping = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._stopping.set()
-        if not self._pending:
-            return
-        try:
-            await asyncio.wait(self._pending, timeout=_STOP_TIMEOUT)
-        finally:
-            if self._pending:
-                _log.debug("%d events were not recorded", len(self._pending))
-                for task in self._pending:
-                    task.cancel()
-                await asyncio.wait(self._pending)
+        if self._pending:
+            _, late = await asyncio.wait(self._pending, timeout=_STOP_TIMEOUT)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
     def event(self, job: Json, event: JobEvent) -> None:
         """Record an event of a job soon.
@@ -331,21 +323,16 @@ class EventRecorder:
         task.add_done_callback(self._pending.discard)
 
     async def _record(self, event: Json) -> None:
-        for tries, pause in zip(itertools.count(1), backoff(_FIRST_RETRY, 60.0), strict=False):
+        for delay in itertools.islice(backoff(_FIRST_RETRY, 60.0), _EVENT_TRIES):
             try:
                 async with self._slots:
                     await self._api.create(EVENTS, event["metadata"]["namespace"], event)
                 return
             except ClusterError as error:
-                if isinstance(error, ApiError) and error.conflict:  # it was recorded before
+                _log.debug("an event was not recorded: %s", error)  # perhaps because it was recorded before
+                if isinstance(error, ApiError) and not error.transient:
                     return
-                final = isinstance(error, ApiError) and not error.transient
-                if final or tries == _EVENT_TRIES or self._stopping.is_set():
-                    _log.debug("an event was not recorded: %s", error)
-                    return
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._stopping.wait()
+            await asyncio.sleep(delay)
 
 
 def event_object(job: Json, event: JobEvent, *, identity: str, now: float) -> dict[str, Any]:
