@@ -235,26 +235,6 @@ async def test_an_api_server_that_accepts_a_pod_at_each_try_is_not_reported() ->
     assert cluster.told("ResourcesBlocked") == []
 
 
-async def test_a_disruption_budget_of_another_owner_is_reported_until_it_is_gone(cluster: OperatedCluster) -> None:
-    cluster.server.put(DISRUPTION_BUDGETS, f"{NAME}-workers", spec={})
-    cluster.add_job(disruptionBudget=True)
-    await cluster.until(lambda: "does not belong to this job" in str(cluster.status.get("conditions")))
-    assert len(cluster.server.of_kind(PODS)) == 2
-    await cluster.until(lambda: len(cluster.told("ResourcesBlocked")) == 1)
-    tries = cluster.server.times("POST", DISRUPTION_BUDGETS)
-    for _ in range(20):
-        await cluster.look()
-    assert cluster.server.times("POST", DISRUPTION_BUDGETS) - tries < 10
-    cluster.server.pop(DISRUPTION_BUDGETS, f"{NAME}-workers")
-    await cluster.until(
-        lambda: (
-            bool(cluster.server.of_kind(DISRUPTION_BUDGETS))
-            and "does not belong to this job" not in str(cluster.status.get("conditions"))
-        )
-    )
-    assert len(cluster.told("ResourcesBlocked")) == 1
-
-
 @pytest.mark.parametrize("end", ["", "."])
 async def test_a_rejected_disruption_budget_that_the_status_has_is_not_reported_again(
     cluster: OperatedCluster, end: str
@@ -338,17 +318,6 @@ async def test_a_pod_group_that_may_not_be_changed_is_reported_and_tried_less_of
         await cluster.look()
     assert cluster.server.times("PATCH", SCHEDULER_PLUGINS_GROUPS) - tries < 10
     assert len(cluster.server.of_kind(PODS)) == 2
-
-
-async def test_a_pod_group_of_another_owner_does_not_make_the_job_invalid(cluster: OperatedCluster) -> None:
-    cluster.add_job(**GANG)
-    await cluster.have_pods(2)
-    cluster.server.pop(SCHEDULER_PLUGINS_GROUPS, NAME)
-    cluster.server.put(SCHEDULER_PLUGINS_GROUPS, NAME, spec={"minMember": 9})
-    cluster.add_job(**GANG, minReplicas=1, maxReplicas=3, replicas=3)
-    await cluster.until(lambda: "a PodGroup called digits is there" in str(cluster.status.get("conditions")))
-    assert not cluster.holds("Invalid")
-    assert cluster.server.get(SCHEDULER_PLUGINS_GROUPS, NAME)["spec"]["minMember"] == 9
 
 
 async def test_an_unreadable_spec_is_invalid_and_nothing_else_changes(

@@ -86,23 +86,3 @@ async def test_a_standby_lists_all_jobs_and_does_nothing_until_it_leads(
         server.put(LEASES, "elastic-operator", spec={**HELD, "holderIdentity": ""})
         await server.until(lambda: len(server.of_kind(PODS)) == 1)
         assert await metric("elastic_operator_leader") == "1.0"
-
-
-async def test_without_leader_election_it_leads_at_once(server: ObjectServer, caplog: pytest.LogCaptureFixture) -> None:
-    async with running(server, caplog, leader_elect=False) as metric:
-        server.put(ELASTIC_JOBS, "one", spec={**JOB, **EXTERNAL})
-        await server.until(lambda: len(server.of_kind(PODS)) == 1)
-        assert await metric("elastic_operator_leader") == "1.0"
-    assert server.times("GET", LEASES) == 0
-
-
-async def test_a_copy_that_may_list_nothing_does_not_lead(
-    server: ObjectServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    words = 'pods is forbidden: User "operator" cannot list resource "pods"'
-    server.fault = lambda _method, _path: (403, "Forbidden", words)
-    async with running(server, caplog) as metric:
-        await server.until(lambda: len(server.asked) > 1)
-        assert await metric("elastic_operator_leader") == "0.0"
-    [said] = [message for message in caplog.messages if words in message]
-    assert said.startswith("what exists cannot be listed: ")

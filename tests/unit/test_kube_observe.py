@@ -10,7 +10,7 @@ from aiohttp import web
 
 from elastic_operator.controller.failures import pod_end
 from elastic_operator.controller.model import Job, Observed, Plan, PodEnd, PodPhase
-from elastic_operator.kubernetes.apply import Applier, CreateBackoff
+from elastic_operator.kubernetes.apply import Applier
 from elastic_operator.kubernetes.backend import KubernetesBackend, job_of, startup_problem
 from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, PODS, SERVICES, Api, ApiError
 from elastic_operator.kubernetes.job_store import EtcdSecrets, JobStores
@@ -221,44 +221,6 @@ async def test_a_pod_that_is_gone_is_observed_as_deleted_until_another_takes_its
     backend.pod_deleted(deleted(2, "old"))
     cluster.now += 901
     assert len((await look(cluster, backend)).pods) == 2
-
-
-def test_a_blocked_object_is_tried_less_and_less_often(cluster: Cluster) -> None:
-    creates, waits = CreateBackoff(), []
-    for _ in range(9):
-        creates.block("exceeded quota")
-        waits.append(creates.wait)
-        cluster.now += waits[-1]
-        assert (creates.blocked, creates.wait) == ("exceeded quota", 0)
-    assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
-    assert [creates.succeed(), creates.succeed()] == [True, False]
-    assert creates.blocked is None
-    creates.block("exceeded quota")
-    assert creates.wait == 0.5
-
-
-def test_another_generation_is_tried_at_once(cluster: Cluster) -> None:
-    creates = CreateBackoff()
-    creates.see(2)
-    creates.reject('unknown field "spec.x"')
-    creates.see(2)
-    assert creates.rejected == 'unknown field "spec.x"'
-    creates.see(3)
-    assert creates.rejected is None
-    creates.block("exceeded quota")
-    creates.see(4)
-    assert (creates.blocked, creates.wait) == ("exceeded quota", 0)
-
-
-def test_a_failing_api_server_is_reported_after_several_tries_and_some_time(cluster: Cluster) -> None:
-    creates = CreateBackoff()
-    assert [creates.fail(5.0) for _ in range(4)] == [False] * 4
-    cluster.now += 6
-    assert creates.fail(5.0)
-    creates.progress()
-    assert not creates.fail(5.0)
-    cluster.now += 14
-    assert [creates.fail(5.0), creates.fail(5.0)] == [False, True]
 
 
 @pytest.mark.parametrize(
