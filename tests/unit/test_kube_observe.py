@@ -179,10 +179,10 @@ async def test_the_events_of_slow_pods_are_read_one_pod_at_a_time_and_less_and_l
 async def test_an_etcd_that_is_not_ready_is_diagnosed(cluster: Cluster, backend: KubernetesBackend) -> None:
     cluster.start_etcd()
     assert (await look(cluster, backend)).etcd_error is None
-    assert (cluster.requests, cluster.requeue) == ([], 15.0)
+    assert (cluster.requests, cluster.requeue) == ([], 5.0)
 
     async def later() -> str | None:
-        cluster.now += 15
+        cluster.now += 60
         return (await look(cluster, backend)).etcd_error
 
     cluster.etcd_state = {"waiting": {"reason": "ErrImagePull", "message": "not found"}}

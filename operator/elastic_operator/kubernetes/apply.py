@@ -324,33 +324,26 @@ class Applier:
             return
         if plan.min_available is None:
             await self._delete_owned(DISRUPTION_BUDGETS, job)
+        elif (wait := record.pdb.wait) > 0:
+            record.requeue_after(wait)
+            return
         else:
-            if (wait := record.pdb.wait) > 0:
-                record.requeue_after(wait)
-                return
             try:
                 await self._ensure(DISRUPTION_BUDGETS, job, disruption_budget(job, plan.min_available))
-            except ClusterError as error:
-                record.pdb.block(str(error))
-                record.requeue_after(record.pdb.wait)
-                if isinstance(error, TransientError):
-                    raise ClusterError(f"the disruption budget of the job could not be made: {error}") from None
-                if not isinstance(error, Rejected | Blocked):
-                    raise
+            except (Rejected, Blocked) as error:
                 self._pdb_failed(record, f"the disruption budget of the job cannot be created for now: {error}")
                 return
-        record.pdb.succeed()
-        if record.pdb_error is not None:
-            record.pdb_error = None
+            except ClusterError as error:
+                raise ClusterError(f"the disruption budget of the job could not be made: {error}") from None
+        if record.pdb.succeed():
             record.requeue_after(0.0)  # for another plan
 
     def _pdb_failed(self, record: JobRecord, why: str) -> None:
-        known = record.pdb_error
+        known = record.pdb.blocked
         if known is None or messages.clause(known) != messages.clause(why):  # the status has it as a clause
             _log.warning("%s: %s", record.key, why)
-        if known != why:
-            record.pdb_error = why
-            record.requeue_after(0.0)  # for another plan
+        record.pdb.block(why)
+        record.requeue_after(record.pdb.wait if known == why else 0.0)  # for another plan
 
     async def _ensure(self, resource: Resource, job: Job, wanted: Json) -> None:
         existing = self._store.owned_by(resource, job.namespace, job.uid)

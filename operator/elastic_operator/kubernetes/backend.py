@@ -45,7 +45,6 @@ _DELETED_TTL: Final = 900.0
 _FIRST_LOOK: Final = 5.0
 """Seconds before the events of a pod that does not start are read."""
 _MAX_WAIT: Final = 60.0
-_ETCD_PATIENCE: Final = 15.0
 _STARTERS: Final = frozenset({"kubelet", "attachdetach-controller"})
 """The components whose events say why a scheduled pod does not start."""
 
@@ -70,7 +69,7 @@ class StartupDiagnosis:
     Attributes:
         delays: seconds between two looks at their events.
         due: when to look next, a monotonic time; None if no pod is starting.
-        messages: by UID, the pod that was looked at last at the end.
+        messages: by UID, the pod that was looked at last at the end; the pod of etcd by the name of its container.
     """
 
     delays: Iterator[float] = field(default_factory=lambda: backoff(_FIRST_LOOK, _MAX_WAIT))
@@ -87,10 +86,6 @@ class StartupDiagnosis:
         return not first
 
 
-def _etcd_diagnosis() -> StartupDiagnosis:
-    return StartupDiagnosis(backoff(_ETCD_PATIENCE, _ETCD_PATIENCE))
-
-
 @dataclass(slots=True)
 class JobRecord:
     """What the operator remembers of a job beside its status; it may be lost at any time without harm.
@@ -100,11 +95,9 @@ class JobRecord:
         body: the job as last observed.
         creates: pods, etcd and PodGroup.
         pdb: the PodDisruptionBudget.
-        pdb_error: why it could not be created.
         annotations: the metrics ports that are written on pods.
         deleted: by index, the pods that are gone and not replaced yet.
         startup: why pods do not start.
-        etcd_startup: why the pod of the job's own etcd does not start.
         report: digest of the report that was kept, or given up, last.
         requeue: seconds after which to look at the job again; None for no need.
     """
@@ -113,11 +106,9 @@ class JobRecord:
     body: Json
     creates: CreateBackoff = field(default_factory=CreateBackoff)
     pdb: CreateBackoff = field(default_factory=CreateBackoff)
-    pdb_error: str | None = None
     annotations: CreateBackoff = field(default_factory=CreateBackoff)
     deleted: dict[int, DeletedPod] = field(default_factory=dict)
     startup: StartupDiagnosis = field(default_factory=StartupDiagnosis)
-    etcd_startup: StartupDiagnosis = field(default_factory=_etcd_diagnosis)
     report: bytes = b""
     requeue: float | None = None
 
@@ -211,7 +202,7 @@ class KubernetesBackend:
     def _record(self, key: str, body: Json) -> JobRecord:
         record = self._records.get(key)
         if record is None or record.uid != body["metadata"]["uid"]:
-            record = self._records[key] = JobRecord(key, body, pdb_error=_pdb_error(body))
+            record = self._records[key] = JobRecord(key, body, pdb=CreateBackoff(blocked=_pdb_error(body)))
         return record
 
     def _forget_former(self, key: str, body: Json | None) -> None:
@@ -225,14 +216,15 @@ class KubernetesBackend:
 
     async def _observe(self, job: Job, record: JobRecord) -> Observed:
         applied = with_applied_spec(job)
-        await self._diagnose_pods(job, record)
         managed = managed_etcd(self._store, job) if applied.spec.etcd.endpoint is None else None
-        etcd_error = await self._diagnose_etcd(job, record, managed) if managed is not None else None
+        await self._diagnose(job, record, managed)
         # From here on nothing is awaited, so that all is of one moment.
+        etcd_error = None
         if managed is not None:
             managed = managed_etcd(self._store, job)
-            if managed.state is EtcdState.STARTING:
-                record.requeue_after(_ETCD_PATIENCE)
+            why = managed.blocked and f"its pod cannot be created for now: {managed.blocked}"
+            if managed.state is EtcdState.STARTING and (why := why or record.startup.messages.get(ETCD)):
+                etcd_error = f"its etcd does not serve yet: {why}"
         pods = [self._with_diagnosis(pod, record) for pod in self._store.pods(job.namespace, job.uid)]
         secret = applied.spec.etcd.tls_secret
         forbidden = self._secrets.forbidden(job.namespace, secret) if secret is not None else None
@@ -262,12 +254,14 @@ class KubernetesBackend:
             store_error=forbidden or unreachable,
             store_forbidden=forbidden is not None,
             etcd_error=etcd_error,
-            disruption_budget_error=record.pdb_error,
+            disruption_budget_error=record.pdb.blocked,
         )
 
-    async def _diagnose_pods(self, job: Job, record: JobRecord) -> None:
-        """Read the events of one slow pod, less and less often."""
+    async def _diagnose(self, job: Job, record: JobRecord, etcd: ManagedEtcd | None) -> None:
+        """Ask why a pod does not start, that of the job's own etcd included: one at a time, less and less often."""
         slow = [pod.uid for pod in self._store.pods(job.namespace, job.uid) if _is_starting(pod)]
+        if etcd is not None and etcd.state is EtcdState.STARTING and etcd.blocked is None:
+            slow.insert(0, ETCD)
         startup = record.startup
         if not slow:
             record.startup = StartupDiagnosis()
@@ -276,38 +270,22 @@ class KubernetesBackend:
         if startup.is_due():
             uid = next((uid for uid in slow if uid not in startup.messages), next(iter(startup.messages), ""))
             message = startup.messages.pop(uid, "")
+            asking = self._why_etcd_waits(job) if uid == ETCD else why_not_started(self._api, job.namespace, uid)
             try:
-                message = await why_not_started(self._api, job.namespace, uid)
+                message = await asking
             except ClusterError as error:
-                _log.debug("%s: the events of its pods cannot be read: %s", record.key, error)
+                _log.debug("%s: why its pods do not start cannot be read: %s", record.key, error)
             startup.messages[uid] = message
         record.requeue_after(max((startup.due or 0.0) - time.monotonic(), 0.0))
 
-    async def _diagnose_etcd(self, job: Job, record: JobRecord, etcd: ManagedEtcd) -> str | None:
-        """Why the job's own etcd is not ready, as a clause; None if unknown, or if it is too early to ask."""
-        if etcd.state is not EtcdState.STARTING:
-            record.etcd_startup = _etcd_diagnosis()
-            return None
-        if etcd.blocked is not None:
-            return f"its etcd does not serve yet: its pod cannot be created for now: {etcd.blocked}"
-        startup = record.etcd_startup
-        if startup.is_due():
-            try:
-                pods, _ = await self._api.list(PODS, job.namespace, labels=f"{LABEL_JOB_UID}={job.uid}")
-                found = [await self._why_etcd_waits(job, pod) for pod in pods]
-            except ClusterError as error:
-                _log.debug("%s: the pod of its etcd cannot be read: %s", record.key, error)
-            else:
-                startup.messages = {"etcd": next(filter(None, found), "")}
-        message = startup.messages.get("etcd")
-        return f"its etcd does not serve yet: {message}" if message else None
-
-    async def _why_etcd_waits(self, job: Job, pod: Json) -> str:
-        if (why := why_waiting(pod, ETCD)) or not text(pod, "spec", "nodeName"):
-            return why
-        if any(container.running is not None for container in container_states(pod)):
-            return ""
-        return await why_not_started(self._api, job.namespace, text(pod, "metadata", "uid"))
+    async def _why_etcd_waits(self, job: Job) -> str:
+        pods, _ = await self._api.list(PODS, job.namespace, labels=f"{LABEL_JOB_UID}={job.uid}")
+        for pod in pods:
+            if why := why_waiting(pod, ETCD):
+                return why
+            if text(pod, "spec", "nodeName") and all(each.running is None for each in container_states(pod)):
+                return await why_not_started(self._api, job.namespace, text(pod, "metadata", "uid"))
+        return ""
 
     def _with_diagnosis(self, pod: Pod, record: JobRecord) -> Pod:
         """A pod; one that starts with why it does not, one that is overdue as ended: its node is lost."""

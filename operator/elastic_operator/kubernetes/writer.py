@@ -303,7 +303,7 @@ class EventRecorder:
 
     async def __aexit__(self, *_: object) -> None:
         if self._pending:
-            _, late = await asyncio.wait(self._pending, timeout=_STOP_TIMEOUT)
+            late = (await asyncio.wait(self._pending, timeout=_STOP_TIMEOUT))[1]
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
