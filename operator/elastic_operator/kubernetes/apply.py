@@ -334,7 +334,7 @@ class Applier:
                 self._pdb_failed(record, f"the disruption budget of the job cannot be created for now: {error}")
                 return
             except ClusterError as error:
-                raise ClusterError(f"the disruption budget of the job could not be made: {error}") from None
+                raise ClusterError(f"the disruption budget of the job could not be created: {error}") from None
         if record.pdb.succeed():
             record.requeue_after(0.0)  # for another plan
 
