@@ -125,7 +125,7 @@ NO_PROGRAM = {"exec": {"command": "/no/such/program", "apiVersion": "client.auth
     [
         (NO_CERTIFICATE, {}, "elastic-operator: the certificates of the kubeconfig cannot be used: "),
         ({}, NO_PROGRAM, " gives no credentials: [Errno 2] No such file or directory: '/no/such/program'"),
-        ({}, {"auth-provider": 5}, " cannot be used ("),
+        ({}, {"auth-provider": 5}, " cannot be used: "),
     ],
 )
 def test_an_unusable_kubeconfig_gives_one_sentence(
