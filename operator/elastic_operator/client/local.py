@@ -99,8 +99,9 @@ class LocalJobs:
         from elastic_operator.local.log_files import follow_logs, print_logs
 
         record = self.describe(name)
-        logs = Path(record["run"]["logs"])
-        if selector.follow and record["run"]["alive"]:
+        run = JobView.of(record).run
+        logs = Path(run.logs)
+        if selector.follow and run.alive:
             follow_logs(logs, selector, write, alive=lambda: _is_alive(record), tell=self._tell)
         else:
             print_logs(logs, selector, write)
