@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,15 +10,18 @@ import pytest
 import pytest_asyncio
 
 from tests.support.cluster_user import ROOT, User
+from tests.support.operator_place import Place
 from tests.support.testbed import user_cluster
 from tests.support.testbed.cache import Missing
 from tests.support.testbed.collection import MISSING
 from tests.support.testbed.control_plane import ControlPlane
 from tests.support.testbed.user_cluster import UserCluster
+from tests.support.watching_api import WatchingApi
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from tests.support.operator_process import OperatorProcess
     from tests.support.testbed.cluster import Cluster
     from tests.support.testbed.node import Node
 
@@ -52,6 +54,27 @@ async def namespace(control_plane: Cluster) -> AsyncIterator[str]:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def api(cluster_with_crd: Cluster) -> AsyncIterator[WatchingApi]:
+    """The shared Kubernetes without nodes, as an administrator sees it."""
+    async with await WatchingApi.from_kubeconfig(str(cluster_with_crd.kubeconfig)) as api:
+        yield api
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def place(api: WatchingApi, cluster_with_crd: Cluster) -> AsyncIterator[Place]:
+    """A namespace for one test, without an operator yet."""
+    async with cluster_with_crd.namespace() as name:
+        yield Place(api, cluster_with_crd, name)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def operator(place: Place, tmp_path: Path) -> AsyncIterator[OperatorProcess]:
+    """An operator for the test's namespace."""
+    async with place.operator(tmp_path) as operator:
+        yield operator
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def node(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> AsyncIterator[Node]:
     """A Kubernetes with one node, where pods run: each test uses its own namespaces."""
     from tests.support.testbed import images
@@ -63,8 +86,8 @@ async def node(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Co
         except Missing as why:  # only now it is known; then each of its tests is told as skipped
             pytestconfig.stash[MISSING]["node"] = why
             pytest.skip(str(why))
-        for name in images.IMAGES:
-            await cluster.load_image(images.archive(name))
+        for name, tag in images.IMAGES.items():
+            await cluster.load_image(tag, images.archive(name))
         yield cluster
 
 
@@ -79,10 +102,7 @@ async def installed(node: Node) -> AsyncIterator[Node]:
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def user(installed: Node, request: pytest.FixtureRequest) -> AsyncIterator[User]:
+async def user(installed: Node) -> AsyncIterator[User]:
     """A user with a namespace that admits only restricted pods."""
-    namespace = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_"))[:40].strip("-")
-    await installed.kubectl("create", "namespace", namespace)
-    await installed.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
-    yield User(installed, namespace)
-    await installed.kubectl("delete", "namespace", namespace, "--wait=false")
+    async with installed.namespace(**{"pod-security.kubernetes.io/enforce": "restricted"}) as namespace:
+        yield User(installed, namespace)

@@ -15,32 +15,25 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from elastic_operator.api.constants import (
-    LABEL_INDEX,
-    LABEL_JOB,
-    LABEL_ROLE,
-    ROLE_WORKER,
-    pod_name,
-    worker_selector,
+from elastic_operator.api.constants import LABEL_ROLE, ROLE_WORKER, worker_selector
+from elastic_operator.kubernetes.client import (
+    CONFIG_MAPS,
+    DEPLOYMENTS,
+    DISRUPTION_BUDGETS,
+    ELASTIC_JOBS,
+    EVENTS,
+    PODS,
+    SCHEDULER_PLUGINS_GROUPS,
+    SERVICES,
+    VOLCANO_GROUPS,
 )
-from elastic_operator.kubernetes.client import SCHEDULER_PLUGINS_GROUPS, VOLCANO_GROUPS
 from tests.support.audit import AuditLog
-from tests.support.cluster_user import job
-from tests.support.pod_groups import installed
+from tests.support.definitions import pod_groups_defined
+from tests.support.operator_place import Place, conditions, holds, index_of, live, run_keys
 from tests.support.prometheus import prometheus_command, promtool
 from tests.support.testbed.control_plane import ControlPlane
-from torchelastic.protocol import (
-    HistoryRecord,
-    Member,
-    NodeRecord,
-    PastRound,
-    RoundRecord,
-    RunKeys,
-    SizeRecord,
-    StateRecord,
-    encode,
-)
-from torchelastic.store import connect
+from tests.support.watching_api import WatchingApi
+from torchelastic.protocol import HistoryRecord, PastRound, encode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -346,23 +339,19 @@ async def test_every_chart_value_takes_effect(helm: Helm) -> None:
     assert not deployment["spec"]["template"]["spec"]["securityContext"].keys() & {"runAsUser", "runAsGroup"}
 
 
-async def test_a_prometheus_with_annotation_discovery_finds_the_operator(helm: Helm) -> None:
-    async def told(*words: str) -> dict[str, str]:
-        [deployment] = of_kind(await rendered(helm, *words), "Deployment")
-        annotations: dict[str, str] = deployment["spec"]["template"]["metadata"].get("annotations", {})
-        return annotations
-
-    where = {"prometheus.io/scrape": "true", "prometheus.io/port": "8080", "prometheus.io/path": "/metrics"}
-    assert await told() == where
-    assert await told("--set-string=podAnnotations.prometheus\\.io/scrape=false") == where | {
-        "prometheus.io/scrape": "false"
-    }
-    assert await told("--set=monitoring.annotations=false") == {}
-
-
-async def test_the_chart_requires_neither_prometheus_nor_grafana(helm: Helm) -> None:
-    kinds = {found["kind"] for found in await rendered(helm)}
+async def test_the_chart_annotates_the_operator_and_requires_neither_prometheus_nor_grafana(helm: Helm) -> None:
+    objects = await rendered(helm)
+    kinds = {found["kind"] for found in objects}
     assert not kinds & {"PodMonitor", "ServiceMonitor", "PrometheusRule", "ConfigMap", "Service"}
+    where = {"prometheus.io/scrape": "true", "prometheus.io/port": "8080", "prometheus.io/path": "/metrics"}
+    own = {"prometheus.io/scrape": "false"}
+    for words, wanted in (
+        ((), where),
+        (("--set-string=podAnnotations.prometheus\\.io/scrape=false",), where | own),
+        (("--set=monitoring.annotations=false",), {}),
+    ):
+        [deployment] = of_kind(await rendered(helm, *words), "Deployment")
+        assert deployment["spec"]["template"]["metadata"].get("annotations", {}) == wanted
 
 
 @pytest.mark.parametrize("namespaces", [[], ["one", "two"]], ids=["in all namespaces", "in some"])
@@ -514,23 +503,20 @@ async def test_install_upgrade_uninstall_and_reinstall_work(helm: Helm) -> None:
     assert (await helm.get("elasticjob/digits"))["spec"]["replicas"] == 2
 
 
-async def test_an_upgrade_brings_the_new_crd(helm: Helm, own_chart: Path) -> None:
-    await helm("install", RELEASE, str(CHART))
-    file = own_chart / "crd" / "elasticjob.yaml"
-    file.write_text(file.read_text().replace("shortNames: [ej]", "shortNames: [ej, elastic]"))
-    await helm("upgrade", RELEASE, str(own_chart))
-    assert (await helm.get("crd", CRD))["spec"]["names"]["shortNames"] == ["ej", "elastic"]
-
-    # It stays although it is no longer part of the release.
-    await helm("upgrade", RELEASE, str(own_chart), "--set=crds.install=false")
-    assert (await helm.get("crd", CRD))["spec"]["names"]["shortNames"] == ["ej", "elastic"]
-
-
-async def test_the_crd_and_all_jobs_are_removed_with_the_release_if_requested(helm: Helm) -> None:
+async def test_an_upgrade_brings_the_new_crd_and_the_crd_goes_with_the_release_if_requested(
+    helm: Helm, own_chart: Path
+) -> None:
     await helm("install", RELEASE, str(CHART))
     await helm.kubectl("wait", f"crd/{CRD}", "--for=condition=Established", "--timeout=60s")
     await helm.kubectl("apply", "-f", str(ROOT / "examples" / "digits.yaml"))
-    await helm("upgrade", RELEASE, str(CHART), "--set=crds.keep=false")
+    file = own_chart / "crd" / "elasticjob.yaml"
+    file.write_text(file.read_text().replace("shortNames: [ej]", "shortNames: [ej, elastic]"))
+    # It stays although it is no longer part of the release.
+    for more in ((), ("--set=crds.install=false",)):
+        await helm("upgrade", RELEASE, str(own_chart), *more)
+        assert (await helm.get("crd", CRD))["spec"]["names"]["shortNames"] == ["ej", "elastic"]
+
+    await helm("upgrade", RELEASE, str(CHART), "--set=crds.install=true,crds.keep=false")
     await helm("uninstall", RELEASE, "--wait")
     assert (await helm.kubectl("get", "crd", "-o", "name")).stdout == ""
 
@@ -539,65 +525,32 @@ async def test_a_crd_applied_by_others_is_left_to_them(helm: Helm) -> None:
     await helm.kubectl("apply", "-f", str(ROOT / "crds"))
     await helm("install", RELEASE, str(CHART), "--set=crds.install=false")
     await helm("uninstall", RELEASE)
-    assert (
-        "annotations" not in (await helm.get("crd", CRD))["metadata"]
-        or "meta.helm.sh/release-name" not in ((await helm.get("crd", CRD))["metadata"]["annotations"])
-    )
-
-
-def jobs_rights() -> set[Right]:
-    """The permissions that the operator needs in namespaces with jobs."""
-    group = "elastic.pytorch.org"
-    owned = [("", "pods"), ("", "services"), ("apps", "deployments")]
-    noted = ("", "pods", "patch", "")
-    return {
-        *((group, "elasticjobs", verb, "") for verb in ("list", "watch", "delete")),
-        (group, "elasticjobs/status", "update", ""),
-        (group, "elasticjobs/scale", "patch", ""),
-        *((*what, verb, "") for what in owned for verb in ("list", "watch", "create", "delete")),
-        noted,
-        *(("policy", "poddisruptionbudgets", verb, "") for verb in ("list", "watch", "create", "patch", "delete")),
-        *(
-            (scheduling, "podgroups", verb, "")
-            for scheduling in ("scheduling.x-k8s.io", "scheduling.volcano.sh")
-            for verb in ("list", "create", "patch", "delete")
-        ),
-        *(("", "configmaps", verb, "") for verb in ("get", "create", "patch")),
-        *(("", "events", verb, "") for verb in ("list", "create")),
-    }
-
-
-def lease_rights() -> set[Right]:
-    """The permissions that leader election needs in its own namespace."""
-    group = "coordination.k8s.io"
-    return {(group, "leases", "create", ""), *((group, "leases", verb, RELEASE) for verb in ("get", "update"))}
-
-
-async def test_the_operator_has_its_permissions_in_all_namespaces(helm: Helm) -> None:
-    await helm("install", RELEASE, str(CHART))
-    assert await helm.rights(of=RELEASE, namespace="default") == jobs_rights()
-    assert await helm.rights(of=RELEASE, namespace=helm.namespace) == jobs_rights() | lease_rights()
+    assert "meta.helm.sh/release-name" not in (await helm.get("crd", CRD))["metadata"].get("annotations", {})
 
 
 async def test_the_operator_has_its_permissions_in_the_listed_namespaces_only(helm: Helm) -> None:
+    lease_rights = {("coordination.k8s.io", "leases", "create", "")}
+    lease_rights |= {("coordination.k8s.io", "leases", verb, RELEASE) for verb in ("get", "update")}
+    await helm("install", RELEASE, str(CHART))
+    jobs_rights = await helm.rights(of=RELEASE, namespace="default")
+    assert ("elastic.pytorch.org", "elasticjobs", "watch", "") in jobs_rights
+    assert await helm.rights(of=RELEASE, namespace=helm.namespace) == jobs_rights | lease_rights
+
     async with helm.cluster.namespace() as one, helm.cluster.namespace() as other:
-        await helm("install", RELEASE, str(CHART), f"--set=namespaces={{{one},{other}}}")
-        assert await helm.rights(of=RELEASE, namespace=one) == jobs_rights()
-        assert await helm.rights(of=RELEASE, namespace=other) == jobs_rights()
+        listed = f"--set=namespaces={{{one},{other}}}"
+        await helm("upgrade", RELEASE, str(CHART), listed, f"--set=etcd.secretNamespaces={{{one}}}")
+        assert await helm.rights(of=RELEASE, namespace=one) == jobs_rights | {("", "secrets", "get", "")}
+        assert await helm.rights(of=RELEASE, namespace=other) == jobs_rights
         assert await helm.rights(of=RELEASE, namespace="default") == set()
-        assert await helm.rights(of=RELEASE, namespace=helm.namespace) == lease_rights()
+        assert await helm.rights(of=RELEASE, namespace=helm.namespace) == lease_rights
+        [container] = (await helm.get(f"deployment/{RELEASE}"))["spec"]["template"]["spec"]["containers"]
+        assert f"--etcd-secrets-namespace={one}" in container["args"]
         told = (await helm("get", "notes", RELEASE)).stdout
         assert f"manages the namespaces {one}, {other}." in told
         assert f"kubectl -n {one} apply -f examples/digits.yaml" in told
 
-
-async def test_secrets_are_readable_only_in_the_listed_namespaces(helm: Helm) -> None:
-    async with helm.cluster.namespace() as one:
-        await helm("install", RELEASE, str(CHART), f"--set=etcd.secretNamespaces={{{one}}}")
-        assert await helm.rights(of=RELEASE, namespace=one) == jobs_rights() | {("", "secrets", "get", "")}
-        assert await helm.rights(of=RELEASE, namespace="default") == jobs_rights()
-        [container] = (await helm.get(f"deployment/{RELEASE}"))["spec"]["template"]["spec"]["containers"]
-        assert f"--etcd-secrets-namespace={one}" in container["args"]
+    await helm("upgrade", RELEASE, str(CHART), "--set=rbac.create=false,leaderElection=false")
+    assert await helm.rights(of=RELEASE, namespace=helm.namespace) == set()
 
 
 @contextlib.asynccontextmanager
@@ -630,176 +583,124 @@ async def test_the_operators_permissions_are_sufficient_and_all_used(
     granted = await helm.rights(of=RELEASE, namespace=helm.namespace)
     log = tmp_path / "operator.log"
     async with (
-        installed(helm.cluster, SCHEDULER_PLUGINS_GROUPS),
-        installed(helm.cluster, VOLCANO_GROUPS),
+        pod_groups_defined(helm.cluster, SCHEDULER_PLUGINS_GROUPS),
+        pod_groups_defined(helm.cluster, VOLCANO_GROUPS),
         running_operator(helm, log),
+        await WatchingApi.from_kubeconfig(str(helm.cluster.kubeconfig)) as api,
     ):
-        await from_apply_to_delete(helm)
-        await a_gang(helm, "SchedulerPlugins", SCHEDULER_PLUGINS_GROUPS, etcd)
-        await a_gang(helm, "Volcano", VOLCANO_GROUPS, etcd)
-        await a_job_that_rests(helm, etcd)
-        await a_job_that_needs_a_secret_and_goes_by_itself(helm, etcd)
-        await a_job_whose_pod_does_not_start(helm, etcd)
+        place = Place(api, helm.cluster, helm.namespace, restricted=True)
+        await from_apply_to_delete(helm, place)
+        await a_gang(place, "SchedulerPlugins", SCHEDULER_PLUGINS_GROUPS, etcd)
+        await a_gang(place, "Volcano", VOLCANO_GROUPS, etcd)
+        await a_job_that_rests(place, etcd)
+        await a_job_that_needs_a_secret_and_goes_by_itself(place, etcd)
+        await a_job_whose_pod_does_not_start(place, etcd)
     assert "forbidden" not in log.read_text().lower()
     assert helm.audit.refused(helm.namespace, RELEASE) == set()
     assert helm.audit.used(helm.namespace, RELEASE) == {right[:3] for right in granted}
 
 
-async def from_apply_to_delete(helm: Helm) -> None:
+async def from_apply_to_delete(helm: Helm, place: Place) -> None:
     """A job that loses a pod, shrinks, succeeds, and is deleted by hand."""
-    await helm.kubectl("apply", "-f", "-", stdin=json.dumps(job("rounds", maxReplicas=2, disruptionBudget=True)))
+    await place.apply("rounds", maxReplicas=2, disruptionBudget=True)
+    pods = await place.pods(2, "rounds")
+    gone, stays = sorted(pods, key=lambda name: index_of(pods[name]))
+    await place.until(DEPLOYMENTS, lambda found: "rounds-etcd" in found)
+    await helm.kubectl("delete", "pod", gone)
+    await place.until(PODS, lambda found: gone not in found and len(live(found)) == 2, labels=worker_selector("rounds"))
 
-    async def until(condition: str) -> None:
-        await helm.kubectl("wait", "elasticjob/rounds", f"--for=jsonpath={condition}", "--timeout=60s")
-
-    await until("{.spec.replicas}=2")
-    await until("{.status.replicas}=2")
-    await helm.kubectl("wait", "deployment/rounds-etcd", "--for=create", "--timeout=60s")
-    gone, stays = (await helm.get("pods", "-l", f"{LABEL_JOB}=rounds,{LABEL_ROLE}={ROLE_WORKER}"))["items"]
-    if gone["metadata"]["labels"][LABEL_INDEX] == "1":
-        gone, stays = stays, gone
-    await helm.kubectl("delete", "pod", gone["metadata"]["name"])
-    uid = (await helm.get("elasticjob/rounds"))["metadata"]["uid"]
-    another = pod_name("rounds", uid, 0, gone["metadata"]["uid"])
-    await helm.kubectl("wait", f"pod/{another}", "--for=create", "--timeout=60s")
-
-    await helm.kubectl("wait", "pdb/rounds-workers", "--for=create", "--timeout=60s")
-    await change(helm, "rounds", minReplicas=2)
-    await helm.kubectl("wait", "pdb/rounds-workers", "--for=jsonpath={.spec.minAvailable}=2", "--timeout=60s")
-    await change(helm, "rounds", minReplicas=1)
+    await place.until(DISRUPTION_BUDGETS, lambda found: "rounds-workers" in found)
+    await place.change("rounds", minReplicas=2)
+    await place.until(DISRUPTION_BUDGETS, lambda found: found["rounds-workers"]["spec"]["minAvailable"] == 2)
+    await place.change("rounds", minReplicas=1)
     await helm.kubectl("scale", "elasticjob/rounds", "--replicas=1")
-    await until("{.status.replicas}=1")
-    await helm.kubectl("wait", f"pod/{stays['metadata']['name']}", "--for=delete", "--timeout=60s")
+    (left,) = await place.pods(1, "rounds")
+    assert left != stays
+    await place.until(PODS, lambda found: stays not in found)
     told = (await helm.kubectl("describe", "elasticjob/rounds")).stdout
     assert "was deleted" in told
     assert "scaled from 2 to 1 pod" in told
 
-    await succeeds(helm, another)
-    for each in ("pdb/rounds-workers", "deployment/rounds-etcd", "service/rounds-etcd"):
-        await helm.kubectl("wait", each, "--for=delete", "--timeout=60s")
+    await place.ends(left, 0)
+    for kind in (DISRUPTION_BUDGETS, DEPLOYMENTS, SERVICES):
+        await place.until(kind, lambda found: not any(name.startswith("rounds") for name in found))
     await helm.kubectl("delete", "elasticjob/rounds")
 
 
-async def a_gang(helm: Helm, gang: str, groups: Resource, etcd: EtcdServer) -> None:
+async def a_gang(place: Place, gang: str, groups: Resource, etcd: EtcdServer) -> None:
     """A job with a PodGroup, which follows its minimum and goes when it is suspended."""
     name = gang.lower()
     outside = {"endpoint": etcd.endpoint}
-    await helm.kubectl(
-        "apply", "-f", "-", stdin=json.dumps(job(name, schedulingPolicy={"gang": gang}, etcd=outside, maxReplicas=3))
-    )
-    group = f"{groups.plural}.{groups.group}/{name}"
-    await helm.kubectl("wait", group, "--for=create", "--timeout=60s")
-    await change(helm, name, minReplicas=2)
-    await helm.kubectl("wait", group, "--for=jsonpath={.spec.minMember}=2", "--timeout=60s")
-    await change(helm, name, suspend=True)
-    await helm.kubectl("wait", group, "--for=delete", "--timeout=60s")
-    await helm.kubectl("delete", f"elasticjob/{name}")
+    await place.apply(name, schedulingPolicy={"gang": gang}, etcd=outside, template={})
+    await place.until(groups, lambda found: name in found)
+    await place.change(name, minReplicas=2)
+    await place.until(groups, lambda found: found[name]["spec"]["minMember"] == 2)
+    await place.change(name, suspend=True)
+    await place.until(groups, lambda found: not found)
+    await place.api.delete(ELASTIC_JOBS, place.namespace, name)
 
 
-async def a_job_that_rests(helm: Helm, etcd: EtcdServer) -> None:
+async def a_job_that_rests(place: Place, etcd: EtcdServer) -> None:
     """A job that is suspended after a round, so that its report is stored, and extended at its end.
 
     Its agent has found a port for its metrics itself.
     """
-    outside = {"endpoint": etcd.endpoint}
-    resting = job("rests", etcd=outside, replicas=1, metricsPort=0)
-    await helm.kubectl("apply", "-f", "-", stdin=json.dumps(resting))
-    uid = (await helm.get("elasticjob/rests"))["metadata"]["uid"]
-    pod = pod_name("rests", uid, 0, "")
-    await helm.kubectl("wait", f"pod/{pod}", "--for=create", "--timeout=60s")
-    keys = RunKeys.of(uid)
-    store = await connect(etcd.settings)
-    try:
+    job = await place.apply("rests", etcd={"endpoint": etcd.endpoint}, replicas=1, metricsPort=0)
+    (pod,) = await place.pods(1, "rests")
+    async with etcd.connected() as store:
         past = PastRound(number=1, began=1_700_000_000.0, nodes=1)
-        await store.put(keys.history, encode(HistoryRecord(rounds=(past,))))
-        await store.put(
-            keys.state, encode(StateRecord(RoundRecord(number=1, members=(Member(f"{pod}.1", "10.0.0.1", 1),))))
-        )
-        node = NodeRecord(name=pod, address="10.0.0.1", workers=1, size=SizeRecord(min=1, max=2), metrics=40123)
-        await store.put(keys.node(f"{pod}.1"), encode(node))
-    finally:
-        await store.close()
-    await helm.kubectl("wait", "elasticjob/rests", "--for=jsonpath={.status.round}=1", "--timeout=60s")
-    await runs(helm, pod)
-    noted = r"jsonpath={.metadata.annotations.elastic\.pytorch\.org/metrics-port}=40123"
-    await helm.kubectl("wait", f"pod/{pod}", f"--for={noted}", "--timeout=60s")
-    await change(helm, "rests", suspend=True)
-    await helm.kubectl("wait", "configmap/rests-report", "--for=create", "--timeout=60s")
-    await helm.kubectl("wait", "elasticjob/rests", "--for=condition=Suspended", "--timeout=60s")
-    await change(helm, "rests", suspend=False)
-    await helm.kubectl("wait", "pod", f"--selector={worker_selector('rests')}", "--for=create", "--timeout=60s")
-    (pod,) = (await helm.kubectl("get", "pod", f"--selector={worker_selector('rests')}", "-o", "name")).stdout.split()
-    await succeeds(helm, pod.removeprefix("pod/"))
-    await helm.kubectl("wait", "elasticjob/rests", "--for=condition=Succeeded", "--timeout=60s")
-    kept = json.loads((await helm.get("configmap/rests-report"))["data"]["report.json"])
-    assert (kept["job"]["state"], [round["number"] for round in kept["rounds"]]) == ("Succeeded", [1])
-    await helm.kubectl("delete", "elasticjob/rests")
+        await store.put(run_keys(job).history, encode(HistoryRecord(rounds=(past,))))
+        await place.train(store, job, pod, metrics=40123)
+    await place.job(lambda status: status.get("round") == 1, "rests")
+    noted = ("elastic.pytorch.org/metrics-port", "40123")
+    await place.until(PODS, lambda found: noted in found[pod]["metadata"].get("annotations", {}).items())
+    await place.change("rests", suspend=True)
+    await place.until(CONFIG_MAPS, lambda found: "rests-report" in found)
+    await place.job(lambda status: holds(status, "Suspended"), "rests")
+    await place.change("rests", suspend=False)
+    (pod,) = await place.pods(1, "rests")
+    await place.ends(pod, 0)
+    await place.job(lambda status: holds(status, "Succeeded"), "rests")
+    reports = await place.until(CONFIG_MAPS, lambda found: "Succeeded" in str(found["rests-report"]["data"]))
+    kept = json.loads(reports["rests-report"]["data"]["report.json"])
+    assert [round["number"] for round in kept["rounds"]] == [1]
+    await place.api.delete(ELASTIC_JOBS, place.namespace, "rests")
 
 
-async def a_job_that_needs_a_secret_and_goes_by_itself(helm: Helm, etcd: EtcdServer) -> None:
-    """A job whose etcd requires credentials from a missing Secret, and that fails."""
+async def a_job_that_needs_a_secret_and_goes_by_itself(place: Place, etcd: EtcdServer) -> None:
+    """A job whose etcd requires credentials from a missing Secret, and that is deleted when it has finished."""
     outside = {"endpoint": f"https://{etcd.endpoint}", "tlsSecret": "nobody-has-made-it"}
-    short = {"ttlSecondsAfterFinished": 0, "replicas": 1}
-    await helm.kubectl("apply", "-f", "-", stdin=json.dumps(job("brief", etcd=outside, **short)))
-    pod = pod_name("brief", (await helm.get("elasticjob/brief"))["metadata"]["uid"], 0, "")
-    await helm.kubectl("wait", f"pod/{pod}", "--for=create", "--timeout=50s")
-    await succeeds(helm, pod)
-    await helm.kubectl("wait", "elasticjob/brief", "--for=delete", "--timeout=50s")
+    await place.apply("brief", etcd=outside, ttlSecondsAfterFinished=0, replicas=1)
+    (pod,) = await place.pods(1, "brief")
+    await place.ends(pod, 0)
+    await place.until(ELASTIC_JOBS, lambda found: "brief" not in found)
 
 
-async def a_job_whose_pod_does_not_start(helm: Helm, etcd: EtcdServer) -> None:
+async def a_job_whose_pod_does_not_start(place: Place, etcd: EtcdServer) -> None:
     """A job with a pod whose problem is reported by an event alone."""
-    bound = {"spec": {"nodeName": "away", "securityContext": {"runAsNonRoot": True}}}
-    stuck = job("stuck", etcd={"endpoint": etcd.endpoint}, template=bound, replicas=1)
-    await helm.kubectl("apply", "-f", "-", stdin=json.dumps(stuck))
-    pod = pod_name("stuck", (await helm.get("elasticjob/stuck"))["metadata"]["uid"], 0, "")
-    await helm.kubectl("wait", f"pod/{pod}", "--for=create", "--timeout=60s")
-    uid = (await helm.get(f"pod/{pod}"))["metadata"]["uid"]
+    await place.apply("stuck", etcd={"endpoint": etcd.endpoint}, template={"spec": {"nodeName": "away"}}, replicas=1)
+    ((name, pod),) = (await place.pods(1, "stuck")).items()
     event = {
         "apiVersion": "v1",
         "kind": "Event",
-        "metadata": {"name": pod, "namespace": helm.namespace},
-        "involvedObject": {"kind": "Pod", "namespace": helm.namespace, "name": pod, "uid": uid},
+        "metadata": {"name": name, "namespace": place.namespace},
+        "involvedObject": {
+            "kind": "Pod",
+            "namespace": place.namespace,
+            "name": name,
+            "uid": pod["metadata"]["uid"],
+        },
         "type": "Warning",
         "reason": "FailedMount",
         "message": 'MountVolume.SetUp failed for volume "data" : secret "tea" not found',
         "source": {"component": "kubelet"},
         "lastTimestamp": "2026-01-01T00:00:00Z",
     }
-    await helm.kubectl("create", "-f", "-", stdin=json.dumps(event))
+    await place.api.create(EVENTS, place.namespace, event)
     why = f"{event['message']}; create it, or name another one in spec.template"
-    told = f"0 of at least 1 pod are ready; {pod} is not ready yet: {why}"
-    waits = f'jsonpath={{.status.conditions[?(@.type=="Waiting")].message}}={told}'
-    await helm.kubectl("wait", "elasticjob/stuck", f"--for={waits}", "--timeout=60s")
-    await helm.kubectl("delete", "elasticjob/stuck")
-
-
-async def runs(helm: Helm, pod: str) -> None:
-    """The kubelet says that a pod's worker runs."""
-    await kubelet_says(helm, pod, "Running", running={"startedAt": "2026-01-01T00:00:00Z"})
-
-
-async def succeeds(helm: Helm, pod: str) -> None:
-    """The kubelet says that a pod's worker has ended well."""
-    over = {"exitCode": 0, "startedAt": "2026-01-01T00:00:00Z", "finishedAt": "2026-01-01T01:00:00Z"}
-    await kubelet_says(helm, pod, "Succeeded", terminated=over)
-
-
-async def kubelet_says(helm: Helm, pod: str, phase: str, **state: Any) -> None:
-    """The kubelet says this of a pod, and its worker."""
-    worker = {"name": "worker", "image": "i", "imageID": "", "ready": False, "restartCount": 0, "state": state}
-    said = json.dumps({"status": {"phase": phase, "containerStatuses": [worker]}})
-    await helm.kubectl("patch", "pod", pod, "--subresource=status", "--type=merge", f"--patch={said}")
-
-
-async def change(helm: Helm, name: str, **spec: Any) -> None:
-    """Change fields of a job's spec."""
-    await helm.kubectl("patch", f"elasticjob/{name}", "--type=merge", f"--patch={json.dumps({'spec': spec})}")
-
-
-async def test_the_operator_has_no_permissions_without_its_roles(helm: Helm) -> None:
-    await helm("install", RELEASE, str(CHART), "--set=rbac.create=false,leaderElection=false")
-    assert await helm.rights(of=RELEASE, namespace=helm.namespace) == set()
+    told = f"0 of at least 1 pod are ready; {name} is not ready yet: {why}"
+    await place.job(lambda status: conditions(status).get("Waiting", {}).get("message") == told, "stuck")
+    await place.api.delete(ELASTIC_JOBS, place.namespace, "stuck")
 
 
 async def test_namespace_viewers_and_editors_have_the_same_access_to_jobs(helm: Helm) -> None:

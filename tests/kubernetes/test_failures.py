@@ -136,8 +136,12 @@ async def test_an_evicted_or_deleted_pod_is_replaced_without_a_charge(user: User
     assert max(first) in told
 
 
-async def test_a_pod_over_its_storage_limit_is_evicted_and_charged(user: User) -> None:
+@pytest.mark.parametrize("excludes", [False, True])
+async def test_a_pod_over_its_storage_limit_is_evicted_and_charged_unless_a_rule_excludes_the_node(
+    user: User, excludes: bool
+) -> None:
     program = f"open('/scratch/file', 'wb').write(b'x' * 64 * 2**20)\n{WAITS}"
+    rule = {"action": "Ignore", "onPodReasons": ["Evicted"], "excludeNode": True}
     await user.apply(
         a_job(
             "writes",
@@ -146,31 +150,18 @@ async def test_a_pod_over_its_storage_limit_is_evicted_and_charged(user: User) -
             worker={"volumeMounts": [{"name": "scratch", "mountPath": "/scratch"}]},
             replicas=1,
             backoffLimit=0,
+            **({"failurePolicy": {"rules": [rule]}} if excludes else {}),
         )
     )
-    status = (await user.sees("writes", lambda status: bool(said(status, "Failed"))))["status"]
-    assert status["podFailures"] == 1
-    assert 'Usage of EmptyDir volume "scratch" exceeds the limit' in said(status, "Failed")
-
-
-async def test_a_node_excluded_by_the_failure_policy_gets_no_more_pods_of_the_job(user: User) -> None:
-    program = f"open('/scratch/file', 'wb').write(b'x' * 64 * 2**20)\n{WAITS}"
-    rule = {"action": "Ignore", "onPodReasons": ["Evicted"], "excludeNode": True}
-    await user.apply(
-        a_job(
-            "shuns",
-            program,
-            pod={"volumes": [{"name": "scratch", "emptyDir": {"sizeLimit": "1Mi"}}]},
-            worker={"volumeMounts": [{"name": "scratch", "mountPath": "/scratch"}]},
-            replicas=1,
-            backoffLimit=0,
-            failurePolicy={"rules": [rule]},
-        )
-    )
-    status = (await user.sees("shuns", lambda status: "no node takes it" in said(status, "Waiting")))["status"]
-    assert status["excludedNodes"] == [NODE]
-    assert nobody_is_charged(status), "in spite of what the pod did by itself"
-    assert NODE in await user.events("shuns")
+    if excludes:
+        status = (await user.sees("writes", lambda status: "no node takes it" in said(status, "Waiting")))["status"]
+        assert status["excludedNodes"] == [NODE]
+        assert nobody_is_charged(status), "in spite of what the pod did by itself"
+        assert NODE in await user.events("writes")
+    else:
+        status = (await user.sees("writes", lambda status: bool(said(status, "Failed"))))["status"]
+        assert status["podFailures"] == 1
+        assert 'Usage of EmptyDir volume "scratch" exceeds the limit' in said(status, "Failed")
 
 
 async def test_a_disrupted_pod_fails_the_job_if_a_rule_says_so(user: User) -> None:
@@ -187,7 +178,7 @@ async def test_a_disrupted_pod_fails_the_job_if_a_rule_says_so(user: User) -> No
 
 async def test_a_missing_image_is_reported_without_a_charge(user: User) -> None:
     late = f"localhost/late:{uuid.uuid4().hex}"
-    await user.apply({**a_job("late", replicas=1), "spec": {**a_job("late", replicas=1)["spec"], "image": late}})
+    await user.apply(a_job("late", replicas=1, image=late))
     await user.sees("late", lambda status: f"the image {late} cannot be pulled" in said(status, "Waiting"))
     async with user.node.image_called(late, "elastic-agent:dev"):
         await serves(user, "late", 1)
@@ -213,12 +204,8 @@ async def test_a_volume_with_a_missing_secret_is_reported_without_a_charge(user:
 
 async def test_an_etcd_with_a_missing_image_is_reported(user: User) -> None:
     await user.apply(a_job("storeless", etcd={"image": "localhost/no-etcd:1"}, replicas=1))
-    await user.sees(
-        "storeless",
-        lambda status: (
-            "its etcd does not serve yet: the image localhost/no-etcd:1 cannot be pulled" in said(status, "Waiting")
-        ),
-    )
+    missing = "its etcd does not serve yet: the image localhost/no-etcd:1 cannot be pulled"
+    await user.sees("storeless", lambda status: missing in said(status, "Waiting"))
 
 
 async def test_an_unschedulable_pod_is_reported_in_the_schedulers_words(user: User) -> None:

@@ -8,42 +8,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-import pytest_asyncio
 
 from elastic_operator.api.constants import worker_selector
 from elastic_operator.kubernetes.client import PODS
 from elastic_operator.kubernetes.pod_status import seconds
 from tests.support.operator_place import Place, conditions, holds, index_of, live
-from tests.support.operator_process import OperatorProcess
-from tests.support.watching_api import WatchingApi
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
+    from collections.abc import Callable
 
     from tests.support.operator_place import Json, Objects
-    from tests.support.testbed.cluster import Cluster
 
-pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [
+    pytest.mark.control_plane,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.usefixtures("operator"),
+]
 
 GATE = "queue.example.org/admission"
 HELD = "queue.example.org/managed"
 GATED = {"spec": {"schedulerName": "nobody", "schedulingGates": [{"name": GATE}]}}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def api(cluster_with_crd: Cluster) -> AsyncIterator[WatchingApi]:
-    async with await WatchingApi.from_kubeconfig(str(cluster_with_crd.kubeconfig)) as api:
-        yield api
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def place(api: WatchingApi, cluster_with_crd: Cluster, tmp_path: Path) -> AsyncIterator[Place]:
-    """A namespace for the test, with an operator."""
-    async with cluster_with_crd.namespace() as namespace:
-        only_here = (f"--namespace={namespace}", f"--lease-namespace={namespace}")
-        async with OperatorProcess(tmp_path, cluster_with_crd.kubeconfig, *only_here):
-            yield Place(api, cluster_with_crd, namespace)
 
 
 async def hold(place: Place, pod: str, *finalizers: str) -> None:

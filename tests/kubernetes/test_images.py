@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from tests.support.testbed import images
+from tests.support.testbed import image_build, images
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -76,48 +76,45 @@ async def outcome(
     return status["containerStatuses"][0]["state"]["terminated"]["exitCode"], said
 
 
-async def test_the_operator_image_runs_the_operator(node: Node, namespace: str) -> None:
-    code, said = await outcome(node, namespace, "operator", args=["--help"])
-    assert code == 0, said
-    assert said.startswith("usage: elastic-operator")
-
-
-async def test_the_agent_image_runs_the_agent(node: Node, namespace: str) -> None:
-    code, said = await outcome(node, namespace, "agent")
-    assert code == 0, said
-    assert said.startswith("usage: torchelastic-run")
-
-
-@pytest.mark.parametrize("image", ["operator", "agent"])
-async def test_an_image_runs_as_an_unprivileged_user(node: Node, namespace: str, image: str) -> None:
-    assert await outcome(node, namespace, image, command=["id", "-u"]) == (0, "65532\n")
+@pytest.mark.parametrize(("image", "args"), [("operator", ["--help"]), ("agent", [])])
+async def test_an_image_runs_its_program_also_as_an_unknown_user(
+    node: Node, namespace: str, image: str, args: list[str]
+) -> None:
+    program = {"operator": "elastic-operator", "agent": "torchelastic-run"}[image]
+    for user in (None, 31415):
+        code, said = await outcome(node, namespace, image, user=user, args=args)
+        assert code == 0, said
+        assert said.startswith(f"usage: {program}")
 
 
 @pytest.mark.parametrize("image", ["operator", "agent"])
-async def test_an_image_runs_as_an_unknown_user(node: Node, namespace: str, image: str) -> None:
-    code, said = await outcome(node, namespace, image, user=31415, args=["--help"])
+async def test_an_image_has_compiled_modules_and_no_settings_of_the_build_machine(
+    node: Node, namespace: str, image: str
+) -> None:
+    # The first name is Debian's own: it shows that the search works.
+    names = " -o ".join(f"-name '{name}'" for name in ("70debconf", "*this-machine*", "authorities.pem", "pip.conf"))
+    script = f'id -u; find / -xdev {names} 2> /dev/null; python3 -c "$0"'
+    code, said = await outcome(node, namespace, image, command=["sh", "-c", script, NOT_COMPILED])
     assert code == 0, said
-
-
-@pytest.mark.parametrize("image", ["operator", "agent"])
-async def test_every_project_module_is_compiled_in_an_image(node: Node, namespace: str, image: str) -> None:
-    code, said = await outcome(node, namespace, image, command=["python3", "-c", NOT_COMPILED])
-    assert code == 0, said
-    number, *left_out = said.split()
+    user, found, compiled = said.splitlines()
+    assert (user, found) == ("65532", "/etc/apt/apt.conf.d/70debconf")
+    number, *left_out = compiled.split()
     assert int(number) > 50
     assert left_out == []
 
 
-async def test_the_operator_image_has_what_the_operator_needs_and_no_torch(node: Node, namespace: str) -> None:
-    asked = ["kopf", "kubernetes", "torchelastic", "torch", "numpy", "pip"]
-    code, said = await outcome(node, namespace, "operator", command=["python3", "-c", FOUND, *asked])
-    assert (code, said.split()) == (0, ["kopf", "kubernetes", "torchelastic"])
-
-
-async def test_the_agent_image_has_what_the_examples_need_and_nothing_of_kubernetes(node: Node, namespace: str) -> None:
-    asked = ["kopf", "kubernetes", "torchelastic", "torch", "sklearn"]
-    code, said = await outcome(node, namespace, "agent", command=["python3", "-c", FOUND, *asked])
-    assert (code, said.split()) == (0, ["torchelastic", "torch", "sklearn"])
+@pytest.mark.parametrize(
+    ("image", "there", "absent"),
+    [
+        ("operator", ["kopf", "kubernetes", "torchelastic"], ["torch", "numpy", "pip"]),
+        ("agent", ["torchelastic", "torch", "sklearn"], ["kopf", "kubernetes"]),
+    ],
+)
+async def test_an_image_has_the_packages_that_it_needs_and_no_others(
+    node: Node, namespace: str, image: str, there: list[str], absent: list[str]
+) -> None:
+    code, said = await outcome(node, namespace, image, command=["python3", "-c", FOUND, *there, *absent])
+    assert (code, said.split()) == (0, there)
 
 
 async def test_the_operator_image_contains_the_crd(node: Node, namespace: str) -> None:
@@ -126,7 +123,7 @@ async def test_the_operator_image_contains_the_crd(node: Node, namespace: str) -
     )
     code, said = await outcome(node, namespace, "operator", command=["python3", "-c", program])
     assert code == 0, said
-    assert said.rstrip() == (images.image_build.ROOT / "crds" / "elasticjob.yaml").read_text().rstrip()
+    assert said.rstrip() == (image_build.ROOT / "crds" / "elasticjob.yaml").read_text().rstrip()
 
 
 async def test_the_agent_image_has_the_examples_in_its_working_directory(node: Node, namespace: str) -> None:
@@ -142,11 +139,3 @@ async def test_an_example_trains_with_only_tmp_writable(node: Node, namespace: s
         node, namespace, "agent", args=["--standalone", "--nproc-per-node", "2", *program], seconds=180
     )
     assert code == 0, said
-
-
-@pytest.mark.parametrize("image", ["operator", "agent"])
-async def test_an_image_contains_no_build_machine_settings(node: Node, namespace: str, image: str) -> None:
-    # The first one is Debian's own: it shows that the search works.
-    names = " -o ".join(f"-name '{name}'" for name in ("70debconf", "*this-machine*", "authorities.pem", "pip.conf"))
-    command = ["sh", "-c", f"find / -xdev {names} 2> /dev/null; true"]
-    assert await outcome(node, namespace, image, command=command) == (0, "/etc/apt/apt.conf.d/70debconf\n")

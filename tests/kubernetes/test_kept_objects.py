@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-import pytest_asyncio
 
 from elastic_operator.kubernetes.client import (
     DEPLOYMENTS,
@@ -20,49 +19,22 @@ from elastic_operator.kubernetes.client import (
     VOLCANO_GROUPS,
     ApiError,
 )
+from tests.support.definitions import pod_groups_defined
 from tests.support.operator_place import Json, Place, conditions, holds, uids
-from tests.support.operator_process import OperatorProcess
-from tests.support.pod_groups import installed
-from tests.support.watching_api import WatchingApi
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
     from elastic_operator.kubernetes.client import Resource
     from tests.support.etcd import EtcdServer
-    from tests.support.testbed.cluster import Cluster
 
-pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [
+    pytest.mark.control_plane,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.usefixtures("operator"),
+]
 
 ASKS_FOR_GPUS = {
     "spec": {"containers": [{"name": "worker", "resources": {"limits": {"example.org/gpu": 2}}}]},
 }
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def api(cluster_with_crd: Cluster) -> AsyncIterator[WatchingApi]:
-    async with await WatchingApi.from_kubeconfig(str(cluster_with_crd.kubeconfig)) as api:
-        yield api
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def place(api: WatchingApi, cluster_with_crd: Cluster) -> AsyncIterator[Place]:
-    """A namespace for the test."""
-    async with cluster_with_crd.namespace() as namespace:
-        yield Place(api, cluster_with_crd, namespace)
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def operator(place: Place, tmp_path: Path) -> AsyncIterator[OperatorProcess]:
-    """An operator for the test's namespace."""
-    async with an_operator(place, tmp_path) as operator:
-        yield operator
-
-
-def an_operator(place: Place, folder: Path) -> OperatorProcess:
-    only_here = (f"--namespace={place.namespace}", f"--lease-namespace={place.namespace}")
-    return OperatorProcess(folder, place.cluster.kubeconfig, *only_here)
 
 
 def message_of(job: Json, kind: str) -> str:
@@ -77,7 +49,7 @@ def message_of(job: Json, kind: str) -> str:
     ],
 )
 async def test_a_gang_scheduled_job_waits_for_the_pod_group_kind_and_follows_the_job(
-    place: Place, operator: OperatorProcess, etcd: EtcdServer, gang: str, resource: Resource, scheduler: str
+    place: Place, etcd: EtcdServer, gang: str, resource: Resource, scheduler: str
 ) -> None:
     store = {"endpoint": etcd.endpoint}
     await place.apply(minReplicas=2, schedulingPolicy={"gang": gang}, template=ASKS_FOR_GPUS, etcd=store)
@@ -86,7 +58,7 @@ async def test_a_gang_scheduled_job_waits_for_the_pod_group_kind_and_follows_the
     await place.told("ResourcesBlocked", resource.group, "install")
     assert await place.pods(0) == {}
 
-    async with installed(place.cluster, resource):
+    async with pod_groups_defined(place.cluster, resource):
         pods = await place.pods(3)
         (group,) = (await place.until(resource, lambda found: "digits" in found)).values()
         assert group["spec"].items() >= {"minMember": 2, "minResources": {"example.org/gpu": "4"}}.items()
@@ -116,10 +88,8 @@ async def test_a_gang_scheduled_job_waits_for_the_pod_group_kind_and_follows_the
         await place.pods(3)
 
 
-async def test_a_foreign_pod_group_is_left_alone_and_reported(
-    place: Place, operator: OperatorProcess, etcd: EtcdServer
-) -> None:
-    async with installed(place.cluster, VOLCANO_GROUPS):
+async def test_a_foreign_pod_group_is_left_alone_and_reported(place: Place, etcd: EtcdServer) -> None:
+    async with pod_groups_defined(place.cluster, VOLCANO_GROUPS):
         about = {"apiVersion": VOLCANO_GROUPS.api_version, "kind": "PodGroup", "metadata": {"name": "digits"}}
         theirs = await place.api.create(VOLCANO_GROUPS, place.namespace, {**about, "spec": {"minMember": 7}})
         await place.apply(schedulingPolicy={"gang": "Volcano"}, etcd={"endpoint": etcd.endpoint}, template={})
@@ -129,9 +99,7 @@ async def test_a_foreign_pod_group_is_left_alone_and_reported(
         assert now["metadata"]["resourceVersion"] == theirs["metadata"]["resourceVersion"]
 
 
-async def test_a_disruption_budget_keeps_the_minimum_while_it_is_requested_and_useful(
-    place: Place, operator: OperatorProcess
-) -> None:
+async def test_a_disruption_budget_keeps_the_minimum_while_it_is_requested_and_useful(place: Place) -> None:
     await place.apply(minReplicas=2, disruptionBudget=True)
     pods = await place.pods(3)
     await place.until(DISRUPTION_BUDGETS, lambda found: "digits-workers" in found)
@@ -162,16 +130,14 @@ async def evict(place: Place, pod: str) -> None:
     await place.api.create(replace(PODS, plural=f"pods/{pod}/eviction"), place.namespace, body)
 
 
-async def test_a_removed_disruption_budget_is_created_again(place: Place, operator: OperatorProcess) -> None:
+async def test_a_removed_disruption_budget_is_created_again(place: Place) -> None:
     await place.apply(disruptionBudget=True)
     budgets = await place.until(DISRUPTION_BUDGETS, lambda found: "digits-workers" in found)
     await place.kubectl("delete", "poddisruptionbudget", "digits-workers")
     await place.until(DISRUPTION_BUDGETS, lambda found: "digits-workers" in found and not uids(found) & uids(budgets))
 
 
-async def test_a_foreign_disruption_budget_is_reported_and_blocks_no_pod(
-    place: Place, operator: OperatorProcess
-) -> None:
+async def test_a_foreign_disruption_budget_is_reported_and_blocks_no_pod(place: Place) -> None:
     await place.kubectl("create", "poddisruptionbudget", "digits-workers", "--selector=app=x", "--min-available=1")
     await place.apply(disruptionBudget=True)
     await place.pods(3)
@@ -185,9 +151,7 @@ async def test_a_foreign_disruption_budget_is_reported_and_blocks_no_pod(
     )
 
 
-async def test_a_finished_job_and_its_objects_are_removed_after_their_time_to_live(
-    place: Place, operator: OperatorProcess
-) -> None:
+async def test_a_finished_job_and_its_objects_are_removed_after_their_time_to_live(place: Place) -> None:
     await place.apply(disruptionBudget=True, ttlSecondsAfterFinished=1, replicas=1)
     (pod,) = await place.pods(1)
     await place.runs(pod)
@@ -197,7 +161,7 @@ async def test_a_finished_job_and_its_objects_are_removed_after_their_time_to_li
         await place.until(resource, lambda found: not found)
 
 
-async def test_a_job_managed_by_another_controller_is_left_alone(place: Place, operator: OperatorProcess) -> None:
+async def test_a_job_managed_by_another_controller_is_left_alone(place: Place) -> None:
     await place.apply("theirs", managedBy="kueue.x-k8s.io/multikueue")
     await place.apply()
     await place.pods(3)

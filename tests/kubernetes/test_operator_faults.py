@@ -15,17 +15,17 @@ import pytest_asyncio
 
 from tests.support.api_proxy import ApiProxy, BadDays
 from tests.support.operator_place import Json, Place
-from tests.support.operator_process import OperatorProcess
 from tests.support.operator_story import Story
 from tests.support.testbed.availability import EXHAUSTIVE
-from tests.support.watching_api import WatchingApi
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
     from tests.support.etcd import EtcdServer
+    from tests.support.operator_process import OperatorProcess
     from tests.support.testbed.cluster import Cluster
+    from tests.support.watching_api import WatchingApi
 
 pytestmark = [
     pytest.mark.control_plane,
@@ -41,36 +41,16 @@ SPARED = 8
 """The permitted difference in writes: changes in quick succession may be written at once."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def api(cluster_with_crd: Cluster) -> AsyncIterator[WatchingApi]:
-    async with await WatchingApi.from_kubeconfig(str(cluster_with_crd.kubeconfig)) as api:
-        yield api
-
-
 @contextlib.asynccontextmanager
 async def a_place(api: WatchingApi, cluster: Cluster) -> AsyncIterator[Place]:
     async with cluster.namespace() as namespace:
         yield Place(api, cluster, namespace)
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def place(api: WatchingApi, cluster_with_crd: Cluster) -> AsyncIterator[Place]:
-    """A namespace for the test."""
-    async with a_place(api, cluster_with_crd) as place:
-        yield place
-
-
 def an_operator(place: Place, folder: Path, proxy: ApiProxy, *flags: str, name: str = "operator") -> OperatorProcess:
     """An operator replica that reaches the API server through a proxy; its name stays the same, as in a pod."""
-    return OperatorProcess(
-        folder,
-        proxy.write_kubeconfig(folder / f"{name}.kubeconfig"),
-        f"--namespace={place.namespace}",
-        f"--lease-namespace={place.namespace}",
-        *flags,
-        name=name,
-        environ={"POD_NAME": name},
-    )
+    kubeconfig = proxy.write_kubeconfig(folder / f"{name}.kubeconfig")
+    return place.operator(folder, *flags, kubeconfig=kubeconfig, name=name, environ={"POD_NAME": name})
 
 
 class GoodDay:

@@ -13,9 +13,7 @@ import pytest
 import pytest_asyncio
 
 from elastic_operator.api.constants import worker_selector
-from elastic_operator.kubernetes.client import DEPLOYMENTS, DISRUPTION_BUDGETS, ELASTIC_JOBS, PODS, SERVICES
-from elastic_operator.kubernetes.informer import Informer
-from elastic_operator.kubernetes.store import Store
+from elastic_operator.kubernetes.client import PODS
 from tests.support.operator_place import Json, Place, conditions, holds, live, uids
 from tests.support.operator_process import OperatorProcess
 from tests.support.testbed.control_plane import ControlPlane
@@ -100,7 +98,7 @@ async def test_a_missing_crd_is_reported_and_work_starts_when_it_exists_also_the
         await place.apply("again", replicas=1)
         await place.pods(1, "again")
         assert "Traceback" not in operator.log
-        assert operator.log.count("\n") < 20, "a sentence, and not one with every try"
+        assert operator.log.count("install the definition") < 5, "a sentence, and not one with every try"
     await own_plane.kubectl("delete", "--filename", DEFINITION)
 
 
@@ -177,19 +175,6 @@ async def test_a_namespace_without_permissions_blocks_no_other(
 
 
 @pytest.mark.usefixtures("defined")
-async def test_an_operator_without_list_permission_is_not_ready_and_says_why(
-    own_plane: ControlPlane, place: Place, tmp_path: Path
-) -> None:
-    await place.kubectl("create", "serviceaccount", "operator")
-    kubeconfig = await own_plane.kubeconfig_for(place.namespace, "operator")
-    async with OperatorProcess(tmp_path, kubeconfig, "--no-leader-elect", wait=False) as operator:
-        await operator.says("what exists cannot be listed", "grant the operator its rights there")
-        status, words = await operator.get("/readyz")
-        assert status == 503
-        assert "grant the operator its rights there" in words
-
-
-@pytest.mark.usefixtures("defined")
 async def test_a_missing_service_account_is_named_by_the_waiting_job(
     own_plane: ControlPlane, place: Place, etcd: EtcdServer, tmp_path: Path
 ) -> None:
@@ -251,22 +236,3 @@ async def test_a_pod_of_a_removed_node_is_replaced_without_a_charge(
         job = await place.job(lambda status: status.get("podFailures") == 0 and status.get("replicas") == 1)
         assert job["status"]["restarts"] == 0
         await place.told("PodDisrupted", f"{lost} was lost with its node nowhere")
-
-
-@pytest.mark.usefixtures("defined")
-async def test_a_node_image_listing_finds_present_images_only(place: Place) -> None:
-    changed: list[str] = []
-    store = Store(changed=changed.append)
-    informer = Informer(place.api, store, namespaces=(place.namespace,))
-    job = await place.apply()
-    for resource in (PODS, SERVICES, DEPLOYMENTS, DISRUPTION_BUDGETS, ELASTIC_JOBS):
-        await informer.list(resource, place.namespace)
-    assert informer.synced.is_set()
-    found = store.job(f"{place.namespace}/digits")
-    assert found is not None
-    assert found["metadata"]["uid"] == job["metadata"]["uid"]
-
-    await place.api.delete(ELASTIC_JOBS, place.namespace, "digits")
-    await informer.list(ELASTIC_JOBS, place.namespace)
-    assert store.keys == ()
-    assert changed == [f"{place.namespace}/digits"] * 2

@@ -152,11 +152,6 @@ async def test_every_pod_setting_of_a_job_is_accepted(control_plane: Cluster, fr
         assert await answer(control_plane, DISRUPTION_BUDGETS, disruption_budget(job, 2)) == ""
 
 
-async def test_the_example_is_accepted_in_a_restricted_namespace(control_plane: Cluster, strict: str) -> None:
-    job = the_job(yaml.safe_load((ROOT / "examples/digits.yaml").read_text()), strict)
-    assert await answer(control_plane, PODS, its_pod(job)) == ""
-
-
 async def test_a_restricted_namespace_names_what_the_pods_lack(control_plane: Cluster, strict: str) -> None:
     said = await answer(control_plane, PODS, its_pod(a_job(strict, {})))
     assert "(Forbidden)" in said
@@ -238,30 +233,19 @@ async def test_the_address_of_the_etcd_can_be_read(control_plane: Cluster, free:
             'spec.containers[0].volumeMounts[0].name: Not found: "mine"',
         ),
         ({"priorityClassName": "no such"}, "no PriorityClass with name no such"),
+        ({"metadata": {"lables": {}}}, 'unknown field "metadata.lables"'),
+        ({"metadata": {"labels": ["team"]}}, "ObjectMeta.metadata.labels of type map[string]string"),
+        ({"metadata": {"labels": {"team": "a b"}}}, "metadata.labels: Invalid value"),
+        ({"metadata": {"ownerReferences": {}}}, "ObjectMeta.metadata.ownerReferences"),
     ],
     ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "",
 )
 async def test_a_template_error_is_named_by_the_api_server(
     control_plane: Cluster, free: str, template: dict[str, Any], words: str
 ) -> None:
-    said = await answer(control_plane, PODS, its_pod(a_job(free, template)))
+    whole = template if "metadata" in template else {"spec": template}
+    spec = {"maxReplicas": 1, "image": "i", "args": ["x"], "template": whole}
+    job = the_job({"metadata": {"name": "digits"}, "spec": spec}, free)
+    said = await answer(control_plane, PODS, its_pod(job))
     assert words in said
     assert "(BadRequest)" in said or "is invalid" in said or "(Forbidden)" in said
-
-
-@pytest.mark.parametrize(
-    ("metadata", "words"),
-    [
-        ({"lables": {}}, 'unknown field "metadata.lables"'),
-        ({"labels": ["team"]}, "ObjectMeta.metadata.labels of type map[string]string"),
-        ({"labels": {"team": "a b"}}, "metadata.labels: Invalid value"),
-        ({"ownerReferences": {}}, "ObjectMeta.metadata.ownerReferences"),
-    ],
-    ids=str,
-)
-async def test_errors_in_template_metadata_are_named(
-    control_plane: Cluster, free: str, metadata: dict[str, Any], words: str
-) -> None:
-    spec = {"maxReplicas": 1, "image": "i", "args": ["x"], "template": {"metadata": metadata}}
-    job = the_job({"metadata": {"name": "digits"}, "spec": spec}, free)
-    assert words in await answer(control_plane, PODS, its_pod(job))

@@ -13,8 +13,6 @@ from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, Resource
 from tests.support.cluster_user import job
 from tests.support.definitions import defined
 from tests.support.operator_place import Json, Place, index_of, uids
-from tests.support.operator_process import OperatorProcess
-from tests.support.watching_api import WatchingApi
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -92,18 +90,11 @@ AUTOSCALERS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "Horizon
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def metrics(cluster_with_crd: Cluster) -> AsyncIterator[Cluster]:
+async def metrics(cluster_with_crd: Cluster) -> AsyncIterator[None]:
     """A cluster with a stand-in for the metrics API, whose values the test writes."""
     anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     async with defined(cluster_with_crd, POD_METRICS, anything):
-        yield cluster_with_crd
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def place(metrics: Cluster) -> AsyncIterator[Place]:
-    """A namespace for the test."""
-    async with await WatchingApi.from_kubeconfig(str(metrics.kubeconfig)) as api, metrics.namespace() as namespace:
-        yield Place(api, metrics, namespace)
+        yield
 
 
 def now(seconds_ago: float = 0.0) -> str:
@@ -131,9 +122,9 @@ async def is_busy(place: Place, name: str, pod: Json, cpu: str) -> None:
 
 
 @pytest.mark.control_plane
+@pytest.mark.usefixtures("metrics")
 async def test_a_horizontal_pod_autoscaler_finds_and_scales_a_job(place: Place, tmp_path: Path) -> None:
-    only_here = (f"--namespace={place.namespace}", f"--lease-namespace={place.namespace}")
-    async with OperatorProcess(tmp_path, place.cluster.kubeconfig, *only_here):
+    async with place.operator(tmp_path):
         await place.apply(replicas=1)
         ((name, pod),) = (await place.pods(1)).items()
         await is_busy(place, name, pod, "2")

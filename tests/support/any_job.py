@@ -1,6 +1,6 @@
-"""Strategies for manifests of ElasticJobs: valid ones, ones at the bounds, and invalid ones.
+"""Specs and metadata of ElasticJobs: valid ones, ones at the bounds, and invalid ones.
 
-:func:`edges` has each field of the schema at each of its bounds, one at a time; :func:`jobs` any mixture.
+:func:`edges` has each field of the schema at each of its bounds, one at a time; :func:`specs` any mixture.
 """
 
 from __future__ import annotations
@@ -10,191 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from elastic_operator.api.spec import GROUP, KIND, VERSION
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Numbers are as kubectl and elasticjob send them: 3.0 in YAML is 3.
 
 Manifest = dict[str, Any]
-Values = st.SearchStrategy[Any]
 Place = tuple[str | int, ...]
 
 
-def of(*values: Any) -> Values:
-    """One of these; the first is the simplest."""
-    return st.sampled_from(values)
-
-
-def mostly(usual: Values, edge: Values) -> Values:
-    """A valid value in five of six cases, otherwise one near the bounds."""
-    return st.integers(0, 5).flatmap(lambda number: edge if number == 5 else usual)
-
-
-def nearly(usual: Values, edge: Values) -> Values:
-    """Like :func:`mostly`, for fields that occur often."""
-    return st.integers(0, 29).flatmap(lambda number: edge if number == 29 else usual)
-
-
-def fields(**optional: Values) -> Values:
-    """A mapping that may have each of these fields."""
-    return st.fixed_dictionaries({}, optional=optional)
-
-
-WEIRD = (
-    of(None, True, False, 0, 1, -1, 3, 10_000, 10_001, 2**31, 2**63, 2**70, 1.5, 1e30)
-    | of("", "1", "auto", "x", "é" * 5, "a\n", "\x00")
-    | of([], {}, [None], ["a"], [[]], [{}], {"a": 1}, {"a": None}, {"name": "a"})
-)
-NUMBERS = st.integers(1, 6)
-EXTREMES = of(1, 0, -1, 10_000, 10_001)
-TEXTS = mostly(of("a", "b c", "1", "é"), of("", "a\n", "x" * 1024, "x" * 1025, "😀" * 1024))
 ODD_QUANTITIES = (
     *(0, -1, "1e3", "+1", ".5", "1.", "1E", "1Ei", "0", "-1", "x", "", "Ki", "1Gi\n", "1 Gi", "٣", "1e-3", "1K", "1m"),
     *(None, 0.5, "1" * 64, "1" * 65, 2**31, 2**63, 2**63 - 1),
 )
-QUANTITIES = mostly(of("1", 1, "0.5", "500m", "256Mi"), of(*ODD_QUANTITIES))
 ODD_VARIABLES = ("1A", "", "é", "A\n", "A=B", "A" * 256, "A" * 257, "-", ".", "..", "a b")
-VARIABLES = st.fixed_dictionaries(
-    {"name": mostly(of("A", "B", "_x", "a.b"), of(*ODD_VARIABLES))},
-    optional={
-        "value": mostly(of("x", "", "$(A)"), of(None, 1)),
-        "valueFrom": mostly(of(None, {"fieldRef": {"fieldPath": "x"}}), of({}, {"a": 1, "b": 2}, {"a": None})),
-    },
-)
 ODD_ENDPOINTS = (
     *("[fe80::1%eth0]", "h/", "a b", "", "a,", "h:1\n", "h:12345", "h:123456", "ftp://h", "::1", "h:", "http://", "é"),
     *("a" * 2048, "a" * 2049, ",a", "a,,b", "http://a,b:1/", "h//", "HTTP://h", "h:0", "[]", "[x]", "٣:1"),
-)
-ENDPOINTS = mostly(of("etcd:2379", "h", "http://h:1", "https://a:1,b", "[::1]:2379", "a,b,c", None), of(*ODD_ENDPOINTS))
-RESOURCES = fields(
-    limits=st.dictionaries(of("cpu", "memory", "x/y"), QUANTITIES, max_size=2),
-    requests=st.dictionaries(of("cpu", "memory"), QUANTITIES, max_size=2),
-)
-MANAGED_ETCD = fields(
-    image=mostly(of("i", None), of("")),
-    resources=RESOURCES,
-    storage=mostly(of({"resources": {}}, None), of({}, {"a": None})),
-)
-ETCD = fields(endpoint=ENDPOINTS) | MANAGED_ETCD | mostly(of({}), st.tuples(MANAGED_ETCD, ENDPOINTS).map(
-    lambda both: {**both[0], "endpoint": both[1]}
-))  # fmt: skip
-VOLUMES = mostly(
-    of({"emptyDir": {}}, {"hostPath": {"a": 2**70}}),
-    of({}, {"a": 1, "b": 2}, {"emptyDir": None}, {"a": 1, "b": None}, None),
-)
-TEMPLATES = mostly(
-    of(
-        {"spec": {"containers": [{"name": "worker", "image": "i"}]}},
-        {},
-        {"metadata": {"labels": {"a": "b"}}},
-        {"spec": {"containers": [{"x": None}], "any": 1.5}},
-    ),
-    of({"specs": {}}, {"spec": None}, {"metadata": {}, "spec": {}}, None),
+    *("etcd:2379", "h", "http://h:1", "https://a:1,b", "[::1]:2379", "a,b,c"),
 )
 ODD_MANAGERS = ("kueue", "a/", "/a", "A.b/c", "a/b/c", "a/" + "b" * 61, "a/" + "b" * 62, "a/b\n", "-a/b", "a/-b", "")
-CODES = st.lists(nearly(st.integers(1, 6), of(0, 255, 256, -1, "1", None)), min_size=1, max_size=3)
-REASONS = st.lists(nearly(of("OOMKilled", "Evicted", "Error"), of("", "x" * 128, "x" * 129, 1)), min_size=1, max_size=3)
-POD_CONDITIONS = st.lists(
-    st.fixed_dictionaries(
-        {"type": nearly(of("DisruptionTarget", "Ready"), of("", "x" * 316, "x" * 317))},
-        optional={"status": nearly(of("True", "False", "Unknown"), of("true", "", None, True))},
-    ),
-    max_size=2,
-)
-FAILURE_RULES = st.lists(
-    st.fixed_dictionaries({"action": nearly(of("FailJob", "Ignore", "Count"), of("Retry", "", None))}).flatmap(
-        lambda action: st.one_of(
-            st.fixed_dictionaries(
-                {"onExitCodes": st.fixed_dictionaries({"operator": of("In", "NotIn"), "values": CODES})},
-                optional={"onPodReasons": REASONS} if action["action"] == "Retry" else {},
-            ),
-            st.fixed_dictionaries({"onPodReasons": REASONS}, optional={"excludeNode": of(True, False, None)}),
-            st.fixed_dictionaries({"onPodConditions": POD_CONDITIONS}, optional={"excludeNode": of(True, False)}),
-            fields(excludeNode=of(True, False), onExitCodes=of({"operator": "In", "values": [1]})),
-        ).map(lambda rest: {**action, **rest})
-    ),
-    max_size=3,
-)
-SCHEDULING = fields(
-    gang=nearly(of("Volcano"), of("SchedulerPlugins", "Kueue", None)),
-    schedulerName=nearly(of("mine"), of("", "x" * 253, "x" * 254)),
-    priorityClassName=nearly(of("high"), of("")),
-    minAvailable=nearly(of(0, 1), of(-1)),
-) | fields(gang=of("Volcano", "SchedulerPlugins", None), queue=of("q", "", None))
-RENDEZVOUS = fields(
-    joiningWindowSeconds=nearly(of(0, 30), of(-1, 86400, 86401)),
-    joinTimeoutSeconds=nearly(of(1, 600), of(0, 10**9, 10**9 + 1)),
-    leaseSeconds=nearly(of(1, 5), of(0, 3600, 3601)),
-    ports=nearly(
-        of({"first": 2000, "last": 2015}, {"first": 1024, "last": 65535}),
-        of({"first": 2000, "last": 2014}, {"first": 2000}, {"first": 1023, "last": 2000}, {"first": 3, "last": 65536}),
-    ),
-)
-LIFE = {
-    "suspend": nearly(of(True, False), of(None, 1, "true")),
-    "managedBy": nearly(of("elastic.pytorch.org/elastic-operator", "a.b/c"), of(*ODD_MANAGERS)),
-    "backoffLimit": nearly(of(0, 3), of(-1, 1_000_000, 1_000_001, None)),
-    "activeDeadlineSeconds": nearly(of(1, 60), of(0, 10**9, 10**9 + 1, None)),
-    "ttlSecondsAfterFinished": nearly(of(0, 60), of(-1, 10**9, 10**9 + 1, None)),
-    "cleanPodPolicy": nearly(of("All", "Running", "None"), of("none", "", None)),
-    "failurePolicy": nearly(fields(rules=FAILURE_RULES), of({}, None, [], {"rules": None})),
-    "schedulingPolicy": SCHEDULING,
-    "rendezvous": RENDEZVOUS,
-    "gracePeriodSeconds": nearly(of(0, 5), of(-1, 604_800, 604_801, None)),
-    "nodeLossSeconds": nearly(of(0, 15), of(-1, 86_400, 86_401, None)),
-    "disruptionBudget": nearly(of(True, False), of(None, "yes")),
-    "metricsPort": nearly(of(0, 9100), of(-1, 65_535, 65_536, None)),
-}
-"""Fields of a job's life cycle."""
-
-FORMER_WORKER = st.fixed_dictionaries(
-    {
-        "template": nearly(
-            of({"apiVersion": "v1", "kind": "Pod", "spec": {"containers": [{"name": "x"}]}}), of({}, None)
-        )
-    },
-    optional={
-        "replicas": mostly(st.integers(1, 3), EXTREMES),
-        "restartPolicy": nearly(of("Always", "OnFailure", "Never", "ExitCode"), of("Sometimes", None)),
-    },
-)
-FORMER = st.fixed_dictionaries(
-    {"replicaSpecs": st.fixed_dictionaries({"Worker": FORMER_WORKER})},
-    optional={
-        "maxReplicas": nearly(st.integers(3, 6), EXTREMES),
-        "minReplicas": nearly(st.integers(1, 2), EXTREMES),
-        "replicas": nearly(st.integers(2, 3), EXTREMES),
-        "rdzvEndpoint": ENDPOINTS,
-        "RunPolicy": fields(cleanPodPolicy=of("None", "All"), backoffLimit=of(0, 1, -1), schedulingPolicy=of({}, None)),
-        "suspend": of(True, False),
-        **{
-            name: nearly(of(None), value) for name, value in (("image", of("a")), ("etcd", of({})), ("args", of(["a"])))
-        },
-    },
-)
-"""Specs of the first controller, and some that fit no controller."""
-
-ODD_NPROC = (4097, 0, -1, "1", "x", "auto\n", "Auto", "a" * 16, "a" * 17, 1.5, None, 2**63, -(2**63) - 1)
-SPECS = st.fixed_dictionaries(
-    {},
-    optional={
-        "minReplicas": mostly(st.integers(1, 3), EXTREMES),
-        "replicas": mostly(NUMBERS, EXTREMES | st.none()),
-        "image": TEXTS,
-        "args": mostly(of(["a"]), st.lists(TEXTS, max_size=2)),
-        "command": mostly(of(["a"]), st.lists(TEXTS, max_size=2)),
-        "env": st.lists(VARIABLES, max_size=3),
-        "nprocPerNode": mostly(of(1, 2, "auto", "gpu", "cpu", 4096), of(*ODD_NPROC)),
-        "maxRestarts": mostly(NUMBERS, of(0, -1, 1_000_000, 1_000_001, None)),
-        "etcd": ETCD,
-        "checkpoint": fields(volume=VOLUMES),
-        "template": TEMPLATES,
-        **LIFE,
-    },
-)
-"""The fields of a spec beside maxReplicas."""
+ODD_NPROC = (4097, 0, -1, "1", "x", "auto\n", "Auto", "a" * 16, "a" * 17, 1.5, None, 2**63, -(2**63) - 1, "auto", "gpu")
 
 NAMES = ("digits", "a", "a-1", "a" * 45)
 ODD_NAMES = ("a" * 46, "a" * 253, "a" * 254, "Digits", "1a", "a.b", "a-", "-a", "", "a\n", "a_b", "a b", "é", None, 1)
@@ -220,18 +56,11 @@ ODD_ANNOTATIONS: tuple[Any, ...] = (
     *({"a": None}, {"a/b/c": "d"}, {"a": 1}, {"-": "1"}, {"": "x"}, {"a": "é\n"}, [], "x"),
     *({"x": "y" * 262_143}, {"x": "y" * 262_144}, {"x": "é" * 131_072}),
 )
-METADATA = st.fixed_dictionaries(
-    {"name": mostly(of(*NAMES), of(*ODD_NAMES))},
-    optional={
-        "labels": mostly(of(*LABELS), of(*ODD_LABELS)),
-        "annotations": mostly(of(*ANNOTATIONS), of(*ODD_ANNOTATIONS)),
-    },
-)
-STATUSES = mostly(
-    of({}, {"state": "Running"}, {"state": "x"}),
-    of({"foo": 1}, {"replicas": "x"}, {"conditions": [{"type": "x", "foo": 1}]}, None, "x", []),
-)
 
+ODD_STATUSES: tuple[Any, ...] = (
+    *({}, {"state": "Running"}, {"state": "x"}, {"foo": 1}, {"replicas": "x"}, None, "x", []),
+    {"conditions": [{"type": "x", "foo": 1}]},
+)
 
 FULL: Manifest = {
     "minReplicas": 2,
@@ -314,19 +143,38 @@ FORMER_FIXED: Manifest = {
 BARE: Manifest = {"minReplicas": 1, "maxReplicas": 10_000, "image": "a", "args": ["a"]}
 """A minimal spec with the widest bounds."""
 
+_ABSENT: Any = object()
+_EXIT_CODES = ("failurePolicy", "rules", 0, "onExitCodes")
 ODD_AT: dict[Place, tuple[Any, ...]] = {
+    ("minReplicas",): (1, 3, 4),
+    ("replicas",): (1, 3, 4),
+    ("maxReplicas",): (1, 2, 10_000),
     ("env", 0, "name"): ODD_VARIABLES,
+    ("env", 1, "valueFrom"): ({"a": 1, "b": 2}, {"a": None}),
     ("nprocPerNode",): ODD_NPROC,
     ("managedBy",): ODD_MANAGERS,
-    ("etcd", "tlsSecret"): ("s",),
     ("etcd",): tuple({"endpoint": odd} for odd in ODD_ENDPOINTS),
+    ("etcd", "tlsSecret"): ("s",),
     ("etcd", "endpoint"): ("a",),
+    ("etcd", "storage"): ({"resources": {}}, {"a": None}),
     ("etcd", "resources", "limits", "cpu"): ODD_QUANTITIES,
     ("etcd", "resources", "requests", "cpu"): ODD_QUANTITIES,
+    ("checkpoint", "volume"): ({"hostPath": {"a": 2**70}}, {"a": 1, "b": 2}, {"emptyDir": None}, {"a": 1, "b": None}),
+    ("template",): ({"spec": {"containers": [{"x": None}], "any": 1.5}}, {"specs": {}}, {"spec": None}),
+    (*_EXIT_CODES, "operator"): ("NotIn", "Is"),
+    (*_EXIT_CODES, "values"): ([0], [255], [256], [-1], ["1"], [None], []),
+    ("failurePolicy", "rules", 0, "action"): ("FailJob", "Ignore", "Count", "Retry"),
+    ("failurePolicy", "rules", 0, "onPodReasons"): (["OOMKilled"], [""], ["x" * 128], ["x" * 129]),
+    ("failurePolicy", "rules", 0, "onExitCodes"): (_ABSENT,),
+    ("failurePolicy", "rules", 0, "excludeNode"): (True, None),
+    ("failurePolicy", "rules", 2, "onPodConditions", 0, "status"): ("False", "Unknown", "true", True),
+    ("schedulingPolicy", "gang"): ("SchedulerPlugins", "Kueue"),
+    ("rendezvous", "ports"): ({"first": 2000, "last": 2015}, {"first": 2000, "last": 2014}, {"first": 2000}),
+    ("cleanPodPolicy",): ("Running", "None", "none"),
+    ("rdzvEndpoint",): ODD_ENDPOINTS,
+    ("replicaSpecs", "Worker", "restartPolicy"): ("Always", "OnFailure", "Never", "Sometimes"),
 }
 """Values at the bounds of a rule or a pattern."""
-
-_ABSENT = object()
 
 
 def edges(schema: Manifest) -> Iterator[Manifest]:
@@ -342,9 +190,10 @@ def edges(schema: Manifest) -> Iterator[Manifest]:
                 yield _with(right, place, value)
             if isinstance(_at(right, place), dict):
                 yield _with(right, (*place, "unknown"), 1)
-    for place in ODD_AT.keys() - {*_places(FULL)}:
+    for place in [place for place in ODD_AT if place[:-1] in {(), *_places(FULL)} and place not in {*_places(FULL)}]:
         for value in ODD_AT[place]:
-            yield _with(FULL, place, value)
+            if value is not _ABSENT:
+                yield _with(FULL, place, value)
 
 
 def odd_metadata() -> Iterator[Manifest]:
@@ -392,54 +241,31 @@ def _with(value: Manifest, place: Place, new: object) -> Manifest:
     """A copy with another value at this path, or without the path."""
     made = copy.deepcopy(value)
     container = _at(made, place[:-1])
-    if new is _ABSENT:
+    if new is not _ABSENT:
+        container[place[-1]] = copy.deepcopy(new)
+    elif isinstance(container, list):
         del container[place[-1]]
     else:
-        container[place[-1]] = copy.deepcopy(new)
+        container.pop(place[-1], None)
     return made
 
 
-def jobs(metadata: st.SearchStrategy[Manifest] = METADATA) -> st.SearchStrategy[Manifest]:
-    """Manifests, some of them with errors.
+@st.composite
+def specs(draw: st.DrawFn, schema: Manifest) -> Manifest:
+    """One of the specs above with up to six values changed: most to valid ones, some to a bound or beyond it.
 
     Args:
-        metadata: the strategy for their metadata.
+        schema: of the spec.
     """
-    right = {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND}
-    today = st.tuples(mostly(st.integers(3, 6), EXTREMES), SPECS).map(
-        lambda both: {"maxReplicas": both[0], "image": "a", "args": ["a"], **both[1]}
-    )
-    spec = st.integers(0, 4).flatmap(lambda number: FORMER if number == 4 else today)
-    plain = st.fixed_dictionaries(
-        {**{key: st.just(value) for key, value in right.items()}, "metadata": metadata, "spec": spec},
-        optional={"status": STATUSES},
-    )
-    return plain | spoilt(plain)
-
-
-@st.composite
-def spoilt(draw: st.DrawFn, manifests: st.SearchStrategy[Manifest]) -> Manifest:
-    """A manifest with one or two values removed, replaced or added."""
-    manifest = copy.deepcopy(draw(manifests))
-    for _ in range(draw(st.integers(1, 2))):
-        places = [place for place in _places(manifest) if place[0] not in {"apiVersion", "kind", "metadata"}]
-        if not places:
-            return manifest
-        *above, last = draw(st.sampled_from(places))
-        container: Any = manifest
-        for step in above:
-            container = container[step]
-        match draw(of("remove", "replace", "add")):
-            case "replace":
-                container[last] = copy.deepcopy(draw(WEIRD))
-            case "remove":
-                del container[last]
-            case "add" if isinstance(container[last], dict):
-                name = draw(of("foo", "spec", "kind", "name", "replica", "metadata", "apiVersion"))
-                container[last][name] = copy.deepcopy(draw(WEIRD))
-            case "add" if isinstance(container[last], list):
-                container[last].append(copy.deepcopy(draw(WEIRD)))
-    return manifest
+    spec = draw(st.sampled_from((FULL, BARE, FORMER_FULL, FORMER_FIXED)))
+    for _ in range(draw(st.integers(0, 6))):
+        places = [*_places(spec), *(place for place in ODD_AT if len(place) == 1)]
+        place = draw(st.sampled_from(places))
+        values = (_ABSENT, *ODD_AT.get(place, ()), *_bounds(_schema_at(schema, place)))
+        if draw(st.integers(0, 4)) == 0:
+            values = (*values, *_OF_ANY_TYPE, {"foo": 1})
+        spec = _with(spec, place, draw(st.sampled_from(values)))
+    return spec
 
 
 def _places(value: object, at: Place = ()) -> Iterator[Place]:

@@ -13,13 +13,13 @@ import json
 import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 import aiohttp
 from aiohttp import web
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from pathlib import Path
 
     import kopf
@@ -60,10 +60,16 @@ class Fault(enum.StrEnum):
     """For a watch: the answer is that its resource version is too old."""
 
 
+Request = Literal["read", "list", "write", "watch"]
+
 _OF_ALL: Final = (Fault.SLOW, Fault.LOST, Fault.UNANSWERED, Fault.TOO_MANY, Fault.BROKEN)
-_OF_WRITES: Final = (*_OF_ALL, Fault.REPEATED, Fault.CONFLICT, Fault.BROKEN_AFTERWARDS)
-_OF_LISTINGS: Final = (*_OF_ALL, Fault.STALE, Fault.STALE)
-_OF_WATCHES: Final = (Fault.SLOW, Fault.LOST, Fault.TOO_MANY, Fault.BROKEN, Fault.REPEATED, Fault.CUT, Fault.EXPIRED)
+_FAULTS: Final[Mapping[Request, Sequence[Fault]]] = {
+    "read": _OF_ALL,
+    "list": (*_OF_ALL, Fault.STALE, Fault.STALE),
+    "write": (*_OF_ALL, Fault.REPEATED, Fault.CONFLICT, Fault.BROKEN_AFTERWARDS),
+    "watch": (Fault.SLOW, Fault.LOST, Fault.TOO_MANY, Fault.BROKEN, Fault.REPEATED, Fault.CUT, Fault.EXPIRED),
+}
+"""The possible faults of each kind of request."""
 
 _REFUSALS: Final = {
     Fault.CONFLICT: (409, "Conflict", "Operation cannot be fulfilled: the object has been modified"),
@@ -71,42 +77,6 @@ _REFUSALS: Final = {
     Fault.BROKEN: (500, "InternalError", "etcdserver: leader changed"),
     Fault.BROKEN_AFTERWARDS: (500, "InternalError", "etcdserver: request timed out"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request.
-
-    Attributes:
-        method: the HTTP method.
-        path: without the query.
-        watches: whether it is a watch.
-        lists: whether it is a listing.
-    """
-
-    method: str
-    path: str
-    watches: bool
-    lists: bool
-
-    @property
-    def writes(self) -> bool:
-        """Whether it is a write."""
-        return self.method != "GET"
-
-    @property
-    def counts(self) -> bool:
-        """Whether it writes an object of a job; writes of events and leases do not count."""
-        return self.writes and self.path.rstrip("/").split("/")[-1] != "events" and "/leases" not in self.path
-
-    @property
-    def faults(self) -> Sequence[Fault]:
-        """The possible faults of this request."""
-        if self.watches:
-            return _OF_WATCHES
-        if self.lists:
-            return _OF_LISTINGS
-        return _OF_WRITES if self.writes else _OF_ALL
 
 
 class BadDays:
@@ -125,17 +95,12 @@ class BadDays:
         self.happened: Counter[Fault] = Counter()
         self._random = random.Random(seed)
 
-    def __call__(self, asked: Asked) -> Fault:
+    def __call__(self, request: Request) -> Fault:
         if self._random.random() >= self.share:
             return Fault.NONE
-        fault = self._random.choice(asked.faults)
+        fault = self._random.choice(_FAULTS[request])
         self.happened[fault] += 1
         return fault
-
-
-def all_is_well(_: Asked) -> Fault:
-    """Choose no fault for any request."""
-    return Fault.NONE
 
 
 class ApiProxy:
@@ -144,8 +109,8 @@ class ApiProxy:
     Args:
         access: the access to the API server.
         fault: chooses the fault of a request.
-        wrote: called after each write of a job's object (see :attr:`Asked.counts`), with the number of such writes so
-            far, before the client gets the answer.
+        wrote: called after each write of a job's object, with the number of such writes so far, before the client gets
+            the answer. Writes of events and leases do not count.
 
     Attributes:
         writes: the number of writes of jobs' objects.
@@ -155,7 +120,7 @@ class ApiProxy:
         self,
         access: kopf.ConnectionInfo,
         *,
-        fault: Callable[[Asked], Fault] = all_is_well,
+        fault: Callable[[Request], Fault] = lambda _request: Fault.NONE,
         wrote: Callable[[int], None] = lambda _count: None,
     ) -> None:
         self.writes = 0
@@ -197,14 +162,12 @@ class ApiProxy:
         return file
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
-        name = request.path.rstrip("/").split("/")[-1]
-        asked = Asked(
-            method=request.method,
-            path=request.path,
-            watches=request.query.get("watch") == "true",
-            lists=request.method == "GET" and "watch" not in request.query and name.endswith("s"),
-        )
-        fault = self._fault(asked)
+        kind: Request = "write"
+        if request.query.get("watch") == "true":
+            kind = "watch"
+        elif request.method == "GET":
+            kind = "list" if request.path.rstrip("/").endswith("s") else "read"
+        fault = self._fault(kind)
         if fault is Fault.LOST:
             return _broken_off(request)
         if fault in (Fault.CONFLICT, Fault.TOO_MANY, Fault.BROKEN):
@@ -212,15 +175,14 @@ class ApiProxy:
         if fault is Fault.STALE and (remembered := self._listed[request.path_qs]):
             return self._random.choice(remembered).response()
         try:
-            if asked.watches:
-                return await self._watch(request, fault)
-            return await self._answer(request, asked, fault)
+            return await (self._watch(request, fault) if kind == "watch" else self._answer(request, kind, fault))
         except (aiohttp.ClientError, ConnectionError):
             return _broken_off(request)
 
-    async def _answer(self, request: web.BaseRequest, asked: Asked, fault: Fault) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest, kind: Request, fault: Fault) -> web.StreamResponse:
         answer = await self._ask(request)
-        if asked.counts and answer.status < 300:
+        of_a_job = "/leases" not in request.path and not request.path.rstrip("/").endswith("/events")
+        if kind == "write" and of_a_job and answer.status < 300:
             self.writes += 1
             self._wrote(self.writes)
         match fault:
@@ -232,7 +194,7 @@ class ApiProxy:
                 answer = await self._ask(request)
             case Fault.SLOW:
                 await asyncio.sleep(self._random.uniform(0, _LONGEST_DELAY))
-        if asked.lists and answer.status == 200:
+        if kind == "list" and answer.status == 200:
             self._listed[request.path_qs] = [*self._listed[request.path_qs], answer][-_REMEMBERED:]
         return answer.response()
 

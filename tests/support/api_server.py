@@ -59,32 +59,25 @@ class ElasticJobs:
     def __exit__(self, *_: object) -> None:
         self._connection.close()
 
-    def try_to_create(self, manifest: dict[str, Any]) -> Answer:
-        """The result of a creation with ``dryRun``."""
-        return self._ask("POST", "?fieldValidation=Strict&dryRun=All", manifest)
-
-    def create(self, manifest: dict[str, Any]) -> Answer:
-        """Create a job."""
-        return self._ask("POST", "?fieldValidation=Strict", manifest)
+    def create(self, manifest: dict[str, Any], *, dry_run: bool = False) -> Answer:
+        """Create a job, or ask for the result with ``dryRun``."""
+        return self._ask("POST", "", manifest, dry_run=dry_run)
 
     def replace(self, name: str, manifest: dict[str, Any]) -> Answer:
         """Replace a job; the object must have its resourceVersion."""
-        return self._ask("PUT", f"/{name}?fieldValidation=Strict", manifest)
+        return self._ask("PUT", f"/{name}", manifest)
 
-    def replace_status(self, manifest: dict[str, Any]) -> Answer:
-        """Replace the status of a job."""
-        return self._ask("PUT", f"/{manifest['metadata']['name']}/status?fieldValidation=Strict", manifest)
-
-    def try_to_replace_status(self, name: str, manifest: dict[str, Any]) -> Answer:
-        """The result of replacing the status of a job with ``dryRun``."""
-        return self._ask("PUT", f"/{name}/status?fieldValidation=Strict&dryRun=All", manifest)
+    def replace_status(self, manifest: dict[str, Any], *, dry_run: bool = False) -> Answer:
+        """Replace the status of a job, or ask for the result with ``dryRun``."""
+        return self._ask("PUT", f"/{manifest['metadata']['name']}/status", manifest, dry_run=dry_run)
 
     def delete(self, name: str) -> None:
         """Delete a job."""
         answer = self._ask("DELETE", f"/{name}", None)
         assert answer.accepted, answer.words
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> Answer:
-        self._connection.request(method, self._path + path, json.dumps(body), self._headers)
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None, *, dry_run: bool = False) -> Answer:
+        query = "" if body is None else "?fieldValidation=Strict" + "&dryRun=All" * dry_run
+        self._connection.request(method, self._path + path + query, json.dumps(body), self._headers)
         response = self._connection.getresponse()
         return Answer(response.status, json.loads(response.read()))

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from tests.support.operator_place import manifest
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -48,18 +50,16 @@ while True:
 
 def job(name: str, **spec: Any) -> dict[str, Any]:
     """A job of one or more pods in which every worker takes steps until one pod has the file ``/tmp/finish``."""
-    return {
-        "apiVersion": "elastic.pytorch.org/v1alpha1",
-        "kind": "ElasticJob",
-        "metadata": {"name": name},
-        "spec": {
-            "maxReplicas": 3,
-            "image": "elastic-agent:dev",
+    whole = manifest(
+        name,
+        **{
             "command": ["python3", "-c", ROUNDS],
             "template": {"spec": {"securityContext": {"runAsNonRoot": True}}},
             **spec,
         },
-    }
+    )
+    del whole["spec"]["args"]
+    return whole
 
 
 class User:
@@ -123,6 +123,21 @@ class User:
             watching.terminate()
             await watching.communicate()
         raise AssertionError(f"never so, at last it was {json.dumps(job.get('status'), indent=1)}")
+
+    async def told(self, name: str, words: str) -> None:
+        """Wait for an event of a job that contains these words."""
+        about = f"--field-selector=involvedObject.name={name}"
+        watching = await self.node.popen("kubectl", "-n", self.namespace, "get", "events", about, "-w", "-o", "wide")
+        assert watching.stdout is not None
+        try:
+            async with asyncio.timeout(SIGHT):
+                async for line in watching.stdout:
+                    if words in line.decode():
+                        return
+        finally:
+            watching.terminate()
+            await watching.communicate()
+        raise AssertionError(f"there is no event {words!r} of {name}")
 
     async def get(self, what: str, *more: str) -> dict[str, Any]:
         """An object, or a list of them."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import TYPE_CHECKING, Self
 
+from tests.support.agents import until_gone as gone
 from torchelastic.agent.workers.linux import read_process
 from torchelastic.agent.workers.pool import StoreServer, WorkerGroup, Workers, WorkerStart
 from torchelastic.config.settings import LogSettings, Program, ProgramKind
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torchelastic.agent.failures import WorkerExit
+
+__all__ = [
+    "ANY_PROGRAM", "LIMIT", "TELL", "Crew", "eventually", "exit_of", "gone", "lives", "told",
+]  # fmt: skip
 
 ANY_PROGRAM = Program(ProgramKind.SCRIPT, (str(Path(__file__).with_name("any_program.py")),))
 
@@ -134,8 +139,3 @@ def lives(pid: int) -> bool:
     """Whether the process exists and has not ended."""
     entry = read_process(pid)
     return entry is not None and not entry.dead
-
-
-async def gone(pid: int) -> None:
-    """Return when the process has ended."""
-    await eventually(lambda: not lives(pid))

@@ -1,16 +1,34 @@
-"""CRDs of kinds whose controllers do not run in tests."""
+"""CRDs of kinds whose controllers do not run in tests, with the fields that the operator writes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+from elastic_operator.kubernetes.client import SCHEDULER_PLUGINS_GROUPS, VOLCANO_GROUPS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from elastic_operator.kubernetes.client import Resource
     from tests.support.testbed.cluster import Cluster
+
+_QUANTITIES: Final = {"type": "object", "additionalProperties": {"x-kubernetes-int-or-string": True}}
+_GROUPS: Final[dict[Resource, dict[str, Any]]] = {
+    SCHEDULER_PLUGINS_GROUPS: {
+        "minMember": {"type": "integer", "minimum": 1},
+        "minResources": _QUANTITIES,
+        "scheduleTimeoutSeconds": {"type": "integer"},
+    },
+    VOLCANO_GROUPS: {
+        "minMember": {"type": "integer"},
+        "minResources": _QUANTITIES,
+        "minTaskMember": {"type": "object", "additionalProperties": {"type": "integer"}},
+        "queue": {"type": "string", "default": "default"},
+        "priorityClassName": {"type": "string"},
+    },
+}
 
 
 @contextlib.asynccontextmanager
@@ -43,3 +61,14 @@ async def defined(cluster: Cluster, resource: Resource, schema: Mapping[str, Any
         yield
     finally:
         await cluster.kubectl("delete", "-f", "-", stdin=text)
+
+
+@contextlib.asynccontextmanager
+async def pod_groups_defined(cluster: Cluster, resource: Resource) -> AsyncIterator[None]:
+    """Create the CRD of a kind of PodGroups."""
+    schema = {
+        "type": "object",
+        "properties": {"spec": {"type": "object", "properties": _GROUPS[resource]}, "status": {"type": "object"}},
+    }
+    async with defined(cluster, resource, schema):
+        yield

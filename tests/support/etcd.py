@@ -15,10 +15,12 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Self
 
-from torchelastic.store import StoreSettings
+from torchelastic.store import StoreSettings, connect
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
+
+    from torchelastic.store import Store
 
 OLDEST_ON_PATH = (3, 5, 3)
 """3.5.0 to 3.5.2 may corrupt their data; in place of such an etcd on the PATH, the packaged one is used."""
@@ -118,6 +120,15 @@ class EtcdServer:
     def settings(self) -> StoreSettings:
         """The settings of a store on this etcd."""
         return StoreSettings(endpoints=(self.endpoint,), protocol=self.protocol, version=2 if self.api == 2 else None)
+
+    @contextlib.asynccontextmanager
+    async def connected(self) -> AsyncIterator[Store]:
+        """A store on this etcd for the length of a block."""
+        store = await connect(self.settings)
+        try:
+            yield store
+        finally:
+            await store.close()
 
     @property
     def pid(self) -> int:

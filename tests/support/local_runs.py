@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 import aiohttp
 import yaml
 
+from tests.support.agents import until_gone
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -194,25 +196,10 @@ async def gone(pids: Iterable[int], *, within: float) -> bool:
     try:
         async with asyncio.timeout(within):
             for pid in pids:
-                await _end_of(pid)
+                await until_gone(pid)
     except TimeoutError:
         return False
     return True
-
-
-async def _end_of(pid: int) -> None:
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.add_reader(pidfd, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(pidfd)
-        os.close(pidfd)
 
 
 def _workers_per_pod(snapshot: Snapshot) -> int:

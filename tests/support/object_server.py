@@ -49,6 +49,7 @@ class ObjectServer:
         self.most: dict[str, int] = {}
         self.url = ""
         self._there: dict[str, int] = {}
+        self._news = asyncio.Event()
         self._versions = itertools.count(1)
         self._changes: list[tuple[int, str, str, dict[str, Any]]] = []
         self._closed = False
@@ -71,6 +72,7 @@ class ObjectServer:
     async def __aexit__(self, *_: object) -> None:
         self._closed = True
         self._closing.set()
+        self._news.set()
         await self._runner.cleanup()
 
     async def until(self, what: Callable[[], bool], *, patience: float = 30.0) -> None:
@@ -107,13 +109,19 @@ class ObjectServer:
 
     def _keep(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         kept: dict[str, Any] = json.loads(json.dumps(body))
-        version = next(self._versions)
-        kept["metadata"]["resourceVersion"] = str(version)
         change = "MODIFIED" if path in self.objects else "ADDED"
         self.objects[path] = kept
-        self._changes.append((version, change, path, kept))
+        self._tell(change, path, kept)
         copied: dict[str, Any] = json.loads(json.dumps(kept))
         return copied
+
+    def _tell(self, change: str, path: str, body: dict[str, Any]) -> None:
+        """Give an object its next version, and tell the watches of a change."""
+        version = next(self._versions)
+        body["metadata"]["resourceVersion"] = str(version)
+        self._changes.append((version, change, path, body))
+        self._news.set()
+        self._news = asyncio.Event()
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         method, path = request.method, request.path
@@ -145,11 +153,12 @@ class ObjectServer:
         await response.prepare(request)
         told = int(request.query["resourceVersion"])
         while not self._closed:
+            news = self._news
             for version, change, path, body in self._changes:
-                if version > told and _without_namespace(path.rpartition("/")[0]) == _without_namespace(request.path):
+                if version > told and _is_selected(request, path, body):
                     await response.write(json.dumps({"type": change, "object": body}).encode() + b"\n")
             told = max((change[0] for change in self._changes), default=told)
-            await asyncio.sleep(0.02)
+            await news.wait()
         return response
 
     def _do(self, request: web.BaseRequest, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -169,13 +178,7 @@ class ObjectServer:
         if folder.count("/") - folder.startswith("/apis/") == 5:  # the path of a kind; a name follows
             there = self.objects.get(request.path)
             return (200, there) if there is not None else _status(404, "NotFound", f"there is no {last}")
-        name = request.query.get("fieldSelector", "").removeprefix("metadata.name=")
-        items = [
-            body
-            for path, body in self.objects.items()
-            if _without_namespace(path.rpartition("/")[0]) == _without_namespace(request.path)
-            and name in ("", body["metadata"]["name"])
-        ]
+        items = [body for path, body in self.objects.items() if _is_selected(request, path, body)]
         return 200, {"metadata": {"resourceVersion": str(next(self._versions))}, "items": items}
 
     def _create(self, folder: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -212,10 +215,27 @@ class ObjectServer:
         if body.get("preconditions", {}).get("uid") not in (None, there["metadata"]["uid"]):
             return _status(409, "Conflict", "the UID in the precondition is not that of the object")
         del self.objects[path]
-        version = next(self._versions)
-        gone = {**there, "metadata": {**there["metadata"], "resourceVersion": str(version)}}
-        self._changes.append((version, "DELETED", path, gone))
+        self._tell("DELETED", path, {**there, "metadata": {**there["metadata"]}})
         return 200, there
+
+
+def _is_selected(request: web.BaseRequest, path: str, body: dict[str, Any]) -> bool:
+    """Whether an object is of the kind and the namespace of a request, and meets its selectors."""
+    if _without_namespace(path.rpartition("/")[0]) != _without_namespace(request.path):
+        return False
+    labels = body["metadata"].get("labels") or {}
+    for term in filter(None, request.query.get("labelSelector", "").split(",")):
+        key, equals, value = term.partition("=")
+        if key not in labels or (equals and labels[key] != value):
+            return False
+    for term in filter(None, request.query.get("fieldSelector", "").split(",")):
+        keys, _, value = term.partition("=")
+        found: Any = body
+        for key in keys.split("."):
+            found = found.get(key, {})
+        if found != value:
+            return False
+    return True
 
 
 def _without_namespace(path: str) -> str:

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 VERSION: Final = "2.8.0"
 
-MINUTES: Final = 2.0
-"""The duration of the first installation on two cores."""
-
 _LAST_PYTHON: Final = (3, 13)
 _LAYOUT: Final = 1
 _GIGABYTES: Final = 4.0

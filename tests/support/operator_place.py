@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_operator.api.constants import LABEL_INDEX, worker_selector
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, EVENTS, PODS
-from tests.support.operator_process import PATIENCE
+from tests.support.operator_process import PATIENCE, OperatorProcess
+from torchelastic.protocol import Member, NodeRecord, RoundRecord, RunKeys, SizeRecord, StateRecord, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from elastic_operator.kubernetes.client import Resource
     from tests.support.testbed.cluster import Cluster
     from tests.support.watching_api import WatchingApi
+    from torchelastic.store import Store
 
 Json = dict[str, Any]
 Objects = dict[str, Json]
@@ -29,16 +32,38 @@ Objects = dict[str, Json]
 
 
 class Place:
-    """A namespace with all permissions."""
+    """A namespace with all permissions.
 
-    def __init__(self, api: WatchingApi, cluster: Cluster, namespace: str) -> None:
+    Args:
+        api: the API server as an administrator sees it.
+        cluster: the cluster.
+        namespace: its name.
+        restricted: whether it admits only restricted pods, so that pods must not run as root.
+    """
+
+    def __init__(self, api: WatchingApi, cluster: Cluster, namespace: str, *, restricted: bool = False) -> None:
         self.api = api
         self.cluster = cluster
         self.namespace = namespace
+        self._pods: Json = {"securityContext": {"runAsNonRoot": True}} if restricted else {}
+
+    def operator(self, folder: Path, *flags: str, kubeconfig: Path | None = None, **more: Any) -> OperatorProcess:
+        """An operator replica for this namespace, which also has its lease.
+
+        Args:
+            folder: the folder of its log.
+            flags: more flags.
+            kubeconfig: its access to the API server; None for that of an administrator.
+            more: as in OperatorProcess.
+        """
+        only_here = (f"--namespace={self.namespace}", f"--lease-namespace={self.namespace}")
+        return OperatorProcess(folder, kubeconfig or self.cluster.kubeconfig, *only_here, *flags, **more)
 
     async def apply(self, name: str = "digits", **spec: Any) -> Json:
-        """Create a job whose pods are not scheduled."""
-        return dict(await self.api.create(ELASTIC_JOBS, self.namespace, a_manifest(name, **spec)))
+        """Create a job of one to three pods, which stay Pending also on a cluster with nodes."""
+        template = spec.pop("template", {"spec": {"schedulerName": "nobody"}})
+        template = {**template, "spec": {**self._pods, **template.get("spec", {})}}
+        return dict(await self.api.create(ELASTIC_JOBS, self.namespace, manifest(name, template=template, **spec)))
 
     async def change(self, name: str = "digits", **spec: Any) -> None:
         """Change fields of a job's spec."""
@@ -100,6 +125,28 @@ class Place:
         }
         await self._says(pod, "Failed" if code else "Succeeded", {"terminated": terminated})
 
+    async def serves(self, store: Store, job: Json, pod: str, **about: Any) -> None:
+        """Report that a pod's worker runs, as the kubelet, and that its agent has joined the run.
+
+        Args:
+            store: the job's etcd.
+            job: the job.
+            pod: the name of the pod.
+            about: fields of the agent's record.
+        """
+        await self.runs(pod)
+        size = SizeRecord(min=1, max=4, desired=1)
+        record = NodeRecord(name=pod, address="10.0.0.1", workers=1, size=size, **about)
+        await store.put(run_keys(job).node(f"{pod}.1"), encode(record))
+
+    async def train(self, store: Store, job: Json, *pods: str, round: int = 1, restarts: int = 0, **about: Any) -> None:
+        """Report that the agents of these pods serve and have agreed on a round."""
+        for pod in pods:
+            await self.serves(store, job, pod, **about)
+        members = tuple(Member(node=f"{pod}.1", address="10.0.0.1", workers=1) for pod in sorted(pods))
+        record = RoundRecord(number=round, members=members, restarts=restarts)
+        await store.put(run_keys(job).state, encode(StateRecord(record)))
+
     async def bind(self, pod: str) -> None:
         """Bind a pod to a node that does not exist."""
         target = {"apiVersion": "v1", "kind": "Node", "name": "nowhere"}
@@ -115,16 +162,19 @@ class Place:
         await self.api.patch(PODS, self.namespace, pod, status, "status")
 
 
-def a_manifest(name: str, **spec: Any) -> Json:
-    """A job of one to three pods, which stay Pending also on a cluster with nodes."""
-    template = spec.pop("template", {"spec": {"schedulerName": "nobody"}})
-    fields = {"maxReplicas": 3, "image": "elastic-agent:dev", "args": ["train.py"], "template": template, **spec}
+def manifest(name: str, **spec: Any) -> Json:
+    """A valid job of one to three pods with these additional fields of the spec."""
     return {
         "apiVersion": ELASTIC_JOBS.api_version,
         "kind": ELASTIC_JOBS.kind,
         "metadata": {"name": name},
-        "spec": fields,
+        "spec": {"maxReplicas": 3, "image": "elastic-agent:dev", "args": ["digits.py"], **spec},
     }
+
+
+def run_keys(job: Json) -> RunKeys:
+    """The keys of a job's run in its etcd."""
+    return RunKeys.of(job["metadata"]["uid"])
 
 
 def live(pods: Objects) -> Objects:

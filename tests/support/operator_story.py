@@ -27,13 +27,9 @@ from tests.support.operator_place import Json, Objects, Place, holds, index_of, 
 from tests.support.operator_process import PATIENCE
 from torchelastic.protocol import (
     Env,
-    Member,
-    NodeRecord,
     OutcomeRecord,
     OutcomeState,
-    RoundRecord,
     RunKeys,
-    SizeRecord,
     StateRecord,
     encode,
 )
@@ -53,11 +49,11 @@ _TIMES: Final = ("startTime", "activeSince", "completionTime")
 
 
 class Story:
-    """What happens to the jobs of a namespace; within ``async with`` it is followed.
+    """What happens to the jobs of a namespace; within ``async with`` all changes are observed.
 
     Args:
         place: the namespace; empty.
-        etcd: where the agents of some of the jobs meet.
+        etcd: the external etcd of most of the jobs.
     """
 
     def __init__(self, place: Place, etcd: EtcdServer) -> None:
@@ -71,7 +67,7 @@ class Story:
         self._finished: dict[str, int] = {}
         self._known: set[str] = set()
         self.wrongs: list[str] = []
-        """What must not be, at any time: sentences."""
+        """Sentences about broken rules, such as two live pods with the same index."""
 
     async def __aenter__(self) -> Self:
         self._store = await connect(self._etcd.settings)
@@ -85,28 +81,28 @@ class Story:
         await self._stack.aclose()
 
     async def tell(self) -> None:
-        """All of it, from the first job's creation to when the last one is as it stays."""
+        """Perform all lives at once, until the last one has reached its end."""
         async with asyncio.TaskGroup() as lives:
             for life in (self._grows, self._dies, self._rests, self._expires, self._fails, self._stores):
                 lives.create_task(life())
 
     async def end(self) -> Json:
-        """How it stands when the operator has done what it would do."""
+        """The jobs and their objects when the operator has nothing left to do."""
         await self._nothing_is_left_to_do()
         return self.so_far()
 
     async def ends_as(self, end: Json) -> None:
-        """Return when it stands like this."""
+        """Return when the jobs and their objects are as in ``end``."""
         await self._nothing_is_left_to_do()
         try:
             async with asyncio.timeout(PATIENCE), self._news:
                 await self._news.wait_for(lambda: self.so_far() == end)
         except TimeoutError:
-            raise AssertionError(f"it did not come to the same end:\n{_differences(end, self.so_far())}") from None
+            raise AssertionError(f"the end differs:\n{_differences(end, self.so_far())}") from None
         assert self.wrongs == []
 
     def so_far(self) -> Json:
-        """How it stands, without what differs each time."""
+        """The present jobs and objects, without values that differ in each run."""
         workers = [pod for pod in self._seen[PODS].values() if pod["metadata"]["labels"].get(LABEL_ROLE) == ROLE_WORKER]
         jobs: Json = {}
         for name, job in self._seen[ELASTIC_JOBS].items():
@@ -126,7 +122,7 @@ class Story:
     # The lives
 
     async def _grows(self) -> None:
-        """Grows, shrinks, and comes to its end by its agents' word."""
+        """Grows, shrinks, and succeeds as its agents report."""
         name = "grows"
         job = await self._place.apply(name, replicas=2, maxReplicas=4, etcd=self._outside)
         pods = await self._place.pods(2, name)
@@ -143,7 +139,7 @@ class Story:
         await self._place.job(lambda status: holds(status, "Finished"), name)
 
     async def _dies(self) -> None:
-        """Loses pods by their own fault and by somebody's hand, and goes on."""
+        """Loses failed and deleted pods, and goes on."""
         name = "dies"
         await self._place.apply(name, replicas=2, backoffLimit=3, etcd=self._outside)
         for failures in (1, 2):
@@ -171,7 +167,7 @@ class Story:
         await self._trains(job, await self._place.pods(2, name), round=2, restarts=1)
 
     async def _expires(self) -> None:
-        """Succeeds, and goes with all that it had."""
+        """Succeeds, and is removed with all its objects."""
         name = "expires"
         await self._place.apply(name, replicas=2, ttlSecondsAfterFinished=1, disruptionBudget=True, etcd=self._outside)
         pods = await self._place.pods(2, name)
@@ -182,7 +178,7 @@ class Story:
         await self._until(lambda: name not in self._seen[ELASTIC_JOBS])
 
     async def _fails(self) -> None:
-        """Has no failure to spare."""
+        """Fails with its first failed pod."""
         name = "fails"
         await self._place.apply(name, replicas=2, backoffLimit=0, cleanPodPolicy="All", etcd=self._outside)
         victim, _ = sorted(await self._place.pods(2, name))
@@ -192,7 +188,7 @@ class Story:
         await self._until(lambda: name not in self._jobs_of_pods())
 
     async def _stores(self) -> None:
-        """Has an etcd of its own until it has ended."""
+        """Has an etcd of its own until its end."""
         name = "stores"
         await self._place.apply(name, replicas=1, disruptionBudget=True)
         await self._until(lambda: all(any(name in each for each in self._seen[kind]) for kind in _BESIDE))
@@ -205,20 +201,14 @@ class Story:
     # What agents do
 
     async def _trains(self, job: Json, pods: Objects, *, round: int, restarts: int = 0) -> None:
-        """These pods' agents serve and have agreed on a round, and the operator has seen it."""
-        keys = RunKeys.of(_uid(job))
-        name = job["metadata"]["name"]
-        for pod in pods:
-            await self._place.runs(pod)
-            size = SizeRecord(min=1, max=4, desired=len(pods))
-            await self._put(keys.node(f"{pod}.1"), NodeRecord(name=pod, address="10.0.0.1", workers=1, size=size))
-        members = tuple(Member(node=f"{pod}.1", address="10.0.0.1", workers=1) for pod in sorted(pods))
-        await self._put(keys.state, StateRecord(RoundRecord(number=round, members=members, restarts=restarts)))
+        """Have these pods' agents agree on a round, and wait until the operator has seen that."""
+        assert self._store is not None
+        await self._place.train(self._store, job, *pods, round=round, restarts=restarts)
         wanted = {"readyReplicas": len(pods), "worldSize": len(pods), "round": round, "state": "Running"}
-        await self._place.job(lambda status: wanted.items() <= status.items(), name)
+        await self._place.job(lambda status: wanted.items() <= status.items(), job["metadata"]["name"])
 
     async def _leave(self, job: Json, pods: Objects) -> None:
-        """These pods' agents are gone."""
+        """Remove the records of these pods' agents."""
         assert self._store is not None
         for pod in pods:
             await self._store.delete_prefix(RunKeys.of(_uid(job)).node(f"{pod}.1"))
@@ -234,13 +224,13 @@ class Story:
     # What is seen
 
     async def _nothing_is_left_to_do(self) -> None:
-        """Whatever the operator would do, it has done when it is through with another job."""
+        """Wait until the operator has finished its work: it then handles one more job completely."""
         name = f"later{sum(job.startswith('later') for job in self._seen[ELASTIC_JOBS])}"
         job = await self._place.apply(name, replicas=1, etcd=self._outside)
         await self._trains(job, await self._place.pods(1, name), round=1)
         await self._until(lambda: self._seen[ELASTIC_JOBS].get(name, {}).get("status", {}).get("state") == "Running")
         await self._until(lambda: [pod["status"]["phase"] for pod in self._live(name).values()] == ["Running"])
-        # Several jobs are worked on side by side, and under load another one's last look may come later than that.
+        # Jobs are reconciled concurrently, so under load another job may be finished later.
         await self._until(lambda: all(map(self._is_told, self._seen[ELASTIC_JOBS])))
 
     async def _until(self, true: Callable[[], bool]) -> None:
@@ -257,7 +247,7 @@ class Story:
                     self._news.notify_all()
 
     def _judge(self, kind: Resource) -> None:
-        """Note what must not be."""
+        """Note broken rules."""
         if kind == ELASTIC_JOBS:
             for job in self._seen[kind].values():
                 if holds(job.get("status") or {}, "Finished"):
@@ -277,21 +267,21 @@ class Story:
             if _uid(pod) in self._known:
                 continue
             self._known.add(_uid(pod))
-            # Of one API server, versions count what happened in all kinds of objects.
+            # Resource versions of one API server increase over all kinds of objects.
             for owner in pod["metadata"].get("ownerReferences", ()):
                 end = self._finished.get(owner["uid"])
                 if end is not None and int(pod["metadata"]["resourceVersion"]) > end:
                     self.wrongs.append(f"{pod['metadata']['name']} was made after the end of its job")
 
     def _is_told(self, name: str) -> bool:
-        """Whether a job's status is of its present spec, and counts the pods that there are."""
+        """Whether a job's status is about its present spec and its present pods."""
         job = self._seen[ELASTIC_JOBS][name]
         status = job.get("status") or {}
         told = (status.get("observedGeneration"), status.get("replicas"))
         return told == (job["metadata"]["generation"], len(self._live(name)))
 
     def _owned(self, kind: Resource) -> list[str]:
-        """The objects of jobs that there are: to remove those of the others is Kubernetes' work, in its own time."""
+        """The objects of existing jobs; Kubernetes removes those of other jobs later."""
         jobs = {_uid(job) for job in self._seen[ELASTIC_JOBS].values()}
         return sorted(
             name
@@ -308,7 +298,7 @@ class Story:
 
 
 def _plain(status: Json) -> Json:
-    """A status without times and chance names."""
+    """A status without times and random names."""
     plain: Json = json.loads(_OF_PODS.sub(r"\1", json.dumps(status)))
     for name in _TIMES:
         if name in plain:
@@ -317,14 +307,14 @@ def _plain(status: Json) -> Json:
     plain["timeBreakdown"] = "timeBreakdown" in plain
     for condition in plain.get("conditions", ()):
         condition.pop("lastTransitionTime")
-    # What an operator remembers, and one that was killed in between need not.
+    # An operator that was killed in between need not remember these.
     for name in ("countedPodUIDs", "sizeGeneration"):
         plain.pop(name, None)
     return plain
 
 
 def _differences(wanted: Json, found: Json) -> str:
-    """Lines that are missing, and those that are too many."""
+    """The differences between the two, line by line."""
     both = ([*json.dumps(each, indent=1).splitlines()] for each in (wanted, found))
     return "\n".join(difflib.unified_diff(*both, "wanted", "found", n=6, lineterm=""))
 

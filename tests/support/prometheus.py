@@ -1,7 +1,4 @@
-"""A real Prometheus for tests, with its promtool: it scrapes what it is told, and is asked in PromQL.
-
-Tests that use it carry the mark ``prometheus``.
-"""
+"""A real Prometheus for tests, with its promtool. Tests that use it have the mark ``prometheus``."""
 
 from __future__ import annotations
 
@@ -25,10 +22,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LIMIT: Final = 120.0
-"""Seconds within which whatever is waited for happens, even on a machine that is busy."""
+"""The limit of each wait in seconds, even on a busy machine."""
 READY: Final = "Server is ready to receive web requests."
 EVERY: Final = 0.5
-"""Seconds between two scrapes, and between two answers that are waited for."""
+"""Seconds between two scrapes, and between two queries while waiting for an answer."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ def program(name: str) -> Path:
 
 
 def promtool(*arguments: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run promtool; what it says is in the result, and whether it is content."""
+    """Run promtool; returns its output and its exit code."""
     return subprocess.run(
         [program("promtool"), *arguments], input=stdin, capture_output=True, text=True, check=False, timeout=LIMIT
     )
@@ -67,11 +64,11 @@ def answer_of(vector: Iterable[Mapping[str, Any]]) -> Answer:
 def prometheus_command(
     folder: Path, port: int, scrape: Sequence[Mapping[str, Any]], *, rules: Iterable[Path] = ()
 ) -> list[str]:
-    """The command line of a Prometheus, whose configuration is written.
+    """Write a Prometheus configuration, and return the command line.
 
     Args:
         folder: for its configuration and its data.
-        port: on which it serves, on loopback.
+        port: its port on loopback.
         scrape: its scrape_configs.
         rules: files of rules.
     """
@@ -92,7 +89,7 @@ class Prometheus:
     """One Prometheus on loopback; within ``async with`` it runs.
 
     Args:
-        folder: for its data, its configuration and its log; removed by whoever made it.
+        folder: for its data, its configuration and its log; it is not removed.
         rules: files of rules that it evaluates.
     """
 
@@ -130,21 +127,21 @@ class Prometheus:
         await self._end()
 
     def scrape(self, targets: Iterable[str | tuple[str, Mapping[str, str]]]) -> None:
-        """Scrape these and no others: host:port each, perhaps with labels. It is noticed at once."""
+        """Scrape only these targets: host:port, or that with labels."""
         entries = [(target, {}) if isinstance(target, str) else target for target in targets]
         unfinished = self._targets.with_suffix(".new")
         unfinished.write_text(json.dumps([{"targets": [where], "labels": dict(labels)} for where, labels in entries]))
         unfinished.rename(self._targets)
 
     async def query(self, expr: str, *, at: float | None = None) -> Answer:
-        """What a query answers.
+        """The answer to a query.
 
         Args:
             expr: in PromQL.
-            at: seconds since the Unix epoch; None: now.
+            at: the time in seconds since the Unix epoch; None for now.
 
         Raises:
-            AssertionError: it is no good query.
+            AssertionError: the query is invalid.
         """
         found = await self._get("/api/v1/query", query=expr, **({} if at is None else {"time": str(at)}))
         if found["resultType"] == "scalar":
@@ -152,7 +149,7 @@ class Prometheus:
         return answer_of(found["result"])
 
     async def value(self, expr: str, *, at: float | None = None) -> float:
-        """What a query answers that has one answer; not a number where it has none."""
+        """The value of a query with at most one series; NaN without a series."""
         answer = await self.query(expr, at=at)
         assert len(answer) <= 1, f"{expr} has {len(answer)} answers"
         return answer[0].value if answer else math.nan
@@ -161,19 +158,19 @@ class Prometheus:
         """The moments at which a query has an answer.
 
         Args:
-            expr: in PromQL; of all answers to it one is enough.
-            since: the first moment, in seconds since the Unix epoch, and until: the last one.
-            until: see there.
+            expr: in PromQL; one series is enough.
+            since: the first moment, in seconds since the Unix epoch.
+            until: the last moment.
             step: seconds from one moment to the next.
         """
         found = await self._get("/api/v1/query_range", query=expr, start=str(since), end=str(until), step=str(step))
         return sorted({float(moment) for series in found["result"] for moment, _ in series["values"]})
 
     async def until(self, expr: str, condition: Callable[[Answer], object] = bool) -> Answer:
-        """Ask until the answer is as wished; Prometheus tells nobody when something changes.
+        """Query until the answer meets a condition; Prometheus has no event for that.
 
         Raises:
-            AssertionError: that took too long.
+            AssertionError: it took too long.
         """
 
         answer: Answer = []
@@ -188,12 +185,12 @@ class Prometheus:
             raise AssertionError(f"{expr} did not become what it should; last: {answer}") from None
 
     async def series(self, selector: str) -> set[str]:
-        """The names of the series that there have been."""
+        """The names of all series so far."""
         found = await self._get("/api/v1/series", **{"match[]": selector})
         return {labels["__name__"] for labels in found}
 
     async def firing(self) -> dict[str, Mapping[str, str]]:
-        """The alerts that fire, each with its labels."""
+        """The labels of the firing alerts, by name."""
         found = await self._get("/api/v1/alerts")
         return {
             alert["labels"]["alertname"]: alert["labels"] for alert in found["alerts"] if alert["state"] == "firing"

@@ -1,7 +1,7 @@
 """Real agents whose workers do what the test says.
 
-Each worker connects to the test, tells who it is, and runs the source that it is sent: so a test can say "rank 1 fails
-now" and wait for what comes of it, without a sleep and without a file that somebody polls.
+Each worker connects to the test, reports its environment, and runs the source that it receives. So a test can make
+rank 1 fail at a certain moment and wait for the effect, without sleeping or polling a file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ for line in orders:
     exec(compile(json.loads(line), "order.py", "exec"))
     tell(answer)
 """
-"""The program: whatever an order leaves in ``answer`` is told back. The end of the test is the end of the program."""
+"""The program: it returns what an order leaves in ``answer``, and ends with the test."""
 
 TRAINING = """
 import threading, time, torch, torch.distributed as dist
@@ -90,11 +90,11 @@ class Puppet:
         return self.env["OF_NODE"]
 
     def tell(self, source: str) -> None:
-        """Have it run a source text, and wait for nothing."""
+        """Have it run a source text, without waiting."""
         self.writer.write(json.dumps(dedent(source)).encode() + b"\n")
 
     async def does(self, source: str) -> Any:
-        """Have it run a source text; gives back what this leaves in ``answer``."""
+        """Have it run a source text; returns what this leaves in ``answer``."""
         self.tell(source)
         async with asyncio.timeout(PATIENCE):
             line = await self.reader.readline()
@@ -102,7 +102,7 @@ class Puppet:
         return json.loads(line)
 
     async def gone(self) -> None:
-        """Wait until neither it nor a process that it has forked is left."""
+        """Wait until it and all processes that it has forked have ended."""
         with suppress(ConnectionError):
             async with asyncio.timeout(PATIENCE):
                 while await self.reader.read(1 << 16):
@@ -114,7 +114,7 @@ class Stage:
 
     Args:
         folder: for the program.
-        etcd: where they meet; None for agents that are to run by themselves.
+        etcd: the etcd of the run; None for agents that run alone.
     """
 
     def __init__(self, folder: Path, etcd: EtcdServer | None) -> None:
@@ -143,7 +143,7 @@ class Stage:
     def agent(
         self, name: str, *flags: str, env: Mapping[str, str] | None = None, within: Sequence[str] = ()
     ) -> AgentProcess:
-        """An agent of the run, to be entered; flags that are given twice count as the last time."""
+        """An agent of the run, an async context manager; the last one of repeated flags counts."""
         place = [] if self._etcd is None else [f"--rdzv-endpoint={self._etcd.endpoint}", f"--rdzv-id={self.run_id}"]
         line = [*place, "--local-addr=127.0.0.1", f"--node-name={name}", *flags, self.program, self._name]
         agent = AgentProcess(*line, env={**(env or {}), "OF_NODE": name}, within=within)
@@ -151,7 +151,7 @@ class Stage:
         return agent
 
     async def round(self, number: int, *, world: int) -> list[Puppet]:
-        """The workers of a round, in rank order, once all of them have come."""
+        """The workers of a round, in rank order, once all of them have connected."""
         coming = asyncio.ensure_future(self._all_came(number, world))
         ending = asyncio.gather(*(agent.process.wait() for agent in self._agents))
         try:
@@ -174,21 +174,21 @@ class Stage:
                 await self._came.wait()
 
     def workers(self, number: int) -> list[Puppet]:
-        """The workers of a round that have come so far, in rank order."""
+        """The workers of a round that have connected so far, in rank order."""
         return sorted((puppet for puppet in self._puppets if puppet.round == number), key=lambda puppet: puppet.rank)
 
     @property
     def rounds(self) -> set[int]:
-        """The numbers of all rounds in which a worker has come."""
+        """The numbers of all rounds with a connected worker."""
         return {puppet.round for puppet in self._puppets}
 
     async def store(self) -> Store:
-        """The store as a bystander has it."""
+        """A client of the store that takes no part in the run."""
         assert self._etcd is not None
         return await connect(self._etcd.settings)
 
     async def until(self, condition: Callable[[Mapping[str, Entry]], object]) -> Mapping[str, Entry]:
-        """Follow the run's keys in the store until this holds of them."""
+        """Follow the run's keys in the store until they meet a condition."""
         store = await self.store()
         try:
             async with asyncio.timeout(PATIENCE), aclosing(_followed(store, self.keys.root)) as states:
@@ -200,7 +200,7 @@ class Stage:
             await store.close()
 
     async def outcome(self) -> OutcomeRecord:
-        """Wait until the run is over; return how it ended."""
+        """Wait for the end of the run; returns its outcome."""
 
         def ended(state: Mapping[str, Entry]) -> OutcomeRecord | None:
             return decode_state(state[self.keys.state].value).outcome if self.keys.state in state else None
@@ -218,7 +218,7 @@ class Stage:
 
 
 async def _followed(store: Store, prefix: str) -> AsyncIterator[Mapping[str, Entry]]:
-    """All that stands below a prefix, after each change."""
+    """The keys below a prefix, after each change."""
     state: dict[str, Entry] = {}
     async with aclosing(follow(store, prefix)) as news:
         async for batch in news:

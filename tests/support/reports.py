@@ -1,4 +1,4 @@
-"""Reports of jobs, to be shown."""
+"""Reports of jobs that have finished."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from elastic_operator.api.report import Report
 from elastic_operator.api.status import JobState
+from tests.support.cluster_objects import START
 from torchelastic.protocol import (
     FailureRecord,
     HistoryRecord,
@@ -17,9 +18,6 @@ from torchelastic.protocol import (
     RunState,
     TimeBreakdown,
 )
-
-START = 1_700_000_000.0
-"""When the job was made; 2023-11-14T22:13:20Z."""
 
 TRACEBACK = """\
 Traceback (most recent call last):
@@ -80,7 +78,7 @@ def report(**changes: Any) -> Report:
 
 
 def failed(**changes: Any) -> Report:
-    """The same job, which failed of its program in the end."""
+    """The same job, which failed in the end because of its program."""
     failure = killed(5, 0, exit_code=1, message=TRACEBACK)
     message = "rank 0 on digits-0-aaaaa failed: RuntimeError: expected <script>…</script>"
     outcome = OutcomeRecord(state=OutcomeState.FAILED, round=5, restarts=2, message=message, failure=failure)
@@ -88,7 +86,7 @@ def failed(**changes: Any) -> Report:
 
 
 def long(rounds: int = 200, omitted: int = 1800) -> Report:
-    """A job that went through so many rounds in a day that those in the middle are not kept."""
+    """A job with so many rounds in a day that those in the middle are omitted."""
     span = 86_400 / (rounds + 60)
     past = []
     for position in range(rounds):

@@ -1,11 +1,10 @@
-"""Snapshots as a run gives them, to be shown."""
+"""Snapshots of a local run, as its control socket sends them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-START = 1_700_000_000.0
-"""When the job was made; 2023-11-14T22:13:20Z."""
+from tests.support.cluster_objects import START, status
 
 RUN = "digits-20231114-221320-3f2a"
 FOLDER = f"/var/lib/elasticjob/runs/{RUN}"
@@ -47,29 +46,6 @@ def snapshot(**changes: Any) -> dict[str, Any]:
     Args:
         changes: of the parts; those of ``status``, ``run`` and ``spec`` are merged into what is there.
     """
-    status = {
-        "state": "Running",
-        "replicas": 3,
-        "readyReplicas": 2,
-        "desired": 3,
-        "readyDesired": "2/3",
-        "round": 4,
-        "worldSize": 2,
-        "restarts": 1,
-        "podFailures": 1,
-        "startTime": "2023-11-14T22:13:23Z",
-        "lastFailure": {"message": "rank 1 on digits-1-bbbbb was killed by SIGKILL"},
-        "conditions": [
-            {
-                "type": "Running",
-                "status": "True",
-                "reason": "Training",
-                "message": "2 workers train in round 4.",
-                "lastTransitionTime": "2023-11-14T22:13:24Z",
-                "observedGeneration": 2,
-            }
-        ],
-    }
     run = {
         "id": RUN,
         "directory": FOLDER,
@@ -95,7 +71,7 @@ def snapshot(**changes: Any) -> dict[str, Any]:
             },
             "spec": spec | changes.pop("spec", {}),
         },
-        "status": status | changes.pop("status", {}),
+        "status": status(**{"observedGeneration": 2, **changes.pop("status", {})}),
         "pods": [
             pod(0, "aaaaa"),
             pod(1, "bbbbb"),

@@ -1,8 +1,7 @@
-"""What every adapter of the store must do: tests to be inherited by a class that says how to get at the adapter.
+"""The behaviour of every adapter of the store: tests for a class that inherits them.
 
-The class brings the fixtures ``store`` (a store), ``other`` (another client of the same data), ``second`` (how long one
-second of a lease's time is taken to be; etcd can do no less than 1) and ``compact`` (forgets the history up to and
-including a revision), and has the project's ``prefix``.
+The class has the fixtures ``store`` (a store), ``other`` (another client of the same data), ``second`` (the duration of
+one second of a lease; at least 1 with etcd) and ``compact`` (forgets the history up to and including a revision).
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ HANGS = 30.0
 
 
 async def confirmed(watch: AsyncGenerator[tuple[Change, ...], None]) -> None:
-    """Wait for the empty batch that every watch begins with."""
+    """Wait for the empty batch with which every watch begins."""
     async with asyncio.timeout(HANGS):
         assert await anext(watch) == ()
 
 
 async def seen(watch: AsyncGenerator[tuple[Change, ...], None], count: int) -> list[Change]:
-    """So many changes of a watch."""
+    """This many changes of a watch."""
     changes: list[Change] = []
     async with asyncio.timeout(HANGS):
         while len(changes) < count:
@@ -43,26 +42,89 @@ async def seen(watch: AsyncGenerator[tuple[Change, ...], None], count: int) -> l
 
 
 async def ended(watch: AsyncGenerator[tuple[Change, ...], None]) -> None:
-    """Take what a watch tells until it fails."""
+    """Read a watch until it fails."""
     async with asyncio.timeout(HANGS):
         async for _ in watch:
             pass
 
 
 class StoreBehaviour:
-    """One test for each thing that callers of a store may rely on."""
+    """Tests of a store's guarantees."""
 
-    async def test_a_key_that_was_never_set_is_not_there(self, store: Store, prefix: str) -> None:
-        assert await store.get(prefix + "nobody") is None
-
-    async def test_a_key_that_was_set_is_read_back_with_its_revisions(self, store: Store, prefix: str) -> None:
+    async def test_a_key_is_read_back_with_its_revisions_until_it_is_deleted(self, store: Store, prefix: str) -> None:
+        assert await store.get(prefix + "a") is None
         first = await store.put(prefix + "a", b"one")
         second = await store.put(prefix + "a", b"two")
+        await store.put(prefix + "ab", b"")
         entry = await store.get(prefix + "a")
         assert entry is not None
         assert (entry.key, entry.value) == (prefix + "a", b"two")
         assert (entry.created, entry.modified) == (first, second)
         assert second > first
+        for _ in range(2):
+            await store.delete(prefix + "a")
+            assert [entry.key for entry in (await store.list(prefix)).entries] == [prefix + "ab"]
+
+    async def test_a_listing_has_the_keys_below_the_prefix_in_order(
+        self, store: Store, other: Store, prefix: str
+    ) -> None:
+        for name in ("n/2", "n/10", "n/1", "n0", "n", "o/1"):
+            await store.put(prefix + name, name.encode())
+        last = await store.put(prefix + "elsewhere", b"")
+        for below, keys in (("n/", ["n/1", "n/10", "n/2"]), ("nothing/", [])):
+            listings = [await client.list(prefix + below) for client in (store, other)]
+            for listing in listings:
+                assert [entry.key.removeprefix(prefix) for entry in listing.entries] == keys
+                assert [entry.value.decode() for entry in listing.entries] == keys
+                assert listing.revision >= last
+            assert listings[0].cluster_id == listings[1].cluster_id != ""
+        for _ in range(2):
+            await store.delete_prefix(prefix + "n/")
+            left = [entry.key.removeprefix(prefix) for entry in (await store.list(prefix)).entries]
+            assert left == ["elsewhere", "n", "n0", "o/1"]
+
+    async def test_a_swap_creates_changes_and_deletes_only_from_the_last_revision(
+        self, store: Store, prefix: str
+    ) -> None:
+        key = prefix + "a"
+        before = (await store.list(prefix)).revision
+        assert await store.compare_and_swap(key, None, expected=0) == before
+        assert (await store.list(prefix)).revision == before
+        first = await store.compare_and_swap(key, b"one", expected=0)
+        assert first is not None
+        assert await store.compare_and_swap(key, b"other", expected=0) is None
+        second = await store.compare_and_swap(key, b"two", expected=first)
+        assert second is not None
+        for value in (b"three", None):
+            assert await store.compare_and_swap(key, value, expected=first) is None
+        entry = await store.get(key)
+        assert entry is not None
+        assert (entry.value, entry.created, entry.modified) == (b"two", first, second)
+        deleted = await store.compare_and_swap(key, None, expected=second)
+        assert deleted is not None
+        assert deleted > second
+        assert await store.get(key) is None
+        assert await store.compare_and_swap(key, b"again", expected=second) is None
+        assert await store.compare_and_swap(key, b"again", expected=0) is not None
+
+    async def test_revoking_a_lease_deletes_its_keys_and_it_cannot_be_used_again(
+        self, store: Store, prefix: str
+    ) -> None:
+        lease = await store.grant(60)
+        await store.put(prefix + "a", b"", lease=lease)
+        await store.compare_and_swap(prefix + "b", b"", expected=0, lease=lease)
+        free = await store.put(prefix + "free", b"before")
+        await store.revoke(lease)
+        with pytest.raises(LeaseLost):
+            await store.keep_alive(lease)
+        with pytest.raises(LeaseLost):
+            await store.put(prefix + "free", b"after", lease=lease)
+        with pytest.raises(LeaseLost):
+            await store.compare_and_swap(prefix + "free", b"after", expected=free, lease=lease)
+        await store.revoke(lease)
+        assert [(entry.key, entry.value) for entry in (await store.list(prefix)).entries] == [
+            (prefix + "free", b"before")
+        ]
 
     @pytest.mark.parametrize("value", [b"", b"\0\xff\n", b"x" * 100_000], ids=["empty", "binary", "long"])
     async def test_any_bytes_can_be_a_value(self, store: Store, prefix: str, value: bytes) -> None:
@@ -89,72 +151,6 @@ class StoreBehaviour:
         for key in keys[::2]:
             await store.delete(key)
         assert {entry.key for entry in (await other.list(prefix + "odd/")).entries} == set(keys[1::2])
-
-    async def test_a_listing_has_what_is_below_the_prefix_in_the_order_of_keys(self, store: Store, prefix: str) -> None:
-        for name in ("n/2", "n/10", "n/1", "n0", "n", "o/1"):
-            await store.put(prefix + name, name.encode())
-        last = await store.put(prefix + "elsewhere", b"")
-        listing = await store.list(prefix + "n/")
-        assert [entry.key.removeprefix(prefix) for entry in listing.entries] == ["n/1", "n/10", "n/2"]
-        assert [entry.value for entry in listing.entries] == [b"n/1", b"n/10", b"n/2"]
-        assert listing.revision >= last
-
-    async def test_a_listing_of_nothing_still_tells_the_revision(self, store: Store, prefix: str) -> None:
-        last = await store.put(prefix + "a", b"")
-        listing = await store.list(prefix + "nothing/")
-        assert listing.entries == ()
-        assert listing.revision >= last
-
-    async def test_all_clients_read_the_same_cluster_id(self, store: Store, other: Store, prefix: str) -> None:
-        ids = {(await client.list(prefix)).cluster_id for client in (store, other, store)}
-        assert len(ids) == 1
-        assert ids.pop()
-
-    async def test_deleting_removes_the_key_and_only_it(self, store: Store, prefix: str) -> None:
-        await store.put(prefix + "a", b"")
-        await store.put(prefix + "ab", b"")
-        await store.delete(prefix + "a")
-        await store.delete(prefix + "a")
-        assert [entry.key for entry in (await store.list(prefix)).entries] == [prefix + "ab"]
-
-    async def test_deleting_a_prefix_removes_what_is_below_it(self, store: Store, prefix: str) -> None:
-        for name in ("n/1", "n/2", "n0"):
-            await store.put(prefix + name, b"")
-        await store.delete_prefix(prefix + "n/")
-        await store.delete_prefix(prefix + "n/")
-        assert [entry.key for entry in (await store.list(prefix)).entries] == [prefix + "n0"]
-
-    async def test_a_swap_that_expects_nothing_creates_the_key_once(self, store: Store, prefix: str) -> None:
-        revision = await store.compare_and_swap(prefix + "a", b"one", expected=0)
-        assert await store.compare_and_swap(prefix + "a", b"two", expected=0) is None
-        entry = await store.get(prefix + "a")
-        assert entry is not None
-        assert (entry.value, entry.created, entry.modified) == (b"one", revision, revision)
-
-    async def test_a_swap_succeeds_only_from_the_last_revision(self, store: Store, prefix: str) -> None:
-        first = await store.put(prefix + "a", b"one")
-        second = await store.compare_and_swap(prefix + "a", b"two", expected=first)
-        assert second is not None
-        assert await store.compare_and_swap(prefix + "a", b"three", expected=first) is None
-        entry = await store.get(prefix + "a")
-        assert entry is not None
-        assert (entry.value, entry.created, entry.modified) == (b"two", first, second)
-
-    async def test_a_swap_can_delete(self, store: Store, prefix: str) -> None:
-        first = await store.put(prefix + "a", b"one")
-        assert await store.compare_and_swap(prefix + "a", None, expected=first - 1) is None
-        assert await store.get(prefix + "a") is not None
-        deleted = await store.compare_and_swap(prefix + "a", None, expected=first)
-        assert deleted is not None
-        assert deleted > first
-        assert await store.get(prefix + "a") is None
-        assert await store.compare_and_swap(prefix + "a", b"again", expected=first) is None
-        assert await store.compare_and_swap(prefix + "a", b"again", expected=0) is not None
-
-    async def test_a_swap_that_deletes_what_is_not_there_changes_nothing(self, store: Store, prefix: str) -> None:
-        before = (await store.list(prefix)).revision
-        assert await store.compare_and_swap(prefix + "a", None, expected=0) == before
-        assert (await store.list(prefix)).revision == before
 
     async def test_of_many_swaps_at_once_one_wins(self, store: Store, other: Store, prefix: str) -> None:
         swaps = (
@@ -302,14 +298,6 @@ class StoreBehaviour:
         await store.revoke(first)
         assert (await store.list(prefix)).entries == ()
 
-    async def test_revoking_a_lease_deletes_its_keys_at_once(self, store: Store, prefix: str) -> None:
-        lease = await store.grant(60)
-        await store.put(prefix + "a", b"", lease=lease)
-        await store.compare_and_swap(prefix + "b", b"", expected=0, lease=lease)
-        await store.put(prefix + "free", b"")
-        await store.revoke(lease)
-        assert [entry.key for entry in (await store.list(prefix)).entries] == [prefix + "free"]
-
     async def test_a_key_set_anew_hangs_on_its_new_lease_alone(self, store: Store, prefix: str) -> None:
         first, second = await store.grant(60), await store.grant(60)
         await store.put(prefix + "freed", b"", lease=first)
@@ -320,20 +308,6 @@ class StoreBehaviour:
         assert len((await store.list(prefix)).entries) == 2
         await store.revoke(second)
         assert [entry.key for entry in (await store.list(prefix)).entries] == [prefix + "freed"]
-
-    async def test_with_a_lease_that_has_ended_nothing_can_be_done(self, store: Store, prefix: str) -> None:
-        lease = await store.grant(60)
-        await store.put(prefix + "a", b"before", lease=lease)
-        await store.revoke(lease)
-        free = await store.put(prefix + "b", b"before")
-        with pytest.raises(LeaseLost):
-            await store.keep_alive(lease)
-        with pytest.raises(LeaseLost):
-            await store.put(prefix + "b", b"after", lease=lease)
-        with pytest.raises(LeaseLost):
-            await store.compare_and_swap(prefix + "b", b"after", expected=free, lease=lease)
-        await store.revoke(lease)
-        assert [entry.value for entry in (await store.list(prefix)).entries] == [b"before"]
 
     async def test_a_watch_tells_each_change_once_and_in_order_from_a_past_revision(
         self, store: Store, prefix: str

@@ -1,4 +1,4 @@
-"""A TCP proxy that tests put between a client and a server: to cut the line, delay it, let it fall silent, or count."""
+"""A TCP proxy between a client and a server, which cuts, delays, silences or counts connections."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class _Line:
     """One connection through the proxy.
 
     Attributes:
-        sent: all that the client has sent.
-        flowing: cleared while nothing goes through.
+        sent: the bytes that the client has sent.
+        flowing: cleared while no bytes are carried.
         writers: to the client and to the server.
     """
 
@@ -48,22 +48,22 @@ class _Line:
         self.cut()
 
     def cut(self) -> None:
-        """Break it off on both sides, without a farewell."""
+        """Abort the connections to both sides."""
         for writer in self.writers:
             writer.transport.abort()
-        self.flowing.set()  # whoever waits for it finds the line dead
+        self.flowing.set()  # a waiting task finds the connection closed
 
 
 class TcpProxy:
-    """Within ``async with``, what connects to :attr:`endpoint` is connected to the target.
+    """Within ``async with``, connections to :attr:`endpoint` are carried to the target.
 
     Args:
         target: host:port.
 
     Attributes:
-        delay: seconds for which whatever a client sends is held up, answers not.
-        requests: how often clients have sent something.
-        connections: how often they have connected.
+        delay: seconds for which requests are delayed; answers are not.
+        requests: the number of chunks that clients have sent.
+        connections: the number of accepted connections.
     """
 
     def __init__(self, target: str) -> None:
@@ -84,11 +84,11 @@ class TcpProxy:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
-        # Accept no more, and wait until each accepted connection has its task: close() would leave its socket open.
+        # Stop accepting, and wait until each accepted connection has its task; close() would leave its socket open.
         asyncio.get_running_loop().remove_reader(self._server.sockets[0].fileno())
         for _ in range(_STEPS_OF_ACCEPTING):
             await asyncio.sleep(0)
-        # Not cancelled, which asyncio would report as a mistake of theirs.
+        # Tasks are not cancelled, because asyncio would report that as an error.
         while self._tasks:
             self.cut()
             await asyncio.wait(self._tasks, timeout=0.1)
@@ -97,40 +97,40 @@ class TcpProxy:
 
     @property
     def endpoint(self) -> str:
-        """Where it listens: host:port."""
+        """The address on which it listens: host:port."""
         assert self._server is not None
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def cut(self) -> None:
-        """Break all connections off; new ones are served."""
+        """Abort all connections; new ones are served."""
         for line in tuple(self._lines):
             line.cut()
 
     def fall_silent(self) -> None:
-        """Carry nothing any more, on connections that are there and on new ones, but keep them."""
+        """Carry no more bytes on present and new connections, but keep them open."""
         self._silent = True
         for line in self._lines:
             line.flowing.clear()
 
     def speak_again(self) -> None:
-        """Carry on where it fell silent."""
+        """Carry bytes again."""
         self._silent = False
         for line in self._lines:
             line.flowing.set()
 
     async def until_sent(self, text: bytes) -> None:
-        """Wait until a client whose connection stands has sent this."""
+        """Wait until a connected client has sent these bytes."""
         while not any(text in line.sent for line in self._lines):
             self._more.clear()
             await self._more.wait()
 
     def note_request(self) -> None:
-        """A client has sent something."""
+        """Count a chunk from a client."""
         self.requests += 1
         self._more.set()
 
     def stall(self, having_sent: bytes) -> int:
-        """Have the connections whose client has sent these bytes fall silent; all else goes on. Tells how many."""
+        """Silence the connections whose client has sent these bytes; returns their number."""
         chosen = [line for line in self._lines if having_sent in line.sent]
         for line in chosen:
             line.flowing.clear()

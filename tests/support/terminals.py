@@ -26,7 +26,7 @@ def environment(home: Path) -> dict[str, str]:
 
 @contextlib.asynccontextmanager
 async def typed(home: Path, *argv: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A command in a second terminal; it is gone after the block."""
+    """A command in a second terminal; it is killed after the block."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "elastic_operator.cli.main", *argv),
@@ -43,14 +43,14 @@ async def typed(home: Path, *argv: str) -> AsyncIterator[asyncio.subprocess.Proc
 
 
 async def answer(home: Path, *argv: str) -> tuple[int, str, str]:
-    """What a command gives back: its exit code, and what it printed on either stream."""
+    """The exit code of a command, and what it printed on stdout and stderr."""
     async with typed(home, *argv) as process, asyncio.timeout(LIMIT):
         out, err = await process.communicate()
         return await process.wait(), out.decode(), err.decode()
 
 
 class Terminal:
-    """A command on a terminal of 80 columns and 24 lines, and all that it wrote there."""
+    """A command on a terminal of 80 columns and 24 lines, with its output."""
 
     def __init__(self, home: Path, *argv: str) -> None:
         self._argv = argv
@@ -85,7 +85,7 @@ class Terminal:
     def _read(self) -> None:
         try:
             self.screen += os.read(self._side, 1 << 16).decode(errors="replace")
-        except OSError:  # nobody is at the other side any more
+        except OSError:  # the other side is closed
             asyncio.get_running_loop().remove_reader(self._side)
         self._more.set()
 

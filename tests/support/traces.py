@@ -1,4 +1,4 @@
-"""What a program may have left on this machine: compare what :func:`traces` tells before and after."""
+"""What a program may have left on this machine: compare the results of :func:`traces` before and after."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TABLES = ("iptables-nft-save", "iptables-legacy-save", "ip6tables-nft-save", "i
 
 
 def traces(tools: Mapping[str, str]) -> Traces:
-    """Lines of each kind of thing that can be left.
+    """The traces of each kind.
 
     Args:
         tools: an environment in which ``ip`` and ``iptables-save`` are on the PATH.
@@ -37,13 +37,13 @@ def traces(tools: Mapping[str, str]) -> Traces:
 
 
 def added(before: Traces, after: Traces) -> dict[str, list[str]]:
-    """What is there afterwards that was not there before, by kind."""
+    """The traces that were added, by kind."""
     new = {kind: sorted(after[kind] - before[kind]) for kind in before}
     return {kind: lines for kind, lines in new.items() if lines}
 
 
 def processes_that_name(*words: str) -> dict[int, str]:
-    """The command lines of processes in whose command line, environment or control groups one of the words stands."""
+    """The command lines of processes whose command line, environment or control groups contain one of the words."""
     found = {}
     for process in Path("/proc").iterdir():
         if not process.name.isdigit() or int(process.name) == os.getpid():
@@ -57,7 +57,7 @@ def processes_that_name(*words: str) -> dict[int, str]:
 
 
 def _control_groups() -> Iterator[Path]:
-    """Those that a node may have made; others come and go. What is in a node's own goes with it."""
+    """The control groups that a node may have created, without the groups below them."""
     for folder, children, _ in os.walk("/sys/fs/cgroup"):
         ours = [name for name in children if re.search(r"elastic-operator|kubepods", name)]
         yield from (Path(folder, name) for name in ours)

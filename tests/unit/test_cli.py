@@ -17,8 +17,9 @@ from elastic_operator.cli.describe import description
 from elastic_operator.cli.get import table
 from elastic_operator.reports.page import page
 from elastic_operator.views.job_view import JobView
+from tests.support.cluster_objects import START
 from tests.support.reports import long, report
-from tests.support.snapshots import FOLDER, RUN, START, pod, snapshot
+from tests.support.snapshots import FOLDER, RUN, pod, snapshot
 
 if TYPE_CHECKING:
     from pathlib import Path

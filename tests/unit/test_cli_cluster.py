@@ -80,7 +80,7 @@ def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 @pytest_asyncio.fixture
 async def server(terminal: Terminal, tmp_path: Path) -> AsyncIterator[ApiStandIn]:
     async with ApiStandIn() as server:
-        await server.put("ElasticJob", job())
+        server.add(job())
         terminal.flags = ("--kubeconfig", str(server.kubeconfig(tmp_path)))
         yield server
 
@@ -103,7 +103,7 @@ async def test_only_a_flag_selects_a_cluster(
     (_, kubeconfig), terminal.flags = terminal.flags, ()
     monkeypatch.setenv("KUBECONFIG", kubeconfig)
     assert "no jobs here" in (await terminal.run("get")).err
-    assert server.requests == []
+    assert server.asked == []
     monkeypatch.setattr(sys, "platform", "darwin")  # other systems cannot run jobs, but can list those on a cluster
     assert "Linux" in (await terminal.run("get")).sentence
     for flags in (["-n", "team"], ["--context", "here"], ["--kubeconfig", kubeconfig], ["-A"]):
@@ -216,14 +216,14 @@ async def test_a_refusal_gets_a_sentence(server: ApiStandIn, terminal: Terminal,
 async def test_a_throttled_request_is_retried(server: ApiStandIn, terminal: Terminal) -> None:
     server.failing = {JOBS: (429, "storage is (re)initializing")}
     asking = asyncio.create_task(terminal.run("get"))
-    await asyncio.wait_for(server.asked.wait(), 20)
+    await server.until(lambda: bool(server.asked))
     server.failing = {}
     assert "digits" in (await asking).out
-    assert len(server.requests) == 2
+    assert len(server.asked) == 2
 
 
 async def test_a_missing_job_gets_a_sentence(server: ApiStandIn, terminal: Terminal) -> None:
-    await server.remove("ElasticJob", JOB_UID)
+    server.remove(JOB_UID)
     for argv in COMMANDS_ON_ONE:
         result = await terminal.run(*argv)
         assert result.code == 1
@@ -235,7 +235,7 @@ async def test_a_missing_job_gets_a_sentence(server: ApiStandIn, terminal: Termi
 
 @pytest.mark.parametrize("argv", COMMANDS_ON_ONE[5:8], ids=" ".join)
 async def test_a_finished_job_cannot_be_changed(server: ApiStandIn, terminal: Terminal, argv: list[str]) -> None:
-    await server.put("ElasticJob", job(status={"state": "Succeeded"}))
+    server.add(job(status={"state": "Succeeded"}))
     result = await terminal.run(*argv)
     assert (result.code, result.sentence) == (2, "the job digits is over (Succeeded) and does not change any more")
 
@@ -251,7 +251,7 @@ def serving(index: int, suffix: str, **status: Any) -> dict[str, Any]:
 
 
 async def test_a_wide_list_has_the_addresses_of_the_metrics(server: ApiStandIn, terminal: Terminal) -> None:
-    await server.put("Pod", serving(0, "aaaaa", podIP="10.1.2.3"))
+    server.add(serving(0, "aaaaa", podIP="10.1.2.3"))
     for command in (["get"], ["get", "digits"], ["get", "-A"]):
         header, line = (await terminal.run(*command, "-o", "wide")).out.splitlines()
         assert (header.split()[-1], line.split()[-1]) == ("METRICS", "10.1.2.3:9464")
@@ -321,15 +321,15 @@ async def test_a_description_omits_objects_that_the_user_may_not_read(server: Ap
 
 
 async def test_logs_are_printed_and_followed_to_the_end(server: ApiStandIn, terminal: Terminal) -> None:
-    await server.put("Pod", pod(0, "aaaaa"))
+    server.add(pod(0, "aaaaa"))
     await server.print("digits-0-aaaaa", "[rank 0] test accuracy 0.9\n")
     assert (await terminal.run("logs", "digits")).out == "[rank 0 on digits-0-aaaaa] test accuracy 0.9\n"
     following = asyncio.create_task(terminal.run("logs", "digits", "--rank", "0", "-f"))
     await server.followed("digits-0-aaaaa")
     await server.print("digits-0-aaaaa", "[rank 0] done\n")
     await server.end("digits-0-aaaaa")
-    await server.put("Pod", pod(0, "aaaaa", state=died(0, "")))
-    await server.put("ElasticJob", job(status={"state": "Succeeded"}))
+    server.add(pod(0, "aaaaa", state=died(0, "")))
+    server.add(job(status={"state": "Succeeded"}))
     assert await asyncio.wait_for(following, 20) == (0, "test accuracy 0.9\ndone\n", "")
 
 
@@ -342,7 +342,7 @@ def proxied(name: str, port: int = 9464) -> str:
 
 async def test_metrics_are_read_through_the_api_server(server: ApiStandIn, terminal: Terminal) -> None:
     for made in (serving(0, "aaaaa"), serving(1, "bbbbb"), pod(2, "ccccc"), serving(2, "ddddd")):
-        await server.put("Pod", made)
+        server.add(made)
     server.pages[proxied("digits-0-aaaaa")] = agent_page(0, seconds=LEADS, steps=(2.0, 100))
     server.failing[proxied("digits-1-bbbbb")] = (503, "error trying to reach service: dial tcp: connection refused")
     server.pages[proxied("digits-2-ddddd")] = agent_page(1, steps=(2.0, 100))
@@ -366,7 +366,7 @@ async def test_an_unreadable_pod_is_named_and_the_others_are_shown(server: ApiSt
     no_port = serving(0, "aaaaa")
     no_port["metadata"]["annotations"][ANNOTATION_METRICS_PORT] = "99999"
     for made in (no_port, serving(2, "ccccc"), serving(2, "large")):
-        await server.put("Pod", made)
+        server.add(made)
     server.pages[proxied("digits-2-ccccc")] = agent_page(0, seconds=LEADS)
     server.pages[proxied("digits-2-large")] = agent_page(1) + "# x\n" * (MAX_PAGE // 4)
     lines = (await terminal.run("top", "digits")).out.splitlines()
@@ -380,9 +380,9 @@ async def test_an_unreadable_pod_is_named_and_the_others_are_shown(server: ApiSt
 
 async def test_without_permission_to_read_metrics_the_status_is_shown(server: ApiStandIn, terminal: Terminal) -> None:
     before = {"asOf": at(20), "seconds": {"training": 5.0, "suspended": 15.0}}
-    await server.put("ElasticJob", job(status={"timeBreakdown": before}))
+    server.add(job(status={"timeBreakdown": before}))
     for index, suffix in enumerate(("aaaaa", "bbbbb")):
-        await server.put("Pod", serving(index, suffix))
+        server.add(serving(index, suffix))
         name = f"digits-{index}-{suffix}"
         server.failing[proxied(name)] = (403, f'pods "{name}" is forbidden')
     lines = (await terminal.run("top", "digits")).out.splitlines()
@@ -408,9 +408,9 @@ async def test_a_missing_report_is_explained(server: ApiStandIn, terminal: Termi
     assert result.sentence.startswith(
         "the job digits is still Running: its report is written when it has ended or is suspended; "
     )
-    await server.put("ElasticJob", job(status={"state": "Succeeded"}))
+    server.add(job(status={"state": "Succeeded"}))
     for _ in range(2):
         result = await terminal.run("report", "digits")
         assert result.code == 1
         assert result.sentence.startswith("no report of the job digits is kept, though it is over")
-        await server.put("ConfigMap", kept("{}", uid="another job of the same name"))
+        server.add(kept("{}", uid="another job of the same name"))

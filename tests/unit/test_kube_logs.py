@@ -40,9 +40,9 @@ def begun(pod: str, round: int, *ranks: int, world: int = 2) -> str:
 async def server() -> AsyncIterator[ApiStandIn]:
     """Two pods that traded their ranks in round 2."""
     async with ApiStandIn() as server:
-        await server.put("ElasticJob", job(status={"round": 2}))
-        await server.put("Pod", pod(0, "aaaaa"))
-        await server.put("Pod", pod(1, "bbbbb"))
+        server.add(job(status={"round": 2}))
+        server.add(pod(0, "aaaaa"))
+        server.add(pod(1, "bbbbb"))
         await server.print(A, begun(A, 1, 0) + "[rank 0] one\n[rank 0] two\n")
         await server.print(B, begun(B, 1, 1) + "[rank 1] uno\n")
         await server.print(A, begun(A, 2, 1))
@@ -145,15 +145,15 @@ async def test_a_missing_log_gets_a_sentence_with_what_there_is(
 
 async def test_before_any_worker_has_started_the_agents_logs_are_named(server: ApiStandIn, api: UserApi) -> None:
     for name in ("aaaaa", "bbbbb"):
-        await server.remove("Pod", f"uid-{name}")
+        server.remove(f"uid-{name}")
     with pytest.raises(NotFound, match=r"no output of a worker of the job digits; .*--agent"):
         await read(api)
 
 
 async def test_the_round_of_a_log_without_its_beginning_is_inferred(server: ApiStandIn, api: UserApi) -> None:
-    await server.put("Pod", pod(2, "ddddd"))
+    server.add(pod(2, "ddddd"))
     await server.print("digits-2-ddddd", "[rank 2] from round 1\n" + begun("digits-2-ddddd", 2, 2) + "[rank 2] two\n")
-    await server.put("Pod", pod(3, "eeeee"))
+    server.add(pod(3, "eeeee"))
     await server.print("digits-3-eeeee", "[rank 3] a long log\n")
     assert [line.partition("] ")[2] for line in await read(api)] == [
         "three",
@@ -171,7 +171,7 @@ async def test_a_round_without_workers_does_not_hide_the_one_before(server: ApiS
 
 
 async def test_a_failed_pod_is_printed_up_to_its_last_round(server: ApiStandIn, api: UserApi) -> None:
-    await server.put("Pod", pod(1, "bbbbb", state=died(1, "")))
+    server.add(pod(1, "bbbbb", state=died(1, "")))
     await server.print(A, begun(A, 3, 0, world=1) + "[rank 0] alone\n")
     assert await read(api) == [f"[rank 0 on {A}] alone"]
     assert await read(api, pod=B) == ["[rank 0] three"]
@@ -190,11 +190,11 @@ async def test_an_unreadable_log_is_named_and_the_others_are_printed(server: Api
 
 async def finish(server: ApiStandIn, *pods: str) -> None:
     """The job succeeds: its pods end, and the operator says so."""
-    await server.put("ElasticJob", job(status={"round": 2, "state": "Succeeded"}))
+    server.add(job(status={"round": 2, "state": "Succeeded"}))
     for name in pods:
         await server.end(name)
         index, suffix = name.split("-")[1:]
-        await server.put("Pod", pod(int(index), suffix, state=died(0, "")))
+        server.add(pod(int(index), suffix, state=died(0, "")))
 
 
 async def test_following_goes_on_over_rounds_and_new_pods_until_the_job_ends(server: ApiStandIn, api: UserApi) -> None:
@@ -204,11 +204,11 @@ async def test_following_goes_on_over_rounds_and_new_pods_until_the_job_ends(ser
     await server.print(B, "[rank 0] four\n")
     await following.until("four")
     await server.end(B)
-    await server.put("Pod", pod(1, "bbbbb", state=died(1, "")))
-    await server.remove("Pod", "uid-bbbbb")
-    await server.put("Pod", pod(1, "ccccc", state={"waiting": {"reason": "ContainerCreating"}}))
+    server.add(pod(1, "bbbbb", state=died(1, "")))
+    server.remove("uid-bbbbb")
+    server.add(pod(1, "ccccc", state={"waiting": {"reason": "ContainerCreating"}}))
     await server.print(C, begun(C, 3, 1) + "[rank 1] cinco\n")
-    await server.put("Pod", pod(1, "ccccc"))
+    server.add(pod(1, "ccccc"))
     await following.until("cinco")
     await server.print(A, begun(A, 3, 0) + "[rank 0] six\n")
     await following.until("six")

@@ -17,7 +17,8 @@ from elastic_operator.views.rates import RateTracker
 from elastic_operator.views.scrape import ScrapeForbidden, scrape, scrape_leaders
 from elastic_operator.views.top import Reading, job_lines, jobs_table
 from tests.support.agent_pages import LEADS, agent_page, own_counter, own_gauge
-from tests.support.snapshots import START, snapshot
+from tests.support.cluster_objects import START
+from tests.support.snapshots import snapshot
 
 NOW = START + 100
 

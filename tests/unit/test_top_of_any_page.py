@@ -13,7 +13,8 @@ from elastic_operator.views.rates import RateTracker
 from elastic_operator.views.scrape import MAX_PAGE
 from elastic_operator.views.top import Reading, job_lines, jobs_table
 from tests.support.agent_pages import LEADS, agent_page, own_counter, own_gauge
-from tests.support.snapshots import START, snapshot
+from tests.support.cluster_objects import START
+from tests.support.snapshots import snapshot
 
 NOW = START + 100
 HONEST = agent_page(0, seconds=LEADS, lost=4.0, steps=(2.0, 100), own=own_gauge("train.loss", {0: 0.5}))

@@ -13,7 +13,8 @@ from elastic_operator.local.live_view import LiveView, render
 from elastic_operator.local.view import Hints, PlainView, Step, outcome, own_hints
 from elastic_operator.views import formatting
 from elastic_operator.views.job_view import JobView
-from tests.support.snapshots import FOLDER, KILLED, RUN, START, event, pod, snapshot
+from tests.support.cluster_objects import START
+from tests.support.snapshots import FOLDER, KILLED, RUN, event, pod, snapshot
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -4,9 +4,8 @@
 module                 content
 =====================  ==================================================================================
 ``__main__``           the command that prepares everything before the tests
-``availability``       missing parts and their remedies
+``availability``       the preparation, missing parts and their remedies
 ``collection``         pytest hooks: preparation for the selected tests, and their distribution
-``steps``              the order and the duration of the preparation
 ``cache``              the cache folder, and its locks
 ``binaries``           kube-apiserver, kubelet, etcd, helm …
 ``packages``           Debian's packages, unpacked without an installation

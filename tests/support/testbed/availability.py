@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
-from tests.support.testbed import steps
+from tests.support.testbed import binaries, packages
 from tests.support.testbed.cache import Missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-
-    from tests.support.testbed.steps import Step
 
 Bed = Literal["control_plane", "node", "etcds", "oldest_etcd", "oldest_torch", "prometheus", "browser"]
 
@@ -33,6 +35,25 @@ BEDS: Final[Mapping[Bed, str]] = {
 """The description of each bed; tests have its name as a marker."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A part of the test bed that is prepared once.
+
+    Attributes:
+        what: its description.
+        lane: the steps of a lane run one after the other; "compiler" and "downloads" run at once, "last" after both.
+        minutes: the duration on two cores, the first time.
+        is_ready: whether it exists already.
+        make: prepares it; raises Missing.
+    """
+
+    what: str
+    lane: Literal["compiler", "downloads", "last"]
+    minutes: float
+    is_ready: Callable[[], bool]
+    make: Callable[[], object]
+
+
 def prepare(beds: Collection[Bed], say: Callable[[str], None]) -> dict[Bed, Missing]:
     """Prepare these beds.
 
@@ -47,45 +68,115 @@ def prepare(beds: Collection[Bed], say: Callable[[str], None]) -> dict[Bed, Miss
     needed: dict[Bed, list[Step]] = {}
     for bed in (bed for bed in BEDS if bed in beds):
         try:
-            check_machine(bed)
-            needed[bed] = list(needs(bed))
+            needed[bed] = list(_needs(bed))
         except Missing as why:
             missing[bed] = why
-    not_made = steps.make([step for bed in needed for step in needed[bed]], say)
-    for bed, its_steps in needed.items():
-        if lacking := [not_made[step.what] for step in its_steps if step.what in not_made]:
+    todo = {step.what: step for steps in needed.values() for step in steps if not step.is_ready()}
+    not_made: dict[str, Missing] = {}
+
+    def make(lane: str) -> None:
+        for step in [step for step in todo.values() if step.lane == lane]:
+            say(f"- {step.what}: up to {step.minutes:g} minutes")
+            begun = time.monotonic()
+            try:
+                step.make()
+                say(f"  {step.what}: done in {time.monotonic() - begun:.0f} s")
+            except Missing as why:
+                not_made[step.what] = why
+
+    if todo:
+        say("Preparing what the tests run on:")
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(make, ("compiler", "downloads")))
+    make("last")
+    for bed, steps in needed.items():
+        if lacking := [not_made[step.what] for step in steps if step.what in not_made]:
             missing[bed] = lacking[0]
     return missing
 
 
-def needs(bed: Bed) -> Iterator[Step]:
+def _needs(bed: Bed) -> Iterator[Step]:
     """The steps that prepare a bed.
 
     Raises:
         Missing: a part is certainly unavailable.
     """
-    if bed == "etcds":
-        yield from steps.programs("etcd", the_users=False)
-        return
-    if bed == "oldest_etcd":
-        yield from steps.programs("etcd-3.4", the_users=False)
-        return
-    if bed == "oldest_torch":
-        yield steps.oldest_torch()
-        return
-    if bed == "prometheus":
-        yield steps.unpacked_packages("prometheus")
-        return
-    if bed == "browser":
-        yield steps.browser()
-        return
-    # Needed even if the user names a cluster: faults are injected only into the tests' own cluster.
-    yield from steps.programs("kube-apiserver", "etcd", "helm", "kwok")
-    if bed == "node":
-        yield from steps.programs("coredns")
-        yield steps.unpacked_packages("node")
-        yield steps.unpacked_packages("build")
-        yield from steps.images()
+    match bed:
+        case "etcds":
+            yield from _programs("etcd", the_users=False)
+        case "oldest_etcd":
+            yield from _programs("etcd-3.4", the_users=False)
+        case "oldest_torch":
+            from tests.support import oldest_torch
+
+            what, is_ready, make = f"torch {oldest_torch.VERSION}", oldest_torch.is_ready, oldest_torch.packages
+            yield Step(what=what, lane="downloads", minutes=2, is_ready=is_ready, make=make)
+        case "prometheus":
+            yield _packages("prometheus", "Prometheus")
+        case "browser":
+            from tests.support.testbed import browser
+
+            what, is_ready, make = "a browser", browser.is_ready, browser.browser
+            yield Step(what=what, lane="downloads", minutes=1, is_ready=is_ready, make=make)
+        case "control_plane" | "node":
+            if bed == "node":
+                from tests.support.testbed import node
+
+                node.check_machine()
+            # Needed even if the user names a cluster: faults are injected only into the tests' own cluster.
+            yield from _programs("kube-apiserver", "etcd", "helm", "kwok")
+            if bed == "node":
+                yield from _programs("coredns")
+                yield _packages("node", "the node")
+                yield _packages("build", "building images")
+                yield from _images()
+
+
+def _programs(*names: str, the_users: bool = True) -> Iterator[Step]:
+    """Build these programs, and all others of their projects.
+
+    Args:
+        names: the programs.
+        the_users: whether programs of the user may be used instead.
+
+    Raises:
+        Missing: one does not exist, and there is no compiler.
+    """
+    for name in names:
+        project = binaries.project_of(name)
+        is_ready = partial(binaries.is_ready, name, the_users=the_users)
+        if not is_ready():
+            binaries.compiler(project)
+        yield Step(
+            what=f"{', '.join(project.packages)} {project.version}, built from source",
+            lane="compiler",
+            minutes=project.minutes,
+            is_ready=is_ready,
+            make=partial(binaries.binary, name, the_users=the_users),
+        )
+
+
+def _packages(name: packages.SetName, purpose: str) -> Step:
+    what, is_ready, make = (
+        f"Debian's packages for {purpose}",
+        partial(packages.is_ready, name),
+        partial(packages.unpacked, name),
+    )
+    return Step(what=what, lane="downloads", minutes=0.5, is_ready=is_ready, make=make)
+
+
+def _images() -> Iterator[Step]:
+    from tests.support.testbed import images
+
+    for name, tag in images.IMAGES.items():
+        minutes = {"operator": 2.0, "agent": 6.0}.get(name)
+        yield Step(
+            what=f"the image {tag}",
+            lane="downloads" if minutes else "last",
+            minutes=minutes or 0.1,
+            is_ready=partial(images.is_ready, name),
+            make=partial(images.archive, name),
+        )
 
 
 def closing_words(missing: Mapping[Bed, Missing], left_out: Mapping[Bed, int] | None = None) -> Sequence[str]:
@@ -111,15 +202,3 @@ def closing_words(missing: Mapping[Bed, Missing], left_out: Mapping[Bed, int] | 
 def must_not_miss() -> bool:
     """Whether an unavailable bed is a failure, as in CI."""
     return os.environ.get("CI", "").lower() in {"1", "true"}
-
-
-def check_machine(bed: Bed) -> None:
-    """Check the requirements that can be checked at once.
-
-    Raises:
-        Missing: the bed is unavailable here.
-    """
-    if bed == "node":
-        from tests.support.testbed import node
-
-        node.check_machine()

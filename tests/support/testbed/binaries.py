@@ -177,11 +177,6 @@ def project_of(name: str) -> Project:
     return next(project for project in PROJECTS if name in project.packages)
 
 
-def knows(name: str) -> bool:
-    """Whether there is such a program."""
-    return any(name in project.packages for project in PROJECTS)
-
-
 def is_ready(name: str, *, the_users: bool = True) -> bool:
     """Whether :func:`binary` will find the program without building it."""
     own = of_the_user(name) if the_users else None

@@ -10,19 +10,16 @@ they also end after ``kill -9`` of the tests (:mod:`elastic_operator.local.pdeat
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import shutil
-import ssl
+from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Self
 
-import aiohttp
-
 from tests.support.etcd import free_ports
 from tests.support.testbed.cluster import Cluster
-from tests.support.testbed.daemons import Daemon, DaemonDied, kill_all
+from tests.support.testbed.daemons import Daemon, DaemonDied, kill_all, probing, until_ready
 from tests.support.testbed.installation import (
     Site,
     api_server_command,
@@ -37,12 +34,6 @@ from tests.support.testbed.installation import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-
-START_LIMIT = 90.0
-"""Seconds within which a part is ready, even on a busy machine."""
-
-_POLL = 0.05
-"""Seconds between two readiness checks; there is no event to wait for."""
 
 _ATTEMPTS = 5
 """The number of attempts to choose ports, in case another process takes one."""
@@ -116,7 +107,7 @@ class ControlPlane(Cluster):
             daemon.check()
 
     def kubeconfig_with(self, token: str, namespace: str) -> str:
-        """The text of a kubeconfig for whoever has this token."""
+        """The text of a kubeconfig with this token."""
         return kubeconfig(self.site, token=token, namespace=namespace)
 
     async def _start(self) -> None:
@@ -129,15 +120,16 @@ class ControlPlane(Cluster):
         self.daemons = {daemon.name: daemon for daemon in (self._daemon(command(site)) for command in commands)}
         etcd, api_server, scheduler, controller_manager = self.daemons.values()
         try:
-            etcd.start()
-            await _until_answered(site, f"http://{self.etcd_endpoint}/readyz", etcd)
-            api_server.start()
-            await _until_answered(site, f"{site.server}/readyz", etcd, api_server)
-            scheduler.start()
-            controller_manager.start()
-            # Pods are forbidden in a namespace without this service account.
-            account = f"{site.server}/api/v1/namespaces/default/serviceaccounts/default"
-            await _until_answered(site, account, *self.daemons.values())
+            async with probing(site.authority, site.token) as get:
+                etcd.start()
+                await until_ready(partial(get, f"http://{self.etcd_endpoint}/readyz"), etcd)
+                api_server.start()
+                await until_ready(partial(get, f"{site.server}/readyz"), etcd, api_server)
+                scheduler.start()
+                controller_manager.start()
+                # Pods are forbidden in a namespace without this service account.
+                account = f"{site.server}/api/v1/namespaces/default/serviceaccounts/default"
+                await until_ready(partial(get, account), *self.daemons.values())
         except BaseException:
             self._end()
             raise
@@ -149,39 +141,3 @@ class ControlPlane(Cluster):
     def _end(self) -> None:
         kill_all(self.daemons.values())
         shutil.rmtree(self._folder / "etcd-data", ignore_errors=True)  # it is preallocated and large
-
-
-async def _until_answered(site: Site, url: str, *daemons: Daemon) -> None:
-    """Wait until a GET is answered with 200.
-
-    Args:
-        site: the authority and the token.
-        url: the URL.
-        daemons: processes that must run until the answer, or else another server has answered; the last one is
-            blamed if it takes too long.
-
-    Raises:
-        DaemonDied: one of them ended, or it took too long.
-    """
-    verified = ssl.create_default_context(cafile=site.authority)
-    headers = {"Authorization": f"Bearer {site.token}"}
-    limit = aiohttp.ClientTimeout(total=5)
-    answered = False
-    try:
-        async with asyncio.timeout(START_LIMIT), aiohttp.ClientSession(headers=headers, timeout=limit) as session:
-            while not answered:
-                answered = await _answers(session, url, verified)
-                for daemon in daemons:
-                    daemon.check()
-                if not answered:
-                    await asyncio.sleep(_POLL)
-    except TimeoutError:
-        raise daemons[-1].died(f"is not ready after {START_LIMIT:.0f} s") from None
-
-
-async def _answers(session: aiohttp.ClientSession, url: str, verified: ssl.SSLContext) -> bool:
-    try:
-        async with session.get(url, ssl=verified) as response:
-            return response.status == 200
-    except (aiohttp.ClientError, TimeoutError):
-        return False

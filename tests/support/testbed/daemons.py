@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
+import ssl
 import subprocess
 from typing import TYPE_CHECKING
+
+import aiohttp
 
 from elastic_operator.local.pdeathsig import with_pdeathsig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
     from pathlib import Path
+
+START_LIMIT = 90.0
+"""Seconds within which a part is ready, even on a busy machine."""
+
+_POLL = 0.05
+"""Seconds between two readiness checks; there is no event to wait for."""
 
 _TAIL = 4000
 """Characters of the log in the error about a process that has ended."""
@@ -100,3 +111,50 @@ def kill_all(daemons: Iterable[Daemon]) -> None:
     """End all of them, the last one first."""
     for daemon in reversed(list(daemons)):
         daemon.kill()
+
+
+async def until_ready(probe: Callable[[], Awaitable[object]], *daemons: Daemon) -> None:
+    """Wait until a probe returns something true.
+
+    Args:
+        probe: is called again and again.
+        daemons: processes that must run meanwhile, or else another server has answered; the last one is blamed if it
+            takes too long.
+
+    Raises:
+        DaemonDied: one of them ended, or it took too long.
+    """
+    try:
+        async with asyncio.timeout(START_LIMIT):
+            ready: object = None
+            while not ready:
+                ready = await probe()
+                for daemon in daemons:
+                    daemon.check()
+                if not ready:
+                    await asyncio.sleep(_POLL)
+    except TimeoutError:
+        raise daemons[-1].died(f"is not ready after {START_LIMIT:.0f} s") from None
+
+
+@contextlib.asynccontextmanager
+async def probing(authority: str | os.PathLike[str], token: str) -> AsyncIterator[Callable[[str], Awaitable[str]]]:
+    """A function that returns the answer to a GET with 200; empty for any other answer.
+
+    Args:
+        authority: the certificate of the API server's authority.
+        token: the token of an administrator.
+    """
+    connector = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=authority))
+    headers = {"Authorization": f"Bearer {token}"}
+    limit = aiohttp.ClientTimeout(total=5)
+    async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=limit) as session:
+
+        async def get(url: str) -> str:
+            try:
+                async with session.get(url) as response:
+                    return (await response.text() or "empty") if response.status == 200 else ""
+            except (aiohttp.ClientError, TimeoutError):
+                return ""
+
+        yield get

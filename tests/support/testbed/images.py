@@ -10,18 +10,17 @@ import hashlib
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from tests.support.testbed import image_archive, image_build
-from tests.support.testbed.binaries import binary
+from tests.support.testbed.binaries import OFTEN_THERE, binary
 from tests.support.testbed.binaries import is_ready as is_built
 from tests.support.testbed.cache import Missing, cache_folder, locked
 from tests.support.testbed.node_images import full_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 _PATH: Final = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PAUSE: Final = Path(__file__).parent / "pause"
@@ -34,28 +33,19 @@ IMAGES: Final[Mapping[str, str]] = {
 }
 """The full names of the images, by the names that :func:`archive` takes."""
 
-_BINARIES: Final = ("etcd",)
 _DOCKERFILES: Final = {name: image_build.ROOT / f"Dockerfile.{name}" for name in ("agent", "operator")}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Program:
-    """The settings of an image with one static program.
-
-    Attributes:
-        found: returns the program's path; it may build the program.
-        at: its path in the image.
-        config: the image's configuration.
-    """
-
-    found: Callable[[], Path]
-    at: str
-    config: Mapping[str, Any]
+_PROGRAMS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
+    "etcd": ("/usr/local/bin/etcd", {"Env": [_PATH], "Cmd": ["/usr/local/bin/etcd"]}),
+    "pause": ("/pause", {"Env": [_PATH], "Entrypoint": ["/pause"], "User": "65535"}),
+}
+"""The path in the image, and the image's configuration, of each image with one static program."""
 
 
 def _pause() -> Path:
     """Compile the pause program, which keeps a pod's namespaces."""
-    go = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
+    go = shutil.which("go") or shutil.which("go", path=OFTEN_THERE)
     if go is None:
         raise Missing("Go", "install it (https://go.dev/dl/) so that `go` is on the PATH")
     program = _folder("pause") / "pause"
@@ -65,16 +55,6 @@ def _pause() -> Path:
     if done.returncode:
         raise Missing("a program that holds a pod's namespaces", f"Go could not compile it: {done.stderr}")
     return program
-
-
-_PROGRAMS: Final[Mapping[str, Program]] = {
-    "etcd": Program(
-        found=lambda: binary("etcd"),
-        at="/usr/local/bin/etcd",
-        config={"Env": [_PATH], "Cmd": ["/usr/local/bin/etcd"]},
-    ),
-    "pause": Program(found=_pause, at="/pause", config={"Env": [_PATH], "Entrypoint": ["/pause"], "User": "65535"}),
-}
 
 
 def archive(name: str) -> Path:
@@ -95,9 +75,7 @@ def archive(name: str) -> Path:
 
 def is_ready(name: str) -> bool:
     """Return whether the archive of the image is up to date."""
-    if name in _BINARIES and not is_built(name):
-        return False
-    return _path(name).exists()
+    return (name != "etcd" or is_built("etcd")) and _path(name).exists()
 
 
 def _make(name: str, path: Path) -> None:
@@ -108,10 +86,9 @@ def _make(name: str, path: Path) -> None:
     if name in _DOCKERFILES:
         image_build.build(_DOCKERFILES[name], image=full_name(IMAGES[name]), folder=path.parent, archive=unfinished)
     else:
-        program = _PROGRAMS[name]
-        image_archive.write_image_of_program(
-            unfinished, name=IMAGES[name], program=program.found(), at=program.at, config=program.config
-        )
+        at, config = _PROGRAMS[name]
+        program = binary("etcd") if name == "etcd" else _pause()
+        image_archive.write_image_of_program(unfinished, name=IMAGES[name], program=program, at=at, config=config)
     unfinished.rename(path)
 
 
@@ -123,11 +100,10 @@ def _identity(name: str) -> str:
     """A hash of the files of an image."""
     if name in _DOCKERFILES:
         return image_build.identity(_DOCKERFILES[name])
-    program = _PROGRAMS[name]
-    inputs = [IMAGES[name], program.at, repr(program.config)]
-    if name in _BINARIES:
+    inputs = [IMAGES[name], repr(_PROGRAMS[name])]
+    if name == "etcd":
         # The path contains the version; the contents of the user's own program may change.
-        path = program.found()
+        path = binary("etcd")
         inputs += [str(path), str(path.stat().st_size), str(path.stat().st_mtime_ns)]
     else:
         inputs.append((_PAUSE / "main.go").read_text())

@@ -8,7 +8,6 @@ groups, nothing is installed, and files are written only to its folder and to th
 module                 content
 =====================  ===============================================================================
 ``node``               the operations of tests on a node
-``node_machine``       requirements of the machine
 ``node_config``        command lines and configuration files
 ``node_parts``         the start order and the readiness of the processes
 ``node_inside``        the first process in the namespaces
@@ -38,21 +37,20 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from tests.support.testbed import commands, images, installation, node_config, packages
+from tests.support.testbed import commands, images, installation, node_cgroups, node_config, packages
 from tests.support.testbed.binaries import binary
-from tests.support.testbed.cache import cache_folder
+from tests.support.testbed.cache import Missing, cache_folder
 from tests.support.testbed.cluster import Cluster
 from tests.support.testbed.commands import CommandFailed, Result
 from tests.support.testbed.installation import Site
 from tests.support.testbed.node_config import Bed
 from tests.support.testbed.node_enter import entering
-from tests.support.testbed.node_images import Kept, full_name, inspected, listed
-from tests.support.testbed.node_machine import check_machine
+from tests.support.testbed.node_images import Kept, full_name, listed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping
+    from collections.abc import AsyncIterator, Mapping
 
-__all__ = ["Node", "NodeFailed", "check_machine"]
+_RIGHTS = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 
 _IMPORT_LIMIT = 600.0
 """Seconds for the import of an image; one with torch takes more than a minute."""
@@ -103,7 +101,7 @@ class Node(Cluster):
         check_machine()
         try:
             await asyncio.to_thread(self._start)
-            await self.load_image(images.archive("pause"))
+            await self.load_image(images.IMAGES["pause"], images.archive("pause"))
         except BaseException:
             self._end()
             raise
@@ -131,11 +129,6 @@ class Node(Cluster):
         return node_config.without_proxies(found)
 
     @property
-    def audit_log(self) -> Path:
-        """The audit log of the API server: an object of audit.k8s.io/v1 per line, without bodies."""
-        return node_config.audit_log(self._site)
-
-    @property
     def pid(self) -> int:
         """The id of its first process, as this machine sees it."""
         return self._pid
@@ -146,7 +139,7 @@ class Node(Cluster):
         return self._running().pid
 
     def kubeconfig_with(self, token: str, namespace: str) -> str:
-        """The text of a kubeconfig for whoever has this token."""
+        """The text of a kubeconfig with this token."""
         return installation.kubeconfig(self._site, token=token, namespace=namespace)
 
     def check(self) -> None:
@@ -211,28 +204,25 @@ class Node(Cluster):
             stderr=stderr,
         )
 
-    async def load_image(self, archive: Path) -> None:
+    async def load_image(self, name: str, archive: Path) -> None:
         """Import an image, like ``kind load``, unless the node has it from an earlier run.
 
         Args:
-            archive: an OCI or docker archive with a named image. When the file is removed, the image is removed, too.
+            name: the name of the image in the archive.
+            archive: an OCI or docker archive. When the file is removed, the image is removed, too.
         """
-        image = await asyncio.to_thread(inspected, archive.resolve())
-        kept = Kept(self._place / "images.json")
+        name = full_name(name)
+        kept = Kept(self._place / "imported.json")
         there = await self.images()
-        if kept.has(image, there):
+        if kept.has(name, archive, there):
             return
-        if old := sorted(there.keys() & set(image.names)):  # the CRI misses that a name has another image
-            await self._containerd("images", "delete", *old)
-        await self._containerd("images", "import", str(image.path), limit=_IMPORT_LIMIT)
-        there = await self.images()
-        for name in set(image.names) - there.keys():  # an OCI archive's name is taken as it stands
-            short = next(each for each in there if full_name(each) == name)
-            await self._containerd("images", "tag", short, name)
+        if name in there:  # the CRI misses that a name has another image
+            await self._containerd("images", "delete", name)
+        await self._containerd("images", "import", str(archive.resolve()), limit=_IMPORT_LIMIT)
         async with asyncio.timeout(commands.LIMIT):
-            while not await self._can_run(image.names):  # noqa: ASYNC110 - containerd has events, but none for this
+            while not _can_run(name, there := await self.images()):  # noqa: ASYNC110 - containerd has no event for this
                 await asyncio.sleep(_POLL)
-        kept.add(image, there := await self.images())
+        kept.add(name, archive, there)
         if unwanted := kept.unwanted(there):
             await self._containerd("images", "delete", "--sync", *unwanted)
 
@@ -351,8 +341,35 @@ class Node(Cluster):
         control = ("ctr", "--namespace=k8s.io", *arguments)
         return (await self._run_inside(*control, environ=self._bed.environ, limit=limit)).stdout
 
-    async def _can_run(self, names: Iterable[str]) -> bool:
-        """Whether the kubelet finds the images: each then has a second name, which is a digest."""
-        there = await self.images()
-        seen = {digest for name, digest in there.items() if name.startswith("sha256:")}
-        return all(there.get(name) in seen for name in names)
+
+def _can_run(name: str, there: Mapping[str, str]) -> bool:
+    """Whether the kubelet finds an image: it then has a second name, which is a digest."""
+    return name in there and any(
+        other.startswith("sha256:") and digest == there[name] for other, digest in there.items()
+    )
+
+
+def check_machine() -> None:
+    """Check whether a node can run here.
+
+    Raises:
+        Missing: it cannot.
+    """
+    if not sys.platform.startswith("linux"):
+        raise Missing("Linux", "run the tests on a Linux machine; a virtual one will do")
+    if os.geteuid() != 0:
+        raise Missing("root", "a kubelet makes namespaces, mounts and control groups: run `make test` as root")
+    held = int(Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0], 16)
+    if lacking := [name for name, number in _RIGHTS.items() if not held >> number & 1]:
+        raise Missing(
+            f"root's right {' and '.join(lacking)}",
+            "a container must be privileged: run the tests on the machine itself",
+        )
+    node_cgroups.check(node_cgroups.of_this_machine())
+    cache = cache_folder().resolve()
+    asked = ["stat", "--file-system", "--format=%T", str(cache)]
+    if subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip() == "overlayfs":
+        raise Missing(
+            f"a disk below {cache}",
+            "a container's own files cannot hold those of containers: set XDG_CACHE_HOME to a folder on a disk",
+        )

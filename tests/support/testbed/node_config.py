@@ -107,11 +107,6 @@ def without_proxies(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.lower().endswith("_proxy")}
 
 
-def audit_log(site: Site) -> Path:
-    """The path of the audit log."""
-    return site.folder / "audit.log"
-
-
 def commands(site: Site, programs: Mapping[str, Path], tools: Path) -> dict[str, list[str]]:
     """The command lines of all parts, by name.
 
@@ -126,8 +121,6 @@ def commands(site: Site, programs: Mapping[str, Path], tools: Path) -> dict[str,
         "kube-apiserver": [
             *installation.api_server_command(site),
             "--kubelet-preferred-address-types=InternalIP",
-            f"--audit-policy-file={config / 'audit-policy.json'}",
-            f"--audit-log-path={audit_log(site)}",
         ],
         "kube-controller-manager": installation.controller_manager_command(site),
         "kube-scheduler": installation.scheduler_command(site),
@@ -156,7 +149,6 @@ def files(site: Site, tools: Path, pause_image: str) -> dict[str, str]:
     """
     containerd = _containerd(site, tools, pause_image)
     return {
-        "audit-policy.json": json.dumps(_AUDIT_POLICY),
         "kubelet.json": json.dumps(_kubelet(site)),
         "proxy.json": json.dumps(_proxy(site)),
         "cni/node.conflist": json.dumps(_CNI),
@@ -165,14 +157,6 @@ def files(site: Site, tools: Path, pause_image: str) -> dict[str, str]:
         "containerd-without-pods.toml": f'disabled_plugins = ["io.containerd.grpc.v1.cri"]\n{containerd}',
         "Corefile": _corefile(site),
     }
-
-
-_AUDIT_POLICY: Final[Mapping[str, Any]] = {
-    "apiVersion": "audit.k8s.io/v1",
-    "kind": "Policy",
-    "omitStages": ["RequestReceived"],
-    "rules": [{"level": "Metadata"}],
-}
 
 
 def _kubelet(site: Site) -> Mapping[str, Any]:

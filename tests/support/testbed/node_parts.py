@@ -5,25 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import ssl
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
-
 from tests.support.testbed import node_config
-from tests.support.testbed.daemons import Daemon, DaemonDied
+from tests.support.testbed.daemons import Daemon, DaemonDied, probing, until_ready
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from tests.support.testbed.node_config import Bed
-
-_LIMIT = 90.0
-"""Seconds within which a part is ready, even on a busy machine."""
-_POLL = 0.05
-"""Seconds between two readiness checks; there is no event to wait for."""
 
 
 def main(bed: Bed) -> int:
@@ -41,11 +33,8 @@ def say(event: str, **more: Any) -> None:
 
 
 async def _run(bed: Bed) -> None:
-    verified = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=bed.authority))
-    headers = {"Authorization": f"Bearer {bed.token}"}
-    limit = aiohttp.ClientTimeout(total=5)
-    async with aiohttp.ClientSession(connector=verified, headers=headers, timeout=limit) as session:
-        parts = _Parts(bed, session)
+    async with probing(bed.authority, bed.token) as get:
+        parts = _Parts(bed, get)
         await parts.start()
         say("ready")
         await parts.until_one_ends()
@@ -54,9 +43,9 @@ async def _run(bed: Bed) -> None:
 class _Parts:
     """The parts of one node: processes that end with this one."""
 
-    def __init__(self, bed: Bed, session: aiohttp.ClientSession) -> None:
+    def __init__(self, bed: Bed, get: Callable[[str], Awaitable[str]]) -> None:
         self._bed = bed
-        self._session = session
+        self._get = get
         self._daemons: dict[str, Daemon] = {}
 
     async def start(self) -> None:
@@ -128,22 +117,14 @@ class _Parts:
 
     async def _until(self, daemon: Daemon, probe: Callable[[], Awaitable[bool]]) -> None:
         """Wait until the probe succeeds; the part is blamed if it does not."""
-        try:
-            async with asyncio.timeout(_LIMIT):
-                while not await probe():
-                    for each in self._daemons.values():
-                        each.check()
-                    daemon.check()
-                    await asyncio.sleep(_POLL)
-        except TimeoutError:
-            raise daemon.died(f"is not ready after {_LIMIT:.0f} s") from None
+        await until_ready(probe, *self._daemons.values(), daemon)
 
     def _api_answers(self, path: str) -> Callable[[], Awaitable[bool]]:
         return self._answers(self._bed.server + path)
 
     def _answers(self, url: str) -> Callable[[], Awaitable[bool]]:
         async def probe() -> bool:
-            return await self._get(url) is not None
+            return bool(await self._get(url))
 
         return probe
 
@@ -153,13 +134,6 @@ class _Parts:
         node = json.loads(text or "{}")
         conditions = {each["type"]: each["status"] for each in node.get("status", {}).get("conditions", ())}
         return conditions.get("Ready") == "True" and not node["spec"].get("taints")
-
-    async def _get(self, url: str) -> str | None:
-        try:
-            async with self._session.get(url) as response:
-                return await response.text() if response.status == 200 else None
-        except (aiohttp.ClientError, TimeoutError):
-            return None
 
 
 async def _containerd_answers() -> bool:

@@ -1,7 +1,7 @@
 """A cluster of the user's own, used only because ``ELASTICJOB_TEST_KUBECONFIG`` names it.
 
-Tests keep to namespaces that they make. What belongs to the whole cluster, the ElasticJob's definition, may not be
-there already: somebody may use it, and taking it away would delete all their jobs.
+Tests use only namespaces that they create. The cluster must not have the ElasticJob's definition yet: others may use
+it, and its removal would delete all their jobs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class UserCluster(Cluster):
     """The cluster that a kubeconfig's current context names; within ``async with`` it has a namespace for the tests.
 
     Args:
-        folder: where a copy of the kubeconfig and all other files go.
+        folder: the folder of a copy of the kubeconfig and of all other files.
         kubeconfig: the user's; it is only read.
     """
 
@@ -73,14 +73,14 @@ class UserCluster(Cluster):
 
     @property
     def environ(self) -> dict[str, str]:
-        """In which kubectl, helm and elasticjob reach it."""
+        """The environment for kubectl, helm and elasticjob."""
         return environment(self._folder, self._copy, programs=("kubectl",))
 
     def check(self) -> None:
-        """Nothing: its owner sees to it."""
+        """Check nothing."""
 
     def kubeconfig_with(self, token: str, namespace: str) -> str:
-        """The text of a kubeconfig for whoever has this token."""
+        """The text of a kubeconfig with this token."""
         [context] = self._config["contexts"]
         mine = {**context, "context": {**context["context"], "namespace": namespace}}
         user = {"name": context["context"]["user"], "user": {"token": token}}
