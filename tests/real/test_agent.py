@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.agents import MEETING, AgentProcess, until_gone
+from tests.support import etcd_kinds
+from tests.support.agents import MEETING, AgentProcess
 from tests.support.crew import told
-from torchelastic.machine import interface_of, own_address
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,105 +37,21 @@ def stop(tmp_path: Path) -> Path:
     return tmp_path / "stop"
 
 
-@pytest.fixture
-def line(etcd: EtcdServer) -> list[str]:
-    """Flags for nodes of one run on a real etcd."""
-    return [f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1"]
-
-
-async def test_two_nodes_train_together_and_succeed(line: list[str], program: Path, stop: Path) -> None:
-    async with (
-        AgentProcess(*line, "--nnodes=2", "--nproc-per-node=2", program, stop) as a,
-        AgentProcess(*line, "--nnodes=2", "--nproc-per-node=2", program, stop) as b,
-    ):
+async def test_two_nodes_train_restart_after_a_killed_worker_and_succeed(
+    etcd: EtcdServer, program: Path, stop: Path
+) -> None:
+    line = (f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1")
+    nodes = (*line, "--nnodes=2", "--nproc-per-node=2", program, stop)
+    async with AgentProcess(*nodes) as a, AgentProcess(*nodes) as b:
+        worker, _ = await asyncio.gather(a.trains(world=4), b.trains(world=4))
+        os.kill(worker, signal.SIGKILL)
         for agent in (a, b):
-            await agent.trains(world=4)
+            await agent.said(r"round 2 rank \d of 4")
+            await agent.said(r"round 2: rank \d on \S+: .*SIGKILL")
         stop.touch()
         assert [await a.code(), await b.code()] == [0, 0]
     ranks = {text for agent in (a, b) for text in agent.lines if "is done" in text}
     assert ranks == {f"[rank {rank}] rank {rank} is done" for rank in range(4)}
-
-
-async def test_a_killed_worker_restarts_the_round_on_all_nodes_and_is_named(
-    line: list[str], program: Path, stop: Path
-) -> None:
-    async with (
-        AgentProcess(*line, "--nnodes=2", program, stop) as a,
-        AgentProcess(*line, "--nnodes=2", program, stop) as b,
-    ):
-        worker = await a.trains(world=2)
-        await b.trains(world=2)
-        os.kill(worker, signal.SIGKILL)
-        for agent in (a, b):
-            await agent.said(r"round 2 rank \d of 2")
-            await agent.said(r"round 2: rank \d on \S+: .*SIGKILL")
-        stop.touch()
-        assert [await a.code(), await b.code()] == [0, 0]
-
-
-async def test_the_workers_of_a_killed_agent_die_with_it_and_the_others_continue(
-    line: list[str], program: Path, stop: Path
-) -> None:
-    nodes = [*line, "--nnodes=1:2", "--rdzv-conf=lease=60"]
-    async with (
-        AgentProcess(*nodes, "--node-name=one", program, stop) as a,
-        AgentProcess(*nodes, "--node-name=two", program, stop) as b,
-    ):
-        workers = [await agent.trains(world=2) for agent in (a, b)]
-        a.kill()
-        await until_gone(workers[0])
-        await b.said("round 2: one died")
-        await b.trains(world=1)
-        stop.touch()
-        assert await b.code() == 0
-
-
-async def test_a_stopping_agent_says_so_and_the_others_continue(line: list[str], program: Path, stop: Path) -> None:
-    nodes = [*line, "--nnodes=1:2"]
-    async with (
-        AgentProcess(*nodes, "--node-name=one", program, stop) as a,
-        AgentProcess(*nodes, "--node-name=two", program, stop) as b,
-    ):
-        workers = [await agent.trains(world=2) for agent in (a, b)]
-        a.kill(signal.SIGTERM)
-        assert await a.code() == 143
-        await until_gone(workers[0])
-        await b.said("round 2: one left")
-        await b.trains(world=1)
-        stop.touch()
-        assert await b.code() == 0
-
-
-async def test_a_third_node_joins_a_running_run(line: list[str], program: Path, stop: Path) -> None:
-    nodes = [*line, "--nnodes=1:3", "--rdzv-conf=last_call_timeout=1,lease=1"]
-    async with AgentProcess(*nodes, program, stop) as a:
-        await a.trains(world=1)
-        async with AgentProcess(*nodes, program, stop) as b:
-            await asyncio.gather(a.trains(world=2), b.trains(world=2))
-            stop.touch()
-            assert [await a.code(), await b.code()] == [0, 0]
-
-
-async def test_training_continues_while_etcd_is_down_and_changes_follow_after_it(
-    own_etcd: EtcdServer, program: Path, stop: Path
-) -> None:
-    nodes = [
-        f"--rdzv-endpoint={own_etcd.endpoint}",
-        "--rdzv-id=outage",
-        "--local-addr=127.0.0.1",
-        "--nnodes=1:2",
-        "--rdzv-conf=last_call_timeout=1,lease=2",
-    ]
-    async with AgentProcess(*nodes, program, stop) as a:
-        await a.trains(world=1)
-        await own_etcd.kill()
-        await a.said("lost sight of")
-        await own_etcd.start()
-        async with AgentProcess(*nodes, program, stop) as b:
-            await asyncio.gather(a.trains(world=2), b.trains(world=2))
-            stop.touch()
-            assert [await a.code(), await b.code()] == [0, 0]
-    assert "round 3" not in a.output
 
 
 async def test_a_program_that_keeps_failing_at_start_fails_the_run_with_its_own_exception(
@@ -154,34 +70,11 @@ async def test_a_program_that_keeps_failing_at_start_fails_the_run_with_its_own_
     assert "ValueError: the data are broken" in message["failure"]["message"]
 
 
-async def test_the_restart_budget_belongs_to_the_run(line: list[str], tmp_path: Path) -> None:
-    program = tmp_path / "broken.py"
-    program.write_text("import sys; sys.exit(7)\n")
-    nodes = [*line, "--nnodes=2", "--max-restarts=1"]
-    async with AgentProcess(*nodes, program) as a, AgentProcess(*nodes, program) as b:
-        assert [await a.code(), await b.code()] == [1, 1]
-    for agent in (a, b):
-        assert "exit code 7; no restart is left of the 1 that it may have" in agent.lines[-1]
-        assert "round 2" in agent.output
-        assert "round 3" not in agent.output
-
-
-async def test_the_id_of_a_finished_run_does_not_block_the_next_run(line: list[str], program: Path, stop: Path) -> None:
-    stop.touch()
-    for _ in range(2):
-        async with AgentProcess(*line, "--nnodes=1:1", program, stop) as agent:
-            await agent.trains(world=1)
-            assert await agent.code() == 0
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-async def test_a_signal_before_etcd_is_available_ends_the_agent_at_once(
-    program: Path, stop: Path, number: signal.Signals, code: int
-) -> None:
+async def test_a_signal_before_etcd_is_available_ends_the_agent_at_once(program: Path, stop: Path) -> None:
     async with AgentProcess("--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x", "--nnodes=2", program, stop) as agent:
         await agent.said("127.0.0.1:1")
-        agent.kill(number)
-        assert await agent.code() == code
+        agent.kill(signal.SIGINT)
+        assert await agent.code() == 130
 
 
 async def test_an_etcd_that_never_starts_fails_with_one_sentence(program: Path, stop: Path) -> None:
@@ -208,24 +101,6 @@ async def test_a_log_folder_that_cannot_be_created_is_reported_before_the_node_j
     assert line.endswith(f"output cannot be written below {folder}: File name too long. Choose another --log-dir.")
 
 
-async def test_a_non_retryable_exit_code_ends_the_run_at_once(line: list[str], tmp_path: Path) -> None:
-    program = tmp_path / "final.py"
-    program.write_text("import os, sys, time\ntime.sleep(600) if os.environ['RANK'] == '0' else sys.exit(64)\n")
-    nodes = [*line, "--nnodes=2", "--final-exit-codes=3,64"]
-    log = tmp_path / "last-words"
-    async with (
-        AgentProcess(*nodes, program, env={"PET_TERMINATION_LOG": str(log)}) as a,
-        AgentProcess(*nodes, program) as b,
-    ):
-        assert [await a.code(), await b.code()] == [1, 1]
-    for agent in (a, b):
-        assert "rank 1 on " in agent.lines[-1]
-        assert "exit code 64; " in agent.lines[-1]
-        assert "round 2" not in agent.output
-    failure = json.loads(log.read_text())["failure"]
-    assert (failure["exit_code"], failure["non_retryable"]) == (64, True)
-
-
 FINAL = """
 from torchelastic import NonRetryableException
 
@@ -238,10 +113,12 @@ class NoSuchDataSet(NonRetryableException):
 """
 
 RAISED = f"""{FINAL}
+import os
 try:
-    raise NoSuchDataSet("ignored")
+    raise NoSuchDataSet("caught")
 except NoSuchDataSet:
-    pass
+    if os.environ["TORCHELASTIC_ROUND"] == "1":
+        raise OSError("another failure") from None
 raise NoSuchDataSet("mnist")
 """
 
@@ -256,28 +133,21 @@ main()
 """
 
 
-@pytest.mark.parametrize("source", [RAISED, RECORDED], ids=["raised", "recorded"])
-@pytest.mark.parametrize("method", ["fork-server", "exec"])
-async def test_a_non_retryable_exception_ends_the_run(tmp_path: Path, source: str, method: str) -> None:
+@pytest.mark.parametrize(("method", "source", "rounds"), [("fork-server", RAISED, 2), ("exec", RECORDED, 1)])
+async def test_a_non_retryable_exception_ends_the_run_unless_it_is_caught(
+    tmp_path: Path, method: str, source: str, rounds: int
+) -> None:
     program = tmp_path / "final.py"
     program.write_text(source)
     log = tmp_path / "last-words"
-    async with AgentProcess("--standalone", f"--start-method={method}", f"--termination-log={log}", program) as agent:
+    async with AgentProcess(
+        "--standalone", f"--start-method={method}", program, env={"PET_TERMINATION_LOG": str(log)}
+    ) as agent:
         assert await agent.code() == 1
     assert "NoSuchDataSet: there is no data set mnist" in agent.lines[-1]
-    assert "round 2" not in agent.output
-    assert json.loads(log.read_text())["failure"]["non_retryable"] is True
-
-
-async def test_a_caught_non_retryable_exception_does_not_count(tmp_path: Path) -> None:
-    program = tmp_path / "caught.py"
-    program.write_text(
-        f"{FINAL}\ntry:\n    raise NoSuchDataSet('a')\nexcept NoSuchDataSet:\n    raise OSError('b') from None\n"
-    )
-    async with AgentProcess("--standalone", "--max-restarts=1", "--start-method=exec", program) as agent:
-        assert await agent.code() == 1
-    assert "OSError: b" in agent.lines[-1]
-    assert "round 2" in agent.output
+    assert (f"round {rounds}" in agent.output, f"round {rounds + 1}" in agent.output) == (True, False)
+    failure = json.loads(log.read_text())["failure"]
+    assert (failure["exit_code"], failure["non_retryable"]) == (1, True)
 
 
 STANDS = """
@@ -335,8 +205,7 @@ async def test_a_round_is_current_for_its_workers_until_it_ends(tmp_path: Path) 
     assert await _asked_with(second[1]) == "False"
 
 
-@pytest.mark.parametrize(("seconds", "cleaned"), [("60", True), ("0", False)])
-async def test_workers_of_a_failed_round_have_the_stop_timeout(tmp_path: Path, seconds: str, cleaned: bool) -> None:
+async def test_workers_of_a_failed_round_have_the_stop_timeout(tmp_path: Path) -> None:
     program = tmp_path / "stopping.py"
     program.write_text(
         """
@@ -359,12 +228,10 @@ signal.signal(signal.SIGTERM, clean)
 time.sleep(600)
 """
     )
-    async with AgentProcess(
-        "--standalone", "--nproc-per-node=2", f"--stop-timeout={seconds}", program, tmp_path
-    ) as agent:
+    async with AgentProcess("--standalone", "--nproc-per-node=2", "--stop-timeout=60", program, tmp_path) as agent:
         assert await agent.code() == 0
     assert "exit code 5" in agent.output
-    assert (tmp_path / "cleaned").exists() is cleaned
+    assert (tmp_path / "cleaned").exists()
 
 
 async def test_a_long_temporary_directory_path_works(tmp_path: Path) -> None:
@@ -380,27 +247,31 @@ async def test_a_long_temporary_directory_path_works(tmp_path: Path) -> None:
     assert [*deep.iterdir()] == []
 
 
-NETWORK = """
-import os
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-dist.all_reduce(torch.ones(1))
-dist.destroy_process_group()
-print("gloo", os.environ.get("GLOO_SOCKET_IFNAME", "chooses"), "nccl", os.environ.get("NCCL_SOCKET_IFNAME", "chooses"))
-"""
-
-
-async def test_gloo_and_nccl_use_the_interface_of_the_chosen_address(tmp_path: Path) -> None:
-    program = tmp_path / "network.py"
-    program.write_text(NETWORK)
-    address = own_address(["no-such-host.invalid:1"])
-    interface = interface_of(address) or "chooses"
-    nodes = ["--standalone", "--nproc-per-node=2"]
-    async with AgentProcess(*nodes, f"--local-addr={address}", program, env={"NCCL_SOCKET_IFNAME": "ib7"}) as agent:
-        assert await agent.code() == 0
-    assert f"gloo {interface} nccl ib7" in agent.output
-    async with AgentProcess(*nodes, program, env={"TORCHELASTIC_NODE_ADDRESS": address}) as agent:
-        assert await agent.code() == 0
-    assert "gloo chooses nccl chooses" in agent.output
+async def test_agents_on_etcd_v2_survive_losing_a_node_and_etcd_and_succeed(
+    tmp_path: Path, program: Path, stop: Path
+) -> None:
+    async with etcd_kinds.V2[0].server(tmp_path) as server:
+        flags = [
+            "--rdzv-backend=etcd-v2",
+            f"--rdzv-endpoint={server.endpoint}",
+            f"--rdzv-id={uuid.uuid4()}",
+            "--local-addr=127.0.0.1",
+            "--nnodes=1:2",
+            "--rdzv-conf=lease=60",
+        ]
+        async with (
+            AgentProcess(*flags, "--node-name=one", program, stop) as a,
+            AgentProcess(*flags, "--node-name=two", program, stop) as b,
+        ):
+            await asyncio.gather(a.trains(world=2), b.trains(world=2))
+            a.kill()
+            await b.said("round 2: one died")
+            await b.trains(world=1)
+            await server.kill()
+            await b.said("lost sight of")
+            await server.start()
+            async with AgentProcess(*flags, "--node-name=three", program, stop) as c:
+                await asyncio.gather(b.trains(world=2, since=len(b.lines)), c.trains(world=2))
+                stop.touch()
+                assert [await b.code(), await c.code()] == [0, 0]
+        assert "round 4" not in b.output

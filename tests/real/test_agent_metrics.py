@@ -74,6 +74,7 @@ async def test_agent_operations_are_measured_under_torchelastic_names(tmp_path: 
         first = await measured.until(lambda page: ("initialize_workers", "success") in operations(page))
         await killed(measured, 1)
         second = await measured.until(lambda page: ("restart_workers", "success") in operations(page))
+    assert "serving /metrics" not in measured.agent.output, "the port was given"
     assert first.job == second.job == ("team", "digits")
     begun = ("rendezvous", "assign_worker_ranks", "start_workers", "initialize_workers")
     assert operations(first) == {(operation, "success"): 1 for operation in begun}
@@ -94,13 +95,6 @@ async def test_an_agent_on_any_free_metrics_port_prints_the_port(tmp_path: Path)
     async with AgentProcess("--standalone", "--metrics-port=0", "--local-addr=127.0.0.1", program) as agent:
         port = int((await agent.said(r"^[0-9:]{8} \[[^]]+\] serving /metrics on port (\d+)$"))[1])
         assert "elasticjob=" in await scraped_text(port)
-
-
-async def test_a_given_metrics_port_is_not_printed(tmp_path: Path) -> None:
-    measured = Measured(tmp_path, SAYS_ITS_ROUND)
-    async with measured.agent:
-        await measured.after("round 1 pid")
-        assert "serving /metrics" not in measured.agent.output
 
 
 async def test_a_custom_handler_receives_the_documented_calls(tmp_path: Path) -> None:

@@ -72,47 +72,42 @@ async def test_workers_that_asked_for_it_save_before_a_scale_down(tmp_path: Path
         assert [await one.code(), await two.code()] == [0, 0]
 
 
-async def test_workers_of_a_leaving_node_have_the_grace_period(tmp_path: Path, etcd: EtcdServer) -> None:
+async def test_a_spare_takes_over_at_once_and_workers_of_a_leaving_node_have_the_grace_period(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
     flags = ("--nnodes=1:2", NO_TIMERS, "--stop-grace=60")
-    saved = tmp_path / "saved"
+    saved = [tmp_path / "left", tmp_path / "removed"]
     async with (
         Stage(tmp_path, etcd) as stage,
         stage.agent("one", *flags) as one,
         stage.agent("two", *flags) as two,
+        stage.agent("three", *flags) as three,
     ):
-        agents = {"one": one, "two": two}
+        agents = {"one": one, "two": two, "three": three}
         staying, going = await stage.round(1, world=2)
-        await going.does(SAVES_WHEN_ASKED_TO_END.format(path=str(saved)))
+        [spare] = agents.keys() - {staying.node, going.node}
+        await agents[spare].said("waiting as a spare")
+        assert [await worker.does("answer = 'alive'") for worker in (staying, going)] == ["alive"] * 2
+
+        # A node leaves; the others do not wait for it.
+        await going.does(SAVES_WHEN_ASKED_TO_END.format(path=str(saved[0])))
         agents[going.node].kill(signal.SIGTERM)
-        # The others do not wait for it.
-        [alone] = await stage.round(2, world=1)
+        second = await stage.round(2, world=2)
+        assert [worker.node for worker in second] == [staying.node, spare]
         assert await agents[going.node].code() == 143
-        assert saved.read_text() == "all of it"
-        alone.tell("raise SystemExit(0)")
-        assert await agents[staying.node].code() == 0
+        assert saved[0].read_text() == "all of it"
 
-
-async def test_workers_have_the_grace_period_before_a_removed_node_leaves(tmp_path: Path, etcd: EtcdServer) -> None:
-    """Write the new size first, and then signal the agents that leave."""
-    env = {Env.SIZE: encode(SizeRecord(min=1, max=2, desired=2)).decode()}
-    flags = (NO_TIMERS, "--stop-grace=60")
-    saved = tmp_path / "saved"
-    async with (
-        Stage(tmp_path, etcd) as stage,
-        stage.agent("one", *flags, env=env) as one,
-        stage.agent("two", *flags, env=env) as two,
-    ):
-        agents = {"one": one, "two": two}
-        staying, going = await stage.round(1, world=2)
-        await going.does(SAVES_WHEN_ASKED_TO_END.format(path=str(saved)))
+        # The new size is written before the node that has to leave gets its signal.
+        staying, going = second
+        await going.does(SAVES_WHEN_ASKED_TO_END.format(path=str(saved[1])))
         store = await stage.store()
         size = SizeRecord(min=1, max=2, desired=1, generation=1, draining=(going.node,))
         await store.put(stage.keys.size, encode(size))
         await store.close()
-        [alone] = await stage.round(2, world=1)
+        [alone] = await stage.round(3, world=1)
         agents[going.node].kill(signal.SIGTERM)
         assert await agents[going.node].code() == 143
-        assert saved.read_text() == "all of it"
+        assert saved[1].read_text() == "all of it"
         alone.tell("raise SystemExit(0)")
         assert await agents[staying.node].code() == 0
 
@@ -133,24 +128,3 @@ async def test_workers_that_ignore_a_stop_are_killed_after_the_grace_period_or_a
             agent.kill(signal.SIGTERM)
         assert await agent.code() == 143
         await worker.gone()
-
-
-async def test_spare_nodes_beyond_the_maximum_take_over_at_once(tmp_path: Path, etcd: EtcdServer) -> None:
-    flags = ("--nnodes=1:2", NO_TIMERS)
-    async with (
-        Stage(tmp_path, etcd) as stage,
-        stage.agent("one", *flags) as one,
-        stage.agent("two", *flags) as two,
-        stage.agent("three", *flags) as three,
-    ):
-        agents = {"one": one, "two": two, "three": three}
-        first = await stage.round(1, world=2)
-        [spare] = agents.keys() - {worker.node for worker in first}
-        await agents[spare].said("waiting as a spare")
-        assert [await worker.does("answer = 'alive'") for worker in first] == ["alive"] * 2
-        agents[first[0].node].kill()
-        second = await stage.round(2, world=2)
-        assert [worker.node for worker in second] == [first[1].node, spare]
-        for worker in second:
-            worker.tell("raise SystemExit(0)")
-        assert [await agents[worker.node].code() for worker in second] == [0, 0]

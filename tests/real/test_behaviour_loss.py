@@ -97,6 +97,7 @@ async def test_cut_connections_and_expired_leases_are_no_loss_and_a_dead_leader_
         agents[leading].kill(signal.SIGTERM)
         assert await agents[leading].code() == 143
         [last] = await stage.round(3, world=1)
+        await agents[last.node].said(f"round 3: {leading} left")
         async with stage.agent("d", *flags) as d:
             fourth = await stage.round(4, world=2)
             assert nodes_of(fourth) == [last.node, "d"]

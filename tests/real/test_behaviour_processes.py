@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,10 +15,6 @@ from tests.support.memory_limit import memory_limit
 from tests.support.namespaces import first_process
 from tests.support.puppets import Stage
 from torchelastic.agent.workers.linux import read_process, read_table
-
-if TYPE_CHECKING:
-    from tests.support.agents import AgentProcess
-    from tests.support.puppets import Puppet
 
 pytestmark = pytest.mark.real
 
@@ -49,32 +43,17 @@ answer.append(int(subprocess.check_output(["sh", "-c", "setsid sleep 600 >/dev/n
 """An order: start children and orphans, inside and outside of the worker's session."""
 
 
-async def end_of(pid: int) -> float:
-    """Wait for the end of a process; returns when it was noticed."""
-    await until_gone(pid)
-    return time.monotonic()
-
-
-async def ends_with(agent: AgentProcess, workers: list[Puppet], death: signal.Signals) -> None:
-    """Check that no process of these workers outlives the agent; prints how long it took."""
-    families = [pid for worker in workers for pid in await worker.does(FAMILY)]
-    helpers = [entry.pid for entry in read_table().values() if entry.parent == agent.pid]
-    pids = {*helpers, *families, *(worker.pid for worker in workers)}
-    watching = [asyncio.ensure_future(end_of(pid)) for pid in (agent.pid, *pids)]
-    await asyncio.sleep(0)
-    agent.kill(death)
-    first, *others = await asyncio.gather(*watching)
-    print(f"{len(pids)} processes outlived the agent by {max(others) - first:.3f} s at most")
-
-
-@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSEGV])
-async def test_workers_and_their_processes_end_with_the_agent(tmp_path: Path, death: signal.Signals) -> None:
+async def test_workers_and_their_processes_end_with_the_agent(tmp_path: Path) -> None:
     async with (
         Stage(tmp_path, None) as stage,
         stage.agent("one", "--standalone", "--nproc-per-node=2") as agent,
     ):
-        await ends_with(agent, await stage.round(1, world=2), death)
-        assert await agent.process.wait() == -death
+        workers = await stage.round(1, world=2)
+        families = [pid for worker in workers for pid in await worker.does(FAMILY)]
+        helpers = [entry.pid for entry in read_table().values() if entry.parent == agent.pid]
+        agent.kill()
+        assert await agent.process.wait() == -signal.SIGKILL
+        await asyncio.gather(*(until_gone(pid) for pid in {*helpers, *families, *(worker.pid for worker in workers)}))
 
 
 async def test_an_agent_killed_for_memory_leaves_no_process(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from pathlib import Path
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from tests.support.etcd import EtcdServer
 
 pytestmark = pytest.mark.real
+
 
 PAGE = Path(__file__).parents[2] / "docs" / "agent.md"
 WHOLE, TOGETHER = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
@@ -70,3 +72,84 @@ async def test_ranks_that_agree_on_a_notice_save_together_and_the_change_follows
         a.kill(signal.SIGTERM)
         assert await a.code() == 143
     assert "saved together: False" not in a.output + b.output
+
+
+PRELOADED = """
+import random
+import numpy.random, torch
+DRAWN = [random.random(), numpy.random.rand(), torch.rand(1).item()]
+"""
+
+DRAWS = """
+import json, multiprocessing, os, random, sys
+import numpy, torch
+import torch.distributed as dist
+import preloaded
+own = [random.random(), numpy.random.rand(), torch.rand(1).item()]
+key = multiprocessing.current_process().authkey.hex()
+print(json.dumps({"own": own, "preloaded": preloaded.DRAWN, "key": key}), flush=True)
+dist.init_process_group("gloo")  # so that both have said so before the round ends
+dist.barrier()
+sys.exit(os.environ["TORCHELASTIC_ROUND"] == "1")
+"""
+
+
+async def test_random_numbers_differ_between_ranks_and_rounds_except_those_drawn_before_the_fork(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "preloaded.py").write_text(PRELOADED)
+    program = tmp_path / "draws.py"
+    program.write_text(DRAWS)
+    flags = ("--standalone", "--nproc-per-node=2", "--preload=preloaded")
+    async with AgentProcess(*flags, program) as agent:
+        assert await agent.code() == 0
+    drawn = [json.loads(line.partition("] ")[2]) for line in agent.lines if re.match(r"\[rank \d\] \{", line)]
+    assert len(drawn) == 4
+    assert len({json.dumps(each["preloaded"]) for each in drawn}) == 1
+    assert len({each["key"] for each in drawn}) == 4
+    for index in range(3):
+        assert len({each["own"][index] for each in drawn} | {drawn[0]["preloaded"][index]}) == 5
+
+
+USES_THEM = """
+import importlib, logging, multiprocessing, os, sys, time
+
+def holds_on_to_it(requests):
+    from torchelastic import timer
+    timer.configure(timer.LocalTimerClient(requests))
+    with timer.expires(after=0.1, scope="download"):
+        time.sleep(600)
+
+def main():
+    from torchelastic import events, timer
+
+    for part in ("timer", "events", "multiprocessing", "multiprocessing.errors"):
+        ours, torchs = (importlib.import_module(f"{of}.{part}") for of in ("torchelastic", "torch.distributed.elastic"))
+        assert all(getattr(ours, name) is getattr(torchs, name) for name in ours.__all__), part
+
+    context = multiprocessing.get_context("spawn")
+    requests = context.Queue()
+    server = timer.LocalTimerServer(requests, max_interval=0.05)
+    server.start()
+    process = context.Process(target=holds_on_to_it, args=(requests,))
+    process.start()
+    process.join()
+    server.stop()
+    print("who holds on to it for too long ends with", process.exitcode)
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="")
+    events.record(events.Event("step", events.EventSource.WORKER, metadata={"rank": os.environ["RANK"]}), "console")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.usefixtures("each_torch")
+async def test_timers_events_and_errors_are_those_of_torch(tmp_path: Path) -> None:
+    program = tmp_path / "uses_them.py"
+    program.write_text(USES_THEM)
+    async with AgentProcess("--standalone", program) as agent:
+        assert await agent.code() == 0, agent.output
+    assert "[rank 0] who holds on to it for too long ends with -9" in agent.lines
+    assert any('"name": "step"' in line and '"rank": "0"' in line for line in agent.lines)

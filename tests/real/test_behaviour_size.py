@@ -96,22 +96,3 @@ async def test_too_few_nodes_fail_with_a_sentence_that_names_the_present_ones(tm
     assert agent.lines[-1].endswith(
         "no more nodes came within 0.5 s: 1 node (one) of at least 2 is there; waiting for more"
     )
-
-
-async def test_nodes_that_arrive_together_join_in_one_change(tmp_path: Path, etcd: EtcdServer) -> None:
-    conf = "--rdzv-conf=last_call_timeout=0,join_debounce=2,lease=1"
-    async with Stage(tmp_path, etcd) as stage, stage.agent("one", "--nnodes=1:4", conf) as one:
-        await stage.round(1, world=1)
-        async with (
-            stage.agent("two", "--nnodes=1:4", conf) as two,
-            stage.agent("three", "--nnodes=1:4", conf) as three,
-        ):
-            workers = await stage.round(2, world=3)
-            assert workers[0].node == "one"
-            assert (await one.said("round 2: .*joined"))[0] in {
-                "round 2: two and three joined",
-                "round 2: three and two joined",
-            }
-            for worker in workers:
-                worker.tell("raise SystemExit(0)")
-            assert [await agent.code() for agent in (one, two, three)] == [0, 0, 0]

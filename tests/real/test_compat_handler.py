@@ -178,7 +178,7 @@ def test_no_node_waits_in_a_finished_round_in_any_scenario(agent: Callable[..., 
         assert each.error is None
 
 
-async def test_a_run_succeeds_when_all_workers_have(
+async def test_a_run_succeeds_when_all_workers_have_and_its_id_can_be_used_again(
     agent: Callable[..., PretendAgent], etcd: EtcdServer, run_id: str
 ) -> None:
     agents = [agent(name, least=2, most=2) for name in "ab"]
@@ -200,6 +200,7 @@ async def test_a_run_succeeds_when_all_workers_have(
     assert state.outcome is not None
     assert state.outcome.state is OutcomeState.SUCCEEDED
     assert not [entry.key for entry in listing.entries if entry.key.startswith(RunKeys.of(run_id).nodes)]
+    agent("c", most=1).met("c")  # the id can be used again
 
 
 def test_an_agent_with_an_internal_error_leaves_without_ending_the_run(agent: Callable[..., PretendAgent]) -> None:

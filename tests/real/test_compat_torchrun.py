@@ -57,30 +57,7 @@ def line(etcd: EtcdServer) -> list[str]:
 
 
 @pytest.mark.usefixtures("each_torch")
-async def test_two_agents_train_and_succeed(line: list[str], program: Path, stop: Path) -> None:
-    async with (
-        Torchrun(*line, "--nnodes=2", "--nproc-per-node=2", program, stop) as a,
-        Torchrun(*line, "--nnodes=2", "--nproc-per-node=2", program, stop) as b,
-    ):
-        await asyncio.gather(a.trains(world=4), b.trains(world=4))
-        stop.touch()
-        assert [await a.code(), await b.code()] == [0, 0]
-    ranks = {text for agent in (a, b) for text in agent.lines if "is done" in text}
-    assert ranks == {f"rank {rank} is done" for rank in range(4)}
-
-
-async def test_a_finished_runs_id_can_be_reused(line: list[str], program: Path, stop: Path) -> None:
-    stop.touch()
-    for _ in range(2):
-        async with Torchrun(*line, "--nnodes=1", program, stop) as agent:
-            await agent.trains(world=1)
-            assert await agent.code() == 0
-
-
-@pytest.mark.usefixtures("each_torch")
-async def test_a_killed_worker_restarts_both_agents_in_one_new_round(
-    line: list[str], program: Path, stop: Path
-) -> None:
+async def test_two_agents_train_restart_together_and_succeed(line: list[str], program: Path, stop: Path) -> None:
     async with (
         Torchrun(*line, "--nnodes=2", program, stop) as a,
         Torchrun(*line, "--nnodes=2", program, stop) as b,
@@ -92,62 +69,46 @@ async def test_a_killed_worker_restarts_both_agents_in_one_new_round(
         stop.touch()
         assert [await a.code(), await b.code()] == [0, 0]
     assert "round 3" not in a.output + b.output
+    assert {text for agent in (a, b) for text in agent.lines if "is done" in text} == {
+        "rank 0 is done",
+        "rank 1 is done",
+    }
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("going", [0, 1])
-async def test_the_remaining_agent_continues_when_the_other_leaves(
-    line: list[str], program: Path, stop: Path, number: signal.Signals, going: int
-) -> None:
-    nodes = [*line, "--nnodes=1:2"]
-    async with Torchrun(*nodes, program, stop) as a, Torchrun(*nodes, program, stop) as b:
-        agents = {int((await agent.said(r"round 1 rank (\d) of 2"))[1]): agent for agent in (a, b)}
-        gone, left = agents[going], agents[1 - going]
-        worker = await gone.trains(world=2)
-        gone.kill(number)
-        if number is signal.SIGKILL:  # torchrun's workers outlive it
-            os.kill(worker, signal.SIGKILL)
-        await left.trains(world=1)
-        stop.touch()
-        assert await left.code() == 0
-        assert await gone.code() != 0
-
-
-async def test_a_third_agent_joins_while_two_train(line: list[str], program: Path, stop: Path) -> None:
-    nodes = [*line, "--nnodes=2:3", "--rdzv-conf=last_call_timeout=0.5,lease=2"]
-    async with Torchrun(*nodes, program, stop) as a, Torchrun(*nodes, program, stop) as b:
-        await asyncio.gather(a.trains(world=2), b.trains(world=2))
-        async with Torchrun(*nodes, program, stop) as c:
-            await asyncio.gather(*(agent.trains(world=3) for agent in (a, b, c)))
-            stop.touch()
-            assert [await agent.code() for agent in (a, b, c)] == [0, 0, 0]
-
-
-async def test_agents_that_join_and_leave_at_once_leave_no_agent_waiting_in_a_finished_round(
+async def test_agents_come_and_go_and_none_waits_in_a_finished_round(
     line: list[str], program: Path, stop: Path
 ) -> None:
-    nodes = [*line, "--nnodes=1:3", "--rdzv-conf=last_call_timeout=0,lease=2"]
-    async with Torchrun(*nodes, program, stop) as a:
+    nodes = [*line, "--nnodes=1:3", "--rdzv-conf=last_call_timeout=0,lease=2", "--max-restarts=9"]
+
+    def agent() -> Torchrun:
+        return Torchrun(*nodes, program, stop)
+
+    async with agent() as a:
         await a.trains(world=1)
-        async with Torchrun(*nodes, program, stop) as b, Torchrun(*nodes, program, stop) as c:
-            await b.trains(world=3)
+        async with agent() as b, agent() as c:  # they join a running run
+            await asyncio.gather(*(each.trains(world=3) for each in (a, b, c)))
+            # One is killed while another comes.
+            since = {each: len(each.lines) for each in (a, b)}
             c.kill(signal.SIGKILL)
-            os.kill(await c.trains(world=3), signal.SIGKILL)
-            since = len(b.lines)
-            async with Torchrun(*nodes, program, stop) as d:
+            os.kill(await c.trains(world=3), signal.SIGKILL)  # torchrun's workers outlive it
+            async with agent() as d:
                 await asyncio.gather(
-                    a.trains(world=3, since=len(a.lines)), b.trains(world=3, since=since), d.trains(world=3)
+                    d.trains(world=3), *(each.trains(world=3, since=seen) for each, seen in since.items())
                 )
+                # The agent of rank 0 leaves.
+                since = {each: len(each.lines) for each in (b, d)}
+                a.kill(signal.SIGTERM)
+                await asyncio.gather(*(each.trains(world=2, since=seen) for each, seen in since.items()))
+                assert await a.code() != 0
+                # The next agent of rank 0 is killed.
+                rank = {each: int((await each.said(r"rank (\d) of 2", since=seen))[1]) for each, seen in since.items()}
+                left, gone = sorted(rank, key=rank.__getitem__, reverse=True)
+                worker, seen = await gone.trains(world=2, since=since[gone]), len(left.lines)
+                gone.kill(signal.SIGKILL)
+                os.kill(worker, signal.SIGKILL)
+                await left.trains(world=1, since=seen)
                 stop.touch()
-                assert [await agent.code() for agent in (a, b, d)] == [0, 0, 0]
-
-
-async def test_too_few_agents_give_up_after_torchs_last_call_timeout(
-    line: list[str], program: Path, stop: Path
-) -> None:
-    async with Torchrun(*line, "--nnodes=2", "--rdzv-conf=timeout=1", program, stop) as agent:
-        assert await agent.code() == 1
-    assert "RendezvousTimeoutError: no more nodes came within 1 s: 1 node" in agent.output
+                assert await left.code() == 0
 
 
 async def test_unsupported_options_are_refused_with_advice(line: list[str], program: Path, stop: Path) -> None:

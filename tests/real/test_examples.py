@@ -118,21 +118,14 @@ def test_a_manifest_finds_its_program_relative_to_its_folder(name: str) -> None:
     assert (EXAMPLES / job.spec.args[0]).is_file()
 
 
-def test_digits_learns_to_read() -> None:
-    with agent("--standalone", "--nproc-per-node=2", EXAMPLES / "digits.py", "--epochs=10") as process:
-        output = output_of(process)
-
-    assert "started with 2 workers" in output
-    assert re.search(r"epoch \d+/10  step \d+/225  loss \d\.\d{3}  \d+\.\dk samples/s", output)
-    (accuracy,) = re.findall(r"test accuracy (0\.\d{3}|1\.000)", output)
-    assert float(accuracy) >= 0.95
-
-
 def test_digits_resumed_on_other_nodes_gives_the_same_network(etcd: EtcdServer, tmp_path: Path) -> None:
-    program = (EXAMPLES / "digits.py", "--epochs=2", "--checkpoint-every=0")
+    program = (EXAMPLES / "digits.py", "--epochs=1", "--checkpoint-every=0")
     undisturbed, first, second = tmp_path / "undisturbed", tmp_path / "first", tmp_path / "second"
     with started(sys.executable, *program, TORCHELASTIC_CHECKPOINT_DIR=undisturbed) as process:
-        assert "started with 1 workers" in output_of(process)
+        output = output_of(process)
+    assert "started with 1 workers" in output
+    assert re.search(r"epoch 1/1  step \d+/23  loss \d\.\d{3}  \d+\.\dk samples/s", output)
+    assert re.search(r"test accuracy 0\.\d{3}", output)
 
     with agent("--nproc-per-node=2", *program, TORCHELASTIC_CHECKPOINT_DIR=first) as process:
         assert process.stdout
@@ -140,7 +133,7 @@ def test_digits_resumed_on_other_nodes_gives_the_same_network(etcd: EtcdServer, 
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=LIMIT)  # until the workers are gone, too
     reached = torch.load(first / "checkpoint.pt", weights_only=True)["step"]
-    assert 0 < reached < 45
+    assert 0 < reached < 23
 
     # Two nodes with 3 workers; one node has no checkpoint.
     meet = ("--nnodes=2", "--rdzv-endpoint", etcd.endpoint, "--rdzv-id", tmp_path, "--local-addr=127.0.0.1")
@@ -155,7 +148,7 @@ def test_digits_resumed_on_other_nodes_gives_the_same_network(etcd: EtcdServer, 
         torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (undisturbed, first, second)
     )
     for checkpoint in found:
-        assert checkpoint["step"] == wanted["step"] == 45
+        assert checkpoint["step"] == wanted["step"] == 23
         torch.testing.assert_close(checkpoint["model"], wanted["model"], rtol=0.02, atol=0.02)
 
 

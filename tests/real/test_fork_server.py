@@ -156,20 +156,9 @@ def ended_before_they_begin(monkeypatch: pytest.MonkeyPatch, count: int) -> Iter
     assert left == 0
 
 
-async def test_a_store_process_that_dies_before_its_start_is_replaced(
+async def test_a_store_process_that_dies_before_its_start_is_replaced_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with Workers(script(tmp_path, "pass"), LogSettings(tmp_path / "logs")) as workers:
-        await workers.ready()
-        listener = socket.create_server(("127.0.0.1", 0))
-        address = listener.getsockname()
-        with ended_before_they_begin(monkeypatch, 1):
-            store = await asyncio.wait_for(workers.serve_store(listener), LIMIT)
-        socket.create_connection(address).close()
-        assert not store.ended.done()
-
-
-async def test_a_store_that_cannot_start_fails_only_that_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with Workers(script(tmp_path, "pass"), LogSettings(tmp_path / "logs")) as workers:
         await workers.ready()
         with (
@@ -177,7 +166,11 @@ async def test_a_store_that_cannot_start_fails_only_that_start(tmp_path: Path, m
             pytest.raises(StartError, match=r"was to serve the round's TCPStore was killed by SIGKILL$"),
         ):
             await asyncio.wait_for(workers.serve_store(socket.create_server(("127.0.0.1", 0))), LIMIT)
-        store = await workers.serve_store(socket.create_server(("127.0.0.1", 0)))
+        listener = socket.create_server(("127.0.0.1", 0))
+        address = listener.getsockname()
+        with ended_before_they_begin(monkeypatch, 1):
+            store = await asyncio.wait_for(workers.serve_store(listener), LIMIT)
+        socket.create_connection(address).close()
         assert not store.ended.done()
 
 
@@ -237,14 +230,3 @@ async def test_a_fork_server_without_memory_to_import_torch_is_reported_as_such(
     assert said.startswith("the fork server dies repeatedly while it imports torch")
     assert said.endswith("killed by SIGKILL: out of memory; raise the memory limit")
     assert said in agent.lines[-1]
-
-
-START_METHODS = [("fork-server", True), ("forkserver", True), ("fork", True), ("exec", False), ("spawn", False)]
-
-
-@pytest.mark.parametrize(("name", "forked"), START_METHODS)
-async def test_start_methods_have_their_common_names(name: str, forked: bool, tmp_path: Path) -> None:
-    [program] = script(tmp_path, "import sys; print('forked:', 'torch' in sys.modules)").argv
-    async with AgentProcess("--start-method", name, program) as agent:
-        assert await agent.code() == ExitCode.SUCCEEDED
-    assert f"forked: {forked}" in agent.output

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 from textwrap import dedent
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.agents import AgentProcess
-from tests.support.crew import eventually
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.real
 
-ONCE = ("--standalone", "--max-restarts=0", "--heartbeat-timeout=1")
-PATIENT = (*ONCE[:2], "--heartbeat-timeout=4")
+ONCE = ("--standalone", "--max-restarts=0", "--heartbeat-timeout=3")
+PATIENT = (*ONCE[:2], "--heartbeat-timeout=8")
 """Seconds of silence that are allowed for living workers on a busy machine."""
 
 
@@ -51,7 +53,7 @@ async def test_a_hanging_worker_fails_with_the_place_where_it_hangs(tmp_path: Pa
         assert await agent.code() == 1
     failure = json.loads(log.read_text())["failure"]
     where = "it was in stuck (program.py:7), called by train (program.py:12), called by <module> (program.py:14)"
-    assert failure["message"] == f"no heartbeat for 1 s; {where}"
+    assert failure["message"] == f"no heartbeat for 3 s; {where}"
     assert failure["exit_code"] == -signal.SIGABRT
     assert "[rank 0] Fatal Python error: Aborted" in agent.output
 
@@ -72,7 +74,7 @@ async def test_a_stopped_process_is_reported_as_stopped(tmp_path: Path) -> None:
         os.kill(int((await agent.said(r"pid (\d+)"))[1]), signal.SIGSTOP)
         assert await agent.code() == 1
     assert "rank 0 on " in agent.lines[-1]
-    assert "stopped (SIGSTOP): no heartbeat for 1 s" in agent.lines[-1]
+    assert "stopped (SIGSTOP): no heartbeat for 3 s" in agent.lines[-1]
 
 
 async def test_heartbeats_keep_a_worker_alive_from_any_of_its_threads(tmp_path: Path) -> None:
@@ -88,7 +90,7 @@ async def test_heartbeats_keep_a_worker_alive_from_any_of_its_threads(tmp_path: 
                 worker.heartbeat()
 
         threading.Thread(target=beat).start()
-        time.sleep(6)
+        time.sleep(10)
         over.set()
         print("all is well", flush=True)
         """,
@@ -101,13 +103,13 @@ async def test_heartbeats_keep_a_worker_alive_from_any_of_its_threads(tmp_path: 
 async def test_a_non_python_program_sends_heartbeats_by_touching_a_file(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text(
-        'for step in 1 2 3 4 5 6 7 8 9 10 11 12; do touch "$TORCHELASTIC_HEARTBEAT_FILE"; sleep 0.5; done\n'
+        'for step in 1 2 3 4 5 6 7 8 9 10; do touch "$TORCHELASTIC_HEARTBEAT_FILE"; sleep 1; done\n'
         "echo trained; exec sleep 60\n"
     )
     async with AgentProcess(*PATIENT, "--no-python", "sh", script) as agent:
         assert await agent.code() == 1
     assert "[rank 0] trained" in agent.output
-    assert agent.lines[-1].endswith(": no heartbeat for 4 s; it may not restart")
+    assert agent.lines[-1].endswith(": no heartbeat for 8 s; it may not restart")
 
 
 async def test_a_worker_that_never_sends_a_heartbeat_hangs_and_is_killed_if_it_ignores_signals(
@@ -118,7 +120,7 @@ async def test_a_worker_that_never_sends_a_heartbeat_hangs_and_is_killed_if_it_i
     )
     async with AgentProcess(*ONCE, program) as agent:
         assert await agent.code() == 1
-    assert "no heartbeat for 1 s" in agent.lines[-1]
+    assert "no heartbeat for 3 s" in agent.lines[-1]
 
 
 async def test_a_child_of_a_worker_does_not_send_its_heartbeats(tmp_path: Path) -> None:
@@ -142,10 +144,10 @@ async def test_a_child_of_a_worker_does_not_send_its_heartbeats(tmp_path: Path) 
             time.sleep(300)
         """,
     )
-    async with AgentProcess(*ONCE[:2], "--heartbeat-timeout=5", program) as agent:
+    async with AgentProcess(*ONCE[:2], "--heartbeat-timeout=10", program) as agent:
         assert await agent.code() == 1
     assert agent.output.count("[rank 0] beating") == 3
-    assert "no heartbeat for 5 s; it was in <module> (program.py:" in agent.lines[-1]
+    assert "no heartbeat for 10 s; it was in <module> (program.py:" in agent.lines[-1]
 
 
 async def test_the_hanging_rank_is_named_and_not_the_waiting_ranks(tmp_path: Path) -> None:
@@ -171,15 +173,3 @@ async def test_the_hanging_rank_is_named_and_not_the_waiting_ranks(tmp_path: Pat
         assert await agent.code() == 1
     assert "rank 2 on " in agent.lines[-1]
     assert "no heartbeat for 10 s; it was in stuck (program.py:8)" in agent.lines[-1]
-
-
-async def test_a_killed_agent_leaves_nothing(tmp_path: Path) -> None:
-    program = program_of(
-        tmp_path,
-        "import os, time; print('file', os.environ['TORCHELASTIC_HEARTBEAT_FILE'], flush=True); time.sleep(300)",
-    )
-    async with AgentProcess("--standalone", "--heartbeat-timeout=300", program) as agent:
-        file = Path((await agent.said(r"file (/\S+)"))[1])
-        assert file.exists()
-        agent.kill()
-        await eventually(lambda: not file.parents[1].exists())

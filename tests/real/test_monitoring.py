@@ -121,7 +121,7 @@ async def story(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Story
             yield told
             (folder / "finish").touch()
             assert await run.exit_code() == 0, run.output
-    assert await gone(processes_of(home), within=5)
+    assert await gone(processes_of(home), within=60)
 
 
 def asked(page: Page) -> list[Any]:

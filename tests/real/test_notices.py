@@ -133,29 +133,49 @@ def before(agent: AgentProcess, first: str, then: str) -> bool:
     return numbers[0] < numbers[1]
 
 
-async def test_workers_save_before_the_round_changes_when_a_node_joins(run: Run, program: Path, tmp_path: Path) -> None:
-    async with run.node("--node-name=one", "--stop-timeout=60", program, tmp_path, "300") as a:
+async def test_the_round_changes_when_rank_0_which_asked_for_it_has_saved(
+    run: Run, program: Path, tmp_path: Path
+) -> None:
+    save, nodes = tmp_path / "save.0", ("--stop-timeout=60", program, tmp_path, "300", "0")
+    async with run.node("--node-name=one", *nodes) as a:
         await run.trains(a)
-        async with run.node("--node-name=two", program, tmp_path, "300") as b:
+
+        # A node comes, and goes again before the workers have saved.
+        async with run.node("--node-name=gone", *nodes) as b:
+            await a.said("rank 0 is told node_joined: gone joined")
+            b.kill(signal.SIGTERM)
+            assert await b.code() == 143
+        await a.said("rank 0 is told that nothing comes of it")
+        assert "round 2" not in a.output
+
+        async with run.node("--node-name=two", *nodes) as b:
             await a.said("rank 0 is told node_joined: two joined")
-            (tmp_path / "save.0").touch()
-            await run.trains(a, b, round=2)
+            save.touch()
+            _, worker = await run.trains(a, b, round=2, asking=1)
             assert before(a, "round 1 rank 0 has saved", "round 2: two joined")
             assert before(a, "round 1 rank 0 has saved", "rank 0 goes")
+            save.unlink()
+
+            # A failure ends the wait for the workers.
+            seen = len(a.lines)
+            async with run.node("--node-name=three", *nodes) as c:
+                await a.said("rank 0 is told node_joined: three joined", since=seen)
+                os.kill(worker, signal.SIGKILL)
+                assert "killed by SIGKILL" in (await a.said("round 3: ")).string
+                *_, worker = await run.trains(a, b, c, round=3, asking=1)
+                assert "round 2 rank 0 has saved" not in a.output
+
+                # A node that leaves waits for the workers of others, though its own have asked for nothing.
+                seen = len(a.lines)
+                c.kill(signal.SIGTERM)
+                await a.said("rank 0 is told node_left: three left", since=seen)
+                assert lives(worker)
+                save.touch()
+                assert await c.code() == 143
+                assert "is told" not in c.output
+            await asyncio.gather(a.trains(world=2, since=seen), b.said("round 4 rank . of 2"))
             (tmp_path / "stop").touch()
             assert [await a.code(), await b.code()] == [0, 0]
-    assert a.output.count("has saved") == 1
-
-
-async def test_the_round_changes_without_an_answer_when_the_time_is_up(run: Run, program: Path, tmp_path: Path) -> None:
-    async with run.node("--notice=1", program, tmp_path, "300") as a:
-        await run.trains(a)
-        async with run.node("--notice=1", program, tmp_path, "300") as b:
-            await a.said("rank 0 is told node_joined")
-            await run.trains(a, b, round=2)
-            (tmp_path / "stop").touch()
-            assert [await a.code(), await b.code()] == [0, 0]
-    assert "has saved" not in a.output
 
 
 async def test_a_callback_returns_a_value_or_raises(run: Run, tmp_path: Path) -> None:
@@ -165,130 +185,51 @@ async def test_a_callback_returns_a_value_or_raises(run: Run, tmp_path: Path) ->
         await a.said("round 1 of 1")
         async with run.node(program, tmp_path) as b:
             await asyncio.gather(a.said("round 2 of 2"), b.said("round 2 of 2"))
-            async with run.node(program, tmp_path) as c:
-                await asyncio.gather(*(agent.said("round 3 of 3") for agent in (a, b, c)))
-                (tmp_path / "stop").touch()
-                assert [await agent.code() for agent in (a, b, c)] == [0, 0, 0]
+            b.kill(signal.SIGTERM)
+            assert await b.code() == 143
+        await a.said("round 3 of 1")
+        (tmp_path / "stop").touch()
+        assert await a.code() == 0
     assert "called in a thread of its own: True" in a.output
     assert before(a, "saved for node_joined", "round 2: ")
     assert "OSError: the disk is full" in a.output
 
 
-async def test_a_cancelled_change_is_withdrawn(run: Run, program: Path, tmp_path: Path) -> None:
-    async with run.node(program, tmp_path, "300") as a:
-        await run.trains(a)
-        async with run.node(program, tmp_path, "300") as b:
-            await a.said("rank 0 is told node_joined")
-            b.kill(signal.SIGTERM)
-            assert await b.code() == 143
-        await a.said("rank 0 is told that nothing comes of it")
-        (tmp_path / "stop").touch()
-        assert await a.code() == 0
-    assert "round 2" not in a.output
-
-
-async def test_a_failure_while_waiting_ends_the_round_at_once(run: Run, program: Path, tmp_path: Path) -> None:
-    async with (
-        run.node("--nnodes=2:3", program, tmp_path, "300") as a,
-        run.node("--nnodes=2:3", program, tmp_path, "300") as b,
-    ):
-        _, worker = await run.trains(a, b)
-        async with run.node("--nnodes=2:3", program, tmp_path, "300") as c:
-            await asyncio.gather(*(agent.said("is told node_joined") for agent in (a, b)))
-            os.kill(worker, signal.SIGKILL)
-            await asyncio.gather(*(agent.trains(world=3) for agent in (a, b, c)))
-            assert "killed by SIGKILL" in (await a.said("round 2: ")).string
-            (tmp_path / "stop").touch()
-            assert [await agent.code() for agent in (a, b, c)] == [0, 0, 0]
-
-
-async def test_all_workers_save_before_the_round_changes_when_a_node_leaves(
+async def test_all_workers_save_before_a_node_leaves_unless_it_gets_a_second_signal(
     run: Run, program: Path, tmp_path: Path
 ) -> None:
-    async with (
-        run.one_of_two("--node-name=one", program, tmp_path, "300") as a,
-        run.one_of_two("--node-name=two", program, tmp_path, "300") as b,
-    ):
-        workers = await run.trains(a, b)
-        ranks = [(await agent.said(r"round \d rank (\d)"))[1] for agent in (a, b)]
-        b.kill(signal.SIGTERM)
-        await a.said("is told node_left: two left")
-        await b.said(r"is told node_left: two leaves \(SIGTERM\)")
-        (tmp_path / f"save.{ranks[1]}").touch()
-        await b.said("has saved")
-        assert lives(workers[1])
-        (tmp_path / f"save.{ranks[0]}").touch()
-        await a.said("round 2: two left")
-        assert await b.code() == 143
-        await a.trains(world=1)
-        assert before(a, "has saved", "round 2: two left")
-        assert before(b, "has saved", f"rank {ranks[1]} goes")
-        (tmp_path / "stop").touch()
-        assert await a.code() == 0
-
-
-async def test_a_leaving_node_lets_the_others_save_even_if_its_own_workers_do_not(
-    run: Run, program: Path, tmp_path: Path
-) -> None:
-    async with run.node(program, tmp_path, "300", "0") as a:
-        await a.trains(world=1)
-        (tmp_path / "save.0").touch()
-        async with run.node(program, tmp_path, "300", "0") as b:
-            workers = await run.trains(a, b, round=2, asking=1)
-            (tmp_path / "save.0").unlink()
+    async with run.one_of_two("--node-name=one", program, tmp_path, "300") as a:
+        async with run.one_of_two("--node-name=two", program, tmp_path, "300") as b:
+            workers = await run.trains(a, b)
+            ranks = [(await agent.said(r"round \d rank (\d)"))[1] for agent in (a, b)]
             b.kill(signal.SIGTERM)
-            told = len(a.lines)
-            await a.said("is told node_left", since=told)
+            await a.said("is told node_left: two left")
+            await b.said(r"is told node_left: two leaves \(SIGTERM\)")
+            (tmp_path / f"save.{ranks[1]}").touch()
+            await b.said("has saved")
             assert lives(workers[1])
-            (tmp_path / "save.0").touch()
+            (tmp_path / f"save.{ranks[0]}").touch()
+            await a.said("round 2: two left")
             assert await b.code() == 143
-            assert "is told" not in b.output
-        await a.trains(world=1, since=told)
-        (tmp_path / "stop").touch()
-        assert await a.code() == 0
+            assert before(a, "has saved", "round 2: two left")
+            assert before(b, "has saved", f"rank {ranks[1]} goes")
+
+        # The only node leaves after its worker has saved, too.
+        (tmp_path / "save.0").unlink()
+        [worker] = await run.trains(a, round=2)
+        seen = len(a.lines)
+        a.kill(signal.SIGTERM)
+        await a.said("rank 0 is told node_left: one leaves", since=seen)
+        assert lives(worker)
+        a.kill(signal.SIGTERM)
+        assert await a.code() == 143
+        await gone(worker)
+        assert "round 2 rank 0 has saved" not in a.output
+        assert "rank 0 goes" not in "\n".join(a.lines[seen:])
 
 
-async def test_a_second_signal_ends_a_node_at_once(run: Run, program: Path, tmp_path: Path) -> None:
-    async with (
-        run.one_of_two(program, tmp_path, "300") as a,
-        run.one_of_two(program, tmp_path, "300") as b,
-    ):
-        workers = await run.trains(a, b)
-        b.kill(signal.SIGTERM)
-        await b.said("is told node_left")
-        b.kill(signal.SIGTERM)
-        assert await b.code() == 143
-        await gone(workers[1])
-        assert "goes" not in b.output
-        (tmp_path / "save.0").touch()
-        (tmp_path / "save.1").touch()
-        await a.trains(world=1)
-        (tmp_path / "stop").touch()
-        assert await a.code() == 0
-
-
-async def test_nodes_that_all_leave_at_once_wait_until_their_workers_have_saved(
-    run: Run, program: Path, tmp_path: Path
-) -> None:
-    async with (
-        run.one_of_two(program, tmp_path, "300") as a,
-        run.one_of_two(program, tmp_path, "300") as b,
-    ):
-        await run.trains(a, b)
-        for agent in (a, b):
-            agent.kill(signal.SIGTERM)
-        await asyncio.gather(*(agent.said("is told node_left") for agent in (a, b)))
-        (tmp_path / "save.0").touch()
-        (tmp_path / "save.1").touch()
-        assert [await a.code(), await b.code()] == [143, 143]
-    for agent in (a, b):
-        assert before(agent, "has saved", "goes")
-
-
-@pytest.mark.parametrize("method", ["fork-server", "exec"])
-async def test_a_single_node_leaves_after_its_workers_have_saved(program: Path, tmp_path: Path, method: str) -> None:
-    nodes = ["--standalone", f"--start-method={method}", "--notice=600"]
-    async with AgentProcess(*nodes, program, tmp_path, "300") as a:
+async def test_a_single_node_leaves_after_its_workers_have_saved(program: Path, tmp_path: Path) -> None:
+    async with AgentProcess("--standalone", "--start-method=exec", "--notice=600", program, tmp_path, "300") as a:
         worker = await a.trains(world=1)
         a.kill(signal.SIGTERM)
         await a.said("rank 0 is told node_left")

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.real
 
+ROUNDING = 0.0015
+"""Seconds by which a time in a record may be rounded."""
+
 BEGINNING = """
 import multiprocessing, os, signal, subprocess, sys, threading, time
 import torchelastic
@@ -110,8 +113,7 @@ def run(etcd: EtcdServer, tmp_path: Path) -> Run:
     return Run(etcd, tmp_path)
 
 
-@pytest.mark.parametrize("method", ["fork-server", "exec"])
-async def test_a_report_before_a_sigkill_is_kept_with_the_failure(run: Run, method: str) -> None:
+async def test_a_report_before_a_sigkill_is_kept_with_the_failure(run: Run) -> None:
     source = """
         time.sleep(0.05)  # restoring
         torchelastic.step()
@@ -123,10 +125,11 @@ async def test_a_report_before_a_sigkill_is_kept_with_the_failure(run: Run, meth
             os.kill(os.getpid(), signal.SIGKILL)
         signal.pause()
         """
-    async with run.told as told, run.agent(source, f"--start-method={method}") as agent:
+    async with run.told as told, run.agent(source) as agent:
         began = float((await agent.said(r"checkpoint of (\S+)"))[1])
         failed = await told.until(lambda record: record.failure)
-        assert (failed.round, failed.last_checkpoint_at) == (1, pytest.approx(began, abs=0.02))
+        assert failed.round == 1
+        assert failed.last_checkpoint_at > began - ROUNDING
         assert 0 < failed.first_step_at < failed.last_checkpoint_at - 0.04
         anew = await told.until(lambda record: record.round == 2 and record.first_step_at)
         assert anew.first_step_at > failed.last_checkpoint_at
@@ -137,30 +140,16 @@ async def test_frequent_checkpoints_are_reported_in_the_background(run: Run) -> 
     source = """
         for _ in range(5):
             time.sleep(0.01)
+            began = time.time()
             with torchelastic.checkpoint():
-                began = time.time()
+                pass
         print(f"checkpoint of {began}", flush=True)
         signal.pause()
         """
     async with run.told as told, run.agent(source) as agent:
         began = float((await agent.said(r"checkpoint of (\S+)"))[1])
-        await told.until(lambda record: record.last_checkpoint_at == pytest.approx(began, abs=0.0015))
-        assert len({record.last_checkpoint_at for record in told.records} - {0}) == 2
-
-
-async def test_all_output_of_an_ending_program_is_forwarded(run: Run) -> None:
-    source = """
-        for _ in range(2):
-            with torchelastic.checkpoint():
-                began = time.time()
-            time.sleep(0.05)
-        if round == 1:
-            print(f"checkpoint of {began}", flush=True)
-            raise ValueError("something else")
-        """
-    async with run.told as told, run.agent(source) as agent:
-        began = float((await agent.said(r"checkpoint of (\S+)"))[1])
-        assert (await told.until(lambda record: record.failure)).last_checkpoint_at == pytest.approx(began, abs=0.02)
+        await told.until(lambda record: record.last_checkpoint_at > began - ROUNDING)
+        assert 2 <= len({record.last_checkpoint_at for record in told.records} - {0}) < 5
 
 
 async def test_rank_0_reports_run_metrics_on_any_node(run: Run) -> None:
@@ -291,7 +280,7 @@ async def test_signal_handlers_and_saving_threads_block_nothing(run: Run) -> Non
     async with run.told as told, run.agent(source) as agent:
         said = await agent.said(r"(\d+) handled, the last began at (\S+)")
         assert int(said[1]) > 0
-        await told.until(lambda record: record.last_checkpoint_at >= float(said[2]) - 0.001)
+        await told.until(lambda record: record.last_checkpoint_at > float(said[2]) - ROUNDING)
 
 
 async def test_a_paused_agent_does_not_block_training(run: Run) -> None:
@@ -300,16 +289,18 @@ async def test_a_paused_agent_does_not_block_training(run: Run) -> None:
         for _ in range(1000):
             torchelastic.step()
             with torchelastic.checkpoint():
-                began = time.time()
+                pass
+        time.sleep(0.01)
+        began = time.time()
+        with torchelastic.checkpoint():
+            pass
         print(f"checkpoint of {began}", flush=True)
         os.kill(os.getppid(), signal.SIGCONT)
         signal.pause()
         """
     async with run.told as told, run.agent(source) as agent:
         began = float((await agent.said(r"checkpoint of (\S+)"))[1])
-        await told.until(
-            lambda record: record.first_step_at and record.last_checkpoint_at == pytest.approx(began, abs=0.0015)
-        )
+        await told.until(lambda record: record.first_step_at and record.last_checkpoint_at > began - ROUNDING)
 
 
 def test_a_program_runs_unchanged_without_an_agent(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from elastic_operator.api.report import Report
 
-pytestmark = [pytest.mark.real, pytest.mark.browser]
+pytestmark = [pytest.mark.real, pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 
-@pytest_asyncio.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser() -> AsyncIterator[Browser]:
     async with started() as running:
         yield running

@@ -128,12 +128,21 @@ async def test_a_demo_job_is_watched_killed_and_reported(home: Path, tmp_path: P
     assert found.spans[0].round.workers == 2
     took = json.loads(next(home.glob("runs/*/job.json")).read_text())["run"]["ended"]["time"] - found.begin
     accounted = sum(found.report.time_breakdown.seconds.values() if found.report.time_breakdown else ())
-    assert took - 3 < accounted <= took, "all of it, but what it took to take the pods down"
+    assert took - 10 < accounted <= took, "all of it, but what it took to take the pods down"
 
 
-async def test_a_job_is_watched_to_its_end_on_a_terminal(home: Path, tmp_path: Path, program: list[str]) -> None:
+async def test_a_job_is_watched_on_a_terminal_until_ctrl_c_or_its_end(
+    home: Path, tmp_path: Path, program: list[str]
+) -> None:
     async with LocalRun(home, manifest(tmp_path, "digits", command=program)) as run:
         await run.until(stepped(2, 1))
+        for words, shown in ((["digits"], "world size"), ([], "GOODPUT")):
+            async with Terminal(home, "top", *words) as terminal:
+                await terminal.shows(shown)
+                os.kill(terminal.process.pid, signal.SIGINT)
+                assert await terminal.exit_code() == 130
+                await terminal.shows(FIRST_SCREEN)
+                assert "Traceback" not in terminal.screen
         async with Terminal(home, "top", "digits") as terminal:
             await terminal.shows("straggles")
             assert SECOND_SCREEN in terminal.screen
@@ -145,18 +154,4 @@ async def test_a_job_is_watched_to_its_end_on_a_terminal(home: Path, tmp_path: P
             await terminal.shows(FIRST_SCREEN)
             assert "Succeeded" in terminal.screen.partition(FIRST_SCREEN)[2]
             assert "Traceback" not in terminal.screen
-        assert await run.exit_code() == 0
-
-
-async def test_ctrl_c_ends_watching_and_leaves_the_job_running(home: Path, tmp_path: Path, program: list[str]) -> None:
-    async with LocalRun(home, manifest(tmp_path, "digits", command=program)) as run:
-        await run.trains(2)
-        for words, shown in ((["digits"], "world size"), ([], "GOODPUT")):
-            async with Terminal(home, "top", *words) as terminal:
-                await terminal.shows(shown)
-                os.kill(terminal.process.pid, signal.SIGINT)
-                assert await terminal.exit_code() == 130
-                await terminal.shows(FIRST_SCREEN)
-                assert "Traceback" not in terminal.screen
-        (tmp_path / "finish").touch()
         assert await run.exit_code() == 0

@@ -45,9 +45,8 @@ torchs.put_metric("loss", 1, "my_app")
     [
         RECORDER + MEASURING,
         "import torch.distributed.elastic.metrics\n" + RECORDER + MEASURING,
-        RECORDER + "import torch.distributed.run\n" + MEASURING,
     ],
-    ids=["ours first", "torch's first", "torch's launcher between"],
+    ids=["ours first", "torch's first"],
 )
 def test_torch_metrics_arrive_with_any_configuration(program: str) -> None:
     lines = said(program)

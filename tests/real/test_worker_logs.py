@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,9 +15,6 @@ from torchelastic.agent.logs import Console, LogPipe, WorkerOutput
 from torchelastic.agent.workers.pool import Workers, WorkerStart
 from torchelastic.config.settings import LogSettings, Streams
 from torchelastic.errors import SettingsError
-
-if TYPE_CHECKING:
-    from torchelastic.agent.failures import WorkerExit
 
 pytestmark = pytest.mark.real
 
@@ -32,7 +27,7 @@ os.write(2, b"four\\n")
 print("five", end="")
 """
 
-LINES = 100_000
+LINES = 20_000
 
 MANY_LINES = f"""
 import os, sys
@@ -43,29 +38,15 @@ for number in range(0, {LINES}, 2):
 """
 
 
-async def run(logs: LogSettings, folder: Path, source: str, count: int = 1) -> list[WorkerExit]:
+async def run(logs: LogSettings, folder: Path, source: str, count: int = 1) -> None:
     program = folder / "program.py"
     program.write_text(source)
     async with Workers(ANY_PROGRAM, logs, local_world_size=2) as workers:
         env = {"PROGRAM": str(program)}
         group = await workers.start(1, [WorkerStart(n, n, {**env, "RANK": str(n)}) for n in range(count)])
-        ends = [await exit_of(group) for _ in range(count)]
+        for _ in range(count):
+            await exit_of(group)
         await group.stop(0)
-    return ends
-
-
-async def test_both_streams_go_to_one_file_in_order(tmp_path: Path) -> None:
-    await run(LogSettings(tmp_path / "logs"), tmp_path, BOTH_STREAMS)
-    assert (tmp_path / "logs/round_1/rank_0/output.log").read_text() == "one\ntwo\nthree\nfour\nfive"
-
-
-async def test_a_log_file_of_an_earlier_run_is_appended_to(tmp_path: Path) -> None:
-    logs = LogSettings(tmp_path / "logs")
-    [first] = await run(logs, tmp_path, "raise ValueError('first')")
-    [second] = await run(logs, tmp_path, "raise ValueError('second')")
-    assert (first.message, second.message) == ("ValueError: first (program.py:1)", "ValueError: second (program.py:1)")
-    text = (tmp_path / "logs/round_1/rank_0/output.log").read_text()
-    assert re.findall(r"^ValueError: (\w+)$", text, re.MULTILINE) == ["first", "second"]
 
 
 async def test_output_goes_to_the_agents_streams_with_its_rank_if_there_is_no_log_folder(
@@ -94,14 +75,14 @@ async def test_streams_are_redirected_and_teed_by_local_rank(tmp_path: Path, cap
     }
 
 
-async def test_a_hundred_thousand_lines_of_two_workers_reach_their_files(tmp_path: Path) -> None:
+async def test_many_lines_of_two_workers_reach_their_files(tmp_path: Path) -> None:
     await run(LogSettings(tmp_path / "logs"), tmp_path, MANY_LINES, 2)
     for rank in (0, 1):
         lines = (tmp_path / f"logs/round_1/rank_{rank}/output.log").read_text().splitlines()
         assert lines == [f"line {number} of {rank}" for number in range(LINES)]
 
 
-async def test_a_hundred_thousand_lines_of_two_workers_reach_the_agents_streams(
+async def test_many_lines_of_two_workers_reach_the_agents_streams(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     await run(LogSettings(), tmp_path, MANY_LINES, 2)
@@ -110,11 +91,6 @@ async def test_a_hundred_thousand_lines_of_two_workers_reach_the_agents_streams(
         mine = [line for line in lines if line.startswith(f"[rank {rank}] ")]
         assert mine == [f"[rank {rank}] line {number} of {rank}" for number in range(LINES)]
     assert len(lines) == 2 * LINES
-
-
-async def test_a_failure_without_an_exception_is_reported_with_the_end_of_the_output(tmp_path: Path) -> None:
-    [end] = await run(LogSettings(), tmp_path, "import os; os.write(2, b'no space left\\n'); os._exit(4)")
-    assert (end.exit_code, end.message) == (4, "exit code 4; it last printed: no space left")
 
 
 async def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import resource
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytestmark = pytest.mark.real
+
 
 PROBE = Path(__file__).parents[1] / "support" / "probe.py"
 
@@ -54,11 +54,9 @@ def unusual_settings() -> Iterator[None]:
     "program",
     [
         Program(ProgramKind.SCRIPT, ("./code/probe.py", "--depth", "2", "")),
-        Program(ProgramKind.SCRIPT, ("code",)),
         Program(ProgramKind.MODULE, ("code.probe", "-x")),
         Program(ProgramKind.MODULE, ("code",)),
         Program(ProgramKind.SCRIPT, ("code/probe.py",), StartMethod.EXEC),
-        Program(ProgramKind.MODULE, ("code.probe",), StartMethod.EXEC),
         Program(ProgramKind.COMMAND, (sys.executable, "code/probe.py")),
     ],
     ids=lambda program: f"{program.kind}-{program.argv[0].rpartition('/')[2]}-{program.start_method}",
@@ -105,7 +103,6 @@ async def test_a_program_in_a_folder_or_an_archive_runs_as_in_a_plain_interprete
     [
         (Program(ProgramKind.SCRIPT, ("nowhere.py",)), 2, "the program nowhere.py cannot be opened: No such file"),
         (Program(ProgramKind.MODULE, ("nowhere",)), 1, "No module named nowhere"),
-        (Program(ProgramKind.MODULE, ("json",)), 1, "No module named json.__main__"),
         (Program(ProgramKind.SCRIPT, (".",)), 1, "can't find '__main__' module in"),
         (Program(ProgramKind.COMMAND, ("no-such-command", "x")), 127, "no-such-command: there is no such command"),
         (Program(ProgramKind.COMMAND, ("/etc/passwd",)), 126, "/etc/passwd: it cannot be executed: Permission denied"),
@@ -133,7 +130,7 @@ async def test_a_program_ends_like_a_plain_interpreter(tmp_path: Path) -> None:
     script = tmp_path / "end.py"
     script.write_text(
         """
-import atexit, os, sys, threading, time, torch._dynamo
+import atexit, os, sys, threading, time, torch
 
 class Left:
     def __del__(self, write=os.write):
@@ -163,9 +160,7 @@ async def test_a_worker_with_another_interpreter_start_is_executed(tmp_path: Pat
     assert (await run(program, tmp_path / "logs", env))[1] == by_hand(hand_command(program), env).stdout
 
 
-@pytest.mark.parametrize(
-    ("name", "hidden"), [("torchgen.py", True), ("torchgen/__init__.py", True), ("torchgen/x", False)]
-)
+@pytest.mark.parametrize(("name", "hidden"), [("torchgen.py", True), ("torchgen/x", False)])
 async def test_a_worker_with_a_module_that_shadows_a_torch_import_is_executed(
     name: str, hidden: bool, tmp_path: Path
 ) -> None:
@@ -209,18 +204,6 @@ async def test_a_seeded_program_draws_the_same_numbers_as_in_a_plain_interpreter
     assert await output_of(program, tmp_path / "logs") == by_hand(hand_command(program), {}).stdout
 
 
-async def test_each_worker_computes_on_one_thread_if_a_node_has_several(tmp_path: Path) -> None:
-    script = tmp_path / "threads.py"
-    script.write_text("import os, torch; print(os.environ['OMP_NUM_THREADS'], torch.get_num_threads())")
-    program = Program(ProgramKind.SCRIPT, (str(script),))
-    async with Workers(program, LogSettings(tmp_path / "logs"), local_world_size=2) as workers:
-        group = await workers.start(1, [WorkerStart(rank, rank, {}) for rank in range(2)])
-        await asyncio.gather(exit_of(group))
-        await exit_of(group)
-        await group.stop(0)
-    assert (tmp_path / "logs/round_1/rank_1/output.log").read_text() == "1 1\n"
-
-
 MULTIPROCESSING = """
 import multiprocessing, sys
 from multiprocessing import shared_memory
@@ -258,3 +241,44 @@ async def test_multiprocessing_works_in_a_worker(
     end, printed = await run(Program(kind, (name,)), tmp_path / "logs")
     assert end.message == ""
     assert printed == "fork 49\nspawn 49\nforkserver 49\n[1, 2] 3\n"
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(
+    ("statement", "method"),
+    [
+        ('os.environ["OMP_NUM_THREADS"] = "1"', StartMethod.FORK_SERVER),
+        ('os.environ["OMP_NUM_THREADS"] = "1"', StartMethod.EXEC),
+        ('os.environ.pop("OMP_NUM_THREADS"); os.environ.setdefault("OMP_NUM_THREADS", "1")', StartMethod.FORK_SERVER),
+        ('os.environ.update(OMP_NUM_THREADS="1")', StartMethod.FORK_SERVER),
+    ],
+    ids=["assigned", "executed", "default", "updated"],
+)
+async def test_a_program_sees_variables_that_it_sets_before_importing_torch(
+    statement: str, method: StartMethod, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = f"import os, sys\n{statement}\nimport torch\nprint(torch.get_num_threads())"
+    program = script(tmp_path, source, start_method=method)
+    assert await output_of(program, tmp_path / "logs") == "1\n"
+    told = "program.py sets OMP_NUM_THREADS, which torch reads when it is imported"
+    assert caplog.text.count(told) == (method is StartMethod.FORK_SERVER)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch import nn; import os; os.environ['OMP_NUM_THREADS'] = '1'",
+        "import os; os.environ['HOME'] = os.environ['CUDA_VISIBLE_DEVICES'] = '/nowhere'; import torch",
+        "import os; print(end=os.environ.get('OMP_NUM_THREADS') == '7' and 'x' or ''); import torch",
+    ],
+    ids=["after the import", "read later", "not set"],
+)
+async def test_any_other_program_is_forked(source: str, tmp_path: Path) -> None:
+    program = script(tmp_path, f"import sys; print('torch' in sys.modules)\n{source}")
+    assert await output_of(program, tmp_path / "logs") == "True\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -12,8 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from tests.support.crew import TELL, Crew, eventually, exit_of, gone, lives
-from torchelastic.agent.workers.linux import read_process
+from tests.support.crew import TELL, Crew, eventually, exit_of, lives
 from torchelastic.protocol import FailureKind
 
 if TYPE_CHECKING:
@@ -240,24 +238,6 @@ async def test_earlier_exits_can_be_read_after_a_stop(crew: Crew) -> None:
     assert await group.next_exit() is None
 
 
-async def test_workers_continue_when_the_fork_server_dies_and_the_next_ones_start(crew: Crew) -> None:
-    group = await crew.start(FOREVER, 2)
-    await crew.told("up.0")
-    await crew.told("up.1")
-    server = crew.workers.fork_server_pid
-    assert server is not None
-    os.kill(server, signal.SIGKILL)
-    await gone(server)
-    assert group.running == {0, 1}
-    os.kill(group.pids[0], signal.SIGKILL)
-    assert (await exit_of(group)).rank == 0
-    assert read_process(group.pids[0]) is None, "it is not reaped"
-    await group.stop(0)
-    group = await crew.start("pass", 8)
-    assert [(await exit_of(group)).exit_code for _ in range(8)] == [0] * 8
-    assert crew.workers.fork_server_pid not in {None, server}
-
-
 async def test_a_dead_store_process_is_reported(crew: Crew) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -266,24 +246,3 @@ async def test_a_dead_store_process_is_reported(crew: Crew) -> None:
     assert await asyncio.wait_for(store.ended, 30) == -signal.SIGKILL
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
-
-
-async def test_random_numbers_differ_between_ranks_and_rounds(crew: Crew) -> None:
-    seen = []
-    for _ in range(2):
-        group = await crew.start(
-            f"""
-{TELL}
-import json, multiprocessing, random
-import numpy, torch
-tell(os.environ["RANK"], json.dumps([
-    random.random(), numpy.random.rand(), torch.initial_seed(), torch.rand(1).item(),
-    multiprocessing.current_process().authkey.hex()]))
-""",
-            2,
-        )
-        assert [(await exit_of(group)).exit_code for _ in range(2)] == [0, 0]
-        seen += [json.loads(await crew.told(rank)) for rank in "01"]
-        await crew.clear()
-    for drawn in zip(*seen, strict=True):
-        assert len(set(drawn)) == len(seen)

@@ -104,6 +104,7 @@ def test_a_command_line_of_the_torchrun_guide_works() -> None:
     assert settings.program.start_method is StartMethod.EXEC
     assert run("--nnodes=2", *SEVERAL).rendezvous.size == SizeRecord(min=2, max=2, desired=2)
     assert run("--start-method=fork").program.start_method is StartMethod.FORK_SERVER
+    assert run("--start-method=forkserver").program.start_method is StartMethod.FORK_SERVER
 
 
 def test_the_command_line_overrides_torchruns_variables() -> None:

@@ -1,4 +1,4 @@
-"""A sequence of random faults after which nothing is broken or left over; and the benchmarks themselves."""
+"""The benchmarks measure what they say; random faults break nothing, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks.soak_faults import KINDS, plan
+from tests.support.etcd import find_etcd
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 pytestmark = pytest.mark.real
+
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 300.0
@@ -81,16 +83,16 @@ def test_a_seed_selects_the_faults() -> None:
 def test_recovery_is_measured_next_to_torchrun_with_every_repetition(scratch: Path) -> None:
     document = measured(
         scratch,
-        command("recovery", "--json", "--repeat=1", "--settle=0", "--limit=30", "--only=start", "--only=worker"),
+        command("recovery", "--json", "--repeat=1", "--settle=0", "--limit=120", "--only=worker"),
     )
-    assert [each["name"] for each in document["measurements"]] == ["start", "worker killed"]
-    for each in document["measurements"]:
-        [seconds] = each["ours"]["samples"]
-        assert sum(each["details"]["phases of ours"].values()) == pytest.approx(seconds)
-        peer = each["peer"]
-        assert len([*peer["samples"], *peer["never"]]) == 1
-        assert peer["never"] or each["ratio"] == pytest.approx(peer["median"] / seconds)
-        assert "torch.distributed.run" in each["details"]["commands"]["torchrun"]
+    [measured_one] = document["measurements"]
+    assert measured_one["name"] == "worker killed"
+    [seconds] = measured_one["ours"]["samples"]
+    assert sum(measured_one["details"]["phases of ours"].values()) == pytest.approx(seconds)
+    peer = measured_one["peer"]
+    assert len([*peer["samples"], *peer["never"]]) == 1
+    assert peer["never"] or measured_one["ratio"] == pytest.approx(peer["median"] / seconds)
+    assert "torch.distributed.run" in measured_one["details"]["commands"]["torchrun"]
 
 
 def test_memory_is_counted_by_process_kind_next_to_torchrun(scratch: Path) -> None:
@@ -118,3 +120,45 @@ def test_an_interrupted_benchmark_leaves_nothing_behind(scratch: Path, number: s
         benchmark.wait(LIMIT)
     assert not left_of(scratch)
     assert not list(scratch.iterdir())
+
+
+def test_metrics_are_measured_completely(scratch: Path) -> None:
+    document = measured(scratch, command("metrics", "--json", "--repeat=1", "--steps=20", "--limit=120"))
+    told = {each["name"]: each["ours"]["samples"] for each in document["measurements"]}
+    assert {name: len(samples) for name, samples in told.items()} == {
+        "add_value, a gauge": 1,
+        "add_value, a counter": 1,
+        "add_value, a histogram": 1,
+        "add_value, no handler": 1,
+        "torchelastic.step()": 1,
+        "100,000 values of a counter": 1,
+        "training step, metrics on": 1,
+        "scrape of 10,000 series": 10,
+    }
+    assert min(sample for name, samples in told.items() if "training step" not in name for sample in samples) > 0
+
+
+FEW, MORE = 4, 16
+
+SLACK = 1.0
+"""The tolerance in requests per node: election attempts and merged changes vary."""
+
+
+def test_the_requests_of_a_change_do_not_grow_with_the_square_of_the_nodes(scratch: Path) -> None:
+    sizes = (f"--nodes={FEW},{MORE}", f"--peer-nodes={FEW}", "--repeat=1", f"--etcd={find_etcd()}")
+    report = measured(scratch, command("rendezvous", "--json", *sizes))
+
+    medians = {measurement["name"]: measurement["ours"]["median"] for measurement in report["measurements"]}
+    assert all(seconds > 0 for seconds in medians.values())
+    assert {f"N={FEW}, first", f"N={MORE}, first", f"N={MORE}, the leader leaves, one comes"} <= medians.keys()
+
+    for measurement in report["measurements"]:
+        compared = measurement["name"] in {f"N={FEW}, first", f"N={FEW}, a worker fails"}
+        assert (measurement["peer"] is not None) is compared
+        assert not compared or measurement["ratio"] > 0
+
+    rows = report["requests_and_bytes"]
+    per_node = {(row["kind"], row["nodes"]): row["requests_per_node"] for row in rows}
+    for kind in {row["kind"] for row in rows}:
+        assert 0 < per_node[kind, MORE] <= per_node[kind, FEW] + SLACK, f"{kind}: {per_node}"
+    assert all(row["sent_bytes"] > 0 and row["received_bytes"] > row["round_bytes"] > 0 for row in rows)
