@@ -149,7 +149,7 @@ class Membership:
         remembered: RoundRecord | None,
         gave_way: bool = False,
     ) -> None:
-        """Take over what the keys of the run say, and the leader's own knowledge, before a decision."""
+        """Note the state of the run and what the leader knows, before a decision."""
         self.note_run(run, now=now)
         self.patient_until, self.remembered, self.gave_way = patient_until, remembered, gave_way
         self.size = self._wanted_size(run)
