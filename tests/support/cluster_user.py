@@ -191,9 +191,13 @@ class User:
         return str((await self.kubectl("describe", f"elasticjob/{name}")).stdout)
 
     async def finish(self, name: str) -> None:
-        """Ask the program of a job that :func:`job` made to end."""
-        pod = next(iter(await self.pods(name)))
-        await self.kubectl("exec", pod, "-c", "worker", "--", "touch", "/tmp/finish")
+        """Ask the program of a job that :func:`job` made to end.
+
+        After a scaling a surplus pod may still be listed, so each pod is asked.
+        """
+        touch = ("-c", "worker", "--", "touch", "/tmp/finish")
+        asked = [await self.kubectl("exec", pod, *touch, check=False) for pod in await self.pods(name)]
+        assert 0 in [each.returncode for each in asked], asked
 
     async def delete(self, name: str) -> list[str]:
         """``kubectl delete`` a job, and wait until its objects are gone; returns those that are left."""
