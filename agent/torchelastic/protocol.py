@@ -17,10 +17,10 @@ key             written by                   record
 Every node watches ``c/``; only the leader watches ``n/``. So a change of membership costs O(N) messages. No node
 watches ``t/``; a new leader reads it once.
 
-A node's record hangs on the node's own lease, all others on the run's lease (:func:`run_lease`), which the leader and
-the operator renew: an abandoned run leaves nothing behind a day later. Every record except the outcome has the
-writer's protocol version. Two things keep their place and meaning in all versions, so that mixed versions stop in
-order: the number and version of a round, and the outcome (:func:`decode_state`).
+A node's record has the node's own lease. All other records have the run's lease (:func:`run_lease`), which the leader
+and the operator renew, so the keys of an abandoned run expire after a day. Every record except the outcome contains
+the writer's protocol version. The number and the version of a round, and the outcome, have the same place and meaning
+in all versions, so that an agent of another version can stop with a clear message (:func:`decode_state`).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def run_lease(run_id: str) -> int:
 
 
 PROTOCOL_VERSION: Final = 1
-"""Raised when a record or a rule changes incompatibly. Only nodes of equal versions share a round."""
+"""The version of the records and rules; each incompatible change raises it. Nodes of different versions share no round."""
 
 MAX_RECORD_BYTES: Final = 1 << 20
 """Size limit of a record; etcd refuses requests above 1.5 MiB by default."""

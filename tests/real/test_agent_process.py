@@ -123,4 +123,4 @@ async def test_a_low_open_file_limit_is_named(tmp_path: Path) -> None:
     within = ("sh", "-c", 'ulimit -n 120; exec "$@"', "sh")
     async with AgentProcess("--standalone", "--nproc-per-node=32", program, within=within) as agent:
         assert await agent.code() == 2
-    assert "too many files are open for so many workers: raise the limit (ulimit -n)" in agent.lines[-1]
+    assert "too many files are open: raise the limit (ulimit -n)" in agent.lines[-1]

@@ -336,9 +336,7 @@ def make_folder(settings: LogSettings) -> None:
 
 def _unwritable(folder: Path, error: OSError) -> SettingsError:
     if error.errno in {errno.EMFILE, errno.ENFILE}:
-        return SettingsError(
-            "too many files are open for so many workers: raise the limit (ulimit -n), or start fewer."
-        )
+        return SettingsError("too many files are open: raise the limit (ulimit -n), or start fewer workers.")
     why = "it is not a folder" if isinstance(error, FileExistsError) else error.strerror
     return SettingsError(f"workers' output cannot be written below {folder}: {why}. Choose another --log-dir.")
 

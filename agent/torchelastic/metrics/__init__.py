@@ -1,4 +1,4 @@
-"""Metrics: measure in groups, and say elsewhere where the values go.
+"""Metrics: a program puts values into groups, and a handler for each group decides what happens to them.
 
 ::
 

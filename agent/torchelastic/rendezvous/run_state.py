@@ -102,7 +102,7 @@ class RunStateWatch:
     Attributes:
         keys: the run's keys.
         lasting: writes keys that outlive this node.
-        accepted_round: the last round that this node was told of.
+        accepted_round: the last round that this node has accepted.
         changed: sent after every change that this node notes, and when the store is lost or back.
         away_since: since when the store is unreachable, by the loop's clock; None while it is reachable.
         back_at: when the store last came back, by the loop's clock; None if it never was away.

@@ -52,7 +52,7 @@ class StepFailed(ElasticJobError):  # noqa: N818 - it names what happened
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Training goes on: in this round, with so many workers, so many seconds after the step."""
+    """Training continues: the round, its number of workers, and the seconds since the step began."""
 
     round: int
     workers: int

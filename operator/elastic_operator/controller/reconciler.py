@@ -152,7 +152,7 @@ class Reconciler:
 
         Args:
             key: of the job.
-            delay: after so many seconds, unless it is due earlier already.
+            delay: seconds until then; if the job is due earlier, that stays.
         """
         job = self._jobs.setdefault(key, _Queued())
         due = time.monotonic() + max(delay, 0.0)

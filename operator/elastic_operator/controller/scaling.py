@@ -1,4 +1,4 @@
-"""How many pods there should be: what the agents are told, which pods are deleted, and which indices are filled.
+"""The number of pods: the size for the agents, the pods to delete, and the indices to fill.
 
 The first size travels with the pods. A later one is written to the store before a pod is changed, with the names of
 the draining pods, so that the agents form one round without them. The known sizes are observed in the store and on the

@@ -94,7 +94,7 @@ class CreateBackoff:
         self._next_try = time.monotonic() + next(self._delays)
 
     def fail(self, patience: float) -> bool:
-        """The API server failed; return whether it has for so many seconds, and several times."""
+        """The API server failed; return whether it has failed several times, and for a number of seconds."""
         now = time.monotonic()
         if self._failing_since is None:
             self._failing_since = now

@@ -129,7 +129,7 @@ def schedule(pod: dict[str, Any], spec: ElasticJobSpec, *, excluded: Collection[
 
 
 def tolerate_silent_node(pod: dict[str, Any], seconds: int) -> None:
-    """Evict a pod so many seconds after its node became silent, rather than after the cluster's five minutes.
+    """Evict a pod this number of seconds after its node became silent. Kubernetes waits five minutes by default.
 
     The user's own tolerations of these taints stay.
     """
