@@ -90,7 +90,7 @@ def run_lease(run_id: str) -> int:
 
 
 PROTOCOL_VERSION: Final = 1
-"""The version of the records and rules; each incompatible change raises it. Nodes of different versions share no round."""
+"""The version of the records and rules. Each incompatible change raises it. Only nodes of one version share a round."""
 
 MAX_RECORD_BYTES: Final = 1 << 20
 """Size limit of a record; etcd refuses requests above 1.5 MiB by default."""

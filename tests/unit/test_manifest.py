@@ -152,6 +152,16 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
     ),
     ("a tag that lies", "a: !!int b\n", "job.yaml:1: 'b' cannot be read; put it into quotes, without a tag"),
     ("one that holds itself", "a: &a\n  b: *a\n", "job.yaml: is nested too deeply"),
+    (
+        "a small one that is huge with its aliases written out",
+        "a0: &a0 [b, b, b]\n" + "".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]\n" for n in range(1, 30)),
+        "job.yaml: has more than 100000 values when its aliases are expanded; shorten it",
+    ),
+    (
+        "a small one that is huge with its merges written out",
+        "a0: &a0 {b: c}\n" + "".join(f"a{n}: &a{n} {{<<: [{f'*a{n - 1}, ' * 9}]}}\n" for n in range(1, 30)),
+        "job.yaml: has more than 100000 values when its aliases are expanded; shorten it",
+    ),
     ("nested far too deeply", "[" * 100_000, "job.yaml: is nested too deeply"),
     ("too large", "#" * (MAX_BYTES + 1), "job.yaml: is larger than a manifest may be (256 KiB); is it the right file?"),
     ("of no kind", HEAD.replace("kind", "# kind"), "job.yaml:1: kind: this field is missing; write kind: ElasticJob"),

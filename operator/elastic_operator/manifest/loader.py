@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 DEFAULT_NAMESPACE: Final = "default"
 MAX_BYTES: Final = 256 * 1024
 """`kubectl apply` keeps the manifest in an annotation, which takes no more."""
+_MAX_VALUES: Final = 100_000
+"""Values of a manifest with its aliases expanded: a small file can name the same list many times."""
 _IMPLICIT: Final = {
     "null": r"~|null|Null|NULL|",
     "bool": r"y|Y|yes|Yes|YES|true|True|TRUE|on|On|ON|n|N|no|No|NO|false|False|FALSE|off|Off|OFF",
@@ -40,6 +42,21 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012 - so it is declared in PyYAML
     bool_values = {**yaml.SafeLoader.bool_values, "y": True, "n": False}  # noqa: RUF012
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._values = 0
+        self._values_of: dict[yaml.Node | None, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        is_alias, before = self.check_event(yaml.AliasEvent), self._values
+        node = super().compose_node(parent, index)
+        self._values += self._values_of.get(node, 1) if is_alias else 1
+        if not is_alias:
+            self._values_of[node] = self._values - before
+        if self._values > _MAX_VALUES:
+            raise BadInput(f"{self.name}: has more than {_MAX_VALUES} values when its aliases are expanded; shorten it")
+        return node
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
