@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from elastic_operator.cli.run import choose_view
+from elastic_operator.errors import ElasticJobError
 from elastic_operator.local.live_view import LiveView, render
 from elastic_operator.local.view import Hints, PlainView, Step, outcome, own_hints
 from elastic_operator.views import formatting
@@ -106,6 +107,8 @@ def test_an_early_snapshot_or_one_of_another_version_is_shown() -> None:
     assert lines[0].split()[:2] == ["digits", "Pending"]
     assert JobView.of(snapshot(news=[1, 2], status={"suspended": True})).status.round == 4
     assert JobView.of({"manifest": {"metadata": {"name": "old"}}}).name == "old"
+    with pytest.raises(ElasticJobError, match=r"the state of the job digits cannot be read .* by another version"):
+        JobView.of(snapshot(status={"round": "four"}))
 
 
 # Plain lines

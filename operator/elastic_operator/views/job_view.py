@@ -137,8 +137,9 @@ class JobView(_View, frozen=True):
             view = msgspec.convert({key: value for key, value in snapshot.items() if key != "status"}, cls)
             return msgspec.structs.replace(view, status=status_from_json(snapshot.get("status")))
         except (BadInput, msgspec.ValidationError) as error:
+            name = ((snapshot.get("manifest") or {}).get("metadata") or {}).get("name", "?")
             raise ElasticJobError(
-                f"the state of this job cannot be read ({error}); was it written by another version?"
+                f"the state of the job {name} cannot be read ({error}); was it written by another version?"
             ) from None
 
     @property
