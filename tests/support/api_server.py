@@ -78,6 +78,10 @@ class ElasticJobs:
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None, *, dry_run: bool = False) -> Answer:
         query = "" if body is None else "?fieldValidation=Strict" + "&dryRun=All" * dry_run
-        self._connection.request(method, self._path + path + query, json.dumps(body), self._headers)
-        response = self._connection.getresponse()
+        try:
+            self._connection.request(method, self._path + path + query, json.dumps(body), self._headers)
+            response = self._connection.getresponse()
+        except (OSError, http.client.HTTPException):
+            self._connection.close()  # the next request opens it again
+            raise
         return Answer(response.status, json.loads(response.read()))

@@ -182,7 +182,8 @@ class LocalBackend:
             with contextlib.suppress(StoreError):
                 await self.mirror.forget_run()
         if self._store is not None:
-            self._store.cancel()
+            if not self._store.cancelling():  # a second cancellation would not wait for etcd's end
+                self._store.cancel()
             await asyncio.wait([self._store])
             self._store = None
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-LIMIT = 60.0
+LIMIT = 180.0
 """The default time limit of a command in seconds."""
 
 
