@@ -36,6 +36,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "patient"))
 # A shell that starts something in the background has it ignore these; what the tests start would ignore them, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has it ignored
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -122,7 +122,7 @@ async def test_every_panel_shows_a_job_that_is_scaled_and_loses_a_worker(user: U
         await scrape()
         await prometheus.until("torchelastic_checkpoint_write_latency_seconds_count > 1", lambda seen: len(seen) == 3)
         pods = await user.pods("measured")
-        user.kill(next(iter(pods.values())), "my_app")
+        await user.kill(next(iter(pods.values())), "my_app")
         await user.wait("elasticjob/measured", "jsonpath={.status.restarts}=1")
         await user.wait("elasticjob/measured", "jsonpath={.status.worldSize}=3")
         round = (await user.get("elasticjob/measured"))["status"]["round"]

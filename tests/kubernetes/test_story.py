@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.cluster_user import ROOT, job
+from tests.support.cluster_user import AGENT, ROOT, job
 
 if TYPE_CHECKING:
     from tests.support.cluster_user import User
@@ -71,7 +71,7 @@ async def test_training_continues_whatever_is_killed_and_the_events_explain_it(u
 
     # A worker dies: the same pods go on, and it is charged.
     before = await user.pods("rounds")
-    user.kill(next(iter(before.values())), "finish.exists")
+    await user.kill(next(iter(before.values())), "finish.exists")
     await user.wait("elasticjob/rounds", "jsonpath={.status.restarts}=1")
     await user.wait("elasticjob/rounds", "jsonpath={.status.worldSize}=2")
     assert (await user.pods("rounds")).keys() == before.keys()
@@ -87,7 +87,7 @@ async def test_training_continues_whatever_is_killed_and_the_events_explain_it(u
 
     # An agent dies: its pod stays for its log, and another replaces it.
     victim = max(await user.pods("rounds"))
-    user.kill((await user.pods("rounds"))[victim], "torchelastic-run")
+    await user.kill((await user.pods("rounds"))[victim], AGENT)
     await user.wait(f"pod/{victim}", "jsonpath={.status.phase}=Failed")
     await user.wait("elasticjob/rounds", "jsonpath={.status.podFailures}=1")
     await user.wait("elasticjob/rounds", "jsonpath={.status.readyDesired}=2/2")

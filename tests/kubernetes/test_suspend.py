@@ -20,8 +20,9 @@ UNPRIVILEGED = {"securityContext": {"runAsNonRoot": True}}
 
 async def test_a_suspended_job_frees_its_resources_and_keeps_its_charges(user: User) -> None:
     await user.apply(job("rests", command=["python3", "-c", WAITS], replicas=2))
-    await user.wait("elasticjob/rests", "jsonpath={.status.readyDesired}=2/2")
-    user.kill(next(iter((await user.pods("rests")).values())), WAITS)
+    await user.wait("elasticjob/rests", "condition=Running")
+    await user.wait("elasticjob/rests", "jsonpath={.status.worldSize}=2")
+    await user.kill(next(iter((await user.pods("rests")).values())), WAITS)
     await user.wait("elasticjob/rests", "jsonpath={.status.restarts}=1")
     await user.wait("elasticjob/rests", "condition=Running")
     before = (await user.get("elasticjob/rests"))["status"]
@@ -49,7 +50,7 @@ async def test_a_suspended_job_frees_its_resources_and_keeps_its_charges(user: U
     assert (after["restarts"], after["podFailures"]) == (1, 0)
 
     # Earlier charges count: one failure is permitted, and this is the second.
-    user.kill(pod, WAITS)
+    await user.kill(pod, WAITS)
     await user.wait("elasticjob/rests", "condition=Failed")
     kept = json.loads((await user.get(report))["data"]["report.json"])
     assert [round["number"] for round in kept["rounds"]] == list(range(1, kept["outcome"]["round"] + 1))

@@ -27,6 +27,8 @@ PATIENCE = "180s"
 SIGHT = 180.0
 """The same in seconds."""
 
+AGENT = "torchelastic-run"
+
 ROUNDS = """\
 import os, pathlib, signal, time
 import torch, torch.distributed as dist
@@ -153,15 +155,22 @@ class User:
             if "deletionTimestamp" not in pod["metadata"] and pod["status"]["phase"] in ("Pending", "Running")
         }
 
-    def kill(self, pod: dict[str, Any], what: str) -> None:
-        """kill -9 the youngest process of a pod whose command line has these words in it.
+    async def kill(self, pod: dict[str, Any], what: str) -> None:
+        """kill -9 the youngest process of a pod whose command line has these words in it, as soon as there is one.
 
         Args:
             pod: the pod.
-            what: a part of the command line, such as torchelastic-run.
+            what: a part of the command line; only :data:`AGENT` finds the agent, whose command line has the worker's.
         """
+        async with asyncio.timeout(SIGHT):
+            while not (found := self._processes(pod, what)):  # noqa: ASYNC110 - new processes are no events
+                await asyncio.sleep(0.1)
+        os.kill(max(found), signal.SIGKILL)
+
+    def _processes(self, pod: dict[str, Any], what: str) -> list[int]:
         processes = self.node.processes(pod["metadata"]["uid"])
-        os.kill(max(pid for pid, command in processes.items() if what in command), signal.SIGKILL)
+        agents = what == AGENT
+        return [pid for pid, command in processes.items() if what in command and (AGENT in command) == agents]
 
     async def prints(self, pod: str, words: str) -> asyncio.Task[str]:
         """Wait until a pod's worker has printed a line that ends with these words; returns a task that reads on.

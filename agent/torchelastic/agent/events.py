@@ -126,6 +126,9 @@ class Signals:
 
 
 async def _unless(signalled: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result:
+    if signalled.is_set():
+        work.close()
+        raise SignalledFirst
     tasks = task, interrupt = asyncio.ensure_future(work), asyncio.ensure_future(signalled.wait())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
