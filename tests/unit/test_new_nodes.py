@@ -29,7 +29,10 @@ async def test_new_nodes_exclude_a_dead_member_whose_key_still_exists() -> None:
         c, d = [await meeting.node(name) for name in "cd"]
         round = await all_with(c, d)
         for node in (c, d):
-            assert [record.nodes for record in node.rounds if record.number > first.number] == [round.nodes]
+            # On a busy machine one dead member may be found a moment after the other, and then leaves one round later.
+            *between, last = [record.nodes for record in node.rounds if record.number > first.number]
+            assert last == round.nodes
+            assert between in ([], *([(dead.inner.node, *last)] for dead in (leader, other)))
 
 
 async def test_a_new_leader_waits_for_a_member_that_returns_late() -> None:
