@@ -143,7 +143,7 @@ class Informer:
                 if status == 403 and isinstance(error, ApiError):
                     self._is_forbidden(namespace, error)
                 else:
-                    self._report(_explained(error), logging.INFO if status == 429 else logging.WARNING)
+                    self._report(error)
                 await asyncio.sleep(self._forbidden_retry if status == 403 else delay)
             else:
                 self._has_listed(resource, namespace)
@@ -196,7 +196,7 @@ class Informer:
             _log.warning(sentence, namespace, error, _GRANT)
         self._forbidden.add(namespace)
         if self._forbidden.issuperset(self._namespaces):
-            self._report(_explained(error))
+            self._report(error)
         self._update()
 
     def _update(self) -> None:
@@ -208,11 +208,13 @@ class Informer:
             self._problem = ""
             self.synced.set()
 
-    def _report(self, problem: str, level: int = logging.WARNING) -> None:
+    def _report(self, error: ClusterError) -> None:
         """Log a problem once, not with every try.
 
         An API server answers 429 for about a second after a definition was installed: that is no warning.
         """
+        problem = _explained(error)
+        level = logging.INFO if isinstance(error, ApiError) and error.status == 429 else logging.WARNING
         if problem.partition(":")[0] != self._problem.partition(":")[0] or self.synced.is_set():
             _log.log(level, "%s; trying again until it can be done", problem)
         self._problem = problem
@@ -250,10 +252,10 @@ class Informer:
                 try:
                     await self._api.list(ELASTIC_JOBS, namespace, name="none")
                 except ClusterError as error:
-                    problem, status = _explained(error), error.status if isinstance(error, ApiError) else 0
+                    problem = error
                 else:
                     return
-            self._report(problem, logging.INFO if status == 429 else logging.WARNING)
+            self._report(problem)
             await asyncio.sleep(delay)
 
     async def _run_kopf(self, home: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
