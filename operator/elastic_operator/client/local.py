@@ -120,7 +120,7 @@ class LocalJobs:
             job = self.describe(name)
         kept = RunDir(Path(str(job["run"].get("directory")))).read_report()
         if kept is None:
-            why = "was its run killed, or of a version that wrote none?"
+            why = "was its run killed, or started by a version without reports?"
             raise NotFound(f"there is no report of {name}: {why} `elasticjob describe {name}` says what is known")
         return kept, str((job["run"].get("ended") or {}).get("how") or "killed")
 
@@ -174,7 +174,7 @@ def _as_killed(record: Snapshot) -> Snapshot:
         status |= {"readyReplicas": 0, "replicas": 0, "readyDesired": f"0/{status.get('desired', 0)}", "conditions": []}
     message = (
         f"`elasticjob run` (process {run.get('pid')}) was killed, and its pods and etcd with it; "
-        f"go on with `elasticjob run --resume {run.get('id')} {run.get('manifestPath')}`"
+        f"continue it with `elasticjob run --resume {run.get('id')} {run.get('manifestPath')}`"
     )
     events = record.get("events", [])
     last = max((event.get("time", 0.0) for event in events), default=0.0)
