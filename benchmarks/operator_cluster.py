@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from benchmarks.etcd import etcd_serving
 from benchmarks.operator_audit import Audit, writes
+from benchmarks.operator_nodes import LINGERS, SimulatedNodes
 from benchmarks.operator_watch import PodWatch
 from elastic_operator.api.constants import ANNOTATION_SIZE
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, Api
 from tests.support.operator_process import OperatorProcess
 from tests.support.testbed.binaries import binary
 from tests.support.testbed.control_plane import ControlPlane
-from tests.support.testbed.kwok import LINGERS, SimulatedNodes
 from torchelastic.protocol import Member, NodeRecord, RoundRecord, RunKeys, SizeRecord, StateRecord, decode, encode
 from torchelastic.store import StoreSettings, connect
 

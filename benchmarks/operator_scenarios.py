@@ -8,10 +8,10 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from benchmarks.operator_audit import writes
+from benchmarks.operator_nodes import LINGERS
 from benchmarks.operator_peer import CREATED_ONCE, ONCE, PEER, REPLACED_ONCE
 from benchmarks.report import Measurement
 from elastic_operator.kubernetes.client import ELASTIC_JOBS
-from tests.support.testbed.kwok import LINGERS
 
 if TYPE_CHECKING:
     from collections import Counter

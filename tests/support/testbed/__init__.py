@@ -14,7 +14,6 @@ module                 content
 ``installation``       keys, kubeconfig and command lines of a control plane
 ``cluster``            the operations of a test on any cluster
 ``control_plane``      etcd, API server, controller manager and scheduler
-``kwok``               simulated nodes for thousands of pods
 ``user_cluster``       a cluster that the user names
 ``node``               a node with a kubelet, isolated from the machine
 ``node_*``             its namespaces, control groups and clean-up

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.support.testbed import availability
+from tests.support.testbed import availability, binaries
 
 
 def main() -> int:
@@ -24,6 +24,7 @@ def main() -> int:
     if not availability.BEDS.keys() >= set(beds):
         parser.error(f"each BED must be {names}")
     missing = availability.prepare(beds, lambda line: print(line, flush=True))
+    binaries.remove_build_cache()
     for line in availability.closing_words(missing):
         print(line, file=sys.stderr)
     return 1 if missing and availability.must_not_miss() else 0

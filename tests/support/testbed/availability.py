@@ -124,7 +124,7 @@ def _needs(bed: Bed) -> Iterator[Step]:
 
                 node.check_machine()
             # Needed even if the user names a cluster: faults are injected only into the tests' own cluster.
-            yield from _programs("kube-apiserver", "etcd", "helm", "kwok")
+            yield from _programs("kube-apiserver", "etcd", "helm")
             if bed == "node":
                 yield from _programs("coredns")
                 yield _packages("node", "the node")

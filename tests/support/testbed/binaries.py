@@ -246,8 +246,8 @@ def _build(project: Project, folder: Path) -> None:
         if said is not None:
             raise Missing(
                 f"{programs} {project.version}",
-                "Go could not build them. The first time, Go's module proxy must be reachable and some 5 GB be free "
-                f"in the folders that `go env GOMODCACHE GOCACHE` names. Go said:\n{said}",
+                "Go could not build them. The first time, Go's module proxy must be reachable, 5 GB be free in the "
+                f"cache folder, and 3 GB in the folder that `go env GOMODCACHE` names. Go said:\n{said}",
             )
         if folder.exists():  # from an incomplete build
             shutil.rmtree(folder)
@@ -304,7 +304,18 @@ def _environ() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in dropped} | {
         "CGO_ENABLED": "0",
         "GOWORK": "off",
+        "GOCACHE": str(_compiled()),
     }
+
+
+def _compiled() -> Path:
+    """Go's build cache: the user's, if GOCACHE names one, otherwise a folder that is removed after the builds."""
+    return Path(os.environ.get("GOCACHE") or cache_folder() / "go-build")
+
+
+def remove_build_cache() -> None:
+    """Remove what is only needed while the programs are built: several GB."""
+    shutil.rmtree(cache_folder() / "go-build", ignore_errors=True)
 
 
 def _say(line: str) -> None:
