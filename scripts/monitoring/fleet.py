@@ -30,7 +30,7 @@ RATES: Final = f"max by ({JOB}, state) (rate({WALL}{S}[{RATE}]))"
 RESTARTS: Final = grown(f"{OPERATOR_JOB}_restarts_total", jobs=THESE, by=f"{JOB}, cause")
 RECOVERY: Final = "torchelastic_recovery_duration_seconds"
 HOW_THEY_STAND: Final = "Running|Waiting|Suspended|Invalid|Succeeded|Failed"
-"""Conditions of which at most one holds of a job, or nearly so."""
+"""Conditions that rarely hold together."""
 
 
 def _jobs_that_are(condition: str) -> str:
@@ -44,9 +44,8 @@ _AT_A_GLANCE: Final = Row(
     panels=(
         Panel(
             title="Goodput",
-            about="Of all time that jobs had, the share in which they trained and kept what they trained: of the jobs "
-            "that were there in the time shown, since each was made. An hour counts alike, however many workers a job "
-            "has.",
+            about="The share of the time in which jobs trained without losing the result, of the jobs in the time "
+            "shown, since the creation of each. An hour of a job counts the same for any number of workers.",
             unit=Unit.SHARE,
             look=Look.NUMBER,
             width=5,
@@ -98,8 +97,8 @@ _AT_A_GLANCE: Final = Row(
         ),
         Panel(
             title="Lost work",
-            about="Training that no checkpoint held when it ended, of the jobs that were there in the time shown and "
-            "tell of checkpoints.",
+            about="Training that no checkpoint held when its round ended, of the jobs in the time shown that call "
+            "torchelastic.checkpoint.",
             unit=Unit.SECONDS,
             look=Look.NUMBER,
             width=4,
@@ -113,8 +112,8 @@ _JOBS: Final = Row(
     panels=(
         Panel(
             title="Jobs",
-            about="One line for each; the name leads to the job's own page. Goodput and lost work are since the job "
-            "was made.",
+            about="One line for each job; its name is a link to its dashboard. Goodput and lost work count since the "
+            "creation of the job.",
             unit=Unit.NUMBER,
             look=Look.TABLE,
             width=24,
@@ -194,8 +193,8 @@ _TIME: Final = Row(
         ),
         Panel(
             title="Restarts by cause",
-            about="In the time shown. worker_failed is charged to a job's budget, free is not: the size changed, or "
-            "the program said so; pod_failed: a pod ended that should not.",
+            about="In the time shown. worker_failed: charged to a job's budget; free: not charged, for example after "
+            "a change of the size; pod_failed: a pod ended unexpectedly.",
             unit=Unit.NUMBER,
             look=Look.BARS,
             decimals=0,
@@ -217,13 +216,13 @@ _TIME: Final = Row(
         ),
         Panel(
             title="Time to recover",
-            about="From a failure or change until the workers of a node were started again, by what had happened: the "
-            "median and, of twenty, the slowest.",
+            about="The time from a failure or change until the workers of a node have started again, by cause: the "
+            "median and the 95th percentile.",
             unit=Unit.SECONDS,
             look=Look.BARS,
             queries=(
                 Query(expr=quantile_of_all(0.5, RECOVERY, jobs=THESE, by="cause"), legend="{{cause}}, median"),
-                Query(expr=quantile_of_all(0.95, RECOVERY, jobs=THESE, by="cause"), legend="{{cause}}, slowest"),
+                Query(expr=quantile_of_all(0.95, RECOVERY, jobs=THESE, by="cause"), legend="{{cause}}, 95 %"),
             ),
         ),
     ),
@@ -234,8 +233,8 @@ _OPERATOR: Final = Row(
     panels=(
         Panel(
             title="Leader",
-            about="Whether a copy acts (1) or stands by (0). With none that acts, jobs train on, and nobody replaces "
-            "their pods.",
+            about="It is 1 for the copy that is the leader, 0 for a copy on standby. Without a leader, jobs continue "
+            "to train, but their pods are not replaced.",
             unit=Unit.NUMBER,
             look=Look.STEPS,
             width=6,
@@ -244,9 +243,8 @@ _OPERATOR: Final = Row(
             ),
         ),
         Panel(
-            title="Looks at jobs",
-            about="How many jobs were looked at in a second, by how that went: success, error (tried again), panic (of "
-            "the operator).",
+            title="Reconciles",
+            about="Reconciles per second by result: success, error (retried), panic (a defect of the operator).",
             unit=Unit.PER_SECOND,
             width=6,
             queries=(
@@ -258,8 +256,8 @@ _OPERATOR: Final = Row(
             ),
         ),
         Panel(
-            title="Time for a look",
-            about="The duration of a reconciliation of a job.",
+            title="Reconcile duration",
+            about="The duration of a reconcile of a job.",
             unit=Unit.SECONDS,
             width=6,
             queries=(
@@ -270,14 +268,14 @@ _OPERATOR: Final = Row(
                 ),
                 Query(
                     expr=quantile(0.99, "elastic_operator_reconcile_duration_seconds"),
-                    legend="slowest of a hundred",
+                    legend="99 %",
                     needs=Needs.OPERATOR,
                 ),
             ),
         ),
         Panel(
             title="Queue",
-            about="Jobs that wait for a reconciliation. If the queue does not empty, the operator is too slow.",
+            about="Jobs that wait for a reconcile. If the queue does not empty, the operator is too slow.",
             unit=Unit.NUMBER,
             width=6,
             queries=(
@@ -289,8 +287,8 @@ _OPERATOR: Final = Row(
             ),
         ),
         Panel(
-            title="Wait in the queue",
-            about="How long a job waits for a reconciliation.",
+            title="Time in the queue",
+            about="The time that a job waits for a reconcile.",
             unit=Unit.SECONDS,
             width=6,
             queries=(
@@ -301,7 +299,7 @@ _OPERATOR: Final = Row(
                 ),
                 Query(
                     expr=quantile(0.99, "elastic_operator_queue_latency_seconds"),
-                    legend="slowest of a hundred",
+                    legend="99 %",
                     needs=Needs.OPERATOR,
                 ),
             ),
@@ -333,7 +331,7 @@ _OPERATOR: Final = Row(
                 ),
                 Query(
                     expr=quantile_of_all(0.95, "elastic_operator_apply_to_running_seconds"),
-                    legend="slowest of twenty",
+                    legend="95 %",
                     needs=Needs.OPERATOR,
                 ),
             ),
@@ -358,8 +356,7 @@ _OPERATOR: Final = Row(
 FLEET_PAGE: Final = Page(
     uid="elasticjobs",
     title="ElasticJobs: fleet",
-    about="All elastic jobs: how much of their time brought them on, which of them wait or fail, and how the operator "
-    "is doing.",
+    about="All elastic jobs: their goodput, which of them wait or fail, and the state of the operator.",
     variables=(
         Variable(
             name="job_namespace",

@@ -52,7 +52,7 @@ MARKS: Final = (
     Mark(name="Worker failed", query=_went_up("torchelastic_job_restarts_total", CHARGED), colour="red"),
     Mark(name="New round", query=_went_up("torchelastic_round", S), colour="blue"),
     Mark(
-        name="Another size is wanted",
+        name="Desired size changed",
         query=Query(
             expr=f"max(torchelastic_job_wanted_nodes{S}) != max(torchelastic_job_wanted_nodes{S} offset {MOMENT})"
         ),
@@ -65,8 +65,8 @@ _AT_A_GLANCE: Final = Row(
     panels=(
         Panel(
             title="Goodput",
-            about="Share of the time since the job was made in which it trained and kept what it trained. The rest is "
-            "under Where the time went.",
+            about="The share of the time since the creation of the job in which it trained without losing the "
+            "result. Where the time went shows the rest.",
             unit=Unit.SHARE,
             look=Look.NUMBER,
             width=4,
@@ -100,8 +100,8 @@ _AT_A_GLANCE: Final = Row(
         ),
         Panel(
             title="Lost work",
-            about="Training that no checkpoint held when it ended. Empty for a program that tells of no checkpoints: "
-            "see torchelastic.checkpoint.",
+            about="Training that no checkpoint held when its round ended. Empty if the program does not call "
+            "torchelastic.checkpoint.",
             unit=Unit.SECONDS,
             look=Look.NUMBER,
             width=4,
@@ -109,8 +109,8 @@ _AT_A_GLANCE: Final = Row(
         ),
         Panel(
             title="Restarts",
-            about="Times that the workers were started anew: after a failure, which is charged to the job's budget, "
-            "and for free, for a change of membership.",
+            about="Restarts of the workers: after a failure, which is charged to the job's budget, or free, after a "
+            "change of the members.",
             unit=Unit.NUMBER,
             look=Look.NUMBER,
             width=4,
@@ -131,59 +131,58 @@ _AT_A_GLANCE: Final = Row(
 )
 
 _MEMBERS: Final = Row(
-    title="Who trains",
+    title="Members",
     panels=(
         Panel(
             title="World size",
-            about="Workers that train together, and the nodes they are on, beside how many nodes are wanted and the "
-            "least with which the job trains.",
+            about="Workers that train together, their nodes, the desired number of nodes, and the minimum for "
+            "training.",
             unit=Unit.NUMBER,
             look=Look.STEPS,
             width=12,
             queries=(
                 Query(expr=f"max(torchelastic_world_size{S})", legend="workers"),
                 Query(expr=f"max(torchelastic_job_nodes{S})", legend="nodes"),
-                Query(expr=f"max(torchelastic_job_wanted_nodes{S})", legend="nodes wanted"),
-                Query(expr=f"max(torchelastic_job_min_nodes{S})", legend="fewest nodes"),
+                Query(expr=f"max(torchelastic_job_wanted_nodes{S})", legend="desired nodes"),
+                Query(expr=f"max(torchelastic_job_min_nodes{S})", legend="minimum of nodes"),
             ),
         ),
         Panel(
             title="Round",
-            about="Each step is a new round. Many steps in a row mean that the members change again and again.",
+            about="Each step is a new round. Many steps in a row mean that the members change often.",
             unit=Unit.NUMBER,
             look=Look.STEPS,
             width=6,
             queries=(Query(expr=f"max(torchelastic_round{S})", legend="round"),),
         ),
         Panel(
-            title="Nodes that came and went",
-            about="Since the job was made; those of the first round came, too. Died: the node or its connection broke; "
-            "left: it said so before; not needed: the job was made smaller.",
+            title="Nodes joined and gone",
+            about="Since the creation of the job, including the nodes of the first round. died: the node or its "
+            "connection failed; left: the node announced it; not_needed: the job became smaller.",
             unit=Unit.NUMBER,
             look=Look.STEPS,
             width=6,
             queries=(
-                Query(expr=f"max(torchelastic_job_nodes_joined_total{S})", legend="came"),
+                Query(expr=f"max(torchelastic_job_nodes_joined_total{S})", legend="joined"),
                 Query(expr=f"max by (cause) (torchelastic_job_nodes_gone_total{S})", legend="{{cause}}"),
             ),
         ),
         Panel(
             title="Pods",
-            about="As the operator sees them: how many there should be, how many are ready, and the fewest with which "
-            "the job trains. Empty for a job on one machine.",
+            about="The desired pods, the ready pods, and the minimum for training, as the operator reports them. "
+            "Empty for a job on one machine.",
             unit=Unit.NUMBER,
             look=Look.STEPS,
             width=12,
             queries=(
                 Query(expr=f"max({OPERATOR_JOB}_desired_pods{S})", legend="desired", needs=Needs.OPERATOR),
                 Query(expr=f"max({OPERATOR_JOB}_ready_pods{S})", legend="ready", needs=Needs.OPERATOR),
-                Query(expr=f"max({OPERATOR_JOB}_min_pods{S})", legend="fewest", needs=Needs.OPERATOR),
+                Query(expr=f"max({OPERATOR_JOB}_min_pods{S})", legend="minimum", needs=Needs.OPERATOR),
             ),
         ),
         Panel(
             title="Conditions",
-            about="What holds of the job, as the operator says. `kubectl describe elasticjob` has the reasons, in "
-            "sentences.",
+            about="The conditions of the job that are true. `kubectl describe elasticjob` shows their reasons.",
             unit=Unit.NUMBER,
             look=Look.TIMELINE,
             width=12,
@@ -203,16 +202,16 @@ _TIME: Final = Row(
     panels=(
         Panel(
             title="Time by state",
-            about="The time since the job was made, cut into what it did: waiting for pods, agreeing (rendezvous), "
-            "starting and stopping processes, restoring from a checkpoint, training, and being suspended. Restoring is "
-            "told apart from training only where the program calls torchelastic.step.",
+            about="The time since the creation of the job by state: waiting for pods, rendezvous, starting and "
+            "stopping processes, restoring from a checkpoint, training, and suspended. If the program does not "
+            "call torchelastic.step, restoring counts as training.",
             unit=Unit.SECONDS,
             look=Look.STACK,
             queries=(Query(expr=STATES, legend="{{state}}"),),
         ),
         Panel(
-            title="What it did",
-            about="The same over time: the share of each state.",
+            title="State over time",
+            about="The share of each state over time.",
             unit=Unit.SHARE,
             look=Look.STACK,
             queries=(
@@ -221,34 +220,33 @@ _TIME: Final = Row(
         ),
         Panel(
             title="Goodput",
-            about="Share of the time since the job was made in which it trained and kept what it trained. It falls "
-            "with all that What it did shows beside training, and with lost work.",
+            about="The share of the time since the creation of the job in which it trained without losing the "
+            "result. Every state except training lowers it, and so does lost work.",
             unit=Unit.SHARE,
             queries=(Query(expr=goodput(THIS), legend="goodput"),),
         ),
         Panel(
             title="Lost work",
-            about="Training that no checkpoint held when it ended, added up. Where it grows much with each failure, "
-            "write checkpoints more often.",
+            about="Training that no checkpoint held when its round ended, in total. If it grows much with each "
+            "failure, write checkpoints more often.",
             unit=Unit.SECONDS,
             look=Look.STEPS,
             queries=(Query(expr=f"max({LOST}{S})", legend="lost", needs=Needs.CHECKPOINTS),),
         ),
         Panel(
             title="Time to recover",
-            about="From a failure or change until the workers of a node were started again, by what had happened: of "
-            "all nodes that were there in the time shown, the median and the slowest of twenty.",
+            about="The time from a failure or change until the workers of a node have started again, by cause: the "
+            "median and the 95th percentile of all nodes in the time shown.",
             unit=Unit.SECONDS,
             look=Look.BARS,
             queries=(
                 Query(expr=quantile_of_all(0.5, RECOVERY, jobs=THIS, by="cause"), legend="{{cause}}, median"),
-                Query(expr=quantile_of_all(0.95, RECOVERY, jobs=THIS, by="cause"), legend="{{cause}}, slowest"),
+                Query(expr=quantile_of_all(0.95, RECOVERY, jobs=THIS, by="cause"), legend="{{cause}}, 95 %"),
             ),
         ),
         Panel(
             title="Recoveries",
-            about="How often a node's workers were started again, by what had happened, on all nodes that were there "
-            "in the time shown.",
+            about="How often the workers of a node started again, by cause, on all nodes in the time shown.",
             unit=Unit.NUMBER,
             look=Look.BARS,
             queries=(
@@ -266,15 +264,14 @@ _STEPS: Final = Row(
     panels=(
         Panel(
             title="Step time by rank",
-            about=f"Mean time from one torchelastic.step to the next; the {MOST} slowest ranks. Where ranks wait for "
-            "each other in each step, all are as slow as the slowest.",
+            about=f"The mean time from one torchelastic.step to the next; the {MOST} slowest ranks. If ranks wait for "
+            "each other in each step, all of them are as slow as the slowest.",
             unit=Unit.SECONDS,
             queries=(Query(expr=f"topk({MOST}, {STEP_TIMES})", legend="rank {{rank}}", needs=Needs.STEPS),),
         ),
         Panel(
             title="Stragglers",
-            about="How long the slowest rank takes for a step, in steps of the rank in the middle: 1 where all are "
-            "alike.",
+            about="The step time of the slowest rank, divided by the median of all ranks; 1 if all are equal.",
             unit=Unit.TIMES,
             queries=(
                 Query(
@@ -298,8 +295,8 @@ _STEPS: Final = Row(
         ),
         Panel(
             title="Writing checkpoints",
-            about="How long the program is in torchelastic.checkpoint, by rank: the mean of those that ended in each "
-            f"stretch; the {MOST} slowest ranks.",
+            about="The mean time that the program spends in torchelastic.checkpoint, by rank, in each interval; the "
+            f"{MOST} slowest ranks.",
             unit=Unit.SECONDS,
             queries=(
                 Query(
@@ -311,7 +308,7 @@ _STEPS: Final = Row(
         ),
         Panel(
             title="Checkpoints written",
-            about="By the ranks that wrote any, on all nodes that were there in the time shown.",
+            about="The number of checkpoints by rank, on all nodes in the time shown.",
             unit=Unit.NUMBER,
             look=Look.BARS,
             queries=(
@@ -324,7 +321,7 @@ _STEPS: Final = Row(
         ),
         Panel(
             title="Slowest checkpoints",
-            about="Of a hundred, the one that took longest, by rank, in the time shown.",
+            about="The 99th percentile of the time to write a checkpoint, by rank, in the time shown.",
             unit=Unit.SECONDS,
             look=Look.BARS,
             queries=(
@@ -343,7 +340,8 @@ _MACHINES: Final = Row(
     panels=(
         Panel(
             title="Memory by rank",
-            about=f"Resident memory of each worker; the {MOST} largest. One that only grows will meet the pod's limit.",
+            about=f"The resident memory of each worker; the {MOST} largest. Memory that only grows will reach the "
+            "pod's limit.",
             unit=Unit.BYTES,
             queries=(
                 Query(
@@ -353,7 +351,7 @@ _MACHINES: Final = Row(
         ),
         Panel(
             title="Memory of the agents",
-            about=f"Resident memory of the agents' own processes; the {MOST} largest.",
+            about=f"The resident memory of the agents' processes; the {MOST} largest.",
             unit=Unit.BYTES,
             queries=(
                 Query(
@@ -363,14 +361,14 @@ _MACHINES: Final = Row(
         ),
         Panel(
             title="Store",
-            about="How long requests to the job's etcd take, of twenty the slowest. Training goes on without it; "
-            "changes of membership wait for it.",
+            about="The 95th percentile of the duration of requests to the job's etcd. Training continues without "
+            "etcd; changes of the members wait for it.",
             unit=Unit.SECONDS,
             queries=(Query(expr=quantile(0.95, STORE, jobs=THIS, by="request"), legend="{{request}}"),),
         ),
         Panel(
-            title="Memory of GPUs",
-            about=f"Share of each GPU's memory that is in use; the {MOST} fullest. Empty where there is no GPU.",
+            title="GPU memory",
+            about=f"The share of each GPU's memory that is in use; the {MOST} highest. Empty without GPUs.",
             unit=Unit.SHARE,
             queries=(
                 Query(
@@ -382,8 +380,8 @@ _MACHINES: Final = Row(
             ),
         ),
         Panel(
-            title="Work of GPUs",
-            about=f"Share of time in which each GPU had something to do; the {MOST} idlest. Empty where there is none.",
+            title="GPU utilization",
+            about=f"The share of time in which each GPU executed a kernel; the {MOST} lowest. Empty without GPUs.",
             unit=Unit.SHARE,
             queries=(
                 Query(
@@ -401,7 +399,7 @@ _OWN: Final = Row(
     panels=(
         Panel(
             title="$gauge",
-            about=f"As the program measures it, by rank; the {MOST} highest.",
+            about=f"The value that the program reports, by rank; the {MOST} highest.",
             unit=Unit.NUMBER,
             repeat="gauge",
             queries=(
@@ -414,7 +412,7 @@ _OWN: Final = Row(
         ),
         Panel(
             title="$counter, per second",
-            about=f"How fast it grows, by rank; the {MOST} fastest.",
+            about=f"The increase per second, by rank; the {MOST} highest.",
             unit=Unit.PER_SECOND,
             repeat="counter",
             queries=(
@@ -427,7 +425,7 @@ _OWN: Final = Row(
         ),
         Panel(
             title="$histogram",
-            about=f"The mean of what was measured in each stretch, by rank; the {MOST} highest.",
+            about=f"The mean of the values in each interval, by rank; the {MOST} highest.",
             unit=Unit.NUMBER,
             repeat="histogram",
             queries=(
@@ -446,7 +444,8 @@ _NAMES: Final = f"label_values({_OWN_NAMES}, __name__)"
 JOB_PAGE: Final = Page(
     uid="elasticjob",
     title="ElasticJob",
-    about="One elastic job: who trains, where the time went, how its steps go, and what its program measures.",
+    about="One elastic job: its members, where the time went, its steps and checkpoints, and the metrics of its "
+    "program.",
     variables=(
         Variable(
             name="job_namespace",
@@ -463,7 +462,7 @@ JOB_PAGE: Final = Page(
         Variable(
             name="group",
             label="Group of own metrics",
-            about="How the names of the program's own metrics begin that are to be shown: a group, such as my_app.",
+            about="The group of the program's own metrics to show, such as my_app.",
         ),
         Variable(
             name="gauge",

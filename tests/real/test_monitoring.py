@@ -161,16 +161,16 @@ async def test_member_round_and_restart_metrics_match_the_job(story: Story) -> N
         ("Workers", "", 3),
         ("World size", "workers", 3),
         ("World size", "nodes", 3),
-        ("World size", "nodes wanted", 3),
-        ("World size", "fewest nodes", 1),
+        ("World size", "desired nodes", 3),
+        ("World size", "minimum of nodes", 1),
         ("Round", "round", status["round"]),
         ("Restarts", "charged", KILLS),
         ("Remaining restarts", "", RESTARTS - KILLS),
-        ("Nodes that came and went", "came", 3),
+        ("Nodes joined and gone", "joined", 3),
     ):
         assert await story.one(the_query(title, legend)) == value, (title, legend)
     assert await story.one(the_query("Restarts", "free")) == status["round"] - 1 - KILLS
-    gone = labels(await story.answer(the_query("Nodes that came and went", "{{cause}}")), "cause")
+    gone = labels(await story.answer(the_query("Nodes joined and gone", "{{cause}}")), "cause")
     assert gone == {"left": 0, "died": 0, "not_needed": 0}
 
 
@@ -187,7 +187,7 @@ async def test_the_states_add_up_to_the_wall_time(story: Story) -> None:
     assert {"waiting", "rendezvous", "starting", "restoring", "stopping"} <= split.keys()
     fleet = labels(await story.answer(the_query("Time by state", page=FLEET_PAGE), job_namespace=".*"), "state")
     assert fleet == pytest.approx(split)
-    shares = labels(await story.answer(the_query("What it did")), "state")
+    shares = labels(await story.answer(the_query("State over time")), "state")
     assert sum(shares.values()) == pytest.approx(1)
     lost = await story.one(the_query("Lost work", "lost"))
     # The training time since the last checkpoint; the job writes one each second.
@@ -205,8 +205,8 @@ async def test_events_are_marked(story: Story) -> None:
         expr = filled_in(mark.query.expr, story.values)
         marked[mark.name] = await story.prometheus.moments(expr, since=story.began, until=story.ended, step=1)
     assert len(marked["Worker failed"]) == KILLS
-    assert len(marked["Another size is wanted"]) == 1
-    [size], [failure] = marked["Another size is wanted"], marked["Worker failed"]
+    assert len(marked["Desired size changed"]) == 1
+    [size], [failure] = marked["Desired size changed"], marked["Worker failed"]
     assert size < failure
     # One with another size, and one after the failure; if the third node joined on its own, one more.
     assert len(marked["New round"]) >= 2
@@ -216,7 +216,7 @@ async def test_recoveries_are_counted_by_cause(story: Story) -> None:
     counted = labels(await story.answer(the_query("Recoveries")), "cause")
     assert counted["worker_failed"] == 3 * KILLS
     assert sum(counted.values()) >= 3 * KILLS + 2
-    slowest = labels(await story.answer(the_query("Time to recover", "{{cause}}, slowest")), "cause")
+    slowest = labels(await story.answer(the_query("Time to recover", "{{cause}}, 95 %")), "cause")
     assert slowest.keys() == counted.keys()
 
 
