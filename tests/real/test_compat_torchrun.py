@@ -114,4 +114,4 @@ async def test_agents_come_and_go_and_none_waits_in_a_finished_round(
 async def test_unsupported_options_are_refused_with_advice(line: list[str], program: Path, stop: Path) -> None:
     async with Torchrun(*line, "--nnodes=2", "--rdzv-conf=lesae=5", program, stop) as agent:
         assert await agent.code() == 1
-    assert 'there is no key "lesae"; did you mean lease?' in agent.output
+    assert 'there is no key "lesae". Did you mean lease?' in agent.output

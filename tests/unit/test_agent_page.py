@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import torchelastic as worker
-from torchelastic.config import flags, rendezvous
+from torchelastic.config import flags
 from torchelastic.config.settings import AgentSettings, RendezvousSettings
 from torchelastic.protocol import ExitCode, Member, RoundRecord, SizeRecord
 from torchelastic.rendezvous.worker_environment import worker_environments
@@ -59,10 +59,9 @@ def test_the_defaults_match_the_settings(flag: str, default: float | str) -> Non
 
 def test_the_table_of_rdzv_conf_lists_every_key_with_its_default() -> None:
     table = rows("--rdzv-conf")
-    known = {*rendezvous.SETTINGS_KEYS, *rendezvous.STORE_KEYS, *rendezvous.KEY_ALIASES}
-    assert table.keys() - {"also"} == known
+    assert table.keys() - {"also"} == {*flags.CONF, *flags.CONF_ALIASES}
     fields = RendezvousSettings.__dataclass_fields__
-    for key in rendezvous.SETTINGS_KEYS:
+    for key in flags.CONF.keys() & fields.keys():
         assert f"`{fields[key].default:g}`" in table[key][0].split(", "), key
 
 
@@ -93,5 +92,4 @@ def test_the_readme_links_to_the_page_and_its_anchors_exist() -> None:
 
 def test_every_example_of_nnodes_is_valid() -> None:
     for text in re.findall(r"--nnodes ([0-9:]+)", PAGE):
-        size = rendezvous.read_size(flags.read(["--nnodes", text, "x.py"], {}))
-        assert isinstance(size, SizeRecord)
+        assert isinstance(flags.read(["--nnodes", text, "x.py"], {}).values["nnodes"], SizeRecord)

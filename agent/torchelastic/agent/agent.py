@@ -117,7 +117,7 @@ class Agent:
         self._store_server: StoreServer | None = None
         self._broken_at: float | None = None
         self._began_at = 0.0
-        self._history = History(settings.job_created, settings.rendezvous.resume.time_breakdown)
+        self._history = History(settings.job_created or None, settings.rendezvous.resume.time_breakdown)
 
     async def run(self, workers: Workers, metrics_port: int = 0) -> ExitStatus:
         """Take part until the run ends, or a signal asks this agent to leave.

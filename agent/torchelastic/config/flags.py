@@ -1,15 +1,15 @@
 """The flags of ``torchelastic-run``: a table that defines values, help and environment variables.
 
-Flags are torchrun's unless the help says otherwise, and have torchrun's environment variable ``PET_<NAME>``. The table
-also has the operator's variables (:class:`~torchelastic.protocol.Env`).
+A flag has torchrun's variable ``PET_<NAME>``. The operator's variables (:class:`~torchelastic.protocol.Env`)
+and the keys of ``--rdzv-conf`` are parsed like flags.
 
-argparse only prints the help: its parser would take flags of the program that look like ours, and drop a ``--`` that
-belongs to the program.
+getopt reads the command line, because it stops at the program. argparse, which is slow to import, only prints the help.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import getopt
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,11 +20,10 @@ from torchelastic.protocol import Env, ResumeRecord, SizeRecord
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 PROGRAM_NAME: Final = "torchelastic-run"
-_MAX_RESTARTS: Final = 1_000_000
-_MAX_NOTICE: Final = 86_400.0
+_MANY: Final = 1_000_000
 _NODE_NAME_LIMIT: Final = 240
 """Leaves space for the suffix of a node's id within the limit of names."""
 
@@ -37,17 +36,13 @@ class Flag:
         usage: the name without the leading dashes, and the placeholder of the value; a switch has no value.
         help: the text of ``--help``.
         read: parses the value.
-        setting: the field of AgentSettings or RendezvousSettings, if its name differs from the flag's.
         short: the one-letter form.
-        operators: the operator's variable, which the flag and its PET_ variable override.
     """
 
     usage: str
     help: str
     read: Callable[[Given], Any] = of.text
-    setting: str = ""
     short: str = ""
-    operators: str = ""
 
     @property
     def name(self) -> str:
@@ -59,154 +54,73 @@ class Flag:
         """The placeholder of the value; empty for a switch."""
         return self.usage.partition(" ")[2]
 
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """The environment variables that give the value if the command line does not; the first one wins."""
-        return f"PET_{self.name.upper().replace('-', '_')}", self.operators
 
+CONF: Final[Mapping[str, Callable[[Given], Any]]] = {
+    "join_timeout": of.seconds(),
+    "last_call_timeout": of.seconds(zero=True),
+    "lease": of.seconds(),
+    "join_debounce": of.seconds(zero=True),
+    "crash_loop_limit": of.integer(1, _MANY),
+    "crash_loop_seconds": of.seconds(zero=True),
+    "protocol": of.protocol,
+    "cacert": of.file,
+    "cert": of.file,
+    "key": of.file,
+    "tls": of.tls_folder,
+    "username": of.text,
+    "password": of.text,
+}
+"""The keys of ``--rdzv-conf``."""
+
+CONF_ALIASES: Final = {"timeout": "join_timeout"}
+"""Keys of torch's handlers that mean the same as one of ours, which wins if both are given."""
 
 FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
-    "How many": (
+    "Size": (
         Flag("nnodes N|MIN:MAX", "number of nodes (2), or smallest and largest number (1:4). Default: 1", of.nodes),
-        Flag(
-            "nproc-per-node N|auto|cpu|gpu",
-            "workers on this node: a number, or cpu or gpu for one on each, or auto for gpu if there is one and cpu "
-            "otherwise. Default: 1",
-        ),
-        Flag(
-            "max-restarts N",
-            "failures of workers that the whole run may have, on all nodes. Default: 100",
-            of.integer(0, _MAX_RESTARTS),
-        ),
-        Flag(
-            "final-exit-codes CODE[-CODE][,…]",
-            "exit codes of a worker after which the run fails at once, whatever restarts are left; 128 + n for signal "
-            "n (not in torchrun)",
-            of.exit_codes,
-        ),
-        Flag(
-            "free-exit-codes CODE[-CODE][,…]",
-            "exit codes of a worker after which all workers restart without a charge to --max-restarts, as long as "
-            "they do not fail early again and again (not in torchrun)",
-            of.exit_codes,
-        ),
+        Flag("nproc-per-node N|auto|cpu|gpu", "workers on this node; auto: one on each GPU, or each CPU. Default: 1"),
+        Flag("max-restarts N", "worker failures that the whole run may have. Default: 100", of.integer(0, _MANY)),
+        Flag("final-exit-codes CODE[-CODE][,…]", "exit codes that fail the run; 128 + n for signal n", of.exit_codes),
+        Flag("free-exit-codes CODE[-CODE][,…]", "exit codes that --max-restarts does not count", of.exit_codes),
     ),
-    "How the nodes meet": (
+    "Rendezvous": (
         Flag("rdzv-endpoint HOST[:2379][,…]", "servers of one etcd; http:// or https:// may stand in front"),
-        Flag(
-            "rdzv-id ID",
-            "nodes with the same id train together; no other run on that etcd may have it. Required for several nodes; "
-            "for one node, a random one is the default",
-            setting="run_id",
-        ),
-        Flag(
-            "rdzv-conf KEY=VALUE[,…]",
-            "more settings. In seconds: join_timeout (how long too few nodes wait for more, 600), last_call_timeout "
-            "(how long the first round waits for nodes above the minimum, 10), lease (after which a silent node counts "
-            "as lost, 5), join_debounce (for which joins are collected, 0.05). About etcd: protocol (http or https), "
-            "cacert, cert, key (files), tls (a folder that has them as ca.crt, tls.crt and tls.key, the last two only "
-            "if etcd asks for them), username, password. About programs that fail at once: crash_loop_limit (failures "
-            "in a row, 3), crash_loop_seconds (after the start, 10)",
-        ),
-        Flag(
-            "rdzv-backend NAME",
-            "torchelastic, the default (or etcd, which means the same); etcd-v3 or etcd-v2 to choose the server's API",
-        ),
-        Flag(
-            "standalone",
-            "a run of this node alone, without an etcd; the default if the only node has no endpoint",
-            of.switch,
-        ),
+        Flag("rdzv-id ID", "nodes with the same id train together; required for several nodes, unique on that etcd"),
+        Flag("rdzv-conf KEY=VALUE[,…]", f"more settings of the rendezvous and of etcd: {', '.join(CONF)}"),
+        Flag("rdzv-backend NAME", "torchelastic or etcd, the default; etcd-v3 or etcd-v2 to choose the server's API"),
+        Flag("standalone", "a run of this node alone, without etcd; the default without an endpoint", of.switch),
     ),
-    "The program": (
+    "Program": (
         Flag("module", "the program is a Python module, as in python -m", of.switch, short="m"),
         Flag("no-python", "the program is a command; python FILE and python -m MODULE still start fast", of.switch),
         Flag(
             "start-method METHOD",
-            "fork-server: from a process that has torch imported (default; also forkserver, fork). exec: by a new "
-            "interpreter (also spawn)",
+            "fork-server, the default (also forkserver, fork); exec (also spawn)",
             of.start_method,
         ),
-        Flag(
-            "preload MODULE[,…]",
-            "modules that the fork server imports beside torch, so that no worker has to (not in torchrun). They must "
-            "not start threads or touch a GPU when they are imported",
-            of.modules,
-        ),
-        Flag(
-            "heartbeat-timeout SECONDS",
-            "a worker that has not called torchelastic.heartbeat(), or touched the file $TORCHELASTIC_HEARTBEAT_FILE, "
-            "for this time counts as hung, which is a failure (not in torchrun). Default: no limit",
-            of.seconds(),
-        ),
+        Flag("preload MODULE[,…]", "modules that the fork server imports in addition to torch", of.modules),
+        Flag("heartbeat-timeout SECONDS", "a worker without a heartbeat for this time counts as hung", of.seconds()),
         Flag("role NAME", "role of the workers, for logs and metrics. Default: default", of.name()),
     ),
     "Output": (
         Flag("log-dir DIR", "write the workers' output to files, round_E/rank_R/ below this folder"),
         Flag(
             "redirects STREAMS",
-            "streams that go to the files only: 0 none, 1 stdout, 2 stderr, 3 both; for all workers (3) or by local "
-            "rank (0:1,1:3)",
+            "streams for files only: 0 none, 1 stdout, 2 stderr, 3 both; or as in 0:1,1:3",
             short="r",
         ),
-        Flag("tee STREAMS", "streams that go to the files and to the console, written likewise", short="t"),
+        Flag("tee STREAMS", "streams for files and the console, in the same form", short="t"),
     ),
-    "This node": (
-        Flag(
-            "local-addr ADDR",
-            "address under which the other nodes reach it; gloo and NCCL use its interface. Default: the one that "
-            "routes to etcd, and gloo and NCCL find theirs",
-            of.address,
-            setting="address",
-            operators=Env.NODE_ADDRESS,
-        ),
-        Flag(
-            "port-range FIRST-LAST",
-            "ports on which it listens for the other nodes and serves the rounds' stores, at least 16 (not in "
-            "torchrun). Default: any free ones",
-            of.ports,
-            setting="ports",
-        ),
-        Flag(
-            "node-name NAME",
-            "its name in logs and for the operator (not in torchrun). Default: host name",
-            of.name(_NODE_NAME_LIMIT),
-            operators=Env.NODE_NAME,
-        ),
-        Flag(
-            "notice SECONDS",
-            "time that workers which ask for it get at most to save before a planned change (not in torchrun). "
-            "Default: 30",
-            of.seconds(zero=True, most=_MAX_NOTICE),
-        ),
-        Flag(
-            "stop-timeout SECONDS",
-            "time between SIGTERM and SIGKILL when its workers end because the round does (not in torchrun). "
-            "Default: 0, SIGKILL at once",
-            of.seconds(zero=True),
-        ),
-        Flag(
-            "stop-grace SECONDS",
-            "time between SIGTERM and SIGKILL when its workers end because it leaves (not in torchrun). Default: 5",
-            of.seconds(zero=True),
-        ),
-        Flag(
-            "place NAME",
-            "nodes with the same place get neighbouring ranks (not in torchrun). Default: the host",
-            of.name(),
-        ),
-        Flag(
-            "metrics-port PORT",
-            "serve /metrics for Prometheus, 0 on any free port (not in torchrun)",
-            of.integer(0, 65535),
-            operators=Env.METRICS_PORT,
-        ),
-        Flag(
-            "termination-log FILE",
-            "file for the termination message, in JSON (not in torchrun)",
-            of.path,
-            operators=Env.TERMINATION_LOG,
-        ),
+    "Node": (
+        Flag("local-addr ADDR", "address for the other nodes; gloo and NCCL use its interface", of.address),
+        Flag("port-range FIRST-LAST", "at least 16 ports to listen on. Default: any free ones", of.ports),
+        Flag("node-name NAME", "its name in logs and for the operator. Default: host name", of.name(_NODE_NAME_LIMIT)),
+        Flag("notice SECONDS", "most time to save before a planned change. Default: 30", of.seconds(zero=True)),
+        Flag("stop-timeout SECONDS", "from SIGTERM to SIGKILL if the round ends. Default: 0", of.seconds(zero=True)),
+        Flag("stop-grace SECONDS", "from SIGTERM to SIGKILL if this node leaves. Default: 5", of.seconds(zero=True)),
+        Flag("place NAME", "nodes with the same place get neighbouring ranks. Default: the host", of.name()),
+        Flag("metrics-port PORT", "serve /metrics for Prometheus, 0 on any free port", of.integer(0, 65535)),
+        Flag("termination-log FILE", "file for the termination message, in JSON", of.path),
     ),
     "Accepted for scripts written for torchrun": (
         Flag("monitor-interval SECONDS", "not needed: the end of a worker is seen at once", of.seconds()),
@@ -217,19 +131,37 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
 }
 """The flags by the heading under which ``--help`` shows them."""
 
-_FROM_OPERATOR: Final = (
-    Flag("size", "how many nodes there may and should be", of.record(SizeRecord), operators=Env.SIZE),
-    Flag("unique-run", "the run's id is never used again", of.switch, operators=Env.UNIQUE_RUN),
-    Flag("resume", "the run before it was suspended", of.record(ResumeRecord), operators=Env.RESUME),
-    Flag("job", "namespace and name of the job", of.job, operators=Env.JOB),
-    Flag("job-created", "when the job was created", of.created, operators=Env.JOB_CREATED),
-)
-"""What only the operator gives, in variables."""
+_FROM_OPERATOR: Final[Mapping[str, Callable[[Given], Any]]] = {
+    "size": of.record(SizeRecord),
+    "unique_run": of.switch,
+    "resume": of.record(ResumeRecord),
+    "job": of.job,
+    "job_created": of.seconds(zero=True),
+}
+"""What only the operator gives."""
+
+VARIABLES: Final[Mapping[str, str]] = {
+    "local-addr": Env.NODE_ADDRESS,
+    "node-name": Env.NODE_NAME,
+    "metrics-port": Env.METRICS_PORT,
+    "termination-log": Env.TERMINATION_LOG,
+    "size": Env.SIZE,
+    "unique_run": Env.UNIQUE_RUN,
+    "resume": Env.RESUME,
+    "job": Env.JOB,
+    "job_created": Env.JOB_CREATED,
+}
+"""The operator's variables; a flag and its PET_ variable override them."""
+
+_FIELDS: Final = {"rdzv-id": "run_id", "local-addr": "address", "port-range": "ports"}
+"""The fields of the settings whose names differ from their flags'."""
 
 _BY_NAME: Final = {flag.name: flag for flags in FLAGS.values() for flag in flags}
-_BY_LETTER: Final = {flag.short: flag for flag in _BY_NAME.values() if flag.short}
-_ALL: Final = {**_BY_NAME, **{flag.name: flag for flag in _FROM_OPERATOR}}
-_OLD_NAMES: Final = {"nnode": "nnodes"}
+_PARSERS: Final = {**{name: flag.read for name, flag in _BY_NAME.items()}, **_FROM_OPERATOR, **CONF}
+_AS_WRITTEN: Final = {
+    **{f"--{name}": flag for flag in _BY_NAME.values() for name in (flag.name, flag.name.replace("-", "_"))},
+    **{f"-{flag.short}": flag for flag in _BY_NAME.values() if flag.short},
+}
 _NOTHING_LIKE_IT: Final = (
     "duplicate-stderr-filters duplicate-stdout-filters event-log-handler local-ranks-filter log-line-prefix-template "
     "numa-binding print-completion signals-to-handle virtual-local-rank"
@@ -244,14 +176,14 @@ NOT_HERE: Final = dict.fromkeys(_NOTHING_LIKE_IT.split(), "there is nothing like
 
 
 class CommandLine:
-    """The given flags and variables.
+    """The given flags, variables and keys of ``--rdzv-conf``.
 
     Args:
-        given: the given texts by flag name.
+        given: the given texts by the name of the flag or key.
         program: the program and its arguments.
 
     Attributes:
-        values: the parsed values by flag name.
+        values: the parsed values by the same names.
 
     Raises:
         SettingsError: a value is invalid.
@@ -260,13 +192,18 @@ class CommandLine:
     def __init__(self, given: Mapping[str, Given], program: tuple[str, ...] = ()) -> None:
         self.given = given
         self.program = program
-        self.values: Mapping[str, Any] = {name: _ALL[name].read(value) for name, value in given.items()}
+        self.values: Mapping[str, Any] = {name: _PARSERS[name](value) for name, value in given.items()}
 
     def settings(self, kind: type) -> dict[str, Any]:
         """Return the values that are fields of this dataclass, by field."""
         fields = {each.name for each in dataclasses.fields(kind)}
-        found = ((_ALL[name].setting or name.replace("-", "_"), value) for name, value in self.values.items())
+        found = ((_FIELDS.get(name, name.replace("-", "_")), value) for name, value in self.values.items())
         return {name: value for name, value in found if name in fields}
+
+
+def from_variables(environ: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, Given]:
+    """Return the given texts by name; an empty variable, as a manifest may have it, counts as not given."""
+    return {name: Given(each, environ[each]) for name, each in variables.items() if environ.get(each)}
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
@@ -276,59 +213,70 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
         SettingsError: a flag does not exist, or its value is missing or invalid.
         SystemExit: after ``--help`` or ``--version``.
     """
-    given: dict[str, Given] = {}
-    for name, flag in _ALL.items():
-        variables = flag.variables if name in _BY_NAME else (flag.operators,)
-        # An empty variable, as a manifest may have it, counts as not given.
-        if (variable := next(filter(environ.get, variables), None)) is not None:
-            given[name] = Given(variable, environ[variable])
-    position = 0
-    while position < len(argv):
-        word = argv[position]
-        if word == "-" or not word.startswith("-"):
-            break
-        position += 1
-        if word == "--":
-            break
-        if word in {"-h", "--help", "--version"}:
-            _parser().parse_args([word])
-        flag, written, value = _flag_of(word)
-        if not flag.metavar:
-            if value is not None:
-                raise SettingsError(f"{written} takes no value: leave out what follows it in {word}.")
-            value = "1"
-        elif value is None and position < len(argv):
-            value = argv[position]
-            position += 1
-        if not value:
-            raise SettingsError(f"{written} needs a value: {flag.metavar}.")
-        given[flag.name] = Given(written, value, between=" ")
-    return CommandLine(given, tuple(argv[position:]))
+    torchruns = {name: f"PET_{name.upper().replace('-', '_')}" for name in _BY_NAME}
+    given = from_variables(environ, VARIABLES) | from_variables(environ, torchruns)
+    short = [f"{written[1:]}{':' * bool(flag.metavar)}" for written, flag in _AS_WRITTEN.items() if len(written) == 2]
+    long = [f"{written[2:]}{'=' * bool(flag.metavar)}" for written, flag in _AS_WRITTEN.items() if len(written) > 2]
+    try:
+        options, program = getopt.getopt(argv, f"h{''.join(short)}", [*long, "help", "version"])
+    except getopt.GetoptError as error:
+        raise SettingsError(_explained(f"{'-' if len(error.opt) == 1 else '--'}{error.opt}")) from None
+    for written, value in options:
+        if (known := _AS_WRITTEN.get(written)) is None:
+            _parser().parse_args([written])
+        elif known.metavar and not value:
+            raise SettingsError(_explained(written))
+        else:
+            given[known.name] = Given(written, value.removeprefix("=") or "1", between=" ")
+    if (conf := given.get("rdzv-conf")) is not None:
+        given |= read_conf(conf.source, _pairs(conf))
+    return CommandLine(given, tuple(program))
 
 
-def _flag_of(word: str) -> tuple[Flag, str, str | None]:
-    """Return the flag of a word, its spelling there, and its value if the word has one."""
-    if word.startswith("--"):
-        written, equals, value = word.partition("=")
-        name = written[2:].replace("_", "-")
-        name = _OLD_NAMES.get(name, name)
-        if (flag := _BY_NAME.get(name)) is None:
-            raise SettingsError(_unknown(written, name))
-        return flag, written, value if equals else None
-    written = word[:2]
-    if (flag := _BY_LETTER.get(written[1])) is None:
-        raise SettingsError(_unknown(written, written[1]))
-    return flag, written, word[2:].removeprefix("=") if len(word) > 2 else None
+def read_conf(source: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Given]:
+    """Return pairs of ``--rdzv-conf`` by our names of the keys.
+
+    Raises:
+        SettingsError: there is no such key.
+    """
+    conf: dict[str, Given] = {}
+    for written, value in pairs:
+        name = written.replace("-", "_")
+        key = CONF_ALIASES.get(name, name)
+        if key not in CONF:
+            known = (*CONF, *CONF_ALIASES)
+            hint = _similar(name, known) or f"The keys are {', '.join(known)}."
+            raise SettingsError(f'{source}: there is no key "{written}". {hint}')
+        if key == name or key not in conf:
+            conf[key] = Given(f"{source} {written}", f"{value}")
+    return conf
 
 
-def _unknown(written: str, name: str) -> str:
+def _pairs(conf: Given) -> list[tuple[str, str]]:
+    pairs = [pair.partition("=")[::2] for pair in conf.text.split(",") if pair.strip()]
+    if not all(value.strip() for _, value in pairs):
+        # Any part may be a password.
+        raise conf.refused("it takes KEY=VALUE pairs with commas between them, and no value has a comma", secret=True)
+    return [(key.strip(), value.strip()) for key, value in pairs]
+
+
+def _explained(written: str) -> str:
+    """Return why a flag cannot be used in this way."""
+    if (flag := _AS_WRITTEN.get(written)) is not None:
+        return f"{written} needs a value: {flag.metavar}." if flag.metavar else f"{written} takes no value."
+    name = written.lstrip("-").replace("_", "-")
     if (why := NOT_HERE.get(name)) is not None:
         return f"{written} is a flag of torchrun that {PROGRAM_NAME} does not have: {why}. Leave it out."
+    hint = _similar(name, [*_BY_NAME], "--") or f"{PROGRAM_NAME} --help lists all flags."
+    return f"There is no flag {written}. {hint} (Flags of your own program go after its name.)"
+
+
+def _similar(name: str, known: Sequence[str], before: str = "") -> str:
     import difflib
 
-    alike = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.45)
-    hint = f"Did you mean --{alike[0]}?" if alike else f"{PROGRAM_NAME} --help lists all flags."
-    return f"There is no flag {written}. {hint} (Flags of your own program go after its name.)"
+    longer = [each for each in known if each.startswith(name)]
+    similar = longer[:1] or difflib.get_close_matches(name, known, n=1, cutoff=0.45)
+    return f"Did you mean {before}{similar[0]}?" if similar else ""
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,6 +6,7 @@ Each parser takes a :class:`Given` and returns the value, or raises a SettingsEr
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from torchelastic.errors import MalformedRecord, SettingsError
 from torchelastic.protocol import SizeRecord, decode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import msgspec
 
@@ -60,20 +61,20 @@ def path(given: Given) -> Path:
     return Path(given.text)
 
 
-def integer(least: int, most: int) -> Callable[[Given], int]:
-    """Return a parser for a whole number between two bounds, inclusive."""
+def integer(least: int, most: int, also: str = "") -> Callable[[Given], int]:
+    """Return a parser for a whole number between two bounds, inclusive; messages mention ``also``."""
 
     def read(given: Given) -> int:
         # Longer texts exceed every bound, and int() raises another error for very long texts.
         if not given.text.strip().isdecimal() or len(given.text) > 20 or not least <= int(given.text) <= most:
-            raise given.refused(f"this is a whole number from {least} to {most}")
+            raise given.refused(f"this is a whole number from {least} to {most}{also}")
         return int(given.text)
 
     return read
 
 
-def seconds(*, zero: bool = False, most: float = math.inf) -> Callable[[Given], float]:
-    """Return a parser for a time in seconds, at most ``most``; 0 is allowed with ``zero``."""
+def seconds(*, zero: bool = False) -> Callable[[Given], float]:
+    """Return a parser for a time in seconds; 0 is allowed with ``zero``."""
 
     def read(given: Given) -> float:
         try:
@@ -82,8 +83,6 @@ def seconds(*, zero: bool = False, most: float = math.inf) -> Callable[[Given], 
             value = math.nan
         if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
             raise given.refused(f"this is a time in seconds, {'0 or more' if zero else 'above 0'}")
-        if value > most:
-            raise given.refused(f"this is a time of at most {most:,.0f} seconds")
         return value
 
     return read
@@ -124,14 +123,12 @@ def address(given: Given) -> str:
 def nodes(given: Given) -> SizeRecord:
     """Parse a fixed number of nodes, or MIN:MAX."""
     match = re.fullmatch(r"\s*([0-9]{1,7})(?::([0-9]{1,7}))?\s*", given.text)
-    if match is None:
-        raise given.refused("this is the number of nodes, or MIN:MAX, for example 2 or 1:4")
-    least, most = int(match[1]), int(match[2] or match[1])
-    if least < 1 or most > MAX_NODES:
-        raise given.refused(f"there must be at least 1 node, and at most {MAX_NODES:,}")
+    least, most = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
+    if match is None or not 1 <= least <= MAX_NODES or not 1 <= most <= MAX_NODES:
+        raise given.refused(f"this is a number of nodes from 1 to {MAX_NODES:,}, or MIN:MAX, for example 2 or 1:4")
     if least > most:
         raise given.refused(f"the minimum is above the maximum; did you mean {most}:{least}?")
-    return SizeRecord(min=least, max=most, desired=least if match[2] is None else None)
+    return SizeRecord(min=least, max=most, desired=least if least == most else None)
 
 
 def exit_codes(given: Given) -> frozenset[int]:
@@ -152,24 +149,22 @@ def exit_codes(given: Given) -> frozenset[int]:
 def ports(given: Given) -> PortRange:
     """Parse a range of ports to listen on."""
     match = re.fullmatch(r"\s*([0-9]{1,5})\s*-\s*([0-9]{1,5})\s*", given.text)
-    if match is None:
-        raise given.refused("these are the first and the last port, for example 29400-29499")
-    first, last = int(match[1]), int(match[2])
-    if not LEAST_PORT <= first <= 65535 or not LEAST_PORT <= last <= 65535:
-        raise given.refused(f"ports for this go from {LEAST_PORT} to 65535")
-    if first > last:
-        raise given.refused(f"the first port is above the last; did you mean {last}-{first}?")
-    if last - first + 1 < FEWEST_PORTS:
-        raise given.refused(f"at least {FEWEST_PORTS} ports are needed, for example {first}-{first + 99}")
+    first, last = (0, 0) if match is None else (int(match[1]), int(match[2]))
+    if not LEAST_PORT <= first <= last - FEWEST_PORTS + 1 <= last <= 65535:
+        raise given.refused(
+            f"these are the first and the last of at least {FEWEST_PORTS} ports from {LEAST_PORT} to 65535, for "
+            "example 29400-29499"
+        )
     return PortRange(first, last)
 
 
 def start_method(given: Given) -> StartMethod:
     """Parse a start method, by our names or torch's names."""
-    method = StartMethod.named(given.text)
-    if method is None:
+    name = given.text.strip().lower().replace("_", "-")
+    name = {"forkserver": "fork-server", "fork": "fork-server", "spawn": "exec"}.get(name, name)
+    if name not in set(StartMethod):
         raise given.refused("this is fork-server or exec (or torchrun's forkserver, fork or spawn)")
-    return method
+    return StartMethod(name)
 
 
 def modules(given: Given) -> tuple[str, ...]:
@@ -198,6 +193,25 @@ def job(given: Given) -> tuple[str, str]:
     return namespace, own
 
 
-def created(given: Given) -> float | None:
-    """Parse a time in seconds since 1970; return None for 0."""
-    return seconds(zero=True)(given) or None
+def protocol(given: Given) -> str:
+    """Parse the protocol to etcd."""
+    if (found := given.text.lower()) not in {"http", "https"}:
+        raise given.refused("etcd is reached over http or https")
+    return found
+
+
+def file(given: Given) -> str:
+    """Parse the path of an existing file."""
+    if not os.path.isfile(given.text):  # noqa: PTH113 - pathlib raises if a path is too long
+        raise given.refused("there is no such file")
+    return given.text
+
+
+def tls_folder(given: Given) -> Mapping[str, str]:
+    """Return the files of a folder that has the keys of a TLS Secret; a client certificate is optional."""
+    names = {"cacert": "ca.crt", "cert": "tls.crt", "key": "tls.key"}
+    paths = {key: os.path.join(given.text, name) for key, name in names.items()}  # noqa: PTH118 - as above
+    found = {key: path for key, path in paths.items() if os.path.isfile(path)}  # noqa: PTH113
+    if "cacert" not in found:
+        raise given.refused("there is no ca.crt in this folder")
+    return found

@@ -31,13 +31,6 @@ class StartMethod(enum.StrEnum):
     FORK_SERVER = "fork-server"
     EXEC = "exec"
 
-    @classmethod
-    def named(cls, text: str) -> StartMethod | None:
-        """Return the method of this name, which may be torch's name; None if the name is unknown."""
-        name = text.strip().lower().replace("_", "-")
-        name = {"forkserver": "fork-server", "fork": "fork-server", "spawn": "exec"}.get(name, name)
-        return cls(name) if name in set(cls) else None
-
 
 class Streams(enum.IntFlag):
     """Standard streams of a worker, as torchrun numbers them."""
@@ -136,15 +129,32 @@ class RendezvousSettings:
     resume: ResumeRecord = field(default_factory=ResumeRecord)
 
 
-@dataclass(frozen=True, slots=True)
-class AgentSettings:
-    """The settings of an agent.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """The settings of a node in the rendezvous.
 
     Attributes:
         rendezvous: the rules of the rendezvous.
         store: the store; None for a run of one node, which needs no etcd.
         node_name: the name of this node for users and the operator.
         address: the address at which peers reach this node; also MASTER_ADDR if it serves the store.
+        interface: the network interface for gloo and NCCL; empty if they choose it themselves.
+        place: the topology key; nodes with the same key get neighbouring ranks; empty for none.
+    """
+
+    rendezvous: RendezvousSettings
+    store: StoreSettings | None
+    node_name: str
+    address: str
+    interface: str = ""
+    place: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSettings(NodeSettings):
+    """The settings of an agent.
+
+    Attributes:
         program: the program of the workers.
         workers: the number of workers.
         role: the role of the workers, as torchrun's --role.
@@ -154,18 +164,12 @@ class AgentSettings:
         heartbeat_timeout: seconds without a heartbeat after which a worker counts as hung; None for no limit.
         final_exit_codes: exit codes of workers after which the run fails at once; 128 + n for signal n.
         free_exit_codes: exit codes of workers after which a restart is not charged; 128 + n for signal n.
-        place: the topology key; nodes with the same key get neighbouring ranks; empty for none.
-        interface: the network interface for gloo and NCCL; empty if they choose it themselves.
         metrics_port: the port of /metrics; 0 for any free port; None for no /metrics.
         termination_log: the file for the termination message.
         job: namespace and name of the job; without a job, an empty namespace and the run's id.
-        job_created: the creation time of the job, in seconds since 1970; None if it is unknown.
+        job_created: the creation time of the job, in seconds since 1970; 0 if it is unknown.
     """
 
-    rendezvous: RendezvousSettings
-    store: StoreSettings | None
-    node_name: str
-    address: str
     program: Program
     workers: int = 1
     role: str = DEFAULT_ROLE
@@ -175,13 +179,7 @@ class AgentSettings:
     heartbeat_timeout: float | None = None
     final_exit_codes: frozenset[int] = frozenset()
     free_exit_codes: frozenset[int] = frozenset()
-    place: str = ""
-    interface: str = ""
     metrics_port: int | None = None
     termination_log: Path | None = None
     job: tuple[str, str] = ("", "")
-    job_created: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.job == ("", ""):
-            object.__setattr__(self, "job", ("", self.rendezvous.run_id))
+    job_created: float = 0.0

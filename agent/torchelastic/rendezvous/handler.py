@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import datetime as dt
 import os
 import socket
@@ -18,6 +17,10 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from torchelastic.config.flags import VARIABLES, CommandLine, from_variables, read_conf
+from torchelastic.config.parsing import Given
+from torchelastic.config.rendezvous import read_node
+from torchelastic.config.settings import NodeSettings
 from torchelastic.protocol import FailureKind, FailureRecord, NodePhase, OutcomeState
 from torchelastic.rendezvous.api import (
     RendezvousClosedError,
@@ -27,15 +30,15 @@ from torchelastic.rendezvous.api import (
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-from torchelastic.rendezvous.handler_settings import read_settings
 from torchelastic.rendezvous.node_thread import Ended, NodeThread
 from torchelastic.store.endpoints import split_endpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # not listed in its __all__
 
     from torchelastic.rendezvous.api import RendezvousParameters
-    from torchelastic.rendezvous.handler_settings import HandlerSettings
     from torchelastic.rendezvous.node_thread import NodeStatus
 
 NO_LIMIT: Final = 1_000_000
@@ -65,15 +68,13 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     Attributes:
         settings: the settings from the parameters.
-        bounds_crash_loops: whether the parameters set ``crash_loop_limit``.
 
     Raises:
         SettingsError: a parameter is invalid; the message says what to change.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self.settings: HandlerSettings = read_settings(parameters, os.environ)
-        self.bounds_crash_loops = any(key.replace("-", "_") == "crash_loop_limit" for key in parameters.config)
+        self.settings = read_settings(parameters, os.environ)
         self._backend = parameters.backend
         self._node: NodeThread | None = None
         self._given: NodeStatus | None = None
@@ -163,9 +164,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
     # -- joining
 
     def _started(self) -> NodeThread:
-        # The caller counts restarts itself, so the run has no limit.
-        rules = dataclasses.replace(self.settings.rendezvous, max_restarts=NO_LIMIT, crash_loop_limit=NO_LIMIT)
-        node = NodeThread(dataclasses.replace(self.settings, rendezvous=rules), _serve)
+        node = NodeThread(self.settings, _serve)
         node.start()
         atexit.register(self.set_closed)  # the only call if a signal ends the agent
         return node
@@ -261,6 +260,33 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 node.is_over(self._given.serial, timeout=OUTCOME_TIMEOUT)
         node.stop(leave=node.status.outcome is None)
         self._stores.clear()
+
+
+def read_settings(parameters: RendezvousParameters, environ: Mapping[str, str]) -> NodeSettings:
+    """Return the settings of a node, parsed from its parameters like the flags of ``torchelastic-run``.
+
+    Args:
+        parameters: the parameters of the handler; torch's type has the same attributes.
+        environ: has the operator's variables.
+
+    Raises:
+        SettingsError: a parameter is invalid; the message says what to change.
+    """
+    flags = {
+        "rdzv-backend": parameters.backend,
+        "rdzv-endpoint": parameters.endpoint,
+        "rdzv-id": parameters.run_id,
+        "nnodes": f"{parameters.min_nodes}:{parameters.max_nodes}",
+        "local-addr": parameters.local_addr,
+        # The caller counts restarts itself.
+        "max-restarts": f"{NO_LIMIT}",
+        "crash_loop_limit": f"{NO_LIMIT}",
+    }
+    # torchrun adds the rank for its own handlers.
+    conf = read_conf("--rdzv-conf", [pair for pair in parameters.config.items() if pair[0] != "rank"])
+    given = {name: Given(f"--{name}", text, between=" ") for name, text in flags.items() if text}
+    line = CommandLine({**from_variables(environ, VARIABLES), **given, **conf})
+    return NodeSettings(**read_node(line))
 
 
 def _serve(listener: socket.socket) -> TCPStore:

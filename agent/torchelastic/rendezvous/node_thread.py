@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
+    from torchelastic.config.settings import NodeSettings
     from torchelastic.protocol import OutcomeRecord
-    from torchelastic.rendezvous.handler_settings import HandlerSettings
     from torchelastic.store.api import Store
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class NodeThread:
         status: the last status.
     """
 
-    def __init__(self, settings: HandlerSettings, serve: Callable[[socket.socket], object]) -> None:
+    def __init__(self, settings: NodeSettings, serve: Callable[[socket.socket], object]) -> None:
         self.node = f"{settings.node_name}.{secrets.token_hex(4)}"
         self.status = NodeStatus()
         self._settings = settings
