@@ -76,6 +76,7 @@ class Signals:
 
     Args:
         received: called for each of them.
+        listen: False to take only what is passed to :meth:`take`.
 
     Attributes:
         number: the first one, after it has come.
@@ -83,23 +84,24 @@ class Signals:
         hurry: set by the second one: end at once.
     """
 
-    def __init__(self, received: Callable[[signal.Signals], None]) -> None:
+    def __init__(self, received: Callable[[signal.Signals], None], *, listen: bool = True) -> None:
         self._received = received
+        self._numbers = LEAVING_SIGNALS if listen else ()
         self.number = signal.SIGTERM
         self.first = asyncio.Event()
         self.hurry = asyncio.Event()
 
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        for number in LEAVING_SIGNALS:
-            loop.add_signal_handler(number, self._take, number)
+        for number in self._numbers:
+            loop.add_signal_handler(number, self.take, number)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         loop = asyncio.get_running_loop()
-        for number in LEAVING_SIGNALS:
+        for number in self._numbers:
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)  # a late one must not prevent the termination message
 
@@ -116,7 +118,8 @@ class Signals:
         with suppress(SignalledFirst):
             await _unless(self.hurry, work)
 
-    def _take(self, number: signal.Signals) -> None:
+    def take(self, number: signal.Signals) -> None:
+        """Handle a signal."""
         if self.first.is_set():
             self.hurry.set()
         else:

@@ -22,7 +22,7 @@ __all__ = ["ProcessFailure", "RunResult", "WorkerSpec", "WorkerState"]
 NOT_AVAILABLE = "<N/A>"
 
 
-@dataclass(frozen=True, kw_only=False)
+@dataclass
 class WorkerSpec:
     """The workers of a node.
 
@@ -53,7 +53,7 @@ class WorkerSpec:
     local_world_size: int = 1
     rdzv_handler: RendezvousHandler | None = None
     fn: Callable[..., Any] | None = None
-    entrypoint: Callable[..., Any] | str | None = None
+    entrypoint: Callable[..., Any] | str = ""
     args: tuple[Any, ...] = ()
     max_restarts: int = 3
     monitor_interval: float = 0.1
@@ -66,31 +66,19 @@ class WorkerSpec:
     heartbeat_timeout: float | None = None
 
     def __post_init__(self) -> None:
-        if self.fn is not None and self.entrypoint is not None:
+        if self.fn and self.entrypoint and self.fn != self.entrypoint:
             raise SettingsError("WorkerSpec has both fn and entrypoint, which mean the same: leave out fn.")
-        if not (self.fn or self.entrypoint):
+        self.entrypoint = self.entrypoint or self.fn or ""
+        if not self.entrypoint:
             raise SettingsError("WorkerSpec has nothing to run: give a function or a command as entrypoint.")
         if self.local_world_size < 1:
             raise SettingsError(f"WorkerSpec.local_world_size={self.local_world_size}: at least one worker is needed.")
-        if self.max_restarts < 0:
-            raise SettingsError(f"WorkerSpec.max_restarts={self.max_restarts}: this is 0 or more.")
-        if self.monitor_interval <= 0:
-            raise SettingsError(f"WorkerSpec.monitor_interval={self.monitor_interval:g}: this is above 0, in seconds.")
-
-    @property
-    def program(self) -> Callable[..., Any] | str:
-        """The function or the command."""
-        program = self.entrypoint or self.fn
-        if program is None:
-            raise AssertionError("__post_init__ checks this")
-        return program
 
     def get_entrypoint_name(self) -> str:
         """Return the name of the function or command."""
-        program = self.program
-        if isinstance(program, str):
-            return Path(program).name
-        return str(getattr(program, "__qualname__", type(program).__qualname__))
+        if isinstance(self.entrypoint, str):
+            return Path(self.entrypoint).name
+        return str(getattr(self.entrypoint, "__qualname__", type(self.entrypoint).__qualname__))
 
 
 class WorkerState(enum.StrEnum):

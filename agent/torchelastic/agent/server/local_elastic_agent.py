@@ -10,28 +10,40 @@ order. If the program is killed, or ended by a SIGTERM without a handler, its wo
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import multiprocessing
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError, wait
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from torchelastic.agent.server.api import RunResult, WorkerSpec, WorkerState
-from torchelastic.config.settings import AgentSettings, LogSettings, Program, ProgramKind, StartMethod, Streams
+from torchelastic.agent.agent import Agent
+from torchelastic.agent.events import Signalled, Signals
+from torchelastic.agent.function_call import call_of, read_results, write_call
+from torchelastic.agent.server.api import ProcessFailure, RunResult, WorkerSpec, WorkerState
+from torchelastic.agent.workers.pool import workers_of
+from torchelastic.config import parsing
+from torchelastic.config.main import read_logs
+from torchelastic.config.parsing import Given
+from torchelastic.config.program import program_of_command
+from torchelastic.config.settings import AgentSettings, Program, ProgramKind
 from torchelastic.errors import SettingsError
+from torchelastic.metrics.agent import AgentMetrics
 from torchelastic.output import DEFAULT_ROLE
-from torchelastic.rendezvous.api import RendezvousParameters
-from torchelastic.rendezvous.handler import NO_LIMIT, ElasticRendezvousHandler
+from torchelastic.protocol import ExitCode
+from torchelastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
+from torchelastic.rendezvous.handler import ElasticRendezvousHandler
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
+    from pathlib import Path
 
-    from torchelastic.agent.server.library_agent import LibraryAgent
+    from torchelastic.agent.exit_status import ExitStatus
     from torchelastic.agent.server.torch_agent import TorchAgent
 
 __all__ = ["LocalElasticAgent"]
@@ -69,24 +81,17 @@ class LocalElasticAgent:
         logs_specs: Any = None,  # noqa: ANN401 - of torch's type, which is not imported here
         shutdown_timeout: float = 5.0,
     ) -> None:
-        method = StartMethod.named(f"{start_method}")
-        if method is None:
-            raise SettingsError(
-                f"start_method={start_method}: this is fork-server or exec (or torch's forkserver, fork or spawn)."
-            )
         folder = log_dir or getattr(logs_specs, "root_log_dir", None)
+        output = {"log-dir": folder, "redirects": _as_text(spec.redirects), "tee": _as_text(spec.tee)}
         self._spec = spec
-        self._start_method = method
+        self._start_method = parsing.start_method(Given("start_method", f"{start_method}"))
         self._exit_barrier_timeout = exit_barrier_timeout
         self._shutdown_timeout = shutdown_timeout
-        self._logs = LogSettings(
-            directory=None if folder is None else Path(folder).absolute(),
-            redirects=_streams("redirects", spec.redirects, spec.local_world_size),
-            tee=_streams("tee", spec.tee, spec.local_world_size),
+        self._logs = read_logs(
+            {name: Given(name.replace("-", "_"), f"{value}") for name, value in output.items() if value is not None},
+            spec.local_world_size,
         )
-        if self._logs.redirects and folder is None:
-            raise SettingsError("WorkerSpec.redirects: there is no folder for the files; name one as log_dir.")
-        self._agent: LibraryAgent | TorchAgent | None = None
+        self._agent: _OurAgent | TorchAgent | None = None
         self._stopped = False
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:  # noqa: ARG002 - torch's signature; a spec has one role
@@ -106,7 +111,8 @@ class LocalElasticAgent:
         if not _one_at_a_time.acquire(blocking=False):
             raise RuntimeError("Another agent runs in this process; a process can have one at a time.")
         try:
-            _keep_exit_statuses()
+            if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the kernel drops the exit statuses of children
             return self._run()
         finally:
             self._agent = None
@@ -125,21 +131,17 @@ class LocalElasticAgent:
         """Run the agent in a thread, and wait for it in a way that lets signal handlers run."""
         result: Future[RunResult] = Future()
 
-        def stopped() -> None:
+        def settle(how: Callable[[Any], None], value: object) -> None:
             with contextlib.suppress(InvalidStateError):
-                result.set_result(RunResult(WorkerState.STOPPED))
+                how(value)
 
         def launch() -> None:
             try:
-                found = agent.launch()
+                settle(result.set_result, agent.launch())
             except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-                with contextlib.suppress(InvalidStateError):
-                    result.set_exception(error)
-            else:
-                with contextlib.suppress(InvalidStateError):
-                    result.set_result(found)
+                settle(result.set_exception, error)
 
-        agent = self._agent = self._made(stopped)
+        agent = self._agent = self._made(lambda: settle(result.set_result, RunResult(WorkerState.STOPPED)))
         thread = threading.Thread(target=launch, name="torchelastic: agent", daemon=True)
         thread.start()
         if self._stopped:
@@ -157,37 +159,19 @@ class LocalElasticAgent:
                     agent.stop()
             thread.join(_JOIN_TIMEOUT)
 
-    def _made(self, stopped: Callable[[], None]) -> LibraryAgent | TorchAgent:
-        handler = self._spec.rdzv_handler or ElasticRendezvousHandler(
-            RendezvousParameters("torchelastic", "", "", 1, 1)
-        )
+    def _made(self, stopped: Callable[[], None]) -> _OurAgent | TorchAgent:
+        spec = self._spec
+        handler = spec.rdzv_handler or ElasticRendezvousHandler(RendezvousParameters("torchelastic", "", "", 1, 1))
         if not isinstance(handler, ElasticRendezvousHandler):
             from torchelastic.agent.server.torch_agent import TorchAgent
 
-            return TorchAgent(self._spec, self._logs, self._exit_barrier_timeout, stopped)
-        from torchelastic.agent.function_call import call_of
-        from torchelastic.agent.server.library_agent import LibraryAgent
-        from torchelastic.config.program import program_of_command
-
-        entrypoint, arguments = self._spec.program, self._spec.args
-        if isinstance(entrypoint, str):
-            command = program_of_command((entrypoint, *map(str, arguments)), self._start_method)
-            return LibraryAgent(self._settings(handler, command), None)
-        worker = Program(ProgramKind.MODULE, ("torchelastic.agent.function_worker",), self._start_method)
-        return LibraryAgent(self._settings(handler, worker), call_of(entrypoint, arguments))
-
-    def _settings(self, handler: ElasticRendezvousHandler, program: Program) -> AgentSettings:
-        spec, settings = self._spec, handler.settings
-        rules = dataclasses.replace(settings.rendezvous, max_restarts=spec.max_restarts)
-        if not handler.bounds_crash_loops:  # the budget is small here, and all of it was asked for
-            rules = dataclasses.replace(rules, crash_loop_limit=NO_LIMIT)
-        return AgentSettings(
-            rendezvous=rules,
-            store=settings.store,
-            node_name=settings.node_name,
-            address=spec.local_addr or settings.address,
-            interface=settings.interface,
-            place=settings.place,
+            return TorchAgent(spec, self._logs, self._exit_barrier_timeout, stopped)
+        program = Program(ProgramKind.MODULE, ("torchelastic.agent.function_worker",), self._start_method)
+        if isinstance(spec.entrypoint, str):
+            program = program_of_command((spec.entrypoint, *map(str, spec.args)), self._start_method)
+        node = {each.name: getattr(handler.settings, each.name) for each in dataclasses.fields(handler.settings)}
+        settings = AgentSettings(
+            **node | ({"address": spec.local_addr} if spec.local_addr else {}),
             program=program,
             workers=spec.local_world_size,
             role=spec.role,
@@ -196,26 +180,79 @@ class LocalElasticAgent:
             heartbeat_timeout=spec.heartbeat_timeout,
             final_exit_codes=frozenset(spec.final_exit_codes),
         )
+        rules = dataclasses.replace(settings.rendezvous, max_restarts=spec.max_restarts)
+        call = None if isinstance(spec.entrypoint, str) else call_of(spec.entrypoint, spec.args)
+        return _OurAgent(dataclasses.replace(settings, rendezvous=rules), call)
 
 
-def _streams(name: str, given: int | Mapping[int, int], workers: int) -> Mapping[int, Streams]:
-    """Streams by local rank; ranks without one are left out."""
-    chosen = given if isinstance(given, Mapping) else dict.fromkeys(range(workers), given)
-    if not all(0 <= rank < workers and 0 <= streams <= Streams.BOTH for rank, streams in chosen.items()):
-        raise SettingsError(
-            f"WorkerSpec.{name}={given}: this is 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or such a number by "
-            f"local rank, of which there are {workers}."
-        )
-    return {rank: Streams(streams) for rank, streams in chosen.items() if streams}
+class _OurAgent(Agent):
+    """One node of a run in a program that does other things, too: it handles no signals.
+
+    Args:
+        settings: what to do.
+        call: what the workers call, see :func:`~torchelastic.agent.function_call.call_of`; None if they run a command.
+    """
+
+    def __init__(self, settings: AgentSettings, call: bytes | None) -> None:
+        super().__init__(settings, AgentMetrics())
+        self._call = call
+        self._signals = Signals(lambda number: self._events.put_nowait(Signalled(number)), listen=False)
+        self._loop = asyncio.new_event_loop()
+
+    def launch(self) -> RunResult:
+        """Run the workers to their end, with an event loop of its own.
+
+        Raises:
+            RendezvousConnectionError: this node cannot meet the others.
+            SettingsError: what is asked for cannot be done; the message says what to change.
+        """
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            return runner.run(self._result())
+
+    def stop(self) -> None:
+        """Leave the run, as on SIGTERM; from any thread. The second time, without waiting for the workers."""
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._signals.take, signal.SIGTERM)
+
+    async def _result(self) -> RunResult:
+        async with workers_of(self._settings, owns_process=False) as workers:
+            if self._call is not None:
+                write_call(workers.scratch, self._call)
+            return self._result_of(await self.run(workers), workers.scratch)
+
+    def _result_of(self, ending: ExitStatus, scratch: Path) -> RunResult:
+        round, failure = self._round, ending.message.failure
+        results: dict[int, Any] = {}
+        if ending.code is ExitCode.SUCCEEDED and round is not None and self._node_id in round.nodes:
+            first = round.first_rank(self._node_id)
+            results = read_results(scratch, round.number, range(first, first + self._settings.workers))
+        match ending.code:
+            case ExitCode.SUCCEEDED:
+                return RunResult(WorkerState.SUCCEEDED, return_values=results)
+            case ExitCode.FAILED if failure is not None:
+                now = int(time.time())  # the same, so that the first one counts as the earliest
+                failures = {
+                    each.rank: ProcessFailure(
+                        local_rank=each.local_rank,
+                        pid=each.pid,
+                        exitcode=each.exit_code,
+                        message=each.message,
+                        host=each.host,
+                        timestamp=now,
+                    )
+                    for each in (failure, *self._failures)
+                }
+                return RunResult(WorkerState.FAILED, failures=failures)
+            case ExitCode.LEFT | ExitCode.INTERRUPTED:
+                return RunResult(WorkerState.STOPPED)
+            case ExitCode.BAD_INPUT:
+                raise SettingsError(ending.message.message)
+            case _:
+                raise RendezvousConnectionError(ending.message.message)
 
 
-def _keep_exit_statuses() -> None:
-    """Make the kernel keep the exit statuses of children, which it does not for a program that ignores SIGCHLD."""
-    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-        try:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        except ValueError:
-            raise SettingsError(
-                "This program ignores SIGCHLD, so the exit status of a worker would be lost; call "
-                "signal.signal(signal.SIGCHLD, signal.SIG_DFL) first, in the main thread."
-            ) from None
+def _as_text(streams: int | Mapping[int, int]) -> str:
+    """Return streams as ``--redirects`` takes them."""
+    if not isinstance(streams, Mapping):
+        return f"{int(streams)}"
+    return ",".join(f"{rank}:{int(each)}" for rank, each in streams.items()) or "0"

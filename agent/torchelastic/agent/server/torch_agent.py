@@ -63,7 +63,7 @@ class TorchAgent:
                 "or leave out rdzv_handler."
             )
         os.environ.setdefault(_NO_SHARED_STORE, "1")
-        program = spec.program
+        program = spec.entrypoint
         self._is_function = not isinstance(program, str)
         self._handler = _Handler(spec, stopped)
         self._agent = _Agent(
