@@ -9,20 +9,25 @@ For launchers: :mod:`.api` has the interface of handlers, :mod:`.registry` choos
 for callers that block, and :mod:`.torchrun` is that one with torch's types.
 """
 
-from __future__ import annotations
+from torchelastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from torchelastic.rendezvous.registry import (
+    RendezvousHandlerCreator,
+    RendezvousHandlerRegistry,
+    rendezvous_handler_registry,
+)
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torchelastic.rendezvous.api import *  # noqa: F403
-    from torchelastic.rendezvous.registry import (
-        RendezvousHandlerCreator,
-        RendezvousHandlerRegistry,
-        rendezvous_handler_registry,
-    )
-
-__all__ = [  # noqa: F405 - see above
+__all__ = [
     "RendezvousClosedError",
     "RendezvousConnectionError",
     "RendezvousError",
@@ -37,12 +42,3 @@ __all__ = [  # noqa: F405 - see above
     "RendezvousTimeoutError",
     "rendezvous_handler_registry",
 ]
-
-_OF_THE_REGISTRY = {"RendezvousHandlerCreator", "RendezvousHandlerRegistry", "rendezvous_handler_registry"}
-
-
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "registry" if name in _OF_THE_REGISTRY else "api"
-    return getattr(import_module(f"{__name__}.{module}"), name)

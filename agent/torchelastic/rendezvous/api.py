@@ -166,17 +166,15 @@ class RendezvousParameters:
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
         """Return the further parameter of this name as a bool; raise ValueError if it is not a bool."""
-        match self.get(key, default):
-            case None | bool() as value:
-                return value
-            case 0 | 1 as number:
-                return bool(number)
-            case str() as text if text.lower() in {"1", "true", "t", "yes", "y"}:
-                return True
-            case str() as text if text.lower() in {"0", "false", "f", "no", "n"}:
-                return False
-            case other:
-                raise ValueError(f"The rendezvous' {key}={other!r} is neither true nor false.")
+        value = self.get(key, default)
+        text = f"{value}".lower()
+        if text in {"1", "true", "t", "yes", "y"}:
+            return True
+        if text in {"0", "false", "f", "no", "n"}:
+            return False
+        if value is None:
+            return None
+        raise ValueError(f"The rendezvous' {key}={value!r} is neither true nor false.")
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
         """Return the further parameter of this name as an int; raise ValueError if it is not an int."""

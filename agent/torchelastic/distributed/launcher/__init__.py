@@ -1,5 +1,0 @@
-"""The launcher under the path that it has in torch, ``torch.distributed.launcher``."""
-
-from torchelastic.launcher.api import LaunchConfig, elastic_launch, launch_agent
-
-__all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]

@@ -1,0 +1,3 @@
+"""``@record``, and the errors of failed runs: torch's."""
+
+from torch.distributed.elastic.multiprocessing.errors import *  # noqa: F403
