@@ -17,17 +17,14 @@ from celpy import celtypes
 from celpy.adapter import json_to_cel
 from celpy.evaluation import CELEvalError
 
-from elastic_operator.api.json_values import shown
 from elastic_operator.api.validation import Location, Problem
-from elastic_operator.manifest.structural import Schema, field_schema
+from elastic_operator.manifest.crd import Schema, field_schema
 
 if TYPE_CHECKING:
     from celpy.celtypes import Value
     from celpy.evaluation import Context, Result
 
 _OLD_SELF = re.compile(r"\boldSelf\b")
-_REFERENCE = re.compile(r"\bself((?:\.\w+)*)")
-_MAX_QUOTED = 80
 
 
 def broken_rules(value: object, schema: Schema, old: object = None, location: Location = ()) -> Iterator[Problem]:
@@ -46,7 +43,7 @@ def broken_rules(value: object, schema: Schema, old: object = None, location: Lo
         for rule in rules:
             if not _holds(rule, converted, before):
                 at = tuple(step for step in rule.get("fieldPath", "").split(".") if step)
-                yield Problem((*location, *at), rule["message"] + _quoted(rule["rule"], value))
+                yield Problem((*location, *at), rule["message"])
     if isinstance(value, Mapping):
         for key, below in value.items():
             old_field = old.get(key) if isinstance(old, Mapping) else None
@@ -102,16 +99,3 @@ def _cel(value: object, schema: Schema) -> Value:
     if isinstance(value, list):
         return celtypes.ListType([_cel(item, schema.get("items", {})) for item in value])
     return json_to_cel(cast("str | int | float | bool", value))
-
-
-def _quoted(rule: str, value: object) -> str:
-    """Return the values that the rule names, as the end of a sentence."""
-    quoted: dict[str, str] = {}
-    for reference in _REFERENCE.findall(rule):
-        current, name = value, "it"
-        for step in reference.split(".")[1:]:
-            if isinstance(current, Mapping) and step in current:
-                current, name = current[step], step
-        if isinstance(current, str | int | float) and len(shown(current)) <= _MAX_QUOTED:
-            quoted[name] = f"{name} is {shown(current)}"
-    return f" ({', '.join(quoted.values())})" if quoted else ""

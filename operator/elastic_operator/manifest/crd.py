@@ -1,72 +1,56 @@
-"""Checks manifests on this machine as an API server checks them in a cluster.
+"""Checks manifests on this machine as an API server with strict field validation checks them in a cluster.
 
 ``crds/elasticjob.yaml``, which the package carries as ``elasticjob.yaml``, is the one source of truth for the spec and
-the status. Defaults, schema and CEL rules are read from it. The metadata is the same for every kind of object, so no
-CRD describes it; its schema is here.
+the status. Defaults, schema and CEL rules are read from it. jsonschema checks the schema; Kubernetes' keywords are
+added to its own. Of the metadata only the types are checked. Rules in CEL are in :mod:`elastic_operator.manifest.cel`.
 """
 
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
+import json
+from collections.abc import Iterator, Mapping
 from importlib import resources
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import yaml
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError
+from jsonschema.validators import extend
 
 from elastic_operator.api.json_values import shown
 from elastic_operator.api.spec import GROUP, KIND, VERSION, Json
-from elastic_operator.api.validation import Problem
-from elastic_operator.manifest.structural import Schema, field_schema, unknown_fields, violations
+from elastic_operator.api.validation import Location, Problem
+from torchelastic.protocol import shorten
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+Schema = Mapping[str, Any]
+_Errors = Iterator[ValidationError]
 
-__all__ = ["Problem", "apply_defaults", "definition", "schema", "validate"]
-
+_OPAQUE: Final[Schema] = {"x-kubernetes-preserve-unknown-fields": True}
+_ANY: Final[Schema] = {**_OPAQUE, "items": _OPAQUE}
 _TEXT: Final[Schema] = {"type": "string"}
-_NUMBER: Final[Schema] = {"type": "integer"}
-_OBJECTS: Final[Schema] = {"type": "array", "items": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
-_NAME: Final = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
-_NAME_WORDS: Final = (
-    "at most 63 letters, digits and -_. that begin and end with a letter or digit; "
-    "in a key, a DNS name and a slash may precede them"
-)
-
-
-def _texts(dns: str, value: Schema) -> Schema:
-    """Return the schema of labels or annotations; ``dns`` are the characters of a part of a DNS name."""
-    part = f"[{dns}0-9]([-{dns}0-9]*[{dns}0-9])?"
-    key = {"pattern": rf"^((?=.{{1,253}}/){part}(\.{part})*/)?{_NAME}$", "description": _NAME_WORDS}
-    return {"type": "object", "propertyNames": key, "additionalProperties": value}
-
-
+_TEXTS: Final[Schema] = {"type": "object", "additionalProperties": _TEXT}
 _METADATA: Final[Schema] = {
     "type": "object",
     "required": ["name"],
     "properties": {
-        "annotations": _texts("A-Za-z", _TEXT),
-        "creationTimestamp": _TEXT,
-        "deletionGracePeriodSeconds": _NUMBER,
-        "deletionTimestamp": _TEXT,
-        "finalizers": {"type": "array", "items": _TEXT},
-        "generateName": _TEXT,
-        "generation": _NUMBER,
-        "labels": _texts("a-z", {**_TEXT, "pattern": f"^({_NAME})?$", "description": _NAME_WORDS}),
-        "managedFields": _OBJECTS,
-        "name": {**_TEXT, "minLength": 1},
-        "namespace": {
-            **_TEXT,
-            "pattern": "^([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?$",
-            "description": "at most 63 small letters, digits and dashes that begin and end with a letter or digit",
-        },
-        "ownerReferences": _OBJECTS,
-        "resourceVersion": _TEXT,
-        "selfLink": _TEXT,
-        "uid": _TEXT,
+        "name": _TEXT,
+        "namespace": _TEXT,
+        "labels": _TEXTS,
+        "annotations": _TEXTS,
+        **dict.fromkeys(("creationTimestamp", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers"), _ANY),
+        **dict.fromkeys(("generateName", "generation", "managedFields", "ownerReferences"), _ANY),
+        **dict.fromkeys(("resourceVersion", "selfLink", "uid"), _ANY),
     },
 }
-_MAX_ANNOTATION_BYTES: Final = 256 * 1024
+"""The metadata is the same for every kind of object, so no CRD describes it."""
+
+_INT_OR_STRING: Final = {"type": ["integer", "string"], "minimum": -(2**63), "maximum": 2**63 - 1}
+"""An API server has no integers beyond 64 bits, and celpy fails on them."""
+
+_MAX_SENTENCE: Final = 300
 
 
 @functools.cache
@@ -113,7 +97,7 @@ def validate(manifest: Json, *, old: Json | None = None) -> list[Problem]:
     wrong = {problem.location for problem in violated}
     # A mapping in a list's place is one problem, not one for each of its fields.
     unknown = [each for each in unknown_fields(job, _whole_schema()) if each.location[:-1] not in wrong]
-    if problems := [*unknown, *violated, *_annotation_problems(job["metadata"])]:
+    if problems := [*unknown, *violated]:
         return problems
     from elastic_operator.manifest.cel import broken_rules  # slow to import, and most commands do not validate
 
@@ -135,16 +119,6 @@ def _misnamed(manifest: Json) -> Iterator[Problem]:
             yield Problem((key,), f"is {found if isinstance(found, str) else shown(found)}, expected {expected}")
 
 
-def _annotation_problems(metadata: object) -> Iterator[Problem]:
-    annotations = metadata.get("annotations") if isinstance(metadata, dict) else None
-    size = (
-        sum(len(f"{key}{value}".encode()) for key, value in annotations.items()) if isinstance(annotations, dict) else 0
-    )
-    if size > _MAX_ANNOTATION_BYTES:
-        at = ("metadata", "annotations")
-        yield Problem(at, f"have {size} bytes in all; at most {_MAX_ANNOTATION_BYTES} are possible")
-
-
 def _default(value: object, schema: Schema) -> None:
     """Drop nulls of declared fields and fill in defaults, in place."""
     if isinstance(value, dict):
@@ -158,3 +132,86 @@ def _default(value: object, schema: Schema) -> None:
     elif isinstance(value, list):
         for item in value:
             _default(item, schema.get("items", {}))
+
+
+def violations(value: object, schema: Schema) -> Iterator[Problem]:
+    """Yield what is wrong with a value whose defaults are applied; the schema is that of a CRD."""
+    for error in _Validator(schema).iter_errors(value):
+        yield Problem(tuple(error.absolute_path), _sentence(error))
+
+
+def unknown_fields(value: object, schema: Schema, location: Location = ()) -> Iterator[Problem]:
+    """Yield the fields that the schema does not declare."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from unknown_fields(item, schema.get("items", {}), (*location, index))
+    elif isinstance(value, Mapping):
+        properties = schema.get("properties", {})
+        for key, below in value.items():
+            if key in properties or "additionalProperties" in schema:
+                yield from unknown_fields(below, field_schema(schema, key), (*location, key))
+            elif not schema.get("x-kubernetes-preserve-unknown-fields"):
+                yield Problem((*location, key), f"there is no such field{_suggestion(key, properties)}")
+
+
+def field_schema(schema: Schema, key: str) -> Schema:
+    """Return the schema of a mapping's field; an empty one if it is not declared."""
+    known: Schema = schema.get("properties", {}).get(key) or schema.get("additionalProperties") or {}
+    return known
+
+
+def _suggestion(key: str, properties: Schema) -> str:
+    """Return what was probably meant, as the end of a sentence."""
+    owners = [name for name, schema in properties.items() if key in schema.get("properties", {})]
+    if owners:
+        return f" here; it belongs below {owners[0]}"
+    folded = {name.lower().replace("_", ""): name for name in properties}
+    close = difflib.get_close_matches(key.lower().replace("_", ""), folded, n=1, cutoff=0.7)
+    return f"; did you mean {folded[close[0]]}?" if close else "; remove it"
+
+
+def _required(_: object, names: list[str], value: object, _schema: object) -> _Errors:
+    """As in JSON Schema, but the location of the error is the missing field."""
+    if isinstance(value, Mapping):
+        missing = "this field is missing; it must be given"
+        yield from (ValidationError(missing, path=[name]) for name in names if name not in value)
+
+
+def _int_or_string(_: object, _keyword: object, value: object, _schema: object) -> _Errors:
+    yield from Draft202012Validator(_INT_OR_STRING).iter_errors(value)
+
+
+def _unique(_: object, keys: object, items: object, _schema: object) -> _Errors:
+    """Check that the items of a set, or of a list that goes by keys, differ."""
+    seen: set[str] = set()
+    for index, item in enumerate(items if isinstance(items, list) else ()):
+        if keys == "set":
+            identity = item
+        elif isinstance(keys, list) and isinstance(item, Mapping):
+            identity = {key: item.get(key) for key in keys}
+        else:
+            continue
+        if (exactly := json.dumps(identity)) in seen:
+            yield ValidationError(f"{shown(identity)} is in this list already; remove one of the two", path=[index])
+        seen.add(exactly)
+
+
+KEYWORDS: Final[Mapping[str, Any]] = {
+    "required": _required,
+    "x-kubernetes-int-or-string": _int_or_string,
+    "x-kubernetes-list-type": _unique,
+    "x-kubernetes-list-map-keys": _unique,
+}
+"""The keywords that :func:`violations` checks in another way than jsonschema."""
+
+_Validator = extend(Draft202012Validator, KEYWORDS)
+
+
+def _sentence(error: ValidationError) -> str:
+    """Return what is wrong and what to change."""
+    if error.validator == "pattern":
+        expected = str(error.schema.get("description", "")).removesuffix(".")
+        return f"{shown(error.instance)} is not possible here; expected is: {expected}"
+    if error.validator == "type" and "string" in error.validator_value and isinstance(error.instance, int | float):
+        return f"{shown(error.instance)} is not a text; write it in quotes"
+    return shorten(error.message, _MAX_SENTENCE)

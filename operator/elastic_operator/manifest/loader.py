@@ -43,21 +43,6 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012 - so it is declared in PyYAML
     bool_values = {**yaml.SafeLoader.bool_values, "y": True, "n": False}  # noqa: RUF012
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._values = 0
-        self._values_of: dict[yaml.Node | None, int] = {}
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        is_alias, before = self.check_event(yaml.AliasEvent), self._values
-        node = super().compose_node(parent, index)
-        self._values += self._values_of.get(node, 1) if is_alias else 1
-        if not is_alias:
-            self._values_of[node] = self._values - before
-        if self._values > _MAX_VALUES:
-            raise BadInput(f"{self.name}: has more than {_MAX_VALUES} values when its aliases are expanded; shorten it")
-        return node
-
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
@@ -70,7 +55,13 @@ class _Loader(yaml.SafeLoader):
                 )
             lines[key] = line
         self.flatten_mapping(node)
+        self.check_number(len(node.value))
         return node
+
+    def check_number(self, number: int) -> None:
+        """Refuse a manifest that is huge with its aliases and merges written out."""
+        if number > _MAX_VALUES:
+            raise BadInput(f"{self.name}: has more than {_MAX_VALUES} values when its aliases are expanded; shorten it")
 
     def key(self, node: yaml.Node) -> str:
         """Return a mapping's key, which is a text as in JSON."""
@@ -105,13 +96,11 @@ class Manifest:
         path: the file, as the user named it.
         data: the mapping in it.
         lines: the line of each value, from 1.
-        notes: how YAML reads a value without quotes, if that may surprise.
     """
 
     path: Path
     data: Json
     lines: dict[Location, int] = field(default_factory=dict)
-    notes: dict[Location, str] = field(default_factory=dict)
 
     def line(self, location: Location) -> int:
         """Return the line of a value, or of the value around it if it is missing."""
@@ -122,9 +111,7 @@ class Manifest:
     def bad_input(self, problems: Iterable[Problem]) -> BadInput:
         """Return the error for these problems, in the order of their lines."""
         ordered = sorted(problems, key=lambda problem: self.line(problem.location))
-        return BadInput(
-            in_words([f"{self.path}:{self.line(at.location)}: {at}{self.notes.get(at.location, '')}" for at in ordered])
-        )
+        return BadInput(in_words([f"{self.path}:{self.line(problem.location)}: {problem}" for problem in ordered]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +166,8 @@ def parse(text: str, path: Path) -> Manifest:
             raise BadInput(f"{path}: is empty; it should hold an ElasticJob")
         if len(nodes) > 1:
             raise loader.bad_input(nodes[1], "a second document begins here; put each job into a file of its own")
-        manifest = Manifest(path, {})
-        data = _value(loader, manifest, nodes[0], (), nodes[0])
+        lines: dict[Location, int] = {}
+        data = _value(loader, lines, nodes[0], (), nodes[0])
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         character = f"U+{ord(text[error.position]):04X}"
@@ -188,12 +175,13 @@ def parse(text: str, path: Path) -> Manifest:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
-        raise BadInput(f"{where}: is not YAML: {_cause(error)}") from None
+        said = " ".join(part for part in (error.context, error.problem) if part)
+        raise BadInput(f"{where}: is not YAML: {said}") from None
     except RecursionError:
         raise BadInput(f"{path}: is nested too deeply") from None
     if not isinstance(data, Mapping):
         raise BadInput(f"{path}: should begin with apiVersion, kind, metadata and spec, but holds {shown(data)}")
-    return Manifest(path, data, manifest.lines, manifest.notes)
+    return Manifest(path, data, lines)
 
 
 def load_checked(path: Path) -> ElasticJobManifest:
@@ -245,29 +233,19 @@ def _checked(manifest: Manifest, data: Json) -> ElasticJobManifest:
     return ElasticJobManifest(manifest, job, ElasticJobSpec.of(job["spec"]))
 
 
-def _value(loader: _Loader, manifest: Manifest, node: yaml.Node, location: Location, start: yaml.Node) -> object:
+def _value(
+    loader: _Loader, lines: dict[Location, int], node: yaml.Node, location: Location, start: yaml.Node
+) -> object:
     """Return the value of a node; note its line, which is that of ``start``."""
-    manifest.lines[location] = start.start_mark.line + 1
+    lines[location] = start.start_mark.line + 1
+    loader.check_number(len(lines))
     if isinstance(node, yaml.MappingNode):
         pairs = [(loader.key(key), key, below) for key, below in node.value]
-        return {name: _value(loader, manifest, below, (*location, name), key) for name, key, below in pairs}
+        return {name: _value(loader, lines, below, (*location, name), key) for name, key, below in pairs}
     if isinstance(node, yaml.SequenceNode):
-        return [_value(loader, manifest, item, (*location, index), item) for index, item in enumerate(node.value)]
+        return [_value(loader, lines, item, (*location, index), item) for index, item in enumerate(node.value)]
     assert isinstance(node, yaml.ScalarNode)  # noqa: S101 - the third and last kind of node
-    value = loader.scalar(node)
-    if not isinstance(value, str) and node.style is None and node.value not in ("", shown(value)):
-        manifest.notes[location] = f" (YAML reads {node.value} as {shown(value)})"
-    return value
-
-
-def _cause(error: yaml.MarkedYAMLError) -> str:
-    """Return what the parser says, or plainer words."""
-    said = " ".join(part for part in (error.context, error.problem) if part)
-    if "'\\t'" in said:
-        return "a tab cannot indent; write spaces"
-    if error.problem == "mapping values are not allowed here":
-        return 'there is a ": " too many here; put the value into quotes if it has one in it, or check the indentation'
-    return said
+    return loader.scalar(node)
 
 
 def _text(path: Path) -> str:
