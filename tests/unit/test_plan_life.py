@@ -216,7 +216,7 @@ def test_invalid_change_of_a_running_job_is_reported_and_stops_nothing() -> None
     made = plan(after, a_world(running(0)), NOW)
 
     assert [pod.index for pod in made.create] == [1]
-    assert "as it stands, it could not be resumed: " in condition(made.status, ConditionType.RESTART_REQUIRED).message
+    assert condition(made.status, ConditionType.RESTART_REQUIRED).message.startswith("spec.env has changed; ")
 
 
 def test_live_pods_keep_the_applied_spec_on_resumption() -> None:

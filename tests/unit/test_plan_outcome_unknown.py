@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from elastic_operator.api.constants import ConditionType, EventReason, Reason
-from elastic_operator.api.spec import ElasticJobSpec, EtcdSpec, FailureAction
+from elastic_operator.api.spec import EtcdSpec, FailureAction
 from elastic_operator.api.status import JobState
-from elastic_operator.controller.model import PATIENCE, EtcdState, IncompatibleImage, with_applied_spec
+from elastic_operator.controller.model import PATIENCE, IncompatibleImage, with_applied_spec
 from elastic_operator.controller.plan import plan
 from tests.support.builders import (
     NOW,
     a_job,
-    a_round,
     a_world,
     condition,
     died,
@@ -24,7 +23,6 @@ from tests.support.builders import (
     out_of_memory,
     running,
     success,
-    with_spec,
     with_spec_applied,
 )
 
@@ -196,24 +194,3 @@ def test_disruption_budget_condition_names_why_it_is_false() -> None:
     assert condition(mended, ConditionType.DISRUPTION_BUDGET_FAILED).reason == Reason.BUDGET_CREATED
     without = plan(replace(asked, spec=a_job().spec, generation=2), a_world(running(0), running(1)), NOW).status
     assert condition(without, ConditionType.DISRUPTION_BUDGET_FAILED).reason == Reason.NOT_REQUESTED
-
-
-def test_contradicting_restart_limit_is_reported_to_have_no_effect() -> None:
-    container = {"name": "w", "image": "i:1", "args": ["--max_restarts=3", "t.py"]}
-    archived = {
-        "minReplicas": 1,
-        "maxReplicas": 2,
-        "replicas": 2,
-        "replicaSpecs": {"Worker": {"replicas": 2, "template": {"spec": {"containers": [container]}}}},
-    }
-    world = a_world(running(0), running(1), round=a_round(running(0), running(1)))
-    job = with_spec_applied(replace(a_job(), spec=ElasticJobSpec.of({**archived, "maxRestarts": 100})))
-    edited = with_spec(job, ElasticJobSpec.of({**archived, "maxRestarts": 50}), generation=2)
-    edited, made = carried_out(edited, world, NOW)
-    changes = condition(edited.status, ConditionType.RESTART_REQUIRED)
-    assert (changes.status, changes.reason) == (True, Reason.SPEC_CHANGED)
-    assert changes.message.startswith(
-        "this has no effect, and the job could not be resumed with it: spec.maxRestarts is"
-    )
-    assert reasons(made) == [EventReason.RESTART_REQUIRED]
-    assert plan(edited, replace(world, etcd=EtcdState.READY), NOW).events == ()

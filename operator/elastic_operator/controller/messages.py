@@ -205,12 +205,10 @@ def _degraded(observed: Observed, status: JobStatus, missing: str) -> Value:
 
 
 def _restart_required(effect: SpecInEffect) -> str | None:
-    later = effect.later_problem
     if not effect.changes:
-        return later and f"this has no effect, and the job could not be resumed with it: {later}"
+        return None
     has = "has" if len(effect.changes) == 1 else "have"
-    changed = f"{listed(effect.changes)} {has} changed; suspend the job and resume it to have that take effect"
-    return _clauses(changed, f"as it stands, it could not be resumed: {later}" if later else "")
+    return f"{listed(effect.changes)} {has} changed; suspend the job and resume it to have that take effect"
 
 
 def _clauses(*parts: str) -> str:

@@ -326,14 +326,12 @@ class SpecInEffect:
         applied: what the status is to keep; None if nothing is applied.
         changes: the fields in which the user's spec differs from it.
         problem: why no pod can be made of it; None if one can.
-        later_problem: why the user's spec could not be applied on a resumption; None if it could.
     """
 
     spec: ElasticJobSpec
     applied: AppliedSpec | None
     changes: tuple[str, ...] = ()
     problem: str | None = None
-    later_problem: str | None = None
 
 
 def _had_pods(job: Job, observed: Observed) -> bool:

@@ -9,8 +9,7 @@ module          question
 ==============  ==================================================================================
 ``failures``    what does the end of each pod mean, and has the job ended?
 ``scaling``     which pods are deleted and created, and what are the agents told?
-``status``      what does the status say?
-``run_report``  where did the time go, and what is kept of the run?
+``status``      what does the status say, where did the time go, and what is kept of the run?
 ``messages``    which conditions hold, which events are emitted, and in which words?
 ==============  ==================================================================================
 
@@ -30,9 +29,15 @@ from elastic_operator.api.status import JobState
 from elastic_operator.controller.failures import count_failures, find_completion
 from elastic_operator.controller.messages import completion_event, running_events, suspension_events
 from elastic_operator.controller.model import PATIENCE, EtcdState, Plan, PodPhase, Snapshot, SpecInEffect
-from elastic_operator.controller.run_report import has_news, report_of
 from elastic_operator.controller.scaling import plan_pods, removals
-from elastic_operator.controller.status import finished_status, running_status, suspended_status, unreadable_status
+from elastic_operator.controller.status import (
+    finished_status,
+    has_news,
+    report_of,
+    running_status,
+    suspended_status,
+    unreadable_status,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -101,9 +106,7 @@ def _spec_in_effect(snapshot: Snapshot, *, is_resumed: bool) -> SpecInEffect:
         return SpecInEffect(spec, None if job.problem else spec.applied, problem=job.problem)
     # What is applied was valid when it was applied; beside it, only the bounds can be wrong.
     problem = None if 1 <= spec.min_replicas <= spec.max_replicas else job.problem
-    changes = changed_fields(spec, applied)
-    later = job.problem if changes or problem is None else None
-    return SpecInEffect(spec.with_applied(applied), applied, changes=changes, problem=problem, later_problem=later)
+    return SpecInEffect(spec.with_applied(applied), applied, changed_fields(spec, applied), problem)
 
 
 def _run(snapshot: Snapshot, count: FailureCount, effect: SpecInEffect) -> Plan:

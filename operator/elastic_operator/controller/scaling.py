@@ -20,7 +20,7 @@ from elastic_operator.api.constants import ConditionType, pod_name
 from elastic_operator.api.json_values import rfc3339
 from elastic_operator.controller.failures import pod_end
 from elastic_operator.controller.model import EtcdState, NewPod, PodEnd, PodPhase, Removal
-from elastic_operator.controller.run_report import breakdown_at_change
+from elastic_operator.controller.status import breakdown_at_change
 from torchelastic.protocol import ExitCode, ResumeRecord, SizeRecord
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from elastic_operator.api.status import JobState
 from elastic_operator.api.validation import Problem, problem_of
 from elastic_operator.controller.model import JobEvent
 from elastic_operator.controller.reconciler import Reconciler, ReconcileSettings
-from elastic_operator.controller.run_report import breakdown_at_change, report_of
+from elastic_operator.controller.status import breakdown_at_change, report_of
 from elastic_operator.errors import BadInput, ElasticJobError
 from elastic_operator.local.backend import LocalBackend
 from elastic_operator.local.control import SnapshotFeed, control_server
