@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,45 +94,8 @@ def test_applied_fields_stay_and_others_change(before: ElasticJobSpec, after: El
     for name in ("replicas", "max_replicas", "max_restarts", "backoff_limit", "suspend", "clean_pod_policy"):
         assert getattr(held, name) == getattr(after, name)
     differing = changed_fields(after, before.applied)
-    if only_the_image_moved(before, after):
-        assert differing == ()
-    else:
-        assert bool(differing) is (before.applied != after.applied)
+    assert bool(differing) is (before.applied != after.applied)
     assert {field.removeprefix("spec.") for field in differing} <= APPLIED.keys()
-
-
-def only_the_image_moved(before: ElasticJobSpec, after: ElasticJobSpec) -> bool:
-    """Whether the specs differ at most in where the image stands, the only thing in the template here."""
-    images = [
-        msgspec.structs.replace(spec, image=spec.image or ("i" if spec.template else None), template={})
-        for spec in (before, after)
-    ]
-    return images[0].applied == images[1].applied
-
-
-OWN = {"name": "worker", "image": "i", "args": ["train.py"], "env": [{"name": "A", "value": "1"}]}
-IN_TEMPLATE = {"template": {"metadata": {"creationTimestamp": None}, "spec": {"containers": [OWN]}}}
-BESIDE = {"image": "i", "args": ["train.py"], "env": [{"name": "A", "value": "1"}]}
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "differing"),
-    [
-        (IN_TEMPLATE, BESIDE, ()),
-        (BESIDE, IN_TEMPLATE, ()),
-        (BESIDE, {**BESIDE, "template": {"spec": {"containers": [{"name": "worker"}]}}}, ()),
-        (IN_TEMPLATE, {**BESIDE, "args": ["other.py"]}, ("spec.image", "spec.args", "spec.env", "spec.template")),
-        (BESIDE, {**BESIDE, "template": {"spec": {"nodeSelector": {"gpu": "a"}}}}, ("spec.template",)),
-        (BESIDE, {**BESIDE, "template": {"spec": {"containers": [{"name": "sidecar"}]}}}, ("spec.template",)),
-        (IN_TEMPLATE, {**BESIDE, "nprocPerNode": 2}, ("spec.nprocPerNode",)),
-    ],
-)
-def test_moving_a_value_into_the_template_is_no_change(
-    before: dict[str, Any], after: dict[str, Any], differing: tuple[str, ...]
-) -> None:
-    sizes = {"minReplicas": 1, "maxReplicas": 2}
-    applied = ElasticJobSpec.of({**sizes, **before}).applied
-    assert changed_fields(ElasticJobSpec.of({**sizes, **after}), applied) == differing
 
 
 def test_with_applied_spec_prefers_the_plan() -> None:

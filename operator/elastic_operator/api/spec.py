@@ -13,8 +13,8 @@ from typing import Any, Final, Literal, Self
 
 import msgspec
 
-from elastic_operator.api.json_values import listing, mapping, mappings
-from elastic_operator.api.legacy import WORKER, modern, objection
+from elastic_operator.api.json_values import listing, mappings
+from elastic_operator.api.legacy import WORKER, modern
 
 GROUP: Final = "elastic.pytorch.org"
 VERSION: Final = "v1alpha1"
@@ -54,10 +54,6 @@ class GangScheduler(enum.StrEnum):
 
     SCHEDULER_PLUGINS = "SchedulerPlugins"
     VOLCANO = "Volcano"
-
-
-_OF_WORKER: Final = frozenset({"image", "command", "args", "env", "template"})
-"""Fields whose content may stand in the template as well."""
 
 
 class _Part(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
@@ -261,7 +257,6 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
             msgspec.convert(today, cls),
             replicas=replicas,
             first_replicas=today.get("replicas") if replicas is None else None,
-            objection=objection(spec),
         )
 
     @property
@@ -314,24 +309,6 @@ def user_env(spec: AppliedSpec) -> tuple[Json, ...]:
 
 
 def changed_fields(spec: ElasticJobSpec, applied: AppliedSpec) -> tuple[str, ...]:
-    """The fields that differ from the applied spec, such as ``spec.args``.
-
-    What only moved between the template and the fields beside it is not a change.
-    """
-    keys = dict(zip(AppliedSpec.__struct_fields__, AppliedSpec.__struct_encode_fields__, strict=True))
-    differing = {name for name in keys if getattr(applied, name) != getattr(spec, name)}
-    if differing & _OF_WORKER and _worker_of(applied) == _worker_of(spec):
-        differing -= _OF_WORKER
-    return tuple(f"spec.{key}" for name, key in keys.items() if name in differing)
-
-
-def _worker_of(spec: AppliedSpec) -> tuple[object, ...]:
-    """What the template and the fields beside it say together."""
-    own = worker_container(spec)
-    beside = {key: value for key, value in own.items() if key not in _OF_WORKER}
-    containers = [beside if each is own else each for each in listing(spec.template, "spec", "containers")]
-    if containers == [{"name": own.get("name")}]:
-        containers = []
-    metadata = {key: value for key, value in mapping(spec.template, "metadata").items() if value is not None}
-    pod = {key: value for key, value in mapping(spec.template, "spec").items() if key != "containers"}
-    return spec.image or own.get("image"), program_of(spec), user_env(spec), metadata, pod, containers
+    """The fields that differ from the applied spec, such as ``spec.args``."""
+    keys = zip(AppliedSpec.__struct_fields__, AppliedSpec.__struct_encode_fields__, strict=True)
+    return tuple(f"spec.{key}" for name, key in keys if getattr(applied, name) != getattr(spec, name))

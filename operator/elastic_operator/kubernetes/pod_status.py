@@ -24,7 +24,6 @@ from elastic_operator.api.constants import (
 )
 from elastic_operator.api.json_values import at, integer, listing, mapping, mappings, text
 from elastic_operator.api.legacy import WORKER
-from elastic_operator.api.validation import Pet
 from elastic_operator.controller.model import IncompatibleImage, Pod, PodPhase, TerminationCause
 from elastic_operator.kubernetes.client import with_hint
 from elastic_operator.resources.agent_command import LAUNCHER
@@ -515,7 +514,7 @@ def _size(record: str) -> SizeRecord | None:
 
 def _endpoint(container: Json) -> list[Json]:
     """The variable that says where the store is."""
-    return [entry for entry in mappings(container, "env") if entry.get("name") == Pet.RDZV_ENDPOINT]
+    return [entry for entry in mappings(container, "env") if entry.get("name") == "PET_RDZV_ENDPOINT"]
 
 
 def _only(body: Json, keys: str) -> dict[str, Any]:

@@ -195,7 +195,7 @@ class LocalBackend:
         return None
 
     def _grace_period(self) -> float:
-        return ending_of(self._live.job().spec).period
+        return ending_of(self._live.job().spec)[0]
 
     def _endpoint(self) -> str:
         return self._live.job().spec.etcd.endpoint or (self.etcd.endpoint if self.etcd is not None else "")

@@ -8,21 +8,23 @@ of the rest, grace gets its default but at most half, and notice the remainder. 
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from elastic_operator.api.constants import ETCD_TLS_FOLDER
 from elastic_operator.api.json_values import integer
-from elastic_operator.api.spec import program_of, user_env
-from elastic_operator.api.validation import AROUND, Pet, optional_variables
+from elastic_operator.api.legacy import launcher_flags
+from elastic_operator.api.spec import FailureAction, program_of, user_env
+from elastic_operator.api.validation import AROUND
 from torchelastic.protocol import PROTOCOL_VERSION, Env, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
-    from elastic_operator.api.spec import AppliedSpec, Json
+    from elastic_operator.api.spec import AppliedSpec, FailureRule, Json
     from elastic_operator.controller.model import Job, NewPod
 
 LAUNCHER: Final = ("torchelastic-run",)
@@ -76,19 +78,6 @@ class AgentCommand:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class PodEnding:
-    """How a pod ends.
-
-    Attributes:
-        period: seconds from SIGTERM to SIGKILL of the whole pod.
-        env: variables for its agent.
-    """
-
-    period: int
-    env: Mapping[str, str] = field(default_factory=dict)
-
-
 def agent_command(job: Job, pod: NewPod, surroundings: Surroundings) -> AgentCommand:
     """The command and the operator's variables for a pod; the user's variables are added to them.
 
@@ -99,11 +88,11 @@ def agent_command(job: Job, pod: NewPod, surroundings: Surroundings) -> AgentCom
         (*surroundings.launcher, "--no-python", "--", *command, *args) if command else (*surroundings.launcher, *args)
     )
     env = {
-        Pet.RDZV_ENDPOINT: surroundings.store,
-        Pet.RDZV_ID: job.uid,
-        Pet.NNODES: f"{job.spec.min_replicas}:{job.spec.max_replicas}",
-        Pet.NPROC_PER_NODE: str(job.spec.nproc_per_node),
-        Pet.MAX_RESTARTS: str(job.spec.max_restarts),
+        "PET_RDZV_ENDPOINT": surroundings.store,
+        "PET_RDZV_ID": job.uid,
+        "PET_NNODES": f"{job.spec.min_replicas}:{job.spec.max_replicas}",
+        "PET_NPROC_PER_NODE": str(job.spec.nproc_per_node),
+        "PET_MAX_RESTARTS": str(job.spec.max_restarts),
         Env.NODE_NAME: pod.name,
         Env.SIZE: encode(pod.size).decode(),
         Env.JOB: f"{job.namespace}/{job.name}",
@@ -112,8 +101,8 @@ def agent_command(job: Job, pod: NewPod, surroundings: Surroundings) -> AgentCom
         Env.CHECKPOINT_DIR: surroundings.checkpoints,
         Env.TERMINATION_LOG: surroundings.termination_log,
         Env.PROTOCOL: str(PROTOCOL_VERSION),
-        **optional_variables(job.spec),
-        **ending_of(job.spec).env,
+        **_optional_variables(job.spec),
+        **ending_of(job.spec)[1],
     }
     if pod.resume is not None:
         env[Env.RESUME] = encode(pod.resume).decode()
@@ -124,26 +113,66 @@ def agent_command(job: Job, pod: NewPod, surroundings: Surroundings) -> AgentCom
     return AgentCommand(argv, env)
 
 
-def ending_of(spec: AppliedSpec) -> PodEnding:
-    """How the pods of a job end."""
-    command, args = program_of(spec)
-    flags = () if command else args
-    entries = tuple(user_env(spec))
+def _optional_variables(spec: AppliedSpec) -> dict[str, str]:
+    """Variables for optional settings that the spec gives."""
+    rendezvous = spec.rendezvous
+    conf = {
+        "last_call_timeout": rendezvous.joining_window,
+        "join_timeout": rendezvous.join_timeout,
+        "lease": rendezvous.lease,
+        "tls": None if spec.etcd.tls_secret is None else ETCD_TLS_FOLDER,
+    }
+    found = {
+        "PET_FINAL_EXIT_CODES": _exit_codes(spec.failure_rules, FailureAction.FAIL_JOB),
+        "PET_FREE_EXIT_CODES": _exit_codes(spec.failure_rules, FailureAction.IGNORE),
+        "PET_PORT_RANGE": "" if rendezvous.ports is None else f"{rendezvous.ports.first}-{rendezvous.ports.last}",
+        "PET_RDZV_CONF": ",".join(f"{key}={value}" for key, value in conf.items() if value is not None),
+    }
+    return {variable: value for variable, value in found.items() if value}
+
+
+@functools.lru_cache(maxsize=256)
+def _exit_codes(rules: tuple[FailureRule, ...], action: FailureAction) -> str:
+    """The workers' exit codes with this action in the failure policy: 3,64,137."""
+    of_workers = [(rule.exit_codes, rule.action) for rule in rules if rule.exit_codes is not None]
+    codes = [code for code in range(1, 256) if next((act for of, act in of_workers if code in of), None) is action]
+    firsts = [code for code in codes if code - 1 not in codes]
+    lasts = [code for code in codes if code + 1 not in codes]
+    return ",".join(
+        f"{first}" if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True)
+    )
+
+
+def ending_of(spec: AppliedSpec) -> tuple[int, dict[str, str]]:
+    """How the pods of a job end: the seconds from SIGTERM to SIGKILL of a whole pod, and variables for its agent."""
+    told: dict[str, str] = {}
+    notice, grace = _given_time(spec, "notice"), _given_time(spec, "stop-grace")
+    if grace is None and spec.grace_period is not None:
+        grace, told["PET_STOP_GRACE"] = float(spec.grace_period), f"{spec.grace_period}"
     period = integer(spec.template, "spec", "terminationGracePeriodSeconds")
-    grace = spec.grace_period
-    notice = _said("notice", NOTICE, entries, flags)
-    told = {} if grace is None else {_variable("stop-grace"): f"{grace}"}
-    said = _said("stop-grace", GRACE, entries, flags) if grace is None else float(grace)
     if period is None or period < 0:
         # Not below the agent's defaults: a flag of the same name may belong to the program.
-        return PodEnding(math.ceil(max(notice or 0.0, NOTICE) + max(said or 0.0, GRACE) + AROUND), told)
+        return math.ceil(max(notice or 0.0, NOTICE) + max(grace or 0.0, GRACE) + AROUND), told
     left = period - min(AROUND, period / 4)
-    if said is None:
-        said = min(GRACE, left / 2 if notice is None else max(left - notice, 0.0))
-        told[_variable("stop-grace")] = f"{said:g}"
+    if grace is None:
+        grace = min(GRACE, left / 2 if notice is None else max(left - notice, 0.0))
+        told["PET_STOP_GRACE"] = f"{grace:g}"
     if notice is None:
-        told[_variable("notice")] = f"{min(max(left - said, 0.0), _LONGEST_NOTICE):g}"
-    return PodEnding(period, told)
+        told["PET_NOTICE"] = f"{min(max(left - grace, 0.0), _LONGEST_NOTICE):g}"
+    return period, told
+
+
+def _given_time(spec: AppliedSpec, flag: str) -> float | None:
+    """The seconds that a flag in the arguments gives, or else its variable; None for none that the agent accepts."""
+    command, args = program_of(spec)
+    variable = "PET_" + flag.upper().replace("-", "_")
+    given = [entry.get("value") for entry in user_env(spec) if entry.get("name") == variable]
+    given += [each.value for each in (() if command else launcher_flags(args)) if each.name == flag]
+    try:
+        seconds = float(str(given[-1])) if given else -1.0
+    except ValueError:
+        return None
+    return min(seconds, _LONGEST) if 0 <= seconds < math.inf else None
 
 
 def resolved(command: AgentCommand, entries: Iterable[Json]) -> AgentCommand:
@@ -168,37 +197,3 @@ def _expand(text: str, env: Mapping[str, str]) -> str:
         return "$" if match[0] == "$$" else env.get(match[1], match[0])
 
     return _REFERENCE.sub(value, text)
-
-
-def _said(flag: str, own: float, env: Iterable[Json], flags: Sequence[str]) -> float | None:
-    """The longest time that the user may have set; None if it is not set.
-
-    Args:
-        flag: of the agent.
-        own: the agent's default, used for a value that only the cluster knows.
-        env: the user's variables.
-        flags: the arguments that may contain flags of the agent.
-    """
-    said = [
-        f"{own}" if "valueFrom" in entry else str(entry.get("value"))
-        for entry in env
-        if entry.get("name") == _variable(flag)
-    ]
-    pattern = re.compile(rf"--?{flag.replace('-', '[-_]')}(?:=(?P<value>.*))?")
-    for word, following in itertools.pairwise((*flags, "")):
-        if (match := pattern.fullmatch(word)) is not None:
-            said.append(following if match["value"] is None else match["value"])
-    return max((seconds for text in said if (seconds := _seconds(text)) is not None), default=None)
-
-
-def _seconds(text: str) -> float | None:
-    """The seconds in a text; None for an invalid value, which the agent will reject."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        return None
-    return min(max(seconds, 0.0), _LONGEST) if math.isfinite(seconds) else None
-
-
-def _variable(flag: str) -> str:
-    return "PET_" + flag.upper().replace("-", "_")

@@ -226,7 +226,7 @@ def _spec(job: Job, new: NewPod, settings: PodSettings, store: str, given: objec
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": SECCOMP,
-        "terminationGracePeriodSeconds": ending_of(job.spec).period,
+        "terminationGracePeriodSeconds": ending_of(job.spec)[0],
     }
     pod = completed(given, defaults)
     if not isinstance(pod, dict):
