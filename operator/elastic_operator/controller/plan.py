@@ -31,6 +31,7 @@ from elastic_operator.controller.messages import completion_event, running_event
 from elastic_operator.controller.model import PATIENCE, EtcdState, Plan, PodPhase, Snapshot, SpecInEffect
 from elastic_operator.controller.scaling import plan_pods, removals
 from elastic_operator.controller.status import (
+    breakdown_at_change,
     finished_status,
     has_news,
     report_of,
@@ -111,9 +112,12 @@ def _spec_in_effect(snapshot: Snapshot, *, is_resumed: bool) -> SpecInEffect:
 
 def _run(snapshot: Snapshot, count: FailureCount, effect: SpecInEffect) -> Plan:
     """Bring the job to its size; if its spec is invalid, what runs continues, and nothing is created."""
-    spec, observed = snapshot.job.spec, snapshot.observed
-    planned = plan_pods(snapshot, count, can_create=effect.problem is None)
-    status = running_status(snapshot, count, effect, planned)
+    spec, before, observed = snapshot.job.spec, snapshot.job.status, snapshot.observed
+    breakdown = before.time_breakdown
+    if effect.problem is None and before.active is None and before.condition(ConditionType.SUSPENDED) is not None:
+        breakdown = breakdown_at_change(snapshot.job, observed, snapshot.now)  # it is resumed
+    planned = plan_pods(snapshot, count, breakdown, can_create=effect.problem is None)
+    status = running_status(snapshot, count, effect, planned, breakdown)
     has_objects = effect.problem is None or bool(snapshot.live)
     times = [count.next_due, *(slot.due for slot in planned.slots)]
     if status.active is not None and spec.active_deadline is not None:
@@ -121,7 +125,7 @@ def _run(snapshot: Snapshot, count: FailureCount, effect: SpecInEffect) -> Plan:
         times += [deadline, deadline + PATIENCE]  # then it counts although the store could not be read
     return Plan(
         replicas=snapshot.desired if effect.problem is None and spec.replicas is None else None,
-        status=_unless_the_same(snapshot.job.status, status, planned.staying),
+        status=_unless_the_same(before, status, planned.staying),
         events=running_events(snapshot, status, count, planned),
         ended=count.ended,
         # Without pods to create it is kept while it may be needed, and not created.

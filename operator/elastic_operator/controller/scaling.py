@@ -20,7 +20,6 @@ from elastic_operator.api.constants import ConditionType, pod_name
 from elastic_operator.api.json_values import rfc3339
 from elastic_operator.controller.failures import pod_end
 from elastic_operator.controller.model import EtcdState, NewPod, PodEnd, PodPhase, Removal
-from elastic_operator.controller.status import breakdown_at_change
 from torchelastic.protocol import ExitCode, ResumeRecord, SizeRecord
 
 if TYPE_CHECKING:
@@ -69,7 +68,6 @@ class PlannedPods:
     Attributes:
         staying: live pods that stay.
         gone: UIDs of pods that have ended, terminate, or are deleted now; without those whose failure is pending.
-        time_breakdown: where the job's time went, up to its last resumption.
         created: pods that are created now.
         remove: pods that are deleted now.
         slots: the indices to fill, now or later.
@@ -80,7 +78,6 @@ class PlannedPods:
 
     staying: tuple[Pod, ...]
     gone: frozenset[str]
-    time_breakdown: TimeBreakdown | None
     created: tuple[NewPod, ...] = ()
     remove: tuple[Removal, ...] = ()
     slots: tuple[EmptySlot, ...] = ()
@@ -89,19 +86,21 @@ class PlannedPods:
     announce: SizeRecord | None = None
 
 
-def plan_pods(snapshot: Snapshot, count: FailureCount, *, can_create: bool) -> PlannedPods:
+def plan_pods(
+    snapshot: Snapshot, count: FailureCount, breakdown: TimeBreakdown | None, *, can_create: bool
+) -> PlannedPods:
     """Bring the job to its size: tell the agents, delete surplus pods, fill empty indices.
 
     Args:
         snapshot: the input of the plan.
         count: the pods that ended.
+        breakdown: where the job's time went, up to its last resumption.
         can_create: whether pods can be made of the spec; if not, the job stays as it is.
     """
     job, observed, now = snapshot.job, snapshot.observed, snapshot.now
     gone = frozenset([each.pod.uid for each in count.judged])
-    breakdown = job.status.time_breakdown
     if not can_create:
-        return PlannedPods(staying=snapshot.live, gone=gone, time_breakdown=breakdown)
+        return PlannedPods(staying=snapshot.live, gone=gone)
     size, announce, surplus = _settle_size(snapshot)
     staying = _without(snapshot.live, surplus)
     etcd_waits = observed.etcd_blocked and observed.etcd is not EtcdState.READY
@@ -114,9 +113,7 @@ def plan_pods(snapshot: Snapshot, count: FailureCount, *, can_create: bool) -> P
     obsolete = [pod for pod in _obsolete(snapshot.ended, slots) if pod.uid not in count.pending]
     held = (snapshot.outcome_unknown or count.may_be_fatal) and observed.rejected is None
     fillable = () if observed.rejected is not None or etcd_waits else slots
-    was_suspended = any(each.type == ConditionType.SUSPENDED for each in job.status.conditions)
-    if was_suspended and job.status.active is None:
-        breakdown = breakdown_at_change(job, observed, now)
+    was_suspended = job.status.condition(ConditionType.SUSPENDED) is not None
     # Live pods know the run, and can write it to a store that lost it.
     resume = None if staying and not was_suspended else _resume_record(job.status, breakdown)
     new_pod = NewPod(name="", index=0, size=size, resume=resume, excluded=count.excluded_nodes)
@@ -124,7 +121,6 @@ def plan_pods(snapshot: Snapshot, count: FailureCount, *, can_create: bool) -> P
     return PlannedPods(
         staying=staying,
         gone=gone.union([pod.uid for pod in surplus + yielding]),
-        time_breakdown=breakdown,
         created=_fill(snapshot, due, new_pod, was_suspended=was_suspended),
         remove=(
             *removals(surplus, f"{snapshot.desired} are wanted"),

@@ -42,8 +42,14 @@ _STOPPING_TIME: Final = 60.0
 for most of it."""
 
 
-def running_status(snapshot: Snapshot, count: FailureCount, effect: SpecInEffect, planned: PlannedPods) -> JobStatus:
-    """The status of a job that is neither suspended nor finished."""
+def running_status(
+    snapshot: Snapshot,
+    count: FailureCount,
+    effect: SpecInEffect,
+    planned: PlannedPods,
+    breakdown: TimeBreakdown | None,
+) -> JobStatus:
+    """The status of a job that is neither suspended nor finished, with its time up to its last resumption."""
     job, before, observed, round = snapshot.job, snapshot.job.status, snapshot.observed, snapshot.observed.round
     size_generation = before.size_generation
     # The first pods know the size once they exist; later ones when they are about to be created.
@@ -70,7 +76,7 @@ def running_status(snapshot: Snapshot, count: FailureCount, effect: SpecInEffect
         started=started,
         active=snapshot.now if before.active is None and effect.problem is None else before.active,
         applied_spec=effect.applied,
-        time_breakdown=planned.time_breakdown,
+        time_breakdown=breakdown,
     )
     return replace(status, conditions=running_conditions(snapshot, status, effect, planned))
 

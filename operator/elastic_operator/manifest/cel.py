@@ -17,17 +17,19 @@ from celpy import celtypes
 from celpy.adapter import json_to_cel
 from celpy.evaluation import CELEvalError
 
+from elastic_operator.api.json_values import mapping
 from elastic_operator.api.validation import Location, Problem
-from elastic_operator.manifest.crd import Schema, field_schema
 
 if TYPE_CHECKING:
     from celpy.celtypes import Value
     from celpy.evaluation import Context, Result
 
+    from elastic_operator.api.spec import Json
+
 _OLD_SELF = re.compile(r"\boldSelf\b")
 
 
-def broken_rules(value: object, schema: Schema, old: object = None, location: Location = ()) -> Iterator[Problem]:
+def broken_rules(value: object, schema: Json, old: object = None, location: Location = ()) -> Iterator[Problem]:
     """Yield the rules that the value breaks, here and below.
 
     Args:
@@ -47,13 +49,17 @@ def broken_rules(value: object, schema: Schema, old: object = None, location: Lo
     if isinstance(value, Mapping):
         for key, below in value.items():
             old_field = old.get(key) if isinstance(old, Mapping) else None
-            yield from broken_rules(below, field_schema(schema, key), old_field, (*location, key))
+            yield from broken_rules(below, _field_schema(schema, key), old_field, (*location, key))
     elif isinstance(value, list):
         keys = schema.get("x-kubernetes-list-map-keys", ())
         for index, item in enumerate(value):
             candidates = old if keys and isinstance(old, list) else []
             same = (one for one in candidates if all(one.get(key) == item.get(key) for key in keys))
             yield from broken_rules(item, schema.get("items", {}), next(same, None), (*location, index))
+
+
+def _field_schema(schema: Json, key: str) -> Json:
+    return mapping(schema, "properties", key) or mapping(schema, "additionalProperties")
 
 
 def _holds(rule: Mapping[str, Any], value: Value, old: Value | None) -> bool:
@@ -91,10 +97,10 @@ def _optional_value(optional: Result) -> Result:
     return optional[0] if optional else CELEvalError("there is no old value")
 
 
-def _cel(value: object, schema: Schema) -> Value:
+def _cel(value: object, schema: Json) -> Value:
     """Return the declared part of a value in CEL's types."""
     if isinstance(value, Mapping):
-        known = {key: field_schema(schema, key) for key in value if value[key] is not None}
+        known = {key: _field_schema(schema, key) for key in value if value[key] is not None}
         return celtypes.MapType({celtypes.StringType(k): _cel(value[k], below) for k, below in known.items() if below})
     if isinstance(value, list):
         return celtypes.ListType([_cel(item, schema.get("items", {})) for item in value])
