@@ -20,21 +20,20 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from xml.sax.saxutils import escape
 
 from rich.console import Console
 from rich.text import Text
 
 from elastic_operator.cli.demo import perform
-from elastic_operator.local.live_view import LiveView, render
 from elastic_operator.local.run_dir import home_dir
 from elastic_operator.local.runner import RunRequest
-from elastic_operator.local.view import NOW, Hints
+from elastic_operator.local.view import NOW, LiveView, render
 from elastic_operator.manifest.loader import load_checked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from rich.color import Color
     from rich.console import RenderableType
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 
     from elastic_operator.cli.demo import Performance
     from elastic_operator.local.view import Step
+    from elastic_operator.views.job_view import JobView
 
 COLUMNS: Final = 80
 ROWS: Final = 30
@@ -100,15 +100,13 @@ class RecordingView(LiveView):
             color_system="standard",
             highlight=False,
         )
-        super().__init__(self.console, Hints())
+        super().__init__(self.console, "elasticjob")
         self.frames: list[Frame] = []
-        self.snapshot: Mapping[str, Any] | None = None
-        self.steps: Sequence[Step] = ()
 
-    def on_snapshot(self, snapshot: Mapping[str, Any]) -> None:
+    def on_snapshot(self, job: JobView) -> None:
         """Keep the frame."""
-        self.snapshot = snapshot
-        self._keep(snapshot)
+        self.job = job
+        self._keep(job)
 
     def on_steps(self, steps: Sequence[Step]) -> None:
         """Keep the frame, and print the current step."""
@@ -116,27 +114,25 @@ class RecordingView(LiveView):
         step = next((step for step in reversed(self.steps) if step.mark), None)
         if step is not None:
             print(f"{time.strftime('%X')}  {step.title} {'…' if step.mark == NOW else step.result}")
-        if self.snapshot is not None:
-            self._keep(self.snapshot)
+        if self.job is not None:
+            self._keep(self.job)
 
     def keep_end(self, performance: Performance) -> None:
         """Keep the final frame."""
         with self:  # a closed view prints nothing
             pass
-        super().on_snapshot(self.snapshot or {})
-        super().on_steps(self.steps)
         with self.console.capture() as captured:
             self.say_outcome(performance.run)
-            self.console.out("\n".join(performance.lines()))
+            self.console.out("\n".join(performance.lines))
         lines = lines_of(self.console, Text.from_ansi(captured.get().rstrip()))
         self.frames.append(Frame(time.time(), lines[-ROWS:], "the end"))
 
-    def _keep(self, snapshot: Mapping[str, Any]) -> None:
+    def _keep(self, job: JobView) -> None:
         now = time.time()
-        picture = render(snapshot, now, Hints(), steps=self.steps)
+        picture = render(job, now, self.command, steps=self.steps)
         lines = lines_of(self.console, picture)[:ROWS]
-        pods = tuple((pod["name"], pod["phase"], pod["ready"], tuple(pod["ranks"])) for pod in snapshot["pods"])
-        self.frames.append(Frame(now, lines, (self.steps, len(snapshot["events"]), pods, snapshot["status"]["state"])))
+        pods = tuple((pod.name, pod.phase, pod.ready, pod.ranks) for pod in job.pods)
+        self.frames.append(Frame(now, lines, (self.steps, len(job.events), pods, job.status.state)))
 
 
 def lines_of(console: Console, picture: RenderableType) -> tuple[Line, ...]:
@@ -230,7 +226,7 @@ def main() -> int:
     performance = asyncio.run(perform(request, view))
     view.keep_end(performance)
     if performance.code != 0:
-        print(*performance.lines(), sep="\n", file=sys.stderr)
+        print(*performance.lines, sep="\n", file=sys.stderr)
         print("The demo failed, so nothing was written.", file=sys.stderr)
         return performance.code
     prompt = Frame(begun - 1, (((PROMPT, "bold", ""),),), "the prompt")

@@ -60,8 +60,8 @@ async def test_a_successful_job_leaves_only_its_folder(home: Path) -> None:
     for rank in range(4):
         assert f"rank={rank}, world_size = 4" in output_of(record, rank)
     assert record["progress"]["line"].endswith("rank=0, world_size = 4")
-    (known,) = LocalJobs(home=home).snapshots()
-    assert not known["run"]["alive"]
+    (known,) = LocalJobs(home=home).jobs()
+    assert not known.run.alive
 
 
 async def test_a_job_survives_the_death_of_an_agent_and_of_etcd_and_is_scaled(home: Path, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ async def test_a_job_survives_the_death_of_an_agent_and_of_etcd_and_is_scaled(ho
         assert training(alone)[0]["uid"] in staying
         with pytest.raises(BadInput, match=r"spec.*4.*maxReplicas|maxReplicas.*4|replicas"):
             await asyncio.to_thread(jobs.scale, "job", 4)
-        assert (await asyncio.to_thread(jobs.describe, "job"))["manifest"]["spec"]["replicas"] == 1
+        assert (await asyncio.to_thread(jobs.describe, "job")).spec["replicas"] == 1
         (tmp_path / "finish").touch()
         assert await run.exit_code() == 0, run.output
 
@@ -128,7 +128,7 @@ async def test_an_interrupted_run_leaves_no_process_and_says_so(
     assert 1 in [round.number for round in report.history.rounds]
     assert report.time_breakdown is not None
     assert RunState.TRAINING in report.time_breakdown.seconds
-    assert not LocalJobs(home=home).describe("job")["run"]["alive"]
+    assert not LocalJobs(home=home).describe("job").run.alive
     with pytest.raises(NotFound, match="no job job is running here"):
         LocalJobs(home=home).scale("job", 1)
 
@@ -196,8 +196,8 @@ async def test_a_killed_run_leaves_no_process(home: Path, tmp_path: Path) -> Non
         assert await gone(processes, within=60)
         assert processes_of(home) == {}
     lost = LocalJobs(home=home).describe("job")
-    assert not lost["run"]["alive"]
-    assert lost["run"]["ended"] is None
+    assert not lost.run.alive
+    assert lost.run.ended is None
     async with LocalRun(home, manifest(tmp_path, replicas=1)) as again:
         await again.trains(1)
 
@@ -207,7 +207,7 @@ async def test_jobs_run_side_by_side_if_their_names_differ(home: Path, tmp_path:
     async with LocalRun(home, file) as one, LocalRun(home, manifest(tmp_path, "two", replicas=1)) as two:
         first, second = await one.trains(1), await two.trains(1)
         assert first["etcd"]["endpoint"] != second["etcd"]["endpoint"]
-        assert {job["manifest"]["metadata"]["name"] for job in LocalJobs(home=home).snapshots()} == {"one", "two"}
+        assert {job.name for job in LocalJobs(home=home).jobs()} == {"one", "two"}
 
         run_id = one.record["run"]["id"]
         async with LocalRun(home, file) as again:

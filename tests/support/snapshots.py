@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
+from elastic_operator.views.job_view import JobView
 from tests.support.cluster_objects import START, status
 
 RUN = "digits-20231114-221320-3f2a"
@@ -24,8 +27,7 @@ def pod(index: int, suffix: str, **changes: Any) -> dict[str, Any]:
         "created": START,
         "ended": None,
         "exitCode": None,
-        "message": None,
-        "groupRank": index,
+        "message": "",
         "ranks": [index],
         "logDir": f"{FOLDER}/logs/{name}",
         "metricsUrl": f"http://127.0.0.1:{9000 + index}/metrics",
@@ -75,8 +77,8 @@ def snapshot(**changes: Any) -> dict[str, Any]:
         "pods": [
             pod(0, "aaaaa"),
             pod(1, "bbbbb"),
-            pod(2, "ddddd", created=START + 69, ready=False, groupRank=None, ranks=[]),
-            pod(2, "ccccc", phase="Failed", ready=False, ended=START + 68, exitCode=137, groupRank=None, ranks=[]),
+            pod(2, "ddddd", created=START + 69, ready=False, ranks=[]),
+            pod(2, "ccccc", phase="Failed", ready=False, ended=START + 68, exitCode=137, ranks=[]),
         ],
         "events": [
             event(3, "round 1: 3 workers on 3 pods."),
@@ -88,3 +90,8 @@ def snapshot(**changes: Any) -> dict[str, Any]:
         "progress": {"line": "epoch 12/120  step 612/1348  loss 0.213  3.1k samples/s", "time": START + 71},
     }
     return whole | changes
+
+
+def view(**changes: Any) -> JobView:
+    """The same job as commands get it."""
+    return msgspec.convert(snapshot(**changes), JobView)

@@ -16,10 +16,9 @@ from elastic_operator.cli import main as cli
 from elastic_operator.cli.describe import description
 from elastic_operator.cli.get import table
 from elastic_operator.reports.page import page
-from elastic_operator.views.job_view import JobView
 from tests.support.cluster_objects import START
 from tests.support.reports import long, report
-from tests.support.snapshots import FOLDER, RUN, pod, snapshot
+from tests.support.snapshots import FOLDER, RUN, pod, snapshot, view
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -120,7 +119,7 @@ def test_an_empty_list_says_how_to_start_a_job(command: str, capsys: pytest.Capt
 
 
 def test_an_unexpected_error_asks_for_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_operator.client.local.LocalJobs.snapshots", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("elastic_operator.client.local.LocalJobs.jobs", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError) as error:
         run("get")
     assert "report" in "".join(error.value.__notes__)
@@ -217,7 +216,7 @@ def test_a_missing_or_invalid_report_gets_a_sentence(
 
 def test_a_wide_list_has_run_folder_and_the_addresses_of_a_few_pods() -> None:
     many = [pod(number, f"{number:05}") for number in range(5)] + [pod(5, "ended", ended=NOW, phase="Failed")]
-    jobs = [JobView.of(snapshot(pods=pods)) for pods in (many, [pod(0, "aaaaa", metricsUrl=None)])]
+    jobs = [view(pods=pods) for pods in (many, [pod(0, "aaaaa", metricsUrl=None)])]
     header, first, second = table(jobs, NOW, wide=True)
     assert header.split()[-5:] == ["ROUND", "WORLD", "METRICS", "RUN", "FOLDER"]
     assert first.split()[-5:] == ["4", "2", "127.0.0.1:9000,127.0.0.1:9001,127.0.0.1:9002+2", RUN, FOLDER]
@@ -235,19 +234,20 @@ def test_a_wide_list_has_run_folder_and_the_addresses_of_a_few_pods() -> None:
     ],
 )
 def test_the_state_of_an_unfinished_run_is_how_it_ended(changes: dict[str, object], state: str) -> None:
-    assert table([JobView.of(snapshot(run=changes))], NOW)[1].split()[1] == state
+    assert table([view(run=changes)], NOW)[1].split()[1] == state
 
 
 def test_a_description_has_status_pods_and_events() -> None:
-    last_words = {"reason": "StoreUnavailable", "message": "etcd does not answer", "protocol": 1}
-    ended = pod(2, "ccccc", phase="Failed", ready=False, ended=NOW, exitCode=3, message=last_words, ranks=[])
+    ended = pod(
+        2, "ccccc", phase="Failed", ready=False, ended=NOW, exitCode=3, message="etcd does not answer", ranks=[]
+    )
     status = {
         "unchargedRestarts": 4,
         "activeSince": "2023-11-14T22:13:20Z",
         "lastFailure": {"message": "rank 1 was killed by SIGKILL", "time": "2023-11-14T22:14:00Z"},
         "excludedNodes": ["node-3", "node-7"],
     }
-    shown = snapshot(status=status, spec={"activeDeadlineSeconds": 3600}, pods=[pod(0, "aaaaa"), ended])
+    shown = view(status=status, spec={"activeDeadlineSeconds": 3600}, pods=[pod(0, "aaaaa"), ended])
     assert {
         f"Run:             {RUN} (process 48100)",
         "Pods:            2 ready of 3 wanted, 3 there",
@@ -266,7 +266,7 @@ def test_a_description_has_status_pods_and_events() -> None:
         "    State:       failed (3)",
         "    Last Words:  etcd does not answer",
         "  Warning   4s      PodDied   digits-2-ccccc was killed by SIGKILL.",
-    } <= {*description(JobView.of(shown), NOW)}
+    } <= {*description(shown, NOW)}
 
 
 # -- an output that cannot be written

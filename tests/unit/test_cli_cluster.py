@@ -13,8 +13,8 @@ import yaml
 from elastic_operator.api.constants import ANNOTATION_METRICS_PORT
 from elastic_operator.cli import main as cli
 from elastic_operator.cli.describe import description
-from elastic_operator.client.cluster import snapshot_of
-from elastic_operator.views.job_view import JobView
+from elastic_operator.client.cluster import view_of
+from elastic_operator.views.job_view import EtcdView
 from elastic_operator.views.scrape import MAX_PAGE
 from tests.support.agent_pages import LEADS, agent_page
 from tests.support.api_stand_in import ApiStandIn
@@ -265,8 +265,8 @@ def test_a_description_has_pods_events_and_conditions() -> None:
         pod(2, "ccccc", state=died(3, words)),
     ]
     events = [event(50, "later\nin two lines", type="Warning", count=3), event(3, "training started with 3 pods")]
-    etcd = {"endpoint": "10.96.0.7:2379", "state": "service digits-etcd, ready"}
-    lines = description(JobView.of(snapshot_of(job(), pods, events, etcd)), NOW)
+    etcd = EtcdView(endpoint="10.96.0.7:2379", state="service digits-etcd, ready")
+    lines = description(view_of(job(), pods, events, etcd), NOW)
     assert not any(line.startswith(("Run:", "Logs:", "Manifest:")) for line in lines)
     assert {
         "Namespace:     team",
@@ -302,7 +302,7 @@ def test_a_description_has_pods_events_and_conditions() -> None:
 def test_a_status_older_than_the_spec_is_marked(observed: int | None, words: str) -> None:
     changed = job(status=None if observed is None else {"observedGeneration": observed})
     changed["metadata"]["generation"] = 2
-    [state] = [line for line in description(JobView.of(snapshot_of(changed)), NOW) if line.startswith("State:")]
+    [state] = [line for line in description(view_of(changed), NOW) if line.startswith("State:")]
     assert words in state
 
 

@@ -8,13 +8,15 @@ import json
 import socket
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 
 from elastic_operator.client.local import LocalJobs
 from elastic_operator.errors import BadInput, NotFound
 from elastic_operator.local.control import SnapshotFeed, control_server
-from elastic_operator.local.run_dir import RunDir, create_run
+from elastic_operator.local.run_dir import RunDir, create_run, replace_file
+from elastic_operator.views.job_view import EndView, JobView, RunView
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -28,14 +30,23 @@ class SimulatedRun:
 
     def __init__(self, files: RunDir, control_socket: Path) -> None:
         self.spec: dict[str, Any] = {"replicas": 2, "suspend": False}
-        self.ended: dict[str, Any] | None = None
+        self.ended: EndView | None = None
         self.snapshots = SnapshotFeed(self.snapshot)
         self._files = files
         self._socket = control_socket
 
-    def snapshot(self) -> dict[str, Any]:
-        run = {"id": self._files.run_id, "socket": str(self._socket), "alive": not self.ended, "ended": self.ended}
-        return {"manifest": {"metadata": {"name": "digits"}, "spec": self.spec}, "run": run}
+    def snapshot(self) -> JobView:
+        run = RunView(
+            id=self._files.run_id,
+            directory=str(self._files.path),
+            socket=str(self._socket),
+            alive=not self.ended,
+            ended=self.ended,
+        )
+        return JobView(manifest={"metadata": {"name": "digits"}, "spec": self.spec}, run=run)
+
+    def record(self) -> None:
+        replace_file(self._files.record, msgspec.json.encode(self.snapshot()))
 
     def report(self) -> bytes:
         return b'{"rounds": []}'
@@ -47,8 +58,8 @@ class SimulatedRun:
         self.snapshots.touch()
 
     def delete(self) -> None:
-        self.ended = {"how": "deleted"}
-        self._files.write_record(self.snapshot())
+        self.ended = EndView("deleted")
+        self.record()
         self.snapshots.close()
 
 
@@ -67,7 +78,7 @@ async def run(files: RunDir, tmp_path: Path) -> AsyncIterator[SimulatedRun]:
     control_socket = tmp_path / "s"
     simulated = SimulatedRun(files, control_socket)
     async with control_server(simulated, control_socket):
-        files.write_record(simulated.snapshot())
+        simulated.record()
         yield simulated
         simulated.snapshots.close()
     assert not control_socket.exists()
@@ -79,8 +90,8 @@ async def test_a_run_is_found_by_the_name_of_its_job_and_by_its_id(
     run.spec["replicas"] = 3  # not in its directory yet
     for name in ("digits", files.run_id):
         found = await asyncio.to_thread(jobs.describe, name)
-        assert found["manifest"]["spec"]["replicas"] == 3
-        assert found["run"]["alive"]
+        assert found.spec["replicas"] == 3
+        assert found.run.alive
     assert await asyncio.to_thread(jobs.report, "digits") == (b'{"rounds": []}', "")
 
 
@@ -121,10 +132,10 @@ async def test_a_killed_run_is_described_by_its_last_record(tmp_path: Path, file
     control_socket = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(control_socket))
-    files.write_record(SimulatedRun(files, control_socket).snapshot())
+    SimulatedRun(files, control_socket).record()
     lost = jobs.describe("digits")
-    assert (lost["run"]["alive"], lost["run"]["ended"]) == (False, None)
-    assert lost["events"][-1]["reason"] == "Killed"
+    assert (lost.run.alive, lost.run.ended) == (False, None)
+    assert lost.events[-1].reason == "Killed"
     with pytest.raises(NotFound, match="no job digits is running here"):
         jobs.scale("digits", 1)
     with pytest.raises(NotFound, match="there is no report of digits: was its run killed"):
@@ -134,22 +145,23 @@ async def test_a_killed_run_is_described_by_its_last_record(tmp_path: Path, file
 def test_only_the_latest_run_is_listed_unless_all_are_requested(tmp_path: Path, jobs: LocalJobs) -> None:
     for number in range(2):
         files = create_run(tmp_path, "digits", NOW + number)
-        run = {"id": files.run_id, "ended": {"how": "failed"}}
-        files.write_record({"manifest": {"metadata": {"name": "digits"}}, "run": run, "number": number})
-    assert [record["number"] for record in jobs.snapshots()] == [1]
-    assert [record["number"] for record in jobs.snapshots("digits", every_run=True)] == [1, 0]
+        run = RunView(id=str(number), ended=EndView("failed"))
+        job = JobView(manifest={"metadata": {"name": "digits"}}, run=run)
+        replace_file(files.record, msgspec.json.encode(job))
+    assert [job.run.id for job in jobs.jobs()] == ["1"]
+    assert [job.run.id for job in jobs.jobs("digits", every_run=True)] == ["1", "0"]
     with pytest.raises(NotFound, match="there is no job or run letters here"):
         jobs.describe("letters")
-    assert LocalJobs(home=tmp_path / "elsewhere").snapshots() == []
+    assert LocalJobs(home=tmp_path / "elsewhere").jobs() == []
 
 
 async def test_changes_in_quick_succession_make_one_snapshot_and_the_last_is_not_missed() -> None:
     changes = 0
-    feed = SnapshotFeed(lambda: {"changes": changes})
+    feed = SnapshotFeed(lambda: JobView(manifest={"changes": changes}))
     seen = []
     async with contextlib.aclosing(feed.watch(0.01)) as snapshots:
         async for snapshot in snapshots:
-            seen.append(snapshot["changes"])
+            seen.append(snapshot.manifest["changes"])
             if len(seen) == 1:
                 for _ in range(50):
                     changes += 1

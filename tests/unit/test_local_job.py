@@ -15,8 +15,8 @@ from elastic_operator.controller.model import NewPod
 from elastic_operator.errors import BadInput
 from elastic_operator.local.job import LiveJob, unsupported_fields, warning_of
 from elastic_operator.local.processes import check_program, pod_command
+from elastic_operator.local.run import last_line
 from elastic_operator.local.run_dir import RunDir
-from elastic_operator.local.snapshot import last_line
 from elastic_operator.manifest.loader import load, load_checked
 from torchelastic.protocol import SizeRecord
 
@@ -295,4 +295,4 @@ def test_progress_is_the_last_line_that_is_not_blank(tmp_path: Path, printed: by
     if printed is not None:
         output.write_bytes(printed)
     found = last_line(output)
-    assert (found and found["line"]) == line
+    assert (found and found.line) == line

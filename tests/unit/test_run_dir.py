@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from elastic_operator.errors import BadInput
-from elastic_operator.local.run_dir import create_run, home_dir, lock_name, private_dir, reopen_run
+from elastic_operator.local.run_dir import create_run, home_dir, lock_name, private_dir, reopen_run, replace_file
 
 NOW = 1_700_000_000.0
 
 
-def a_record(job: str) -> dict[str, object]:
-    return {"manifest": {"metadata": {"name": job}}}
+def a_record(job: str) -> bytes:
+    return b'{"manifest": {"metadata": {"name": "%s"}}}' % job.encode()
 
 
 def test_the_home_is_the_named_one_or_in_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,17 +31,16 @@ def test_each_run_has_a_directory_of_its_own(tmp_path: Path) -> None:
     first, second = create_run(tmp_path, "digits", NOW), create_run(tmp_path, "digits", NOW)
     assert first.path != second.path
     assert first.run_id.startswith("digits-20231114-221320-")
-    first.write_record({"a": 1})
-    first.write_record({"a": 2})
-    first.write_manifest({"kind": "ElasticJob", "apiVersion": "v1"})
-    assert first.read_record() == {"a": 2}
-    assert first.manifest.read_text() == "kind: ElasticJob\napiVersion: v1\n", "in the order in which it was written"
-    assert sorted(path.name for path in first.path.iterdir()) == ["checkpoints", "job.json", "logs", "manifest.yaml"]
+    for job in ("letters", "digits"):
+        replace_file(first.record, a_record(job))
+    assert (record := first.read_record())
+    assert record.name == "digits"
+    assert sorted(path.name for path in first.path.iterdir()) == ["checkpoints", "job.json", "logs"]
 
 
 def test_a_run_is_resumed_in_its_directory_and_its_old_logs_are_renamed(tmp_path: Path) -> None:
     run = create_run(tmp_path, "digits", NOW)
-    run.write_record(a_record("digits"))
+    replace_file(run.record, a_record("digits"))
     (run.logs / "digits-0-aaaaa").mkdir()
     (run.checkpoints / "digits").mkdir()
     for _ in range(2):
@@ -54,15 +53,15 @@ def test_a_run_is_resumed_in_its_directory_and_its_old_logs_are_renamed(tmp_path
 
 def test_only_a_run_of_the_same_job_can_be_resumed(tmp_path: Path) -> None:
     run = create_run(tmp_path, "digits", NOW)
-    run.write_record(a_record("digits"))
+    replace_file(run.record, a_record("digits"))
     for run_id in ("digits-1", "", "../runs"):
         with pytest.raises(BadInput, match="there is no run"):
             reopen_run(tmp_path, run_id, "digits")
     for record, sentence in (
-        ({}, "does not say which job"),
+        (b"{}", "does not say which job"),
         (a_record("letters"), r"was of the job letters, but the manifest's metadata\.name is digits"),
     ):
-        run.write_record(record)
+        replace_file(run.record, record)
         with pytest.raises(BadInput, match=sentence):
             reopen_run(tmp_path, run.run_id, "digits")
 

@@ -12,13 +12,13 @@ from elastic_operator.client import ScrapedJob
 from elastic_operator.errors import ClusterError
 from elastic_operator.views import formatting
 from elastic_operator.views.job_metrics import JobMetrics, MetricsPage, Tally
-from elastic_operator.views.job_view import JobView, PodView
+from elastic_operator.views.job_view import PodView
 from elastic_operator.views.rates import RateTracker
 from elastic_operator.views.scrape import ScrapeForbidden, scrape, scrape_leaders
 from elastic_operator.views.top import Reading, job_lines, jobs_table
 from tests.support.agent_pages import LEADS, agent_page, own_counter, own_gauge
 from tests.support.cluster_objects import START
-from tests.support.snapshots import snapshot
+from tests.support.snapshots import view
 
 NOW = START + 100
 
@@ -29,7 +29,7 @@ def combined(*texts: str) -> JobMetrics:
 
 def reading(metrics: JobMetrics, *, notes: list[str] | None = None, **about: Any) -> Reading:
     rates = RateTracker().update(metrics, NOW)
-    return Reading(job=JobView.of(snapshot(**about)), metrics=metrics, rates=rates, now=NOW, notes=notes or ())
+    return Reading(job=view(**about), metrics=metrics, rates=rates, now=NOW, notes=notes or ())
 
 
 # -- combining the pages of the agents
@@ -227,7 +227,7 @@ def test_of_many_ranks_the_first_and_the_straggler_are_shown() -> None:
 def test_a_bar_as_wide_as_the_terminal_shows_the_time_by_state() -> None:
     class Jobs:
         def scrape(self, _: str) -> ScrapedJob:
-            return ScrapedJob(JobView.of(snapshot()), [MetricsPage("digits-0-aaaaa", agent_page(0, seconds=LEADS))])
+            return ScrapedJob(view(), [MetricsPage("digits-0-aaaaa", agent_page(0, seconds=LEADS))])
 
     screen = Screen(Jobs(), "digits")  # type: ignore[arg-type]
     screen.read()

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from elastic_operator.errors import ClusterError
 from elastic_operator.views.job_metrics import JobMetrics, MetricsPage
-from elastic_operator.views.job_view import JobView, PodView
+from elastic_operator.views.job_view import PodView
 from elastic_operator.views.rates import RateTracker
 from elastic_operator.views.scrape import MAX_PAGE
 from elastic_operator.views.top import Reading, job_lines, jobs_table
 from tests.support.agent_pages import LEADS, agent_page, own_counter, own_gauge
 from tests.support.cluster_objects import START
-from tests.support.snapshots import snapshot
+from tests.support.snapshots import view
 
 NOW = START + 100
 HONEST = agent_page(0, seconds=LEADS, lost=4.0, steps=(2.0, 100), own=own_gauge("train.loss", {0: 0.5}))
@@ -25,7 +25,7 @@ def seen(*pages: MetricsPage) -> list[str]:
     tracker = RateTracker()
     for at in (NOW - 2, NOW):
         metrics = JobMetrics.of(pages)
-        reading = Reading(job=JobView.of(snapshot()), metrics=metrics, rates=tracker.update(metrics, at), now=at)
+        reading = Reading(job=view(), metrics=metrics, rates=tracker.update(metrics, at), now=at)
     return [*job_lines(reading), *jobs_table([reading])]
 
 

@@ -10,23 +10,22 @@ from rich.console import Console
 
 from elastic_operator.cli.run import choose_view
 from elastic_operator.errors import ElasticJobError
-from elastic_operator.local.live_view import LiveView, render
-from elastic_operator.local.view import Hints, PlainView, Step, outcome, own_hints
+from elastic_operator.local.view import LiveView, PlainView, Step, outcome, own_command, render
 from elastic_operator.views import formatting
-from elastic_operator.views.job_view import JobView
 from tests.support.cluster_objects import START
-from tests.support.snapshots import FOLDER, KILLED, RUN, event, pod, snapshot
+from tests.support.snapshots import FOLDER, KILLED, RUN, event, pod, snapshot, view
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from elastic_operator.views.job_view import JobView
+
 NOW = START + 72
-HINTS = Hints(first=". ~/project/.venv/bin/activate")
 
 
-def picture(of: dict[str, Any], width: int = 80, hints: Hints = HINTS, **options: Any) -> list[str]:
+def picture(of: JobView, width: int = 80, **options: Any) -> list[str]:
     console = Console(file=io.StringIO(), record=True, width=width, height=200, color_system=None)
-    console.print(render(of, NOW, hints, **options))
+    console.print(render(of, NOW, "elasticjob", **options))
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
@@ -39,7 +38,7 @@ def words(lines: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("width", [80, 120, 400])
 def test_the_picture_shows_state_progress_events_and_commands(width: int) -> None:
-    lines = picture(snapshot(), width)
+    lines = picture(view(), width)
     text = " ".join(words(lines))
     assert all(len(line) <= min(width, 120) for line in lines)
     assert lines[0].split() == ["digits", "Running", "1:12"]
@@ -48,27 +47,26 @@ def test_the_picture_shows_state_progress_events_and_commands(width: int) -> Non
     assert "epoch 12/120 step 612/1348 loss 0.213" in text
     assert KILLED in text, "the whole reason"
     assert {f"logs {FOLDER}/logs", f"checkpoints {FOLDER}/checkpoints"} <= {*words(lines)}
-    assert {". ~/project/.venv/bin/activate once, in each new terminal"} <= {*words(lines)}
     for command in ("scale digits --replicas 2", "logs digits --rank 0 -f", "describe digits", "get", "delete digits"):
         assert f"elasticjob {command}" in text
 
 
 def test_each_pod_has_a_line() -> None:
-    last_words = {"reason": "StoreUnavailable", "message": "etcd at 127.0.0.1:1 does not answer", "protocol": 1}
+    last_words = "etcd at 127.0.0.1:1 does not answer"
     ended = pod(1, "bbbbb", phase="Failed", ended=NOW, exitCode=3, message=last_words)
-    lines = words(picture(snapshot()))
+    lines = words(picture(view()))
     assert "POD PID STATE RANKS AGE" in lines
     assert "digits-0-aaaaa 48200 training 0 1m12s" in lines
     assert "digits-2-ddddd 48202 starting - 3s" in lines
     assert "digits-2-ccccc - SIGKILL - 1m08s" in lines
-    lines = words(picture(snapshot(pods=[pod(0, "aaaaa"), ended])))
+    lines = words(picture(view(pods=[pod(0, "aaaaa"), ended])))
     assert any(line.startswith("digits-1-bbbbb - failed (3) - 1m12s etcd at 127.0.0.1:1 does n") for line in lines)
 
 
 def test_events_have_the_time_since_the_start_and_steps_of_the_demo_a_mark() -> None:
     steps = [Step("start with 2 pods", "+", "4.1 s"), Step("scale to 3", ">"), Step("kill -9 a worker")]
     events = [event(3, "round 1: 2 workers."), event(3723, "round 2: 3 workers.")]
-    lines = {*words(picture(snapshot(events=events), steps=steps))}
+    lines = {*words(picture(view(events=events), steps=steps))}
     assert {"0:03 round 1: 2 workers.", "1:02:03 round 2: 3 workers."} <= lines
     assert {"✔ start with 2 pods 4.1 s", "▶ scale to 3", "· kill -9 a worker"} <= lines
 
@@ -78,37 +76,38 @@ def test_events_have_the_time_since_the_start_and_steps_of_the_demo_a_mark() -> 
     [(2, 1, 3, "scale digits --replicas 3"), (3, 1, 3, "scale digits --replicas 2"), (2, 2, 2, "")],
 )
 def test_the_suggested_size_is_valid(desired: int, low: int, high: int, suggested: str) -> None:
-    of = snapshot(spec={"minReplicas": low, "maxReplicas": high}, status={"desired": desired})
-    text = "\n".join(picture(of, hints=Hints()))
+    of = view(spec={"minReplicas": low, "maxReplicas": high}, status={"desired": desired})
+    text = "\n".join(picture(of))
     assert suggested in text
     assert bool(suggested) == ("scale" in text)
 
 
 def test_the_suggestions_follow_the_state_of_the_job() -> None:
-    suspended = "\n".join(picture(snapshot(status={"state": "Suspended"}, pods=[]), hints=Hints()))
+    suspended = "\n".join(picture(view(status={"state": "Suspended"}, pods=[])))
     assert "digits  Suspended" in suspended
     assert "elasticjob resume digits" in suspended
     assert "scale" not in suspended
-    ending = "\n".join(picture(snapshot(), hints=Hints(), ending="ending…"))
+    ending = "\n".join(picture(view(), ending="ending…"))
     assert "ending…" in ending
     assert "second terminal" not in ending
 
 
 def test_output_of_a_program_cannot_disturb_the_picture() -> None:
     line = "before 10%\r\x1b[2J\x1b[31mloss\x1b[0m\t0.1 [bold]50%[/bold]\x1b]0;title\x07\x07"
-    lines = picture(snapshot(progress={"line": line, "time": NOW}))
+    lines = picture(view(progress={"line": line, "time": NOW}))
     assert lines[3] == " loss    0.1 [bold]50%[/bold]"
     assert not any("\x1b" in line or "before" in line or "title" in line for line in lines)
 
 
 def test_an_early_snapshot_or_one_of_another_version_is_shown() -> None:
-    early = snapshot(status={"state": "Pending", "round": 0, "worldSize": 0, "readyReplicas": 0}, pods=[], events=[])
-    lines = picture(early | {"progress": None, "etcd": {"pid": None, "endpoint": None, "restarts": 0}})
+    early = view(
+        status={"state": "Pending", "round": 0, "worldSize": 0, "readyReplicas": 0}, pods=[], events=[], progress=None
+    )
+    lines = picture(early)
     assert lines[0].split()[:2] == ["digits", "Pending"]
-    assert JobView.of(snapshot(news=[1, 2], status={"suspended": True})).status.round == 4
-    assert JobView.of({"manifest": {"metadata": {"name": "old"}}}).name == "old"
+    assert view(news=[1, 2], status={"suspended": True}).status.round == 4
     with pytest.raises(ElasticJobError, match=r"the state of the job digits cannot be read .* by another version"):
-        JobView.of(snapshot(status={"round": "four"}))
+        _ = view(status={"round": "four"}).status
 
 
 # Plain lines
@@ -119,7 +118,7 @@ class Plain:
 
     def __init__(self) -> None:
         self.output = io.StringIO()
-        self.view = PlainView(self.output, Hints(), lambda: NOW)
+        self.shown = PlainView(self.output, "elasticjob", lambda: NOW)
 
     def printed(self) -> list[str]:
         lines = self.output.getvalue().splitlines()
@@ -131,32 +130,32 @@ class Plain:
 
 def test_plain_lines_have_each_event_and_each_change_once() -> None:
     plain = Plain()
-    first = snapshot()
-    plain.view.on_snapshot(first)
+    first = view()
+    plain.shown.on_snapshot(first)
     lines = plain.printed()
     assert lines[:2] == [f"logs: {FOLDER}/logs", f"checkpoints: {FOLDER}/checkpoints"]
     assert any("elasticjob scale digits --replicas 2" in line for line in lines)
     assert f"! {KILLED}" in lines
-    plain.view.on_snapshot(first)
+    plain.shown.on_snapshot(first)
     assert plain.printed() == []
-    events = [*first["events"][1:], event(80, "round 5: 3 workers on 3 pods.")]  # the oldest was dropped
-    plain.view.on_snapshot(snapshot(events=events, status={"round": 5, "worldSize": 3, "readyReplicas": 3}))
+    events = [*snapshot()["events"][1:], event(80, "round 5: 3 workers on 3 pods.")]  # the oldest was dropped
+    plain.shown.on_snapshot(view(events=events, status={"round": 5, "worldSize": 3, "readyReplicas": 3}))
     assert plain.printed() == ["round 5: 3 workers on 3 pods."]
-    plain.view.on_snapshot(snapshot(events=events, status={"state": "Waiting", "worldSize": 0}))
+    plain.shown.on_snapshot(view(events=events, status={"state": "Waiting", "worldSize": 0}))
     assert plain.printed() == ["digits is Waiting"]
 
 
 def test_plain_lines_have_progress_at_most_every_five_seconds() -> None:
     plain = Plain()
     for second in range(12):
-        plain.view.on_snapshot(snapshot(progress={"line": f"step {second}", "time": NOW + second}))
+        plain.shown.on_snapshot(view(progress={"line": f"step {second}", "time": NOW + second}))
     assert [line for line in plain.printed() if line[0] == "|"] == ["| step 0", "| step 5", "| step 10"]
 
 
 def test_plain_lines_announce_each_step_of_the_demo() -> None:
     plain = Plain()
-    plain.view.on_steps([Step("scale to 3", ">"), Step("success")])
-    plain.view.on_steps([Step("scale to 3", "+", "0.4 s"), Step("success", ">")])
+    plain.shown.on_steps([Step("scale to 3", ">"), Step("success")])
+    plain.shown.on_steps([Step("scale to 3", "+", "0.4 s"), Step("success", ">")])
     assert plain.printed() == ["--- scale to 3", "--- scale to 3: 0.4 s", "--- success"]
 
 
@@ -168,20 +167,20 @@ def ended(how: str, code: int, message: str = "") -> dict[str, Any]:
 
 
 def test_the_outcome_has_its_reason_the_paths_and_the_command_to_resume() -> None:
-    done = snapshot(
+    done = view(
         status={"state": "Succeeded"}, run=ended("succeeded", 0), progress={"line": "test accuracy 0.973", "time": NOW}
     )
-    assert outcome(done, NOW, 0, Hints()) == [
+    assert outcome(done, NOW, 0, "elasticjob") == [
         "digits succeeded after 1m12s: test accuracy 0.973",
         f"logs         {FOLDER}/logs",
         f"checkpoints  {FOLDER}/checkpoints",
     ]
-    failed = snapshot(status={"state": "Failed"}, run=ended("failed", 1, "rank 0 exited with ValueError: no"))
-    first, *rest = outcome(failed, NOW, 1, Hints())
+    failed = view(status={"state": "Failed"}, run=ended("failed", 1, "rank 0 exited with ValueError: no"))
+    first, *rest = outcome(failed, NOW, 1, "elasticjob")
     assert first == "digits failed after 1m12s: rank 0 exited with ValueError: no"
     assert rest[-1] == f"go on with   elasticjob run --resume {RUN} /home/ada/examples/digits.yaml"
-    assert outcome(snapshot(), NOW, 3, Hints())[0] == "digits was deleted after 1m12s."
-    assert outcome(snapshot(), NOW, 130, Hints())[0] == "digits was interrupted after 1m12s."
+    assert outcome(view(), NOW, 3, "elasticjob")[0] == "digits was deleted after 1m12s."
+    assert outcome(view(), NOW, 130, "elasticjob")[0] == "digits was interrupted after 1m12s."
 
 
 class Terminal(io.StringIO):
@@ -192,15 +191,15 @@ class Terminal(io.StringIO):
 def test_the_live_view_restores_the_terminal_and_leaves_the_outcome() -> None:
     output = Terminal()
     console = Console(file=output, force_terminal=True, width=80, height=30, color_system=None, legacy_windows=False)
-    view = LiveView(console, Hints(), lambda: NOW)
-    with view:
-        view.on_snapshot(snapshot())
+    live = LiveView(console, "elasticjob", lambda: NOW)
+    with live:
+        live.on_snapshot(view())
     during = output.getvalue()
     assert during.count("\x1b[?1049h") == during.count("\x1b[?1049l") == 1
     assert during.rindex("\x1b[?25h") > during.rindex("\x1b[?25l"), "the cursor is back"
     assert "second terminal" in during
-    view.on_snapshot(snapshot(run=ended("interrupted", 130)))
-    view.say_outcome(130)
+    live.on_snapshot(view(run=ended("interrupted", 130)))
+    live.say_outcome(130)
     after = output.getvalue()[len(during) :]
     assert after.split()[:3] == ["digits", "Interrupted", "1:12"]
     assert "digits was interrupted after 1m12s" in after
@@ -220,7 +219,7 @@ def test_the_live_view_restores_the_terminal_and_leaves_the_outcome() -> None:
     ],
 )
 def test_a_terminal_gets_the_live_view(plain: bool, environ: dict[str, str], output: io.StringIO, kind: type) -> None:
-    assert isinstance(choose_view(plain=plain, hints=Hints(), output=output, environ=environ), kind)
+    assert isinstance(choose_view(plain=plain, command="elasticjob", output=output, environ=environ), kind)
 
 
 def test_the_suggested_commands_work_in_the_next_terminal(tmp_path: Path) -> None:
@@ -231,14 +230,10 @@ def test_the_suggested_commands_work_in_the_next_terminal(tmp_path: Path) -> Non
         return str(path)
 
     command = executable(tmp_path / "tools" / "elasticjob")
-    assert own_hints(command, {"PATH": str(tmp_path / "tools")}) == Hints()
-    assert own_hints(command, {"PATH": "/nowhere"}) == Hints(command=command, here=command)
-    command = executable(tmp_path / "bin" / "elasticjob")
-    executable(tmp_path / "bin" / "activate")
-    first = f". {tmp_path}/bin/activate"
-    assert own_hints(command, {"PATH": "/nowhere"}) == Hints(first=first, here=command)
-    activated = {"PATH": str(tmp_path / "bin"), "VIRTUAL_ENV": str(tmp_path)}
-    assert own_hints(command, activated) == Hints(first=first), "the next terminal has not activated it"
+    assert own_command(command, {"PATH": str(tmp_path / "tools")}) == "elasticjob"
+    assert own_command(command, {"PATH": "/nowhere"}) == command
+    activated = {"PATH": str(tmp_path / "tools"), "VIRTUAL_ENV": str(tmp_path)}
+    assert own_command(command, activated) == command, "the next terminal has not activated it"
 
 
 # Formatting
@@ -282,5 +277,4 @@ def test_ranks_are_written_as_ranges(numbers: tuple[int, ...], written: str) -> 
     ],
 )
 def test_the_activity_of_a_pod_is_a_word(changes: dict[str, Any], word: str) -> None:
-    view = JobView.of(snapshot(pods=[pod(0, "aaaaa", **changes)]))
-    assert formatting.activity(view.pods[0]).word == word
+    assert formatting.activity(view(pods=[pod(0, "aaaaa", **changes)]).pods[0]).word == word

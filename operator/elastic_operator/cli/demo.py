@@ -11,23 +11,21 @@ import contextlib
 import os
 import signal
 import time
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from elastic_operator.client.local import LocalJobs
 from elastic_operator.controller import messages
 from elastic_operator.errors import BadInput, ElasticJobError
 from elastic_operator.local.log_files import log_files
-from elastic_operator.local.runner import EndReason, run_job
+from elastic_operator.local.runner import run_job
 from elastic_operator.local.view import DONE, FAILED, NOW, Step
 from elastic_operator.views import formatting
-from elastic_operator.views.formatting import columns
 from elastic_operator.views.job_view import JobView
 from elastic_operator.views.log_selector import LogSelector
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from elastic_operator.local.log_files import LogFile
     from elastic_operator.local.runner import RunRequest
@@ -36,9 +34,8 @@ if TYPE_CHECKING:
 
 _Found = TypeVar("_Found")
 
-_START_LIMIT: Final = 180.0
+_RECOVERY_LIMIT: Final = 180.0
 """Seconds; with a cold disk the first import of torch alone can take half a minute."""
-_STEP_LIMIT: Final = 90.0
 _SUCCESS_LIMIT: Final = 900.0
 _SETTLE_LIMIT: Final = 20.0
 _SETTLED_LINES: Final = 4
@@ -50,8 +47,7 @@ class StepFailed(ElasticJobError):  # noqa: N818 - it names what happened
     """A step of the demo did not have its effect."""
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
+class Resumed(NamedTuple):
     """Training continues: the round, its number of workers, and the seconds since the step began."""
 
     round: int
@@ -59,23 +55,18 @@ class Resumed:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Performance:
+class Performance(NamedTuple):
     """How the demo went.
 
     Attributes:
         run: the exit code of the run.
         code: the exit code of the demo: that of the run, or 1 if a step failed.
-        rows: a table of what happened and how long each recovery took.
+        lines: a table of what happened and how long each recovery took.
     """
 
     run: int
     code: int
-    rows: Sequence[tuple[str, ...]]
-
-    def lines(self) -> list[str]:
-        """Return the table."""
-        return ["", *columns([("STEP", "ROUND", "WORKERS", "TRAINS AFTER", ""), *self.rows], " ")]
+    lines: Sequence[str]
 
 
 async def perform(request: RunRequest, view: View) -> Performance:
@@ -87,118 +78,96 @@ async def perform(request: RunRequest, view: View) -> Performance:
     demo = _Demo(view, request)
     playing = asyncio.create_task(demo.play())
     try:
-        code = await run_job(request, observer=demo)
+        code = await run_job(request, on_snapshot=demo.on_snapshot, on_ending=view.on_ending)
         succeeded = await playing
     finally:
         playing.cancel()
         await asyncio.wait([playing])
-    return Performance(code, code if succeeded else 1, demo.rows)
+    return Performance(code, code if succeeded else 1, ["", *formatting.columns(demo.rows, " ")])
 
 
 class _Demo:
-    """An observer of the run, which plays the steps on it.
-
-    Attributes:
-        job: the latest snapshot.
-        rows: a table of what happened.
-    """
+    """Watches a run, and plays the steps on it."""
 
     def __init__(self, view: View, request: RunRequest) -> None:
-        self._small, large = _sizes(request.manifest.job["spec"])
+        small, large = _sizes(request.manifest.job["spec"])
         self._view = view
-        self._jobs = LocalJobs(home=request.home)
-        self._script: list[tuple[str, Callable[[], Awaitable[tuple[list[Resumed], str]]]]] = [
-            (f"start with {self._small} pods", self._start),
-            (f"scale to {large}", lambda: self._scale_to(large)),
-            ("kill -9 a worker", self._kill_worker),
-            ("kill -9 an agent", self._kill_agent),
-            (f"scale back to {self._small}", lambda: self._scale_to(self._small)),
-            ("success", self._succeed),
+        self._client = LocalJobs(home=request.home)
+        # Each step: its title, what is done, and with how many pods training then goes on; the last one waits.
+        self._script: list[tuple[str, Callable[[], str], int]] = [
+            (f"start with {small} pods", str, small),
+            (f"scale to {large}", lambda: self._scale_to(large), large),
+            ("kill -9 a worker", self._kill_worker, large),
+            ("kill -9 an agent", self._kill_agent, large),
+            (f"scale back to {small}", lambda: self._scale_to(small), small),
+            ("success", str, 0),
         ]
-        self._steps = [Step(title) for title, _ in self._script]
-        self.job = JobView()
-        self.rows: list[tuple[str, ...]] = []
-        self.on_ending = view.on_ending
+        self._steps = [Step(title) for title, _, _ in self._script]
+        self._job = JobView()
+        self.rows: list[tuple[str, ...]] = [("STEP", "ROUND", "WORKERS", "TRAINS AFTER", "")]
 
-    def on_snapshot(self, snapshot: Mapping[str, Any]) -> None:
+    def on_snapshot(self, job: JobView) -> None:
         """The job has changed."""
-        self.job = JobView.of(snapshot)
-        self._view.on_snapshot(snapshot)
+        self._job = job
+        self._view.on_snapshot(job)
 
     async def play(self) -> bool:
-        """Play the steps, and end the job if one fails; return whether none failed."""
-        for number, (title, step) in enumerate(self._script):
+        """Play the steps, and end the job if one fails; return whether none failed before the user ended the run."""
+        for number, (title, act, pods) in enumerate(self._script):
             try:
-                if 0 < number < len(self._script) - 1:
+                if number and pods:
                     await self._settled()
                 self._mark(number, NOW)
-                resumed, note = await step()
+                before, since = self._job.status.round, time.monotonic()
+                note = await asyncio.to_thread(act)
+                resumed = await self._resumed(since, before, pods) if pods else []
+                note = note if pods else await self._success()
             except ElasticJobError as failure:
-                ended = self.job.run.ended
-                by_user = ended is not None and ended.how in (EndReason.DELETED, EndReason.INTERRUPTED)
-                self._mark(number, *(("", "") if by_user else (FAILED, str(failure))))
-                self.rows.append((title, "-", "-", "not played" if by_user else "failed", self._steps[number].result))
-                self.rows += [(later, "-", "-", "not played", "") for later, _ in self._script[number + 1 :]]
-                if not by_user and not self.job.status.finished:
+                self._mark(number, FAILED, str(failure))
+                self.rows.append((title, "-", "-", "failed", str(failure)))
+                if (ended := self._job.run.ended) is None and not self._job.status.finished:
                     with contextlib.suppress(ElasticJobError):  # it is ending by itself
-                        await asyncio.to_thread(self._jobs.delete, self.job.run.id)
-                return by_user
-            self._mark(number, DONE, _summary(resumed) or note)
+                        await asyncio.to_thread(self._client.delete, self._job.run.id)
+                return ended is not None and ended.how in ("deleted", "interrupted")
+            summary = [f"{each.seconds:.1f} s" for each in resumed[:1]]
+            summary += [f"{messages.count(each.workers, 'worker')} after {each.seconds:.1f} s" for each in resumed[1:]]
+            self._mark(number, DONE, ", ".join(summary) or note)
             cells = [(str(each.round), str(each.workers), f"{each.seconds:.2f} s") for each in resumed]
             first, *others = cells or [("-", "-", "-")]
             self.rows += [(title, *first, note), *(("", *other, "") for other in others)]
         return True
 
-    # The steps: each returns when training went on, and a note.
+    def _scale_to(self, pods: int) -> str:
+        self._client.scale(self._job.run.id, pods)
+        return ""
 
-    async def _start(self) -> tuple[list[Resumed], str]:
-        return [await self._resumed(time.monotonic(), after=0, pods=self._small, limit=_START_LIMIT)], ""
-
-    async def _scale_to(self, pods: int) -> tuple[list[Resumed], str]:
-        before, since = self.job.status.round, time.monotonic()
-        await asyncio.to_thread(self._jobs.scale, self.job.run.id, pods)
-        return [await self._resumed(since, after=before, pods=pods)], ""
-
-    async def _kill_worker(self) -> tuple[list[Resumed], str]:
-        rank = self.job.status.world_size - 1
+    def _kill_worker(self) -> str:
+        rank = self._job.status.world_size - 1
         file = self._rank_file(rank)
         pid = _writer(file.path) if file is not None else None
         if pid is None:
             raise StepFailed(f"the process of rank {rank} was not found")
-        pods, before, since = len(self._training_pods), self.job.status.round, time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        return [await self._resumed(since, after=before, pods=pods)], f"rank {rank}, process {pid}"
+        return f"rank {rank}, process {pid}"
 
-    async def _kill_agent(self) -> tuple[list[Resumed], str]:
-        training, before, since = self._training_pods, self.job.status.round, time.monotonic()
+    def _kill_agent(self) -> str:
         # That of rank 0 is the hardest one to lose: it leads, and serves the store of the round.
-        pod = next((pod for pod in training if pod.pid), None)
-        if pod is None or pod.pid is None:
-            raise StepFailed("no agent that could be killed was found")
-        os.kill(pod.pid, signal.SIGKILL)
-        first = await self._resumed(since, after=before)
-        whole = await self._resumed(since, after=before, pods=len(training))
-        return [first] if first.round == whole.round else [first, whole], f"pod {pod.name}"
-
-    async def _succeed(self) -> tuple[list[Resumed], str]:
-        def look() -> str | None:
-            return self.job.status.state if self.job.status.finished else None
-
-        state = await self._until(look, limit=_SUCCESS_LIMIT, what="the end of training")
-        if state != "Succeeded":
-            raise StepFailed(f"the job {state.lower()}: {self.job.status.what_failed}")
-        return [], formatting.printed(self.job.progress.line) if self.job.progress else "the job succeeded"
+        for pod in self._training_pods:
+            if pod.pid:
+                os.kill(pod.pid, signal.SIGKILL)
+                return f"pod {pod.name}"
+        raise StepFailed("no agent that could be killed was found")
 
     # What the steps wait for
 
     @property
     def _training_pods(self) -> list[PodView]:
         """The pods of the current round, in rank order."""
-        return sorted((pod for pod in self.job.living_pods if pod.ranks), key=lambda pod: pod.ranks or ())
+        return sorted((pod for pod in self._job.living_pods if pod.ranks), key=lambda pod: pod.ranks or ())
 
     def _rank_file(self, rank: int) -> LogFile | None:
         """Return where a rank prints in its latest round."""
-        files = log_files(Path(self.job.run.logs), LogSelector(rank)) if self.job.run.logs else []
+        files = log_files(Path(self._job.run.logs), LogSelector(rank)) if self._job.run.logs else []
         return files[-1] if files else None
 
     async def _until(self, look: Callable[[], _Found | None], *, limit: float, what: str) -> _Found:
@@ -210,31 +179,44 @@ class _Demo:
         try:
             async with asyncio.timeout(limit):
                 while (found := look()) is None:
-                    if self.job.status.finished or self.job.run.ended is not None:
-                        raise StepFailed(f"the job ended ({self.job.status.state}) while the demo waited for {what}")
+                    if self._job.status.finished or self._job.run.ended is not None:
+                        raise StepFailed(f"the job ended ({self._job.status.state}) while the demo waited for {what}")
                     await asyncio.sleep(_POLL_INTERVAL)
                 return found
         except TimeoutError:
             raise StepFailed(f"{what} did not come within {limit:.0f} s") from None
 
-    async def _resumed(
-        self, since: float, *, after: int, pods: int | None = None, limit: float = _STEP_LIMIT
-    ) -> Resumed:
-        """Return the first sign of training in a round later than ``after``, with this number of pods if given."""
+    async def _resumed(self, since: float, before: int, pods: int) -> list[Resumed]:
+        """Return when training went on after round ``before``: first of all, and with this number of pods."""
         first_lines: dict[int, float] = {}
+        found: list[Resumed] = []
 
-        def look() -> Resumed | None:
-            status, file = self.job.status, self._rank_file(0)
+        def look() -> bool | None:
+            status, file = self._job.status, self._rank_file(0)
             # The file of a round may appear before the snapshot with that round; the time of the line counts.
             if file is not None and file.round not in first_lines and b"\n" in file.path.read_bytes():
                 first_lines[file.round] = time.monotonic()
             begun = first_lines.get(status.round)
-            if status.round <= after or begun is None or pods not in (None, len(self._training_pods)):
+            if status.round <= before or begun is None:
                 return None
-            return Resumed(status.round, status.world_size, begun - since)
+            if not found or len(self._training_pods) == pods:
+                found.append(Resumed(status.round, status.world_size, begun - since))
+            return len(self._training_pods) == pods or None
 
-        count = "" if pods is None else f" with {messages.count(pods, 'pod')}"
-        return await self._until(look, limit=limit, what=f"training{count} in a round after {after}")
+        what = f"training with {messages.count(pods, 'pod')} in a round after {before}"
+        await self._until(look, limit=_RECOVERY_LIMIT, what=what)
+        return found if found[0].round != found[-1].round else found[:1]
+
+    async def _success(self) -> str:
+        """Return the last line of a job that has succeeded."""
+        state = await self._until(
+            lambda: self._job.status.state if self._job.status.finished else None,
+            limit=_SUCCESS_LIMIT,
+            what="the end of training",
+        )
+        if state != "Succeeded":
+            raise StepFailed(f"the job {state.lower()}: {self._job.status.what_failed}")
+        return formatting.printed(self._job.progress.line) if self._job.progress else "the job succeeded"
 
     async def _settled(self) -> None:
         """Return when training has visibly gone on for a while, or has printed nothing for a longer while."""
@@ -246,11 +228,11 @@ class _Demo:
         try:
             await self._until(look, limit=_SETTLE_LIMIT, what="a few lines of progress")
         except StepFailed:
-            if self.job.status.finished:
+            if self._job.status.finished:
                 raise
 
     def _mark(self, number: int, mark: str, result: str = "") -> None:
-        self._steps[number] = replace(self._steps[number], mark=mark, result=result)
+        self._steps[number] = Step(self._script[number][0], mark, result)
         self._view.on_steps(self._steps)
 
 
@@ -264,12 +246,6 @@ def _sizes(spec: Mapping[str, Any]) -> tuple[int, int]:
             f"{least + 1}, not {most}"
         )
     return small, small + 1
-
-
-def _summary(resumed: Sequence[Resumed]) -> str:
-    parts = [f"{each.seconds:.1f} s" for each in resumed[:1]]
-    parts += [f"{messages.count(each.workers, 'worker')} after {each.seconds:.1f} s" for each in resumed[1:]]
-    return ", ".join(parts)
 
 
 def _writer(output: Path) -> int | None:

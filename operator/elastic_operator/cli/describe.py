@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 from elastic_operator.cli.options import add_cluster_flags, add_command, open_client
 from elastic_operator.controller.messages import count
 from elastic_operator.views.formatting import activity, columns, duration, printed, rank_list, since
-from elastic_operator.views.job_view import JobView
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
     from elastic_operator.cli.options import Commands
-    from elastic_operator.views.job_view import PodView
+    from elastic_operator.views.job_view import JobView, PodView
 
 _EXAMPLES = """\
 examples:
@@ -136,7 +135,7 @@ def _pod(pod: PodView, now: float) -> Iterator[tuple[str, str]]:
     yield "Agent", f"process {pod.pid}" if pod.pid and not pod.over else ""
     yield "Ranks", rank_list(pod.ranks) if pod.ranks else ""
     yield "Note", pod.note.replace("\n", "\n      ")
-    yield "Last Words", pod.words.replace("\n", "\n      ")
+    yield "Last Words", pod.message.replace("\n", "\n      ")
     yield "Logs", pod.log_dir or ""
     yield "Metrics", pod.metrics_url or ""
 
@@ -153,6 +152,6 @@ def _events(job: JobView, now: float) -> list[str]:
 
 def _execute(arguments: argparse.Namespace) -> int:
     with contextlib.closing(open_client(arguments)) as jobs:
-        job = JobView.of(jobs.describe(arguments.name))
+        job = jobs.describe(arguments.name)
     sys.stdout.write("\n".join(description(job, time.time())) + "\n")
     return 0

@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from elastic_operator.cli.options import add_cluster_flags, add_command, open_client, tell
 from elastic_operator.views.formatting import columns, since
-from elastic_operator.views.job_view import JobView
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from elastic_operator.cli.options import Commands
+    from elastic_operator.views.job_view import JobView
 
 _MAX_ADDRESSES = 3
 """Addresses in a row; `elasticjob describe` shows all."""
@@ -89,11 +89,9 @@ def _metrics_addresses(job: JobView) -> str:
     return f"{shown}+{len(urls) - _MAX_ADDRESSES}" if len(urls) > _MAX_ADDRESSES else shown
 
 
-def _objects(snapshots: Sequence[Mapping[str, Any]], form: str, *, single: bool) -> str:
+def _objects(jobs: Sequence[JobView], form: str, *, single: bool) -> str:
     """Return the jobs as ``kubectl get -o json`` or ``-o yaml`` does."""
-    objects = [
-        {**each.get("manifest", {}), **({"status": each["status"]} if each.get("status") else {})} for each in snapshots
-    ]
+    objects = [job.manifest | ({"status": job.status_json} if job.status_json else {}) for job in jobs]
     whole = objects[0] if single else {"apiVersion": "v1", "kind": "List", "metadata": {}, "items": objects}
     if form == "json":
         import json
@@ -106,14 +104,13 @@ def _objects(snapshots: Sequence[Mapping[str, Any]], form: str, *, single: bool)
 
 def _execute(arguments: argparse.Namespace) -> int:
     wide = arguments.output == "wide"
-    with contextlib.closing(open_client(arguments)) as jobs:
-        snapshots = jobs.snapshots(arguments.name, every_run=arguments.all, pods=wide)
+    with contextlib.closing(open_client(arguments)) as client:
+        jobs = client.jobs(arguments.name, every_run=arguments.all, pods=wide)
         if arguments.output in ("json", "yaml"):
-            sys.stdout.write(_objects(snapshots, arguments.output, single=arguments.name is not None))
-            return 0
-        if not snapshots:
-            tell(f"no jobs {jobs.place}; start one with `{jobs.start_command}`")
-            return 0
-    views = [JobView.of(each) for each in snapshots]
-    sys.stdout.write("\n".join(table(views, time.time(), wide=wide, namespaces=arguments.all_namespaces)) + "\n")
+            sys.stdout.write(_objects(jobs, arguments.output, single=arguments.name is not None))
+        elif jobs:
+            lines = table(jobs, time.time(), wide=wide, namespaces=arguments.all_namespaces)
+            sys.stdout.write("\n".join(lines) + "\n")
+        else:
+            tell(f"no jobs {client.place}; start one with `{client.start_command}`")
     return 0

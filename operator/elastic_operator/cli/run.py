@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from elastic_operator.cli.options import Commands
-    from elastic_operator.local.view import Hints, View
+    from elastic_operator.local.view import View
 
 _RUN_EXAMPLES = """\
 examples:
@@ -62,24 +62,22 @@ def add_to(commands: Commands) -> None:
         )
 
 
-def choose_view(*, plain: bool, hints: Hints, output: TextIO, environ: Mapping[str, str]) -> View:
+def choose_view(*, plain: bool, command: str, output: TextIO, environ: Mapping[str, str]) -> View:
     """Return the live view if the output is a terminal that can show it, else plain lines.
 
     Args:
         plain: the user wants plain lines.
-        hints: how ``elasticjob`` is called.
+        command: how to call ``elasticjob``.
         output: where to show it.
         environ: NO_COLOR and TERM=dumb ask for plain lines.
     """
-    if plain or environ.get("NO_COLOR") or environ.get("TERM", "dumb") == "dumb" or not output.isatty():
-        from elastic_operator.local.view import PlainView
+    from elastic_operator.local.view import LiveView, PlainView
 
-        return PlainView(output, hints)
+    if plain or environ.get("NO_COLOR") or environ.get("TERM", "dumb") == "dumb" or not output.isatty():
+        return PlainView(output, command)
     from rich.console import Console
 
-    from elastic_operator.local.live_view import LiveView
-
-    return LiveView(Console(file=output, highlight=False), hints)
+    return LiveView(Console(file=output, highlight=False), command)
 
 
 def _execute(arguments: argparse.Namespace) -> int:
@@ -89,7 +87,7 @@ def _execute(arguments: argparse.Namespace) -> int:
     from elastic_operator.cli.demo import perform
     from elastic_operator.local.run_dir import home_dir
     from elastic_operator.local.runner import RunRequest, run_job
-    from elastic_operator.local.view import own_hints
+    from elastic_operator.local.view import own_command
     from elastic_operator.manifest.loader import load_checked
 
     request = RunRequest(
@@ -98,14 +96,13 @@ def _execute(arguments: argparse.Namespace) -> int:
         environ=os.environ,
         resume=arguments.resume,
     )
-    hints = own_hints(sys.argv[0], os.environ)
-    with choose_view(plain=arguments.plain, hints=hints, output=sys.stdout, environ=os.environ) as view:
+    command = own_command(sys.argv[0], os.environ)
+    with choose_view(plain=arguments.plain, command=command, output=sys.stdout, environ=os.environ) as view:
         if arguments.demo:
-            performance = asyncio.run(perform(request, view))
-            outcome, code, lines = performance.run, performance.code, performance.lines()
+            outcome, code, lines = asyncio.run(perform(request, view))
         else:
-            outcome = code = asyncio.run(run_job(request, observer=view))
-            lines = []
+            code = asyncio.run(run_job(request, on_snapshot=view.on_snapshot, on_ending=view.on_ending))
+            outcome, lines = code, ()
     view.say_outcome(outcome)
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return code

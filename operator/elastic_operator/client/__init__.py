@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from elastic_operator.api.spec import Json
     from elastic_operator.views.job_metrics import MetricsPage
     from elastic_operator.views.job_view import JobView
     from elastic_operator.views.log_selector import LogSelector
@@ -41,11 +40,11 @@ class JobClient(Protocol):
     def close(self) -> None:
         """Close all connections."""
 
-    def snapshots(self, name: str | None, *, every_run: bool, pods: bool) -> Sequence[Json]:
-        """Return the snapshots of all jobs, or of one; with earlier runs (on this machine), and with pods."""
+    def jobs(self, name: str | None, *, every_run: bool, pods: bool) -> Sequence[JobView]:
+        """Return all jobs, or one; with earlier runs (on this machine), and with pods."""
 
-    def describe(self, name: str) -> Json:
-        """Return the snapshot of a job with its pods and events."""
+    def describe(self, name: str) -> JobView:
+        """Return a job with its pods and events."""
 
     def scrape(self, name: str) -> ScrapedJob:
         """Read the metrics of all agents of a job."""

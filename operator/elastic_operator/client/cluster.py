@@ -10,8 +10,6 @@ import re
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
-import msgspec
-
 from elastic_operator.api.constants import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, report_name, worker_selector
 from elastic_operator.api.json_values import integer, mappings, text
 from elastic_operator.api.report import REPORT_KEY
@@ -23,7 +21,7 @@ from elastic_operator.kubernetes.client import CONFIG_MAPS, DEPLOYMENTS, ELASTIC
 from elastic_operator.kubernetes.pod_status import event_time, pod_of
 from elastic_operator.kubernetes.store import etcd_state
 from elastic_operator.resources.etcd import etcd_endpoint, etcd_name
-from elastic_operator.views.job_view import JobView
+from elastic_operator.views.job_view import EtcdView, EventView, JobView, PodView, RunView
 from elastic_operator.views.scrape import MAX_PAGE, ScrapeForbidden, scrape, scrape_leaders
 from torchelastic.protocol import bracketed
 
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from elastic_operator.client import Tell
     from elastic_operator.client.user_api import UserApi
     from elastic_operator.kubernetes.client import Resource
-    from elastic_operator.views.job_view import PodView
     from elastic_operator.views.log_selector import LogSelector
     from elastic_operator.views.scrape import Fetch
 
@@ -104,25 +101,25 @@ class ClusterJobs:
         return "in any namespace" if self._all_namespaces else f"in the namespace {self._api.namespace}"
 
     @_blocking
-    async def snapshots(self, name: str | None, *, every_run: bool, pods: bool) -> list[Json]:  # noqa: ARG002
-        """Return the snapshots of all jobs, or of one."""
+    async def jobs(self, name: str | None, *, every_run: bool, pods: bool) -> list[JobView]:  # noqa: ARG002
+        """Return all jobs, or one."""
         jobs = await self._jobs() if name is None else [await self._job(name)]
         by_job = await self._workers_by_job(name) if pods and jobs else {}
-        return [snapshot_of(job, by_job.get(_key(job), ())) for job in jobs]
+        return [view_of(job, by_job.get(_key(job), ())) for job in jobs]
 
     @_blocking
-    async def describe(self, name: str) -> Json:
-        """Return the snapshot of a job with its pods, events and etcd."""
+    async def describe(self, name: str) -> JobView:
+        """Return a job with its pods, events and etcd."""
         job = await self._job(name)
         pods = await self._workers(name)
         events = await self._if_allowed("events", self._list(EVENTS, fields=f"involvedObject.uid={_uid(job)}"))
-        return snapshot_of(job, pods, events, await self._etcd(job))
+        return view_of(job, pods, events, await self._etcd(job))
 
     @_blocking
     async def scrape(self, name: str) -> ScrapedJob:
         """Read the metrics of all agents of a job."""
         notes: list[str] = []
-        job = JobView.of(snapshot_of(await self._job(name), await self._workers(name, tell=notes.append)))
+        job = view_of(await self._job(name), await self._workers(name, tell=notes.append))
         hidden = [pod for pod in job.living_pods if pod.ready and not pod.metrics_url]
         if hidden:
             notes.append(f"{hidden[0].name} does not say yet on which port its metrics are")
@@ -134,7 +131,7 @@ class ClusterJobs:
         """Read for each job the metrics of its leader."""
         objects = await self._jobs()
         pods = await self._workers_by_job(tell=lambda _: None)
-        jobs = [JobView.of(snapshot_of(each, pods.get(_key(each), ()))) for each in objects]
+        jobs = [view_of(each, pods.get(_key(each), ())) for each in objects]
         pages = await scrape_leaders([(job.pods, self._fetch_from(job.namespace)) for job in jobs])
         return [ScrapedJob(*each) for each in zip(jobs, pages, strict=True)]
 
@@ -224,17 +221,17 @@ class ClusterJobs:
             (tell or self._tell)(f"you may not see the {what} of this namespace, so none are shown")
             return []
 
-    async def _etcd(self, job: Json) -> Json | None:
+    async def _etcd(self, job: Json) -> EtcdView | None:
         """Return the endpoint and state of the job's etcd, as far as the user may see them."""
         if given := text(job, "spec", "etcd", "endpoint"):
-            return {"endpoint": given}
+            return EtcdView(endpoint=given)
         name = etcd_name(job["metadata"]["name"])
         service = await self._get_if_there(SERVICES, name)
         address = text(service, "spec", "clusterIP")
         if not address:
             return None
         state = etcd_state(service, await self._get_if_there(DEPLOYMENTS, name)).lower()
-        return {"endpoint": etcd_endpoint(address), "state": f"service {name}, {state}"}
+        return EtcdView(endpoint=etcd_endpoint(address), state=f"service {name}, {state}")
 
     async def _get_if_there(self, kind: Resource, name: str) -> Json | None:
         try:
@@ -294,51 +291,40 @@ class ClusterJobs:
         return readable_errors(f"there is no job {name} in the namespace {self._api.namespace}; {_SEE_LIST}")
 
 
-def snapshot_of(job: Json, pods: Iterable[Json] = (), events: Iterable[Json] = (), etcd: Json | None = None) -> Json:
-    """Return the snapshot of a job with its worker pods, its events and its etcd's endpoint and state."""
-    manifest = {key: value for key, value in job.items() if key != "status"}
-    manifest["metadata"] = {key: value for key, value in job["metadata"].items() if key != "managedFields"}
-    return {
-        "manifest": manifest,
-        "status": job.get("status") or {},
-        "pods": [_pod(pod) for pod in pods],
-        "events": sorted((_event(event) for event in events), key=lambda event: float(event["time"])),
-        "run": {"alive": True},
-        "etcd": etcd,
-    }
+def view_of(job: Json, pods: Iterable[Json] = (), events: Iterable[Json] = (), etcd: EtcdView | None = None) -> JobView:
+    """Return the view of a job with its worker pods, its events and its etcd."""
+    metadata = {key: value for key, value in job["metadata"].items() if key != "managedFields"}
+    return JobView(
+        manifest={key: value for key, value in job.items() if key != "status"} | {"metadata": metadata},
+        status_json=job.get("status") or {},
+        pods=tuple(map(_pod, pods)),
+        events=tuple(sorted(map(_event, events), key=lambda event: event.time)),
+        run=RunView(alive=True),
+        etcd=etcd,
+    )
 
 
-def _pod(obj: Json) -> Json:
+def _pod(obj: Json) -> PodView:
     pod, address = pod_of(obj), text(obj, "status", "podIP")
-    served = bool(address and pod.metrics_port)
     note = "another container of it still runs" if pod.sidecars_running else pod.waiting
-    return {
-        "name": pod.name,
-        "index": pod.index,
-        "uid": pod.uid,
-        "phase": pod.phase.value,
-        "ready": pod.ready,
-        "terminating": pod.terminating,
-        "created": pod.created,
-        "ended": pod.ended,
-        "exitCode": pod.exit_code,
-        "message": msgspec.to_builtins(pod.message),
-        "ranks": None,  # only the agents know them
-        "metricsUrl": f"http://{bracketed(address)}:{pod.metrics_port}/metrics" if served else None,
-        "node": text(obj, "spec", "nodeName"),
-        "address": address,
-        "note": note if pod.incompatible_image is None else pod.incompatible_image.message,
-    }
+    return PodView.of(
+        pod,
+        ranks=None,  # only the agents know them
+        metrics_url=f"http://{bracketed(address)}:{pod.metrics_port}/metrics" if address and pod.metrics_port else None,
+        node=pod.node,
+        address=address,
+        note=note if pod.incompatible_image is None else pod.incompatible_image.message,
+    )
 
 
-def _event(obj: Json) -> Json:
-    return {
-        "time": event_time(obj),
-        "reason": text(obj, "reason"),
-        "message": text(obj, "message"),
-        "warning": text(obj, "type") == "Warning",
-        "count": integer(obj, "series", "count") or integer(obj, "count") or 1,
-    }
+def _event(obj: Json) -> EventView:
+    return EventView(
+        time=float(event_time(obj)),
+        reason=text(obj, "reason"),
+        message=text(obj, "message"),
+        warning=text(obj, "type") == "Warning",
+        count=integer(obj, "series", "count") or integer(obj, "count") or 1,
+    )
 
 
 def _key(obj: Json) -> tuple[str, str]:

@@ -12,21 +12,22 @@ import json
 import os
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from msgspec.structs import replace
 
 from elastic_operator.client import ScrapedJob
 from elastic_operator.errors import BadInput, ClusterError, NotFound
-from elastic_operator.local.run_dir import RunDir, all_runs, home_dir, job_name
-from elastic_operator.views.job_view import JobView
+from elastic_operator.local.run_dir import RunDir, all_runs, home_dir
+from elastic_operator.views.job_view import EventView, JobView
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from elastic_operator.client import Tell
     from elastic_operator.views.job_view import PodView
     from elastic_operator.views.log_selector import LogSelector
-
-    Snapshot = dict[str, Any]
 
 _TIMEOUT: Final = 10.0
 
@@ -49,31 +50,31 @@ class LocalJobs:
     def close(self) -> None:
         """Do nothing: no connection stays open."""
 
-    def snapshots(self, name: str | None = None, *, every_run: bool = False, pods: bool = True) -> list[Snapshot]:  # noqa: ARG002
+    def jobs(self, name: str | None = None, *, every_run: bool = False, pods: bool = True) -> list[JobView]:  # noqa: ARG002
         """Return the latest run of each job, those that are alive first.
 
         Args:
             name: only the runs of this name.
             every_run: all runs, not just the latest of each job.
-            pods: ignored; a snapshot always has them.
+            pods: ignored; a run always has them.
 
         Raises:
             NotFound: no run has that name.
         """
-        found = [record for run in all_runs(self._home) if (record := _state(run, name)) is not None]
+        found = [job for run in all_runs(self._home) if (job := _state(run, name)) is not None]
         if name is not None and not found:
             raise NotFound(f"there is no job or run {name} here; `elasticjob get` lists all jobs")
-        found.sort(key=lambda record: not record["run"]["alive"])
+        found.sort(key=lambda job: not job.run.alive)
         if every_run:
             return found
-        latest: dict[str | None, Snapshot] = {}
-        for record in found:
-            latest.setdefault(job_name(record), record)
+        latest: dict[str, JobView] = {}
+        for job in found:
+            latest.setdefault(job.name, job)
         return list(latest.values())
 
-    def describe(self, name: str) -> Snapshot:
+    def describe(self, name: str) -> JobView:
         """Return the run of this name that is alive, or else the latest one."""
-        return self.snapshots(name)[0]
+        return self.jobs(name)[0]
 
     def scrape(self, name: str) -> ScrapedJob:
         """Read the metrics of all agents of a job."""
@@ -81,7 +82,7 @@ class LocalJobs:
 
         from elastic_operator.views.scrape import scrape
 
-        job = JobView.of(self.describe(name))
+        job = self.describe(name)
         return ScrapedJob(job, *asyncio.run(scrape(_live_pods(job), _fetch)))
 
     def scrape_leaders(self) -> list[ScrapedJob]:
@@ -90,7 +91,7 @@ class LocalJobs:
 
         from elastic_operator.views.scrape import scrape_leaders
 
-        jobs = [JobView.of(each) for each in self.snapshots()]
+        jobs = self.jobs()
         pages = asyncio.run(scrape_leaders([(_live_pods(job), _fetch) for job in jobs]))
         return [ScrapedJob(*each) for each in zip(jobs, pages, strict=True)]
 
@@ -98,11 +99,10 @@ class LocalJobs:
         """Write a job's logs."""
         from elastic_operator.local.log_files import follow_logs, print_logs
 
-        record = self.describe(name)
-        run = JobView.of(record).run
-        logs = Path(run.logs)
-        if selector.follow and run.alive:
-            follow_logs(logs, selector, write, alive=lambda: _is_alive(record), tell=self._tell)
+        job = self.describe(name)
+        logs = Path(job.run.logs)
+        if selector.follow and job.run.alive:
+            follow_logs(logs, selector, write, alive=lambda: _is_alive(job), tell=self._tell)
         else:
             print_logs(logs, selector, write)
         return True
@@ -114,15 +114,15 @@ class LocalJobs:
             NotFound: there is no report, or no run has that name.
         """
         job = self.describe(name)
-        if job["run"]["alive"]:
+        if job.run.alive:
             with contextlib.suppress(NotFound):  # it has just ended
-                return json.dumps(_request(job, "GET", "/job/report")).encode(), ""
+                return _request(job, "GET", "/job/report"), ""
             job = self.describe(name)
-        kept = RunDir(Path(str(job["run"].get("directory")))).read_report()
+        kept = RunDir(Path(job.run.directory)).read_report()
         if kept is None:
             why = "was its run killed, or started by a version without reports?"
             raise NotFound(f"there is no report of {name}: {why} `elasticjob describe {name}` says what is known")
-        return kept, str((job["run"].get("ended") or {}).get("how") or "killed")
+        return kept, job.run.ended.how if job.run.ended else "killed"
 
     def scale(self, name: str, replicas: int) -> None:
         """Set the number of pods. Raises BadInput if the job refuses, NotFound if it does not run."""
@@ -137,105 +137,86 @@ class LocalJobs:
         if not wait:
             raise BadInput("--no-wait is for jobs on a cluster; name one with -n or --context, or leave --no-wait out")
         job = self._running(name)
-        snapshots = _watch(job)
-        next(snapshots, None)  # watch before the deletion, so that its end is not missed
-        _request(job, "DELETE", "/job")
-        for _ in snapshots:
-            pass
+        with contextlib.closing(_connect(job)) as watch, contextlib.suppress(OSError, http.client.HTTPException):
+            watch.request("GET", "/watch")  # before the deletion, so that its end is not missed
+            _request(job, "DELETE", "/job")
+            watch.sock.settimeout(None)
+            watch.getresponse().read()
 
-    def _running(self, name: str) -> Snapshot:
+    def _running(self, name: str) -> JobView:
         with contextlib.suppress(NotFound):
             job = self.describe(name)
-            if job["run"]["alive"]:
+            if job.run.alive:
                 return job
         raise NotFound(f"no job {name} is running here; `elasticjob get` lists all jobs")
 
 
-def _state(run: RunDir, name: str | None) -> Snapshot | None:
-    """Return the state of a run, or None if it is not of this name."""
-    record = run.read_record()
-    job = job_name(record)
-    if record is None or job is None or not isinstance(record.get("run"), dict):
+def _state(run: RunDir, name: str | None) -> JobView | None:
+    """Return the state of a run, or None if it is not of this name or cannot be read."""
+    job = run.read_record()
+    if job is None or name not in (None, run.run_id, job.name):
         return None
-    if name not in (None, run.run_id, job):
-        return None
-    if record["run"].get("ended") is None:
-        with contextlib.suppress(NotFound, ClusterError):
-            return _request(record, "GET", "/job")
-        record = run.read_record() or record  # it has just ended, or was killed
-    record["run"]["alive"] = False
-    return record if record["run"].get("ended") is not None else _as_killed(record)
+    if job.run.ended is None:
+        with contextlib.suppress(NotFound, ClusterError, msgspec.DecodeError):
+            return msgspec.json.decode(_request(job, "GET", "/job"), type=JobView)
+        job = run.read_record() or job  # it has just ended, or was killed
+    job = replace(job, run=replace(job.run, alive=False))
+    return job if job.run.ended is not None else _as_killed(job)
 
 
-def _as_killed(record: Snapshot) -> Snapshot:
-    """Return the snapshot of a run that was killed: its pods ended with it."""
-    status, run = record.get("status"), record["run"]
-    if isinstance(status, dict):
-        status |= {"readyReplicas": 0, "replicas": 0, "readyDesired": f"0/{status.get('desired', 0)}", "conditions": []}
+def _as_killed(job: JobView) -> JobView:
+    """Return the state of a job whose run was killed: its pods ended with it."""
     message = (
-        f"`elasticjob run` (process {run.get('pid')}) was killed, and its pods and etcd with it; "
-        f"continue it with `elasticjob run --resume {run.get('id')} {run.get('manifestPath')}`"
+        f"`elasticjob run` (process {job.run.pid}) was killed, and its pods and etcd with it; "
+        f"continue it with `elasticjob run --resume {job.run.id} {job.run.manifest_path}`"
     )
-    events = record.get("events", [])
-    last = max((event.get("time", 0.0) for event in events), default=0.0)
-    return record | {
-        "pods": [],
-        "events": [*events, {"time": last, "reason": "Killed", "message": message, "warning": True}],
-    }
+    last = max((event.time for event in job.events), default=0.0)
+    return replace(
+        job,
+        status_json={**job.status_json, "readyReplicas": 0, "replicas": 0, "conditions": []},
+        pods=(),
+        events=(*job.events, EventView(last, "Killed", message, warning=True)),
+    )
 
 
-def _request(record: Snapshot, method: str, path: str, body: object = None) -> Snapshot:
-    """Send a request to the run of a snapshot.
+def _request(job: JobView, method: str, path: str, body: object = None) -> bytes:
+    """Send a request to the run of a job; return the body of its response.
 
     Raises:
         BadInput: the run refuses.
         NotFound: the run has ended.
         ClusterError: it does not answer.
     """
-    with contextlib.closing(_connect(record)) as connection:
+    with contextlib.closing(_connect(job)) as connection:
         try:
-            data = None if body is None else json.dumps(body)
-            connection.request(method, path, data, {"Host": "localhost"})
+            connection.request(method, path, None if body is None else json.dumps(body))
             response = connection.getresponse()
-            answer: Snapshot = json.loads(response.read())
-        except (http.client.HTTPException, OSError, ValueError) as error:
-            raise ClusterError(f"the run of {job_name(record)} did not answer ({error}); try again") from None
+            answer = response.read()
+        except (http.client.HTTPException, OSError) as error:
+            raise ClusterError(f"the run of {job.name} did not answer ({error}); try again") from None
     if response.status == http.client.UNPROCESSABLE_ENTITY:
-        raise BadInput(str(answer.get("message")))
+        raise BadInput(str(json.loads(answer)["message"]))
     if response.status >= http.client.BAD_REQUEST:
-        raise ClusterError(f"the run of {job_name(record)} answered with HTTP status {response.status}; try again")
+        raise ClusterError(f"the run of {job.name} answered with HTTP status {response.status}; try again")
     return answer
 
 
-def _watch(record: Snapshot) -> Iterator[Snapshot]:
-    """Yield a snapshot now, after each change, and at the end; without a last one if the run is killed."""
-    with contextlib.closing(_connect(record)) as connection:
-        try:
-            connection.request("GET", "/watch", headers={"Host": "localhost"})
-            with connection.getresponse() as response:
-                connection.sock.settimeout(None)
-                while line := response.readline():
-                    yield json.loads(line)
-        except (http.client.HTTPException, ConnectionError, ValueError):
-            return
-
-
-def _is_alive(record: Snapshot) -> bool:
+def _is_alive(job: JobView) -> bool:
     with contextlib.suppress(NotFound):
-        _connect(record).close()
+        _connect(job).close()
         return True
     return False
 
 
-def _connect(record: Snapshot) -> http.client.HTTPConnection:
+def _connect(job: JobView) -> http.client.HTTPConnection:
     connection = http.client.HTTPConnection("localhost", timeout=_TIMEOUT)
     connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.settimeout(_TIMEOUT)
     try:
-        connection.sock.settimeout(_TIMEOUT)
-        connection.sock.connect(str(record["run"].get("socket")))
+        connection.sock.connect(job.run.socket)
     except OSError:
-        connection.sock.close()
-        raise NotFound(f"the job {job_name(record)} has ended; `elasticjob get` lists all jobs") from None
+        connection.close()
+        raise NotFound(f"the job {job.name} has ended; `elasticjob get` lists all jobs") from None
     return connection
 
 

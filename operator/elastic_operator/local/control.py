@@ -3,7 +3,7 @@
 ======  ================  =================================================================================
 method  path              response
 ======  ================  =================================================================================
-GET     ``/job``          a snapshot, see :mod:`elastic_operator.local.snapshot`
+GET     ``/job``          a snapshot, see :class:`elastic_operator.views.job_view.JobView`
 GET     ``/job/report``   the report as it would be now, see :mod:`elastic_operator.api.report`
 GET     ``/watch``        snapshots, one a line: now, after each change, and a last one when the run ends
 PATCH   ``/job``          sets ``replicas`` or ``suspend``: 200, or 422 with ``{"message": sentence}``
@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+import msgspec
 from aiohttp import web
 
 from elastic_operator.errors import BadInput
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable
     from pathlib import Path
 
-    from elastic_operator.local.runner import LocalRun
+    from elastic_operator.local.run import LocalRun
+    from elastic_operator.views.job_view import JobView
 
 _WATCH_INTERVAL: Final = 0.1
 """Seconds between two snapshots of a watch, at least."""
@@ -36,8 +37,8 @@ _FIELDS: Final = {"replicas", "suspend"}
 class SnapshotFeed:
     """Gives snapshots to watchers, each at its own pace: several changes close together make one snapshot."""
 
-    def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
-        self.now = make
+    def __init__(self, make: Callable[[], JobView]) -> None:
+        self._make = make
         self._watchers: set[asyncio.Event] = set()
         self._closed = asyncio.Event()
 
@@ -51,7 +52,7 @@ class SnapshotFeed:
         self._closed.set()
         self.touch()
 
-    async def watch(self, interval: float) -> AsyncGenerator[dict[str, Any], None]:
+    async def watch(self, interval: float) -> AsyncGenerator[JobView, None]:
         """Yield a snapshot now, after each change (at most one per ``interval`` seconds), and a last one."""
         changed = asyncio.Event()
         changed.set()
@@ -61,7 +62,7 @@ class SnapshotFeed:
                 await changed.wait()
                 changed.clear()
                 last = self._closed.is_set()
-                yield self.now()
+                yield self._make()
                 if last:
                     return
                 with contextlib.suppress(TimeoutError):
@@ -93,7 +94,7 @@ async def control_server(run: LocalRun, socket: Path) -> AsyncIterator[None]:
 
 def _application(run: LocalRun) -> web.Application:
     async def job(_: web.Request) -> web.Response:
-        return web.json_response(run.snapshots.now())
+        return web.Response(body=msgspec.json.encode(run.snapshot()), content_type="application/json")
 
     async def report(_: web.Request) -> web.Response:
         return web.Response(body=run.report(), content_type="application/json")
@@ -104,7 +105,7 @@ def _application(run: LocalRun) -> web.Application:
         async with contextlib.aclosing(run.snapshots.watch(_WATCH_INTERVAL)) as snapshots:
             with contextlib.suppress(ConnectionResetError):  # the client has left
                 async for snapshot in snapshots:
-                    await response.write(json.dumps(snapshot).encode() + b"\n")
+                    await response.write(msgspec.json.encode(snapshot) + b"\n")
         return response
 
     async def patch(request: web.Request) -> web.Response:

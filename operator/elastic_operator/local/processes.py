@@ -270,16 +270,17 @@ class PodProcess:
 
 def _last_words(command: PodCommand, *, failed: bool) -> TerminationMessage | str | None:
     """Return the termination message, or the end of the log if there is none and the pod failed."""
-    data = _tail(command.termination_log, TERMINATION_MESSAGE_LIMIT)
+    data = tail(command.termination_log, TERMINATION_MESSAGE_LIMIT)
     if data:
         try:
             return decode(data, TerminationMessage)
         except MalformedRecord:
             return data.decode(errors="replace").strip()
-    return _tail(command.log, _LOG_TAIL).decode(errors="replace").strip() or None if failed else None
+    return tail(command.log, _LOG_TAIL).decode(errors="replace").strip() or None if failed else None
 
 
-def _tail(path: Path, limit: int) -> bytes:
+def tail(path: Path, limit: int) -> bytes:
+    """Return the last bytes of a file; none if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - limit, 0))

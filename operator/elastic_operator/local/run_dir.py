@@ -2,7 +2,7 @@
 
 It is ``<home>/runs/<job>-<UTC time>-<4 characters>/``::
 
-job.json       the latest snapshot of the run (elastic_operator.local.snapshot)
+job.json       the latest snapshot of the run (elastic_operator.views.job_view)
 manifest.yaml  the manifest as it was applied last
 report.json    the report, once the job is over or suspended (elastic_operator.api.report)
 logs/          <pod>/agent.log and <pod>/round_E/rank_R/output.log
@@ -20,16 +20,18 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
-import json
 import os
 import secrets
 import stat
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Final, TextIO
+
+import msgspec
 
 from elastic_operator.errors import BadInput
+from elastic_operator.views.job_view import JobView
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,21 +63,12 @@ class RunDir:
         self.etcd = path / "etcd"
         self.etcd_log = path / "etcd.log"
 
-    def write_record(self, record: Mapping[str, Any]) -> None:
-        """Replace the snapshot of the run. Raises OSError."""
-        _replace(self.record, json.dumps(record, indent=1).encode())
-
-    def read_record(self) -> dict[str, Any] | None:
+    def read_record(self) -> JobView | None:
         """Return the latest snapshot of the run, or None if there is no readable one."""
         try:
-            record = json.loads(self.record.read_bytes())
-        except (OSError, ValueError):
+            return msgspec.json.decode(self.record.read_bytes(), type=JobView)
+        except (OSError, msgspec.DecodeError):
             return None
-        return record if isinstance(record, dict) else None
-
-    def write_report(self, data: bytes) -> None:
-        """Replace the report of the run. Raises OSError."""
-        _replace(self.report, data)
 
     def read_report(self) -> bytes | None:
         """Return the report of the run, or None if there is none."""
@@ -83,12 +76,6 @@ class RunDir:
             return self.report.read_bytes()
         except OSError:
             return None
-
-    def write_manifest(self, data: Mapping[str, Any]) -> None:
-        """Replace the copy of the manifest. Raises OSError."""
-        import yaml  # slow to import, and the commands that only read do not need it
-
-        _replace(self.manifest, yaml.safe_dump(dict(data), sort_keys=False).encode())
 
 
 def create_run(home: Path, job: str, now: float) -> RunDir:
@@ -114,14 +101,14 @@ def reopen_run(home: Path, run_id: str, job: str) -> RunDir:
         raise BadInput(
             f"there is no run {run_id} below {home / 'runs'} to resume; `elasticjob get --all` lists all runs"
         )
-    name = job_name(run.read_record())
-    if name is None:
+    record = run.read_record()
+    if record is None or not record.metadata:
         raise BadInput(
             f"{run.record} does not say which job that run was, so it cannot be resumed; start without --resume"
         )
-    if name != job:
+    if record.name != job:
         raise BadInput(
-            f"run {run_id} was of the job {name}, but the manifest's metadata.name is {job}; "
+            f"run {run_id} was of the job {record.name}, but the manifest's metadata.name is {job}; "
             "resume it with the manifest of that job"
         )
     # Rounds count from 1 again, so the logs of the earlier run would be mistaken for those of this one.
@@ -140,15 +127,6 @@ def all_runs(home: Path) -> list[RunDir]:
             with contextlib.suppress(OSError):
                 found.append(((path / "job.json").stat().st_mtime, path))
     return [RunDir(path) for _, path in sorted(found, reverse=True)]
-
-
-def job_name(record: Mapping[str, Any] | None) -> str | None:
-    """Return the name of the job in a run's snapshot."""
-    try:
-        name = record["manifest"]["metadata"]["name"] if record else None
-    except (KeyError, TypeError):
-        return None
-    return name if isinstance(name, str) else None
 
 
 def private_dir(environ: Mapping[str, str], file_name: str) -> Path:
@@ -213,7 +191,8 @@ def _create(run: RunDir) -> None:
         ) from None
 
 
-def _replace(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file that its readers see as a whole. Raises OSError."""
     new = path.with_name(f".{path.name}.new")
     new.write_bytes(data)
     new.replace(path)

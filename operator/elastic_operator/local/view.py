@@ -1,23 +1,35 @@
-"""The output of ``elasticjob run`` while a job runs: a live picture on a terminal, plain lines elsewhere."""
+"""The output of ``elasticjob run`` while a job runs: a live picture on a terminal, plain lines elsewhere.
+
+In the picture, the least important parts are last; a small terminal cuts them off. The live view uses the terminal's
+alternate screen, as a pager does. The last picture and the outcome stay on the normal screen.
+"""
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import shutil
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Final, TextIO
 
+from rich.console import Group
+from rich.constrain import Constrain
+from rich.live import Live
+from rich.padding import Padding
+from rich.table import Column, Table
+from rich.text import Text
+
+from elastic_operator.controller import messages
 from elastic_operator.views import formatting
-from elastic_operator.views.job_view import JobView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from elastic_operator.views.job_view import EventView
+    from rich.console import Console, RenderableType
+
+    from elastic_operator.views.job_view import EventView, JobView, PodView
 
 PROGRESS_INTERVAL: Final = 5.0
 """Seconds between two lines of the program's progress in plain lines."""
@@ -26,6 +38,14 @@ _OUTCOMES: Final = {0: "succeeded", 1: "failed", 3: "was deleted", 130: "was int
 NOW: Final = ">"
 DONE: Final = "+"
 FAILED: Final = "-"
+
+_REPAINTS: Final = 4
+_MAX_WIDTH: Final = 120
+_MAX_PODS: Final = 8
+_MAX_EVENTS: Final = 4
+_BAR: Final = {"Running": "black on green", "Succeeded": "black on green", "Failed": "white on red"}
+_TONE: Final = {True: "green", None: "yellow", False: "red"}
+_MARKS: Final = {"": ("·", "dim"), NOW: ("▶", "bold yellow"), DONE: ("✔", "green"), FAILED: ("✘", "red")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,39 +63,20 @@ class Step:
     result: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Hints:
-    """How ``elasticjob`` is called.
-
-    Attributes:
-        command: how to call it in a second terminal.
-        first: what has to be typed there first; empty if there is nothing.
-        here: how to call it in this terminal.
-    """
-
-    command: str = "elasticjob"
-    first: str = ""
-    here: str = "elasticjob"
+def own_command(argv0: str, environ: Mapping[str, str]) -> str:
+    """Return how to call ``elasticjob`` in any terminal, given how it was started and the environment."""
+    path = Path(argv0)
+    if "VIRTUAL_ENV" not in environ and shutil.which("elasticjob", path=environ.get("PATH")):
+        return "elasticjob"
+    if path.name == "elasticjob" and path.is_file():
+        return formatting.shell_path(str(path.absolute()))  # the next terminal has not activated its environment
+    return f"{formatting.shell_path(sys.executable)} -m elastic_operator.cli.main"
 
 
-def own_hints(argv0: str, environ: Mapping[str, str]) -> Hints:
-    """Return how ``elasticjob`` is called, given how it was started and the PATH."""
-    path, on_path = Path(argv0), shutil.which("elasticjob", path=environ.get("PATH"))
-    if path.name != "elasticjob" or not path.is_file():  # python -m
-        module = f"{formatting.shell_path(sys.executable)} -m elastic_operator.cli.main"
-        return Hints() if on_path else Hints(command=module, here=module)
-    found = on_path is not None and Path(on_path).samefile(path)
-    here = "elasticjob" if found else formatting.shell_path(argv0)
-    activate = path.absolute().parent / "activate"
-    if activate.is_file() and (not found or "VIRTUAL_ENV" in environ):  # the next terminal has not activated it
-        return Hints(first=f". {formatting.shell_path(str(activate))}", here=here)
-    return Hints() if found else Hints(command=formatting.shell_path(str(path.absolute())), here=here)
-
-
-def suggestions(job: JobView, hints: Hints) -> list[tuple[str, str]]:
+def suggestions(job: JobView, command: str) -> list[tuple[str, str]]:
     """Return what to try in a second terminal: the command, and what it does."""
-    name, command = job.name, hints.command
-    rows = [(hints.first, "once, in each new terminal")] if hints.first else []
+    name = job.name
+    rows: list[tuple[str, str]] = []
     if job.status.state == "Suspended":
         rows.append((f"{command} resume {name}", "resume it"))
     else:
@@ -93,9 +94,8 @@ def suggestions(job: JobView, hints: Hints) -> list[tuple[str, str]]:
     return rows
 
 
-def outcome(snapshot: Mapping[str, Any], now: float, code: int, hints: Hints) -> list[str]:
+def outcome(job: JobView, now: float, code: int, command: str) -> list[str]:
     """Return how a run ended with this exit code, and where its files are, in lines."""
-    job = JobView.of(snapshot)
     first = f"{job.name} {_OUTCOMES.get(code, f'ended with {code}')} after {formatting.duration(job.age(now))}"
     why = job.run.ended.message if job.run.ended else ""
     if code == 0 and job.progress is not None:
@@ -108,7 +108,7 @@ def outcome(snapshot: Mapping[str, Any], now: float, code: int, hints: Hints) ->
     lines += [f"{label:<12} {formatting.home_relative(path)}" for label, path in paths(job)]
     if code in (1, 130) and job.run.id:
         manifest = formatting.shell_path(job.run.manifest_path) if job.run.manifest_path else "FILE"
-        lines.append(f"{'go on with':<12} {hints.here} run --resume {job.run.id} {manifest}")
+        lines.append(f"{'go on with':<12} {command} run --resume {job.run.id} {manifest}")
     return lines
 
 
@@ -123,21 +123,34 @@ def event_text(event: EventView) -> str:
 
 
 class View(contextlib.AbstractContextManager["View"]):
-    """Shows a job while it runs; a context manager, which restores the terminal."""
+    """Shows a job while it runs; a context manager, which restores the terminal.
 
-    @abc.abstractmethod
-    def on_snapshot(self, snapshot: Mapping[str, Any]) -> None:
+    Args:
+        command: how to call ``elasticjob``.
+        clock: seconds since the Unix epoch.
+
+    Attributes:
+        job: the job as it was shown last.
+        steps: of the demo.
+    """
+
+    def __init__(self, command: str, clock: Callable[[], float] = time.time) -> None:
+        self.command = command
+        self.clock = clock
+        self.job: JobView | None = None
+        self.steps: Sequence[Step] = ()
+
+    def on_snapshot(self, job: JobView) -> None:
         """Show that the job has changed."""
+        self.job = job
 
-    @abc.abstractmethod
     def on_steps(self, steps: Sequence[Step]) -> None:
         """Show that a step of the demo has begun or ended."""
+        self.steps = tuple(steps)
 
-    @abc.abstractmethod
     def on_ending(self, sentence: str) -> None:
         """Show that the run is ending."""
 
-    @abc.abstractmethod
     def say_outcome(self, code: int) -> None:
         """Print how the run has ended, after the view has ended."""
 
@@ -148,23 +161,18 @@ class View(contextlib.AbstractContextManager["View"]):
 class PlainView(View):
     """Prints a line for each change, with the time of day."""
 
-    def __init__(self, output: TextIO, hints: Hints, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, output: TextIO, command: str, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(command, clock)
         self._output = output
-        self._hints = hints
-        self._clock = clock
-        self._job: JobView | None = None
-        self._snapshot: Mapping[str, Any] = {}
         self._said_progress = 0.0
-        self._steps: tuple[Step, ...] = ()
 
-    def on_snapshot(self, snapshot: Mapping[str, Any]) -> None:
+    def on_snapshot(self, job: JobView) -> None:
         """Print what has changed."""
-        before, job = self._job, JobView.of(snapshot)
-        self._snapshot, self._job = snapshot, job
+        before, self.job = self.job, job
         if before is None:
             self._say(*(f"{label}: {formatting.home_relative(path)}" for label, path in paths(job)))
             self._say("in a second terminal:")
-            self._say(*(f"  {command}   # {why}" for command, why in suggestions(job, self._hints)))
+            self._say(*(f"  {command}   # {why}" for command, why in suggestions(job, self.command)))
         for event in _new_events(before, job):
             self._say(f"! {event_text(event)}" if event.warning else event_text(event))
         # Events report rounds and sizes; the outcome reports the end.
@@ -179,9 +187,9 @@ class PlainView(View):
     def on_steps(self, steps: Sequence[Step]) -> None:
         """Print which step of the demo begins, and the result of each."""
         for step in steps:
-            if step.mark and step not in self._steps:
+            if step.mark and step not in self.steps:
                 self._say(f"--- {step.title}" if step.mark == NOW else f"--- {step.title}: {step.result}")
-        self._steps = tuple(steps)
+        super().on_steps(steps)
 
     def on_ending(self, sentence: str) -> None:
         """Print that the run is ending."""
@@ -189,11 +197,11 @@ class PlainView(View):
 
     def say_outcome(self, code: int) -> None:
         """Print how the run has ended."""
-        if self._snapshot:
-            self._say(*outcome(self._snapshot, self._clock(), code, self._hints))
+        if self.job is not None:
+            self._say(*outcome(self.job, self.clock(), code, self.command))
 
     def _say(self, *lines: str) -> None:
-        stamp = time.strftime("%H:%M:%S", time.localtime(self._clock()))
+        stamp = time.strftime("%H:%M:%S", time.localtime(self.clock()))
         with contextlib.suppress(BrokenPipeError):  # `| head` is no reason to end the training
             self._output.writelines(f"{stamp}  {line}\n" for line in lines)
             self._output.flush()
@@ -206,3 +214,161 @@ def _new_events(before: JobView | None, after: JobView) -> Sequence[EventView]:
         if before and before.events and events[known - 1] == before.events[-1]:
             return events[known:]
     return events
+
+
+class LiveView(View):
+    """The picture of a job, kept up to date on a terminal."""
+
+    def __init__(self, console: Console, command: str, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(command, clock)
+        self._console = console
+        self._ending = ""
+        self._over = False
+        self._live = Live(
+            console=console, screen=True, refresh_per_second=_REPAINTS, get_renderable=self._picture, transient=True
+        )
+
+    def __exit__(self, *_: object) -> None:
+        self._over = True
+        self._live.stop()
+
+    def on_snapshot(self, job: JobView) -> None:
+        """Show the job from the next repaint on."""
+        super().on_snapshot(job)
+        if not self._live.is_started and not self._over:
+            self._live.start(refresh=True)  # not before: an error about bad input belongs on the normal screen
+
+    def on_ending(self, sentence: str) -> None:
+        """Show that the run is ending."""
+        self._ending = sentence
+        if self._live.is_started:
+            self._live.refresh()
+
+    def say_outcome(self, code: int) -> None:
+        """Print the last picture, and how the run has ended."""
+        if self.job is None:
+            return
+        self._console.print(render(self.job, self.clock()))
+        first, *rest = outcome(self.job, self.clock(), code, self.command)
+        style = {0: "bold green", 1: "bold red"}.get(code, "bold")
+        self._console.print(Text(f"\n {first}", style=style))
+        for line in rest:
+            self._console.print(Text(f" {line}"), soft_wrap=True)
+
+    def _picture(self) -> RenderableType:
+        if self.job is None:
+            return Text()
+        return render(self.job, self.clock(), self.command, steps=self.steps, ending=self._ending)
+
+
+def render(
+    job: JobView, now: float, command: str = "", *, steps: Sequence[Step] = (), ending: str = ""
+) -> RenderableType:
+    """Return the picture of a job.
+
+    Args:
+        job: the job.
+        now: seconds since the Unix epoch.
+        command: how to call ``elasticjob``; empty for the last picture, which has neither paths nor suggestions.
+        steps: of the demo.
+        ending: shown in place of the suggestions when the run is ending.
+    """
+    parts = [_title(job, now), _facts(job)]
+    if ending:
+        parts.append(Text(f"\n {ending}", "bold yellow"))
+    parts += [_steps(steps), _pods(job, now), _events(job, now)]
+    if command:
+        where = [
+            (Text(name, "dim"), Text(formatting.home_relative(path), overflow="fold")) for name, path in paths(job)
+        ]
+        parts.append(_grid(where))
+        if not ending and not job.status.finished:
+            commands = [(Text(f"  {typed}", "cyan"), Text(why, "dim")) for typed, why in suggestions(job, command)]
+            parts.append(_grid([(Text("In a second terminal", "dim"), Text()), *commands]))
+    return Constrain(Group(*parts), _MAX_WIDTH)
+
+
+def _grid(rows: Sequence[Sequence[RenderableType]]) -> RenderableType:
+    """Return a blank line and a table, whose cells are wrapped if there is too little room."""
+    if not rows:
+        return Group()
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    return Padding(table, (1, 0, 0, 1))
+
+
+def _title(job: JobView, now: float) -> RenderableType:
+    bar = Table.grid(Column(no_wrap=True), Column(justify="right"), expand=True)
+    bar.add_row(Text(f" {job.name}  {job.state}", "bold"), f"{formatting.clock(job.age(now))} ")
+    bar.style = _BAR.get(job.state, "black on yellow")
+    return bar
+
+
+def _facts(job: JobView) -> RenderableType:
+    status = job.status
+    facts = [("round", status.round or "-"), ("world size", status.world_size), ("restarts", status.restarts)]
+    if not job.completed:
+        facts.insert(2, ("pods", status.ready))
+    text = Text(no_wrap=True, overflow="ellipsis")
+    for label, value in facts:
+        text.append(f" {label} ", style="dim").append(f"{value}", style="bold").append("  ")
+        if label == "pods":
+            missing = status.desired - status.ready_replicas
+            text.append("●" * status.ready_replicas, "green").append("●" * missing, "yellow")
+            text.append("·" * (job.spec.get("maxReplicas", 0) - max(status.desired, status.ready_replicas)), "dim")
+            text.append("  ")
+    if job.progress and (line := formatting.printed(job.progress.line)):
+        text.append(f"\n\n {line}", "bold cyan")
+    return text
+
+
+def _steps(steps: Sequence[Step]) -> RenderableType:
+    rows = []
+    for step in steps:
+        sign, style = _MARKS[step.mark]
+        result = Text(step.result, style if step.mark == FAILED else "bold")
+        rows.append((Text(f"{sign} ", style).append(step.title, "" if step.mark else "dim"), result))
+    return _grid(rows)
+
+
+def _pods(job: JobView, now: float) -> RenderableType:
+    living, ended = job.living_pods, job.ended_pods
+    # Beside living pods, the two that ended last explain what happened; if all have ended, each is shown.
+    rows = [*living[:_MAX_PODS], *ended[:2]] if living else sorted(ended[:_MAX_PODS], key=lambda pod: pod.index)
+    titles = ("POD", "PID", "STATE", "RANKS", "AGE", "MESSAGE" if any(map(_message, rows)) else "")
+    table = [tuple(Text(title, "dim") for title in titles), *(_pod(pod, now) for pod in rows)]
+    if len(living) > _MAX_PODS:
+        table.append((Text(f"and {messages.count(len(living) - _MAX_PODS, 'more pod')}", "dim"), *[Text()] * 5))
+    return _grid(table if rows else ())
+
+
+def _pod(pod: PodView, now: float) -> tuple[Text, ...]:
+    doing, dim = formatting.activity(pod), "dim" if pod.over else ""
+    return (
+        Text(pod.name, dim),
+        Text(str(pod.pid) if pod.pid and not pod.over else "-", dim),
+        Text(doing.word, _TONE[doing.good]),
+        Text(formatting.rank_list(() if pod.over else pod.ranks), dim),
+        Text(formatting.duration((pod.ended or now) - pod.created), dim),
+        Text(_message(pod), dim),
+    )
+
+
+def _message(pod: PodView) -> str:
+    """Return the last line of a pod's termination message, if it adds to the pod's state."""
+    if pod.exit_code == 0 or messages.signal_name(pod.exit_code):
+        return ""
+    return formatting.printed((pod.message.splitlines() or [""])[-1])
+
+
+def _events(job: JobView, now: float) -> RenderableType:
+    start = job.created or now
+    rows = [
+        (
+            Text(formatting.clock(each.time - start).rjust(5), "dim"),
+            Text(event_text(each), "red" if each.warning else ""),
+        )
+        for each in job.events[-_MAX_EVENTS:]
+    ]
+    return _grid(rows)

@@ -1,19 +1,23 @@
 """The state of a job, as commands and the live view read it: typed, with a default for every field.
 
-The data is a JSON snapshot: of a run on this machine (:mod:`elastic_operator.local.snapshot`) or of a job on a cluster
-(:mod:`elastic_operator.client.cluster`). Another version may have written it: unknown fields are ignored.
+As JSON with camelCase names it is what a run's directory and control socket hold. Another version may have written it:
+unknown fields are ignored.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from elastic_operator.api.status import JobStatus, status_from_json
 from elastic_operator.errors import BadInput, ElasticJobError
+
+if TYPE_CHECKING:
+    from elastic_operator.controller.model import Pod
 
 
 class _View(msgspec.Struct, frozen=True, rename="camel"):
@@ -42,8 +46,7 @@ class PodView(_View, frozen=True):
     created: float = 0.0
     ended: float | None = None
     exit_code: int | None = None
-    message: str | dict[str, Any] | None = None
-    group_rank: int | None = None
+    message: str = ""
     ranks: tuple[int, ...] | None = ()
     log_dir: str | None = None
     metrics_url: str | None = None
@@ -51,17 +54,28 @@ class PodView(_View, frozen=True):
     address: str = ""
     note: str = ""
 
+    @classmethod
+    def of(cls, pod: Pod, **others: Any) -> PodView:  # noqa: ANN401 - the other fields
+        """Return the view of a pod, with the fields that a :class:`Pod` does not have."""
+        said = pod.message if isinstance(pod.message, str | None) else pod.message.message or pod.message.reason
+        return cls(
+            name=pod.name,
+            index=pod.index,
+            uid=pod.uid,
+            phase=pod.phase.value,
+            ready=pod.ready,
+            terminating=pod.terminating,
+            created=pod.created,
+            ended=pod.ended,
+            exit_code=pod.exit_code,
+            message=said or "",
+            **others,
+        )
+
     @property
     def over(self) -> bool:
         """Whether it has ended."""
         return self.ended is not None or self.phase in ("Succeeded", "Failed")
-
-    @property
-    def words(self) -> str:
-        """The agent's termination message as text; empty if there is none."""
-        if isinstance(self.message, Mapping):
-            return str(self.message.get("message") or self.message.get("reason") or "")
-        return self.message or ""
 
 
 class EventView(_View, frozen=True):
@@ -75,7 +89,14 @@ class EventView(_View, frozen=True):
 
 
 class EndView(_View, frozen=True):
-    """How a run on this machine ended."""
+    """How a run on this machine ended.
+
+    Attributes:
+        how: succeeded, failed, badInput, deleted or interrupted.
+        exit_code: of ``elasticjob run``.
+        message: an explanation; empty if there is none.
+        time: when, in seconds since the Unix epoch.
+    """
 
     how: str = ""
     exit_code: int = 0
@@ -86,7 +107,8 @@ class EndView(_View, frozen=True):
 class RunView(_View, frozen=True):
     """The ``elasticjob run`` that owns the job. For a job on a cluster, only ``alive`` is set.
 
-    ``directory``, ``logs`` and ``checkpoints`` are paths; ``ended`` is None while it runs, or if it was killed.
+    ``directory``, ``logs``, ``checkpoints`` and ``socket`` are paths; ``ended`` is None while it runs, or if it was
+    killed.
     """
 
     id: str = ""
@@ -94,6 +116,7 @@ class RunView(_View, frozen=True):
     logs: str = ""
     checkpoints: str = ""
     pid: int | None = None
+    socket: str = ""
     manifest_path: str = ""
     alive: bool = False
     ended: EndView | None = None
@@ -115,31 +138,35 @@ class ProgressView(_View, frozen=True):
     time: float = 0.0
 
 
-class JobView(_View, frozen=True):
-    """The state of one job; ``manifest`` is the object without its status, ``events`` has the oldest first."""
+class JobView(_View, frozen=True, dict=True):
+    """The state of one job.
+
+    Attributes:
+        manifest: the object without its status.
+        status_json: the object's status.
+        events: the oldest first.
+    """
 
     manifest: dict[str, Any] = {}
-    status: JobStatus = JobStatus()
+    status_json: dict[str, Any] = msgspec.field(default_factory=dict, name="status")
     pods: tuple[PodView, ...] = ()
     events: tuple[EventView, ...] = ()
     run: RunView = RunView()
     etcd: EtcdView | None = None
     progress: ProgressView | None = None
 
-    @classmethod
-    def of(cls, snapshot: Mapping[str, Any]) -> JobView:
-        """Decode a snapshot.
+    @functools.cached_property
+    def status(self) -> JobStatus:
+        """The job's status.
 
         Raises:
             ElasticJobError: it is invalid.
         """
         try:
-            view = msgspec.convert({key: value for key, value in snapshot.items() if key != "status"}, cls)
-            return msgspec.structs.replace(view, status=status_from_json(snapshot.get("status")))
-        except (BadInput, msgspec.ValidationError) as error:
-            name = ((snapshot.get("manifest") or {}).get("metadata") or {}).get("name", "?")
+            return status_from_json(self.status_json)
+        except BadInput as error:
             raise ElasticJobError(
-                f"the state of the job {name} cannot be read ({error}); was it written by another version?"
+                f"the state of the job {self.name} cannot be read ({error}); was it written by another version?"
             ) from None
 
     @property

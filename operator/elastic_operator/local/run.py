@@ -1,0 +1,496 @@
+"""A run: one job on this machine, its plan carried out by processes.
+
+A run always ends in one order: the plan stops, then the pods, then the store; the last snapshot is written; the name is
+released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import time
+import uuid
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import yaml
+from watchfiles import awatch
+
+from elastic_operator.api.constants import ConditionType, LocalReason, Reason
+from elastic_operator.api.report import decode_report, encode_report, merged
+from elastic_operator.api.status import JobState, status_to_json
+from elastic_operator.controller.model import EtcdState, JobEvent, Observed, Plan, with_applied_spec
+from elastic_operator.controller.reconciler import Reconciler, ReconcileSettings
+from elastic_operator.controller.status import breakdown_at_change, report_of
+from elastic_operator.errors import BadInput, ClusterError
+from elastic_operator.local.control import SnapshotFeed, control_server
+from elastic_operator.local.etcd import EtcdProcess, EtcdSettings
+from elastic_operator.local.job import LiveJob, warning_of
+from elastic_operator.local.processes import PodProcess, pod_command, tail
+from elastic_operator.local.run_dir import replace_file
+from elastic_operator.manifest.loader import load
+from elastic_operator.resources.agent_command import ending_of
+from elastic_operator.store_mirror import StoreMirror, store_at
+from elastic_operator.views.job_view import EndView, EtcdView, EventView, JobView, PodView, ProgressView, RunView
+from torchelastic.errors import StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+    from typing import TextIO
+
+    from elastic_operator.api.report import Report
+    from elastic_operator.controller.model import Job, NewPod, Removal
+    from elastic_operator.local.processes import PodCommand
+    from elastic_operator.local.run_dir import RunDir
+    from elastic_operator.manifest.loader import Manifest
+    from torchelastic.protocol import SizeRecord
+
+STOP_GRACE: Final = 3.0
+"""Seconds that pods get to end when the user interrupts the run, beyond the notice that their workers asked for."""
+_VIEW_INTERVAL: Final = 0.1
+_RECORD_INTERVAL: Final = 0.5
+_RECONCILE: Final = ReconcileSettings(max_concurrent_reconciles=1, max_delay=5.0)
+_WATCH: Final[dict[str, Any]] = {"step": 100, "debounce": 1000, "rust_timeout": 60_000}
+"""Milliseconds: an editor writes a file in several steps."""
+_MAX_EVENTS: Final = 200
+_PROGRESS_BYTES: Final = 8192
+_PROGRESS_CHARACTERS: Final = 500
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+EXIT_CODES: Final = {"succeeded": 0, "failed": 1, "badInput": 2, "deleted": 3, "interrupted": 130}
+"""By how the run ended, as in :class:`~elastic_operator.views.job_view.EndView`."""
+
+
+def _ending(how: str, message: str = "") -> EndView:
+    return EndView(how, EXIT_CODES[how], message)
+
+
+def begin_end(end: asyncio.Future[EndView], how: str, message: str = "") -> None:
+    """End the run, unless it ends already: the first ending holds."""
+    if not end.done():
+        end.set_result(_ending(how, message))
+
+
+def on_signals(action: Callable[[], object]) -> None:
+    """Do this at SIGINT, SIGTERM and SIGHUP, and nothing else, until the event loop is closed."""
+    for number in _SIGNALS:
+        # nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts in the background.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, action)
+
+
+class LocalRun:
+    """One run: this machine as a backend of the reconciler.
+
+    It makes no decisions about pods. It has the processes that it started, the mirror of the store and the live object;
+    a change of any of them starts a reconcile.
+
+    Args:
+        live: the job.
+        files: the run's directory.
+        socket: the path of the control socket.
+        end: completed when something ends the run.
+        manifest: the file that is applied when it is saved.
+        environ: the environment that the pods inherit.
+        etcd: how to run the job's etcd; None if the manifest names one.
+
+    Attributes:
+        snapshots: gives snapshots to those who watch the run.
+    """
+
+    def __init__(
+        self,
+        live: LiveJob,
+        files: RunDir,
+        socket: Path,
+        end: asyncio.Future[EndView],
+        *,
+        manifest: Path,
+        environ: Mapping[str, str],
+        etcd: EtcdSettings | None,
+    ) -> None:
+        self._manifest_path = manifest
+        self._environ = environ
+        self._files = files
+        self._live = live
+        self._socket = socket
+        self._end = end
+        self._ended: EndView | None = None
+        self._unwritten: set[Path] = set()
+        self._tasks = asyncio.TaskGroup()
+        self._store: asyncio.Task[None] | None = None
+        self._store_away = False
+        self._pods: list[PodProcess] = []
+        self._events: deque[EventView] = deque(maxlen=_MAX_EVENTS)
+        self._mirror = StoreMirror(live.job().uid, changed=self._mirror_changed, away=self._on_store_away)
+        self._etcd = EtcdProcess(etcd, changed=self._changed, tell=self._tell) if etcd is not None else None
+        self._reconciler = Reconciler(self, settings=_RECONCILE)
+        self.snapshots = SnapshotFeed(self.snapshot)
+
+    # -- what the control socket serves
+
+    def snapshot(self) -> JobView:
+        """Return the state of the run."""
+        files, mirror, etcd, round = self._files, self._mirror, self._etcd, self._mirror.round
+        nodes = {node.name: node for node in mirror.nodes.values()}
+        ranks: dict[str, tuple[int, ...]] = {}
+        first = 0
+        for member in round.members if round else ():
+            ranks[mirror.names.get(member.node, "")] = tuple(range(first, first + member.workers))
+            first += member.workers
+
+        def view(pod: PodProcess) -> PodView:
+            node = nodes.get(pod.name) if pod.ended is None else None
+            return PodView.of(
+                pod.observed(ready=pod.name in nodes),
+                pid=pod.pid,
+                ranks=ranks.get(pod.name, ()),
+                log_dir=str(files.logs / pod.name),
+                metrics_url=f"http://{node.address}:{node.metrics}/metrics" if node and node.metrics else None,
+            )
+
+        progress = None
+        if round is not None and round.members and (pod := mirror.names.get(round.members[0].node)):
+            progress = last_line(files.logs / pod / f"round_{round.number}" / "rank_0" / "output.log")
+        return JobView(
+            manifest=self._live.manifest,
+            status_json=status_to_json(self._live.status),
+            pods=tuple(view(pod) for pod in sorted(self._pods, key=lambda pod: (pod.new.index, pod.created))),
+            events=tuple(self._events),
+            run=RunView(
+                id=files.run_id,
+                directory=str(files.path),
+                logs=str(files.logs),
+                checkpoints=str(files.checkpoints),
+                pid=os.getpid(),
+                socket=str(self._socket),
+                manifest_path=str(self._manifest_path),
+                alive=self._ended is None,
+                ended=self._ended,
+            ),
+            etcd=EtcdView(etcd.pid, etcd.endpoint, etcd.restarts) if etcd else EtcdView(endpoint=self._endpoint()),
+            progress=progress,
+        )
+
+    def report(self) -> bytes:
+        """Return the report of the run as it would be now."""
+        kept = self._files.read_report()
+        if kept is not None and self._live.status.state.finished:
+            return kept
+        job, observed = self._live.job(), self._observed()
+        breakdown = observed.time_breakdown or job.status.time_breakdown
+        return self._merged(report_of(job, replace(job.status, time_breakdown=breakdown), observed))
+
+    def patch(self, fields: dict[str, Any]) -> None:
+        """Set fields of the spec. Raises BadInput if the result is not valid, or the job is over."""
+        if self._live.patch(fields):
+            self._changed()
+
+    def delete(self) -> None:
+        """End the run; its directory stays."""
+        self._live.delete()
+        begin_end(self._end, "deleted")
+
+    # -- the run, from its beginning to its end
+
+    async def main(
+        self, name: TextIO, on_snapshot: Callable[[JobView], object], on_ending: Callable[[str], object]
+    ) -> EndView:
+        """Run the job until something ends the run, and end all that it started.
+
+        Args:
+            name: the lock on the job's name, to be released when the run has ended.
+            on_snapshot: see :func:`run_job`.
+            on_ending: likewise.
+
+        Raises:
+            BadInput: the control socket cannot be created; nothing was started.
+        """
+        if warning := warning_of(self._live.manifest["spec"]):
+            self._warn(LocalReason.UNSUPPORTED_FIELDS, warning)
+        async with control_server(self, self._socket), self._tasks as tasks:
+            self._write_record(self.snapshot())
+            tasks.create_task(self._each_snapshot(_VIEW_INTERVAL, on_snapshot))
+            drivers = [
+                tasks.create_task(self._reconciler.run()),
+                tasks.create_task(self._follow_manifest()),
+                tasks.create_task(self._follow_output()),
+                tasks.create_task(self._each_snapshot(_RECORD_INTERVAL, self._write_record)),
+            ]
+            self._changed()
+            ending = await asyncio.shield(self._end)
+            if ending.how == "interrupted":
+                ending = self._finished() or ending  # the job had finished before
+            for task in drivers:
+                task.cancel()
+            await asyncio.wait(drivers)
+            await self._end_processes(ending, on_ending)
+            # In this order, so that another run can start as soon as the end of this one is visible.
+            self._ended = msgspec.structs.replace(ending, time=time.time())
+            self._write_record(self.snapshot())
+            name.close()
+            self.snapshots.close()
+        return ending
+
+    async def _end_processes(self, ending: EndView, on_ending: Callable[[str], object]) -> None:
+        """End all pods and the store; the pods stay in the snapshot."""
+        live, pods = self._live, self._running_pods
+
+        def kill() -> None:
+            for pod in pods:
+                pod.kill()
+
+        on_signals(kill)  # the user interrupts a second time
+        if pods:
+            on_ending("ending its pods; press Ctrl-C again to kill them at once")
+            notice = max((node.notice for node in self._mirror.nodes.values()), default=0.0)
+            for pod in pods:
+                pod.remove(self._grace_period() if ending.how == "deleted" else STOP_GRACE + notice)
+            await asyncio.gather(*(pod.wait() for pod in pods))
+        if not live.status.state.finished:
+            job, observed, now = live.job(), self._observed(), time.time()
+            breakdown = breakdown_at_change(job, observed, now)
+            report = report_of(job, replace(job.status, time_breakdown=breakdown), observed)
+            self._keep_report(replace(report, rested=(round(now, 3),)))
+        await self._end_store()
+        if not live.status.state.finished:
+            live.status = replace(live.status, replicas=0, ready_replicas=0)
+
+    def _changed(self) -> None:
+        """Plan again, and notify the watchers."""
+        self._reconciler.wake(self._live.key)
+        self.snapshots.touch()
+        if (ending := self._finished()) is not None and not self._running_pods:
+            begin_end(self._end, ending.how, ending.message)
+
+    def _finished(self) -> EndView | None:
+        """Return the ending of a job that has finished."""
+        status = self._live.status
+        if not status.state.finished:
+            return None
+        if status.state is JobState.SUCCEEDED:
+            return _ending("succeeded")
+        bad = any(each.type == ConditionType.FAILED and each.reason == Reason.BAD_INPUT for each in status.conditions)
+        return _ending("badInput" if bad else "failed", status.what_failed)
+
+    # -- the backend of the reconciler
+
+    async def observe(self, key: str) -> tuple[Job, Observed] | None:
+        """Return the job and its state; None for any other job."""
+        return (self._live.job(), self._observed()) if key == self._live.key else None
+
+    def _observed(self) -> Observed:
+        mirror = self._mirror
+        etcd = EtcdState.READY if self._etcd is None else self._etcd.state
+        if self._store_away and etcd is EtcdState.READY:
+            etcd = EtcdState.STARTING  # it runs and does not answer
+        follows = self._store is not None  # what was read before a suspension is known already
+        registered = {node.name for node in mirror.nodes.values()}
+        return Observed(
+            pods=tuple(pod.observed(ready=pod.name in registered) for pod in self._pods),
+            etcd=etcd,
+            store_read=mirror.readable,
+            round=mirror.round,
+            outcome=mirror.outcome,
+            size=mirror.size,
+            time_breakdown=mirror.time_breakdown if follows else None,
+            history=mirror.history if follows else None,
+        )
+
+    async def apply(self, job: Job, plan: Plan) -> None:
+        """Carry out the plan in its order; do nothing if the job has changed since it was observed.
+
+        Raises:
+            ClusterError: the store did not take the size; all else was done.
+        """
+        live = self._live
+        if job != live.job():
+            self._changed()
+            return
+        if plan.report is not None:
+            self._keep_report(plan.report)
+        if plan.replicas is not None and "replicas" not in live.manifest["spec"]:
+            live.set_replicas(plan.replicas)
+        if plan.status is not None:
+            live.status = plan.status
+        for event in plan.events:
+            self._tell(event)
+        if plan.etcd and self._store is None:
+            self._store = self._tasks.create_task(self._run_store())
+        unwritten = await self._write_size(plan.size) if plan.size is not None else None
+        for removal in plan.remove:
+            self._remove(removal)
+        for new in plan.create:
+            self._create(with_applied_spec(job, plan), new)
+        if not plan.etcd:
+            await self._end_store()
+        if plan != Plan(report=plan.report, etcd=plan.etcd, wake_at=plan.wake_at):
+            self._changed()
+        if unwritten is not None:
+            raise ClusterError(f"the wanted size could not be written to the store: {unwritten}")
+
+    async def _write_size(self, size: SizeRecord) -> StoreError | None:
+        try:
+            await self._mirror.write_size(size)
+        except StoreError as error:
+            return error
+        return None
+
+    @property
+    def _running_pods(self) -> list[PodProcess]:
+        return [pod for pod in self._pods if pod.ended is None]
+
+    def _create(self, job: Job, new: NewPod) -> None:
+        if all(pod.name != new.name for pod in self._pods):
+            pod = PodProcess(new, uid=str(uuid.uuid4()), changed=self._changed)
+            self._pods.append(pod)
+            self._tasks.create_task(self._run_pod(job, pod))
+
+    async def _run_pod(self, job: Job, pod: PodProcess) -> None:
+        def command() -> PodCommand:
+            base = self._manifest_path.parent
+            return pod_command(job, pod.new, self._endpoint(), run=self._files, base=base, environ=self._environ)
+
+        await pod.run(command, self._etcd.ready if self._etcd else None)
+        if pod.terminating and not self._end.done():
+            self._pods.remove(pod)
+            self._changed()
+
+    def _remove(self, removal: Removal) -> None:
+        for pod in self._pods:
+            if (pod.name, pod.uid) == (removal.name, removal.uid):
+                if pod.ended is None:
+                    pod.remove(self._grace_period())
+                else:
+                    self._pods.remove(pod)
+                return
+
+    def _grace_period(self) -> float:
+        return ending_of(self._live.job().spec)[0]
+
+    # -- the store
+
+    def _endpoint(self) -> str:
+        return self._live.job().spec.etcd.endpoint or (self._etcd.endpoint if self._etcd is not None else "")
+
+    async def _run_store(self) -> None:
+        """Run the job's own etcd, if it has one, and follow the store."""
+        async with asyncio.TaskGroup() as tasks:
+            following = self._mirror.run(lambda: store_at(self._endpoint()), self._etcd.ready if self._etcd else None)
+            task = tasks.create_task(following)
+            if self._etcd is not None:
+                try:
+                    await self._etcd.run()
+                except BadInput as error:
+                    task.cancel()
+                    begin_end(self._end, "badInput", str(error))
+
+    async def _end_store(self) -> None:
+        """Stop following the store, remove the run's keys from a store that stays, and end the job's own etcd."""
+        if self._etcd is None:
+            with contextlib.suppress(StoreError):
+                await self._mirror.forget_run()
+        if self._store is not None:
+            if not self._store.cancelling():  # a second cancellation would not wait for etcd's end
+                self._store.cancel()
+            await asyncio.wait([self._store])
+            self._store = None
+
+    def _mirror_changed(self) -> None:
+        if self._mirror.readable and self._store_away:
+            self._store_away = False
+            if self._etcd is None:
+                self._tell(JobEvent(LocalReason.STORE_BACK, "the store can be reached again"))
+        self._changed()
+
+    def _on_store_away(self, sentence: str) -> None:
+        if self._store_away:
+            return
+        self._store_away = True
+        if self._etcd is None:
+            self._warn(LocalReason.STORE_AWAY, sentence)
+        else:  # the job's own etcd reports its death itself
+            self._changed()
+
+    # -- events and files
+
+    def _tell(self, event: JobEvent) -> None:
+        self._events.append(EventView(time.time(), str(event.reason), event.message, event.warning))
+        self._changed()
+
+    def _warn(self, reason: LocalReason, sentence: str) -> None:
+        self._tell(JobEvent(reason, sentence, warning=True))
+
+    async def _each_snapshot(self, interval: float, take: Callable[[JobView], object]) -> None:
+        async with contextlib.aclosing(self.snapshots.watch(interval)) as snapshots:
+            async for snapshot in snapshots:
+                take(snapshot)
+
+    def _write_record(self, snapshot: JobView) -> None:
+        self._write(self._files.record, msgspec.json.format(msgspec.json.encode(snapshot), indent=1))
+
+    def _keep_report(self, report: Report) -> None:
+        """Write a report, merged with the one from before the job was suspended."""
+        self._write(self._files.report, self._merged(report))
+
+    def _write(self, path: Path, data: bytes) -> None:
+        """Replace a file of the run's directory; warn if that fails, once for each file."""
+        try:
+            replace_file(path, data)
+        except OSError as error:
+            if path not in self._unwritten:
+                self._unwritten.add(path)
+                self._warn(LocalReason.NOT_RECORDED, f"{path} cannot be written: {error.strerror}")
+
+    def _merged(self, report: Report) -> bytes:
+        kept, before = self._files.read_report(), None
+        with contextlib.suppress(BadInput):
+            before = decode_report(kept) if kept is not None else None
+        return encode_report(merged(before, report))
+
+    async def _follow_manifest(self) -> None:
+        """Apply the manifest's file whenever it is saved."""
+        path = self._manifest_path
+        try:
+            # Its directory is watched: most editors write a new file and rename it.
+            async for _ in awatch(path.parent, watch_filter=lambda _, at: at == str(path), recursive=False, **_WATCH):
+                if path.exists():
+                    self._apply_file()
+        except OSError as error:
+            self._warn(LocalReason.REFUSED, f"changes of {path} will not be seen: {error.strerror or error}")
+
+    def _apply_file(self) -> None:
+        try:
+            file = load(self._manifest_path)
+            changed = self._live.apply(file)
+        except BadInput as error:
+            self._warn(LocalReason.REFUSED, f"not applied: {error}")
+            return
+        if changed:
+            self._write(self._files.manifest, manifest_text(file))
+            self._tell(JobEvent(LocalReason.APPLIED, f"{self._manifest_path.name} was applied"))
+
+    async def _follow_output(self) -> None:
+        """Make a snapshot when the program prints."""
+        with contextlib.suppress(OSError):
+            async for _ in awatch(self._files.logs, watch_filter=None, **_WATCH):
+                self.snapshots.touch()
+
+
+def manifest_text(manifest: Manifest) -> bytes:
+    """Return a manifest as YAML, with its fields in their order."""
+    return yaml.safe_dump(dict(manifest.data), sort_keys=False).encode()
+
+
+def last_line(output: Path) -> ProgressView | None:
+    """Return the last line of a file that is not blank, and the time of the last write; None if there is none."""
+    text = tail(output, _PROGRESS_BYTES).decode(errors="replace")
+    lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]  # a progress bar ends its line with \r
+    return ProgressView(lines[-1][-_PROGRESS_CHARACTERS:], output.stat().st_mtime) if lines else None
