@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from elastic_operator.client.pod_log import AGENT, PodLog
+from elastic_operator.client.cluster_logs import AGENT, PodLog
 
 pytestmark = pytest.mark.real
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_operator.client import cluster_logs
-from elastic_operator.client.cluster_logs import ClusterLogs
-from elastic_operator.client.pod_log import AGENT, PodLog
+from elastic_operator.client.cluster_logs import AGENT, ClusterLogs, PodLog
 from elastic_operator.client.user_api import connect
 from elastic_operator.errors import NotFound
 from elastic_operator.views.log_selector import LogSelector

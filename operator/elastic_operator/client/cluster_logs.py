@@ -1,5 +1,15 @@
 """``elasticjob logs`` on a cluster.
 
+An agent forwards the output of its workers, each line with the rank in front, and logs when a round begins and which
+ranks it has started::
+
+    10:15:02 [digits-0-x4k2p] round 2: digits-1-bbbbb left; 1 worker goes on
+    10:15:02 [digits-0-x4k2p] round 2: started rank 0 of a world of 1
+    [rank 0] step 12/80 …
+
+Lines that the workers of the previous round print between these two count to the new round. Lines before the first
+round (the kubelet drops the oldest part of a long log) have round 0.
+
 All logs of the job's pods are read first, since only the logs themselves say which round is the latest and which pod
 had which rank in it. When following, each log continues where the last read ended: a stream that breaks is resumed,
 and a replacement pod is followed from its first line.
@@ -11,37 +21,115 @@ import asyncio
 import contextlib
 import heapq
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from datetime import datetime
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from elastic_operator.api.constants import worker_selector
-from elastic_operator.api.json_values import integer, text
+from elastic_operator.api.json_values import integer, rfc3339, text
 from elastic_operator.api.legacy import WORKER
 from elastic_operator.api.status import JobState
-from elastic_operator.client.pod_log import AGENT, LogLine, PodLog
 from elastic_operator.client.user_api import readable_errors
+from elastic_operator.controller.model import PodPhase
 from elastic_operator.errors import ClusterError, NotFound
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, ApiError
-from elastic_operator.kubernetes.pod_status import ContainerState, container_states, is_over
+from elastic_operator.kubernetes.pod_status import pod_of
+from torchelastic.output import ROUND_LINE, WORKER_LINE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable
+    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 
     from elastic_operator.api.spec import Json
     from elastic_operator.client import Tell
     from elastic_operator.client.user_api import UserApi
+    from elastic_operator.controller.model import Pod
     from elastic_operator.views.log_selector import LogSelector
 
+AGENT: Final = -1
+"""The rank of the agent's own lines."""
 POLL_INTERVAL: Final = 2.0
 """Seconds between two looks at the job and its pods while their logs are followed."""
+_MAX_DISORDER: Final = 1
+"""Seconds by which the timestamps of standard output and standard error may be out of order."""
 _CONCURRENCY: Final = 16
 _RETRY_DELAY: Final = 1.0
 """Seconds until a broken stream is resumed."""
-_DRAIN_TIMEOUT: Final = 5.0
-"""Seconds that the streams get to end after the job and its containers have ended."""
-_MAX_TRIES: Final = 3
-"""Attempts to read the end of a log."""
 _MAX_FAILURES: Final = 6
 """Looks in a row that may fail."""
+
+
+class LogLine(NamedTuple):
+    """A line of a pod's log; ``time`` is in seconds since the Unix epoch, ``text`` has no line end."""
+
+    time: float
+    round: int
+    rank: int
+    text: bytes
+
+    def labelled(self, pod: str, selector: LogSelector) -> bytes:
+        """Return the line with its source in front, unless the selector makes it obvious."""
+        name = pod.encode()
+        if selector.single_source or (self.rank == AGENT and b"[" + name + b"] " in self.text):
+            return self.text + b"\n"
+        if self.rank == AGENT:
+            return b"[" + name + b"] " + self.text + b"\n"
+        place = b"" if selector.pod is not None else b" on " + name
+        return b"[rank %d%s] %s\n" % (self.rank, place, self.text)
+
+
+class PodLog:
+    """Reads a pod's log piece by piece.
+
+    Attributes:
+        round: the latest round in the log; 0 before the first.
+        ranks: the started ranks by round.
+    """
+
+    def __init__(self, pod: str) -> None:
+        self.pod = pod
+        self.round = 0
+        self.ranks: dict[int, tuple[int, ...]] = {}
+        self._partial = b""
+        self._last = (0.0, b"")
+        self._latest = 0.0
+        self._resuming = False
+
+    @property
+    def since(self) -> str | None:
+        """The time from which to read the log again; None for its beginning."""
+        return rfc3339(int(self._last[0]) - _MAX_DISORDER) if self._latest else None
+
+    def resume(self) -> None:
+        """Prepare for reading the log again from :attr:`since` on: all lines up to the last known one are skipped."""
+        self._partial = b""
+        self._resuming = self._latest > 0
+
+    def feed(self, piece: bytes) -> Iterator[LogLine]:
+        """Yield the lines that this piece completes."""
+        *lines, self._partial = (self._partial + piece).split(b"\n")
+        for line in lines:
+            yield from self._read(line)
+
+    def rest(self) -> Iterator[LogLine]:
+        """Yield the last line, if it has no line end."""
+        line, self._partial = self._partial, b""
+        if line:
+            yield from self._read(line)
+
+    def _read(self, line: bytes) -> Iterator[LogLine]:
+        time, text = stamped = _split_timestamp(line)
+        if time:
+            if self._resuming and time <= self._latest:
+                self._resuming = stamped != self._last
+                return
+            self._last, self._latest, self._resuming = stamped, max(time, self._latest), False
+        if rank := WORKER_LINE.match(text):
+            yield LogLine(time, self.round, int(rank["rank"]), text[rank.end() :])
+            return
+        if round := ROUND_LINE.match(text):
+            self.round = max(self.round, int(round["round"]))
+            if round["ranks"]:
+                self.ranks[int(round["round"])] = tuple(int(number) for number in round["ranks"].split(b","))
+        yield LogLine(time, self.round, AGENT, text)
 
 
 class _Log:
@@ -51,8 +139,7 @@ class _Log:
         reader: splits it into lines.
         lines: lines that may have to be printed, by round (0 if unknown, and for the agent) and rank.
         ended: whether its container has ended.
-        whole: whether it was read to its end before it was followed.
-        printed_round: of the last line that was considered for printing.
+        whole: whether all of it is read.
         stream: the task that follows it.
     """
 
@@ -61,7 +148,6 @@ class _Log:
         self.lines: dict[tuple[int, int], deque[LogLine]] = {}
         self.ended = False
         self.whole = False
-        self.printed_round = 0
         self.stream: asyncio.Task[None] | None = None
 
     def round_of(self, round: int, current: int) -> int:
@@ -92,8 +178,6 @@ class ClusterLogs:
         self._logs: dict[str, _Log] = {}
         self._round = 0
         self._complete = True
-        self._job_over = False
-        self._stream_ended = asyncio.Event()
 
     async def print(self) -> bool:
         """Print the logs, and what is added to them if the selector says so; return whether all could be read.
@@ -103,7 +187,7 @@ class ClusterLogs:
             ClusterError: the API server refuses.
         """
         following = self._selector.follow and not is_finished(self._job)
-        await self._read_all(following=following)
+        await self._read_all()
         if not following:
             self._check_selection()
         printed = self._print_known()
@@ -115,35 +199,53 @@ class ClusterLogs:
 
     # -- reading what there is
 
-    async def _read_all(self, *, following: bool) -> None:
+    async def _pods(self) -> list[Pod]:
+        found, _ = await self._api.list(PODS, self._namespace, labels=worker_selector(self._name))
+        return sorted(map(pod_of, found), key=lambda pod: pod.name)
+
+    async def _read_all(self) -> None:
         with readable_errors(f"the namespace {self._namespace} is gone"):
-            pods, _ = await self._api.list(PODS, self._namespace, labels=worker_selector(self._name))
-        names = sorted(map(_pod_name, pods))
+            pods = await self._pods()
         only = self._selector.pod
-        if only is not None and only not in names:
-            raise NotFound(f"the job {self._name} has no pod {only}; it has {', '.join(names) or 'none'}")
+        if only not in (None, *(pod.name for pod in pods)):
+            names = ", ".join(pod.name for pod in pods)
+            raise NotFound(f"the job {self._name} has no pod {only}; it has {names or 'none'}")
         gate = asyncio.Semaphore(_CONCURRENCY)
         async with _task_group() as reads:
-            for pod in sorted(pods, key=_pod_name):
-                if _has_log(pod) and only in (None, _pod_name(pod)):
-                    log = self._logs[_uid(pod)] = _Log(_pod_name(pod))
-                    reads.create_task(self._read(log, gate, ended=_has_ended(pod), following=following))
+            for log in self._update(pods):
+                reads.create_task(self._read_known(log, gate))
         started = (round for log in self._logs.values() for round in log.reader.ranks)
         self._round = max(started, default=integer(self._job, "status", "round") or 0)
 
-    async def _read(self, log: _Log, gate: asyncio.Semaphore, *, ended: bool, following: bool) -> None:
-        pieces = self._api.log(self._namespace, log.reader.pod, WORKER, follow=False)
+    def _update(self, pods: Iterable[Pod]) -> list[_Log]:
+        """Note which selected pods have a log, and which containers have ended; return the logs."""
+        for log in self._logs.values():
+            log.ended = True  # unless its pod still runs
+        for pod in pods:
+            if pod.phase is not PodPhase.PENDING and self._selector.pod in (None, pod.name):
+                log = self._logs.setdefault(pod.uid, _Log(pod.name))
+                log.ended = pod.phase is not PodPhase.RUNNING
+        return [*self._logs.values()]
+
+    async def _read_known(self, log: _Log, gate: asyncio.Semaphore) -> None:
         try:
-            async with gate, contextlib.aclosing(pieces):
-                async for piece in pieces:
-                    self._keep(log, log.reader.feed(piece))
+            async with gate:
+                await self._read(log, self._keep)
         except ClusterError as error:
             if not _is_gone(error):
-                self._report_unreadable(f"the log of {log.reader.pod}", error)
-            return
-        log.whole = ended
-        if ended or not following:
+                self._report_unreadable(log, error)
+        else:
+            log.whole = log.ended
+        if log.whole or not self._selector.follow:
             self._keep(log, log.reader.rest())
+
+    async def _read(self, log: _Log, take: Callable[[_Log, Iterable[LogLine]], None], *, follow: bool = False) -> None:
+        """Read a log from where it was read last."""
+        log.reader.resume()
+        pieces = self._api.log(self._namespace, log.reader.pod, WORKER, follow=follow, since=log.reader.since)
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                take(log, log.reader.feed(piece))
 
     def _keep(self, log: _Log, lines: Iterable[LogLine]) -> None:
         only = self._selector.round
@@ -159,9 +261,10 @@ class ClusterLogs:
             return line.rank == AGENT and self._selector.agents
         return self._selector.rank in (None, line.rank)
 
-    def _report_unreadable(self, what: str, error: ClusterError) -> None:
+    def _report_unreadable(self, log: _Log, error: ClusterError) -> None:
         self._complete = False
-        self._tell(f"{what} cannot be read: {error.message if isinstance(error, ApiError) else error}")
+        why = error.message if isinstance(error, ApiError) else error
+        self._tell(f"the log of {log.reader.pod} cannot be read: {why}")
 
     def _check_selection(self) -> None:
         if not self._complete:
@@ -183,8 +286,6 @@ class ClusterLogs:
             )
         self._selector.check(ranks, self._round if self._selector.round is None else self._selector.round)
 
-    # -- printing
-
     def _print_known(self) -> bool:
         wanted = self._round if self._selector.round is None else self._selector.round
         chosen = [
@@ -203,105 +304,70 @@ class ClusterLogs:
 
     def _print_new(self, log: _Log, lines: Iterable[LogLine]) -> None:
         chosen: list[tuple[LogLine, str]] = []
+        only = self._selector.round
         for line in lines:
-            log.printed_round = line.round
-            if not self._selects(line):
-                continue
-            if line.rank != AGENT:
-                round = line.round or self._round
-                if self._selector.round not in (None, round):
-                    continue
-                if round > self._round:
-                    self._print(chosen)
-                    chosen.clear()
-                    if self._round:
-                        self._tell(f"round {round} begins")
-                    self._round = round
-            chosen.append((line, log.reader.pod))
+            if line.rank != AGENT and line.round > self._round:
+                self._print(chosen)
+                chosen.clear()
+                if self._round and only is None and not self._selector.agents:
+                    self._tell(f"round {line.round} begins")
+                self._round = line.round
+            if self._selects(line) and (line.rank == AGENT or only in (None, line.round or self._round)):
+                chosen.append((line, log.reader.pod))
         self._print(chosen)
 
     # -- following
 
     async def _follow(self) -> None:
+        """Follow the logs until the job, the selected pod or the selected round has ended; then read their ends."""
         failures = 0
         async with _task_group() as streams:
-            while not self._is_over():
-                self._stream_ended.clear()
+            while True:
                 try:
-                    await self._look(streams)
+                    over = await self._look(streams)
                     failures = 0
                 except ClusterError as error:
                     failures += 1
                     if failures > _MAX_FAILURES or (isinstance(error, ApiError) and not error.transient):
                         raise
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stream_ended.wait(), POLL_INTERVAL)
-            await self._end_streams()
+                    over = False
+                if over:
+                    break
+                await asyncio.sleep(POLL_INTERVAL)
+            for log in self._logs.values():
+                if log.stream is not None:
+                    log.stream.cancel()
+        for log in self._logs.values():
+            try:
+                if not log.whole:
+                    await self._read(log, self._print_new)
+            except ClusterError as error:
+                if not _is_gone(error):
+                    self._report_unreadable(log, error)
+            self._print_new(log, log.reader.rest())
 
-    async def _look(self, streams: asyncio.TaskGroup) -> None:
-        """Follow new pods, and note which containers have ended and whether the job is over."""
+    async def _look(self, streams: asyncio.TaskGroup) -> bool:
+        """Follow new pods; return whether what is followed is over."""
         jobs, _ = await self._api.list(ELASTIC_JOBS, self._namespace, name=self._name)
-        found, _ = await self._api.list(PODS, self._namespace, labels=worker_selector(self._name))
-        pods = {_uid(pod): pod for pod in found if self._selector.pod in (None, _pod_name(pod))}
-        for uid, pod in pods.items():
-            if not _has_log(pod):
-                continue
-            log = self._logs.setdefault(uid, _Log(_pod_name(pod)))
+        logs = self._update(await self._pods())
+        for log in logs:
             if log.stream is None and not log.whole:
-                log.printed_round = log.reader.round
                 log.stream = streams.create_task(self._stream(log))
-        for uid, log in self._logs.items():
-            log.ended = uid not in pods or _has_ended(pods[uid])
-        unfinished = [each for each in jobs if _uid(each) == _uid(self._job) and not is_finished(each)]
-        self._job_over = not unfinished
-
-    def _is_over(self) -> bool:
-        logs = self._logs.values()
-        if self._job_over or (self._selector.pod is not None and logs):
+        goes_on = any(_uid(each) == _uid(self._job) and not is_finished(each) for each in jobs)
+        if not goes_on or (self._selector.pod is not None and logs):
             return all(log.ended for log in logs)
-        return self._is_round_over()
-
-    def _is_round_over(self) -> bool:
-        known = [log.printed_round for log in self._logs.values() if log.printed_round and not log.ended]
-        return self._selector.round is not None and bool(known) and min(known) > self._selector.round
-
-    async def _end_streams(self) -> None:
-        streams = {log.stream: log for log in self._logs.values() if log.stream is not None}
-        if streams and not self._is_round_over():
-            await asyncio.wait(streams, timeout=_DRAIN_TIMEOUT)
-            for log in (log for stream, log in streams.items() if not stream.done()):
-                self._report_unreadable(f"the end of the log of {log.reader.pod}", ClusterError("it does not come"))
-        for stream in streams:
-            stream.cancel()
+        return self._selector.round is not None and self._round > self._selector.round
 
     async def _stream(self, log: _Log) -> None:
         """Follow one log until its container has ended and all of it is read."""
-        tries = 0
-        while True:
-            # After the container's end, read once more what came after the stream's end, without waiting.
-            last = log.ended
+        while not log.whole:
+            ended = log.ended  # once it has, what came after the stream's end is read without waiting
             try:
-                await self._resume(log, follow=not last)
-                if last:
-                    break
+                await self._read(log, self._print_new, follow=not ended)
+                log.whole = ended
             except ClusterError as error:
-                if _is_gone(error):
-                    break
-                tries += last
-                if tries == _MAX_TRIES:
-                    self._report_unreadable(f"the end of the log of {log.reader.pod}", error)
-                    break
-            self._stream_ended.set()
+                log.whole = _is_gone(error)
             await asyncio.sleep(_RETRY_DELAY)
-        self._print_new(log, log.reader.rest())
-
-    async def _resume(self, log: _Log, *, follow: bool) -> None:
-        """Read a log from where it was read last."""
-        log.reader.resume()
-        pieces = self._api.log(self._namespace, log.reader.pod, WORKER, follow=follow, since=log.reader.since)
-        async with contextlib.aclosing(pieces):
-            async for piece in pieces:
-                self._print_new(log, log.reader.feed(piece))
 
 
 @contextlib.asynccontextmanager
@@ -331,22 +397,15 @@ def _is_gone(error: ClusterError) -> bool:
     return isinstance(error, ApiError) and error.status in (400, 404)
 
 
-def _pod_name(pod: Json) -> str:
-    return str(pod["metadata"]["name"])
-
-
 def _uid(obj: Json) -> str:
     return str(obj["metadata"]["uid"])
 
 
-def _has_log(pod: Json) -> bool:
-    worker = _worker(pod)
-    return worker.running is not None or worker.terminated is not None
-
-
-def _has_ended(pod: Json) -> bool:
-    return is_over(pod) or _worker(pod).terminated is not None
-
-
-def _worker(pod: Json) -> ContainerState:
-    return next((each for each in container_states(pod) if each.name == WORKER), ContainerState(WORKER))
+def _split_timestamp(line: bytes) -> tuple[float, bytes]:
+    """Return a line's time, 0 if it has none, and its text."""
+    stamp, _, text = line.partition(b" ")
+    try:
+        time = datetime.fromisoformat(stamp.decode())
+    except ValueError:
+        return 0.0, line
+    return (0.0, line) if time.tzinfo is None else (time.timestamp(), text)
