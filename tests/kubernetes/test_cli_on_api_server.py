@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from elastic_operator.api.constants import ANNOTATION_METRICS_PORT
 from elastic_operator.api.report import encode_report
-from elastic_operator.kubernetes.client import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES, Api
+from elastic_operator.kubernetes.client import CONFIG_MAPS, ELASTIC_JOBS, EVENTS, PODS, SERVICES, Api
 from elastic_operator.reports.page import page
 from tests.support.cluster_objects import died, status
 from tests.support.cluster_user import ELASTICJOB
@@ -188,8 +188,7 @@ async def test_delete_returns_when_the_job_and_its_pods_are_gone(team: Team) -> 
     assert not deleting.done(), "its pod is still there"
     await team.let_go("digits-0-aaaaa")
     assert (await deleting).stdout == "elasticjob digits deleted\n"
-    for kind in (PODS, SERVICES, DEPLOYMENTS):
-        assert (await team.api.list(kind, team.namespace))[0] == []
+    assert (await team.api.list(PODS, team.namespace))[0] == []
 
 
 async def test_delete_waits_neither_if_told_so_nor_for_pods_of_a_new_job_of_that_name(team: Team) -> None:

@@ -213,15 +213,6 @@ async def test_a_refusal_gets_a_sentence(server: ApiStandIn, terminal: Terminal,
         assert result.sentence.startswith(sentence)
 
 
-async def test_a_throttled_request_is_retried(server: ApiStandIn, terminal: Terminal) -> None:
-    server.failing = {JOBS: (429, "storage is (re)initializing")}
-    asking = asyncio.create_task(terminal.run("get"))
-    await server.until(lambda: bool(server.asked))
-    server.failing = {}
-    assert "digits" in (await asking).out
-    assert len(server.asked) == 2
-
-
 async def test_a_missing_job_gets_a_sentence(server: ApiStandIn, terminal: Terminal) -> None:
     server.remove(JOB_UID)
     for argv in COMMANDS_ON_ONE:

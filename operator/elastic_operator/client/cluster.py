@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import itertools
 import re
@@ -26,6 +25,7 @@ from elastic_operator.views.scrape import MAX_PAGE, ScrapeForbidden, scrape, scr
 from torchelastic.protocol import bracketed
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Awaitable, Callable, Coroutine, Iterable
     from contextlib import AbstractAsyncContextManager
 
@@ -51,15 +51,11 @@ _MAX_NAMES: Final = 5
 def _blocking(
     method: Callable[Concatenate[ClusterJobs, _Parameters], Coroutine[Any, Any, _Result]],
 ) -> Callable[Concatenate[ClusterJobs, _Parameters], _Result]:
-    """Run a method in the client's event loop, connected."""
+    """Run a method in the client's event loop."""
 
     @functools.wraps(method)
     def call(self: ClusterJobs, /, *args: _Parameters.args, **keywords: _Parameters.kwargs) -> _Result:
-        async def connected() -> _Result:
-            await self._connect()
-            return await method(self, *args, **keywords)
-
-        return self._runner.run(connected())
+        return self._runner.run(method(self, *args, **keywords))
 
     return call
 
@@ -68,32 +64,30 @@ class ClusterJobs:
     """Access to the jobs of one namespace, or of all.
 
     Args:
-        connection: to the cluster; opened for the first request.
+        connection: to the cluster.
         all_namespaces: whether to list the jobs of all namespaces.
         tell: gets sentences for the user.
     """
 
     start_command = "kubectl apply -f FILE"
-    _api: UserApi
 
     def __init__(
         self, connection: AbstractAsyncContextManager[UserApi], tell: Tell, *, all_namespaces: bool = False
     ) -> None:
-        self._connection: AbstractAsyncContextManager[UserApi] | None = connection
+        self._connection = connection
         self._tell = tell
         self._all_namespaces = all_namespaces
         self._runner = asyncio.Runner()
-        self._stack = contextlib.AsyncExitStack()
+        try:
+            self._api = self._runner.run(connection.__aenter__())
+        except BaseException:
+            self._runner.close()
+            raise
 
     def close(self) -> None:
         """Close the connection."""
         with self._runner:
-            self._runner.run(self._stack.aclose())
-
-    async def _connect(self) -> None:
-        if self._connection is not None:
-            self._api = await self._stack.enter_async_context(self._connection)
-            self._connection = None
+            self._runner.run(self._connection.__aexit__(None, None, None))
 
     @property
     def place(self) -> str:
@@ -168,7 +162,7 @@ class ClusterJobs:
 
     @_blocking
     async def delete(self, name: str, *, wait: bool) -> None:
-        """Delete a job; if ``wait``, return when all that belongs to it is gone."""
+        """Delete a job; if ``wait``, return when all its pods are gone."""
         uid = _uid(await self._job(name))
         with self._readable_errors(name):
             try:
@@ -178,9 +172,7 @@ class ClusterJobs:
                     raise ClusterError(f"another job {name} has taken the place of this one; try again") from None
                 raise
             if wait:
-                await self._gone(ELASTIC_JOBS, uid, name=name)
-                for kind in (PODS, SERVICES, DEPLOYMENTS):  # the last ones to be deleted
-                    await self._gone(kind, uid, labels=f"{LABEL_JOB}={name}")
+                await self._wait_until_gone(name, uid)
 
     async def _jobs(self) -> list[Json]:
         with readable_errors("there are no ElasticJobs"):
@@ -263,28 +255,20 @@ class ClusterJobs:
         with self._readable_errors(name):
             await self._api.patch(ELASTIC_JOBS, self._api.namespace, name, {"spec": spec}, subresource)
 
-    async def _gone(self, kind: Resource, uid: str, *, labels: str = "", name: str = "") -> None:
-        """Wait until the job with this UID, or what it owns of a kind, is gone."""
+    async def _wait_until_gone(self, name: str, uid: str) -> None:
+        """Wait until the job with this UID and its pods are gone, as far as the user may see them."""
         for look in itertools.count():
-            try:
-                found, _ = await self._api.list(kind, self._api.namespace, labels=labels, name=name)
-            except ApiError as error:
-                if error.status != 403 or kind is ELASTIC_JOBS:
-                    raise
-                if kind is PODS:
-                    self._tell("you may not see the pods of this namespace, so it is unknown whether they are gone")
-                return
+            jobs, _ = await self._api.list(ELASTIC_JOBS, self._api.namespace, name=name)
+            pods = self._list(PODS, labels=f"{LABEL_JOB}={name}")
+            left = [each["metadata"]["name"] for each in jobs if _uid(each) == uid]
             # A new job of the same name has pods of its own.
-            left = [
-                each["metadata"]["name"]
-                for each in found
-                if (_uid(each) == uid if kind is ELASTIC_JOBS else _belongs(each, uid))
-            ]
+            seen = await self._if_allowed("pods", pods, tell=lambda _: None)
+            left += [each["metadata"]["name"] for each in seen if _belongs(each, uid)]
             if not left:
                 return
             if look == _SLOW_DELETION:
                 more = f" and {len(left) - _MAX_NAMES} more" if len(left) > _MAX_NAMES else ""
-                self._tell(f"waiting until these are gone: {kind.plural} {', '.join(left[:_MAX_NAMES])}{more}")
+                self._tell(f"waiting until these are gone: {', '.join(left[:_MAX_NAMES])}{more}")
             await asyncio.sleep(_POLL_INTERVAL)
 
     def _readable_errors(self, name: str) -> contextlib.AbstractContextManager[None]:

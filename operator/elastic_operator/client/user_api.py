@@ -1,11 +1,10 @@
-"""The API server for a person's commands: logs, the pod proxy, retries as kubectl does, errors that say what to do."""
+"""The API server for a person's commands: logs, the pod proxy, errors that say what to do."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from elastic_operator.api.spec import GROUP
 from elastic_operator.errors import BadInput, ClusterError, ElasticJobError, NotFound
@@ -20,8 +19,6 @@ _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _UNKNOWN_KIND: Final = "could not find the requested resource"
 _READ_TIMEOUT: Final = 30.0
 """Seconds without a byte."""
-_MAX_THROTTLED: Final = 9
-"""Retries, a second apart, of a request that the server answers with 429."""
 
 
 class UserApi(Api):
@@ -61,17 +58,6 @@ class UserApi(Api):
                 if len(data) > most:
                     raise ClusterError(f"what it serves under {path} is too large")
         return bytes(data)
-
-    async def _send(self, *args: Any, **keywords: Any) -> bytes:  # noqa: ANN401 - the parent's arguments
-        """Retry requests that the server throttles; it has not executed them."""
-        for _ in range(_MAX_THROTTLED):
-            try:
-                return await super()._send(*args, **keywords)
-            except ApiError as error:
-                if error.status != 429:
-                    raise
-            await asyncio.sleep(1)
-        return await super()._send(*args, **keywords)
 
 
 @contextlib.asynccontextmanager
