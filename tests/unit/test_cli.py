@@ -13,9 +13,8 @@ import yaml
 
 from elastic_operator.api.report import encode_report
 from elastic_operator.cli import main as cli
-from elastic_operator.cli.describe import description
-from elastic_operator.cli.get import table
 from elastic_operator.reports.page import page
+from elastic_operator.views.jobs import description, table
 from tests.support.cluster_objects import START
 from tests.support.reports import long, report
 from tests.support.snapshots import FOLDER, RUN, pod, snapshot, view

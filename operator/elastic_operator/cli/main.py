@@ -62,7 +62,8 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    from elastic_operator.cli import control, describe, get, logs, report, run, top
+    from elastic_operator.cli import commands as others
+    from elastic_operator.cli import run, top
     from elastic_operator.cli.options import add_command
 
     whole: argparse.ArgumentParser = _Parser(
@@ -73,8 +74,8 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = whole.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (run, get, describe, top, control, logs, report):
-        command.add_to(commands)
+    for group in (run, top, others):
+        group.add_to(commands)
     add_command(
         commands,
         "version",

@@ -1,45 +1,72 @@
-"""``elasticjob describe``: show the details of one job."""
+"""The output of ``elasticjob get`` and ``elasticjob describe``."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import time
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
-from elastic_operator.cli.options import add_cluster_flags, add_command, open_client
 from elastic_operator.controller.messages import count
 from elastic_operator.views.formatting import activity, columns, duration, printed, rank_list, since
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from elastic_operator.cli.options import Commands
     from elastic_operator.views.job_view import JobView, PodView
 
-_EXAMPLES = """\
-examples:
-  elasticjob describe digits
-  elasticjob describe digits-20260102-101500-3fa2    an earlier run, by its id
-  elasticjob describe digits -n team                 a job on a cluster
-"""
-
+_MAX_ADDRESSES = 3
+"""Addresses in a row; `elasticjob describe` shows all."""
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
-def add_to(commands: Commands) -> None:
-    """Declare the command."""
-    parser = add_command(
-        commands,
-        "describe",
-        _execute,
-        summary="show all that is known of a job",
-        description="Show all that is known of a job: its spec, its status, its pods and its events.",
-        examples=_EXAMPLES,
-    )
-    parser.add_argument("name", metavar="NAME", help="the job's name; on this machine also a run's id")
-    add_cluster_flags(parser)
+def table(jobs: Sequence[JobView], now: float, *, wide: bool = False, namespaces: bool = False) -> list[str]:
+    """Return the jobs in the columns of ``kubectl get elasticjobs``."""
+    rows = []
+    for job in jobs:
+        status = job.status
+        row = {
+            "NAMESPACE": job.namespace,
+            "NAME": job.name,
+            "STATE": job.state,
+            "READY": status.ready,
+            "MIN": str(job.spec.get("minReplicas", "")),
+            "MAX": str(job.spec.get("maxReplicas", "")),
+            "RESTARTS": str(status.restarts),
+            "AGE": since(job.created, now),
+            "ROUND": str(status.round),
+            "WORLD": str(status.world_size),
+            "METRICS": _metrics_addresses(job) or "-",
+            "RUN": job.run.id,
+            "FOLDER": job.run.directory,
+        }
+        rows.append(row)
+    hidden = set() if namespaces else {"NAMESPACE"}
+    if not wide:
+        hidden |= {"ROUND", "WORLD", "METRICS", "RUN", "FOLDER"}
+    if all(row["METRICS"] == "-" for row in rows):
+        hidden.add("METRICS")
+    if not any(row["RUN"] for row in rows):
+        hidden |= {"RUN", "FOLDER"}
+    titles = [title for title in rows[0] if title not in hidden]
+    return columns([titles, *([row[title] for title in titles] for row in rows)])
+
+
+def _metrics_addresses(job: JobView) -> str:
+    urls = [pod.metrics_url for pod in job.living_pods if pod.metrics_url]
+    shown = ",".join(urlsplit(url).netloc for url in urls[:_MAX_ADDRESSES])
+    return f"{shown}+{len(urls) - _MAX_ADDRESSES}" if len(urls) > _MAX_ADDRESSES else shown
+
+
+def objects(jobs: Sequence[JobView], form: str, *, single: bool) -> str:
+    """Return the jobs as ``kubectl get -o json`` or ``-o yaml`` does."""
+    objects = [job.manifest | ({"status": job.status_json} if job.status_json else {}) for job in jobs]
+    whole = objects[0] if single else {"apiVersion": "v1", "kind": "List", "metadata": {}, "items": objects}
+    if form == "json":
+        import json
+
+        return json.dumps(whole, indent=4) + "\n"
+    import yaml
+
+    return str(yaml.safe_dump(whole, sort_keys=False))
 
 
 def description(job: JobView, now: float) -> list[str]:
@@ -148,10 +175,3 @@ def _events(job: JobView, now: float) -> list[str]:
         message = printed(event.message.replace("\n", " ")) + (f" ({event.count} times)" if event.count > 1 else "")
         rows.append(("Warning" if event.warning else "Normal", duration(now - event.time), event.reason, message))
     return ["Events:", *columns(rows, "  ")]
-
-
-def _execute(arguments: argparse.Namespace) -> int:
-    with contextlib.closing(open_client(arguments)) as jobs:
-        job = jobs.describe(arguments.name)
-    sys.stdout.write("\n".join(description(job, time.time())) + "\n")
-    return 0
