@@ -13,8 +13,7 @@ import pytest
 
 from elastic_operator.api.report import Report
 from elastic_operator.api.status import JobState
-from elastic_operator.reports.facts import facts
-from elastic_operator.reports.page import page
+from elastic_operator.reports.page import facts, page
 from tests.support.cluster_objects import START
 from tests.support.reports import TRACEBACK, failed, killed, long, report
 from torchelastic.protocol import HistoryRecord, PastRound, RoundReason, RunState, TimeBreakdown

@@ -1,6 +1,7 @@
 """Render a report as one HTML page without scripts, which loads nothing.
 
-The template has the text and the charts. Horizontal positions are in percent, so that text keeps its size at any width.
+The facts are derived here: how long rounds lasted, which failures occurred, what they cost. The template has the text
+and the charts. Horizontal positions are in percent, so that text keeps its size at any width.
 """
 
 from __future__ import annotations
@@ -8,25 +9,26 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import itertools
 import math
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import jinja2
 from markupsafe import Markup
 
 from elastic_operator.controller import messages
-from elastic_operator.reports.facts import facts
 from elastic_operator.views import formatting
-from torchelastic.protocol import RunState
+from elastic_operator.views.job_metrics import goodput
+from torchelastic.protocol import RoundReason, RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from elastic_operator.api.report import Report
-    from elastic_operator.reports.facts import Facts
+    from torchelastic.protocol import FailureRecord, PastRound
 
 STATES: Final[Mapping[str, str]] = {
     RunState.TRAINING: "the workers train",
@@ -42,11 +44,7 @@ _SUMMARY: Final = 240
 """Characters of a message that are visible before it is expanded."""
 _PAGE_WIDTH: Final = 880
 """The width in pixels for which labels are chosen."""
-_TICK_STEPS: Final = (
-    *(0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800),
-    *(3600, 7200, 10800, 21600, 43200, 86400, 172800, 432000, 864000),
-)
-_MAX_TICKS: Final = 8
+_TICKS: Final = 5
 _UNPRINTABLE: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
@@ -64,42 +62,89 @@ def page(report: Report, ended: str = "") -> str:
         outcome_class=state if finished else "other",
         message_text="" if state == "Succeeded" else message,
         states=STATES,
-        chart=_Chart(found),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Chart:
-    """Positions in the timeline: from the left in percent, from the top in pixels."""
+class Span(NamedTuple):
+    """A round and its end, None if the next round was not kept; ``lost`` as in :class:`Failure`."""
 
-    found: Facts
+    round: PastRound
+    end: float | None
+    lost: float | None = None
+
+
+class Failure(NamedTuple):
+    """A failure of a worker, a pod or the job.
+
+    Attributes:
+        time: when the next round began, in seconds since the Unix epoch.
+        round: 0 if unknown.
+        pod: empty if the message has it.
+        rank: of the failed worker; None if no worker failed.
+        what: how the worker or pod ended.
+        lost: seconds of training that no checkpoint held; None if unknown.
+        free: whether it is not charged to the job.
+        final: whether the job failed because of it.
+    """
+
+    time: float
+    round: int
+    message: str
+    pod: str = ""
+    rank: int | None = None
+    what: str = ""
+    lost: float | None = None
+    free: bool = False
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that a page shows, and the positions in its timeline: from the left in percent, from the top in pixels.
+
+    ``begin`` and ``end`` of the job are in seconds since the Unix epoch.
+    """
+
+    report: Report
+    begin: float
+    end: float
+    spans: tuple[Span, ...]
+    failures: tuple[Failure, ...]
     top = 26
     base = 166
     height = 190
 
+    @property
+    def goodput(self) -> float | None:
+        """The ratio of kept training to all time; None if unknown."""
+        split = self.report.time_breakdown
+        return goodput({str(state): spent for state, spent in split.seconds.items()}, split.lost) if split else None
+
+    @property
+    def most_workers(self) -> int:
+        """Workers of the largest round."""
+        return max((span.round.workers for span in self.spans), default=0)
+
     def x(self, time: float) -> float:
-        total = self.found.end - self.found.begin
-        return min(max((time - self.found.begin) / total * 100, 0.0), 100.0) if total > 0 else 0.0
+        """Return the position of a time."""
+        total = self.end - self.begin
+        return min(max((time - self.begin) / total * 100, 0.0), 100.0) if total > 0 else 0.0
 
     def y(self, workers: float) -> float:
-        return self.base - (self.base - self.top) * workers / max(self.found.most_workers, 1)
+        """Return the height of a number of workers."""
+        return self.base - (self.base - self.top) * workers / max(self.most_workers, 1)
 
     @property
     def levels(self) -> list[int]:
         """The numbers of workers with a grid line."""
-        most = self.found.most_workers
+        most = self.most_workers
         step = max(1, math.ceil(most / 4))
         return list(range(step, most + 1, step)) or [1]
 
     def ticks(self) -> Iterator[tuple[float, str]]:
         """Yield the positions and labels of the time axis."""
-        total = self.found.end - self.found.begin
-        step = next((step for step in _TICK_STEPS if total / step <= _MAX_TICKS), math.ceil(total / _MAX_TICKS))
-        for number in range(int(total / step) + 1 if step else 1):
-            at = self.x(self.found.begin + number * step)
-            if number and at > 97:
-                break
-            yield at, f"{number * step:g}s" if total < 120 else formatting.clock(number * step)
+        for number in range(_TICKS):
+            yield 100 / _TICKS * number, formatting.short_duration((self.end - self.begin) / _TICKS * number)
 
     @staticmethod
     def label(number: int, width: float) -> str:
@@ -107,10 +152,71 @@ class _Chart:
         pixels = width / 100 * _PAGE_WIDTH
         return f"round {number}" if pixels > 64 else str(number) if pixels > 8 * len(str(number)) else ""
 
-    @staticmethod
-    def has_room(width: float) -> bool:
-        """Return whether the name of a state fits in a width in percent."""
-        return width / 100 * _PAGE_WIDTH > 110
+
+def facts(report: Report) -> Facts:
+    """Derive the facts from a report."""
+    rounds = report.history.rounds
+    times = [
+        report.completed,
+        report.time_breakdown.until if report.time_breakdown else None,
+        *(round.began for round in rounds),
+    ]
+    end = report.completed or max((time for time in times if time), default=report.created)
+    begin = report.created or min((round.began for round in rounds), default=end)
+    return Facts(
+        report=report,
+        begin=begin,
+        end=max(begin, end),
+        spans=tuple(_spans(rounds, report.rested, max(begin, end))),
+        failures=tuple(_failures(report, end)),
+    )
+
+
+def _spans(rounds: tuple[PastRound, ...], suspensions: tuple[float, ...], end: float) -> Iterator[Span]:
+    def end_of(round: PastRound, latest: float) -> float:
+        moments = (time for time in (round.ended, *suspensions) if round.began < time < latest)
+        return min(moments, default=max(round.began, latest))
+
+    for round, after in itertools.pairwise(rounds):
+        kept = after.number == round.number + 1
+        yield Span(round, end_of(round, after.began) if kept else None, after.lost if kept else None)
+    if rounds:
+        yield Span(rounds[-1], end_of(rounds[-1], end))
+
+
+def _failures(report: Report, end: float) -> Iterator[Failure]:
+    for round in report.history.rounds:
+        if round.failure is not None:
+            yield _of_worker(round.failure, round.began, round.lost)
+        elif round.reason is RoundReason.NODE_LOST:
+            before = max(round.number - 1, 0)
+            yield Failure(time=round.began, round=before, message=round.cause, what="pod lost", lost=round.lost)
+    outcome = report.outcome
+    if outcome is not None and outcome.failure is not None:
+        yield _of_worker(outcome.failure, end, None, final=True)
+    elif report.state.value == "Failed":
+        message = report.message or (outcome.message if outcome else "")
+        yield Failure(time=end, round=outcome.round if outcome else 0, message=message, final=True)
+
+
+def _of_worker(failure: FailureRecord, time: float, lost: float | None, *, final: bool = False) -> Failure:
+    return Failure(
+        time=time,
+        round=failure.round,
+        message=failure.message,
+        pod=messages.node_name(failure),
+        rank=failure.rank,
+        what=_exit_status(failure.exit_code),
+        lost=lost,
+        free=failure.uncharged,
+        final=final,
+    )
+
+
+def _exit_status(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    return messages.signal_name(messages.SIGNAL_BASE - exit_code) or f"signal {-exit_code}"
 
 
 @functools.cache
