@@ -16,7 +16,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.local.etcd import EtcdProcess, EtcdSettings, find_etcd
+from elastic_operator.local.etcd import EtcdProcess, find_etcd
 from torchelastic.store import StoreSettings, connect, follow
 
 if TYPE_CHECKING:
@@ -53,8 +53,7 @@ async def etcd_serving(binary: Path) -> AsyncIterator[EtcdProcess]:
         BadInput: it cannot be started.
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-etcd-") as folder:
-        settings = EtcdSettings(binary, Path(folder) / "data", Path(folder) / "etcd.log", os.environ)
-        process = EtcdProcess(settings, changed=lambda: None, tell=lambda _: None)
+        process = EtcdProcess(binary, Path(folder), os.environ, changed=lambda: None, tell=lambda _: None)
         running = asyncio.create_task(process.run())
         ready = asyncio.create_task(process.ready.wait())
         try:

@@ -7,13 +7,13 @@ import contextlib
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from elastic_operator.controller.model import EtcdState
 from elastic_operator.errors import BadInput
-from elastic_operator.local.etcd import EtcdProcess, EtcdSettings, find_etcd
+from elastic_operator.local.etcd import EtcdProcess, find_etcd
 from elastic_operator.local.pdeathsig import with_pdeathsig
 from tests.support.local_runs import gone
 from torchelastic.store import StoreSettings, connect
@@ -33,10 +33,10 @@ LIMIT = 180.0
 class Watched:
     """An etcd whose changes can be waited for."""
 
-    def __init__(self, settings: EtcdSettings) -> None:
+    def __init__(self, *where: Any) -> None:
         self.events: list[JobEvent] = []
         self._changed = asyncio.Event()
-        self.etcd = EtcdProcess(settings, changed=self._changed.set, tell=self.events.append)
+        self.etcd = EtcdProcess(*where, changed=self._changed.set, tell=self.events.append)
 
     async def until(self, condition: object) -> None:
         async with asyncio.timeout(LIMIT):
@@ -45,16 +45,11 @@ class Watched:
                 await self._changed.wait()
 
 
-@pytest.fixture
-def settings(tmp_path: Path) -> EtcdSettings:
+@contextlib.asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[Watched]:
     # The settings of a user's own etcd must not configure this one.
     environ = {**os.environ, "ETCD_LISTEN_CLIENT_URLS": "http://127.0.0.1:1", "ETCD_NAME": "mine"}
-    return EtcdSettings(find_etcd(os.environ["PATH"]), tmp_path / "etcd", tmp_path / "etcd.log", environ)
-
-
-@contextlib.asynccontextmanager
-async def running(settings: EtcdSettings) -> AsyncIterator[Watched]:
-    watched = Watched(settings)
+    watched = Watched(find_etcd(os.environ["PATH"]), folder, environ)
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(watched.etcd.run())
         yield watched
@@ -65,8 +60,8 @@ async def store_of(etcd: EtcdProcess) -> Store:
     return await connect(StoreSettings(endpoints=(etcd.endpoint,)))
 
 
-async def test_etcd_restarts_with_its_data_on_the_same_port_and_leaves_nothing(settings: EtcdSettings) -> None:
-    async with running(settings) as watched:
+async def test_etcd_restarts_with_its_data_on_the_same_port_and_leaves_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path) as watched:
         etcd = watched.etcd
         await watched.until(lambda etcd: etcd.state is EtcdState.READY)
         endpoint, first = etcd.endpoint, etcd.pid
@@ -87,14 +82,14 @@ async def test_etcd_restarts_with_its_data_on_the_same_port_and_leaves_nothing(s
     assert "SIGKILL" in watched.events[0].message
     assert last is not None
     assert await gone([last], within=60)
-    assert not settings.data.exists()
+    assert not etcd.data.exists()
 
 
 async def test_an_etcd_that_cannot_run_is_reported_with_its_last_output(tmp_path: Path) -> None:
     broken = tmp_path / "etcd"
     broken.write_text("#!/bin/sh\necho no space left for me >&2\nexit 1\n")
     broken.chmod(0o755)
-    etcd = Watched(EtcdSettings(broken, tmp_path / "data", tmp_path / "log", {})).etcd
+    etcd = Watched(broken, tmp_path, {}).etcd
     with pytest.raises(BadInput, match="no space left for me"):
         await etcd.run()
     assert etcd.state is EtcdState.ABSENT

@@ -14,7 +14,6 @@ import random
 import shutil
 import signal
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -24,30 +23,12 @@ from elastic_operator.errors import BadInput
 from elastic_operator.local.pdeathsig import with_pdeathsig
 
 if TYPE_CHECKING:
-    from asyncio.subprocess import Process
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 _READY_TIMEOUT: Final = 30.0
-_MAX_DELAY: Final = 5.0
+_RETRY_DELAY: Final = 1.0
 _PORTS: Final = range(20_000, 30_000)
 """Below the ephemeral ports: there, a client that connects to a dead etcd could take its port."""
-
-
-@dataclass(frozen=True, slots=True)
-class EtcdSettings:
-    """How to run an etcd.
-
-    Attributes:
-        binary: the program.
-        data: the directory of its data; removed at the end.
-        log: the file for its output.
-        environ: its environment, from which variables that configure etcd are left out.
-    """
-
-    binary: Path
-    data: Path
-    log: Path
-    environ: Mapping[str, str]
 
 
 def find_etcd(search_path: str | None) -> Path:
@@ -72,7 +53,15 @@ def find_etcd(search_path: str | None) -> Path:
 class EtcdProcess:
     """One etcd, kept running while :meth:`run` runs.
 
+    Args:
+        binary: the program.
+        directory: where its data is kept until the end, in ``etcd``, and its output, in ``etcd.log``.
+        environ: its environment, from which variables that configure etcd are left out.
+        changed: called after each change.
+        tell: takes events.
+
     Attributes:
+        data: the directory of its data.
         state: whether it serves.
         pid: its process; None while there is none.
         port: its port for clients; 0 before the first start and after the end.
@@ -81,12 +70,25 @@ class EtcdProcess:
     """
 
     def __init__(
-        self, settings: EtcdSettings, *, changed: Callable[[], None], tell: Callable[[JobEvent], None]
+        self,
+        binary: Path,
+        directory: Path,
+        environ: Mapping[str, str],
+        *,
+        changed: Callable[[], None],
+        tell: Callable[[JobEvent], None],
     ) -> None:
-        self._settings = settings
+        self._binary = binary
+        self._log = directory / "etcd.log"
+        self._environ = {
+            name: value
+            for name, value in environ.items()
+            if not name.startswith("ETCD_") or name == "ETCD_UNSUPPORTED_ARCH"
+        }
         self._changed = changed
         self._tell = tell
         self._peer_port = 0
+        self.data = directory / "etcd"
         self.state = EtcdState.ABSENT
         self.pid: int | None = None
         self.port = 0
@@ -104,104 +106,75 @@ class EtcdProcess:
         Raises:
             BadInput: it cannot be started at all.
         """
-        shutil.rmtree(self._settings.data, ignore_errors=True)
+        shutil.rmtree(self.data, ignore_errors=True)
         self.port, self._peer_port = free_ports(2)
-        starts, served, delay = 0, False, 0.0
         try:
-            while served or starts == 0:
-                await asyncio.sleep(delay)  # a port that is taken, or a full disk, may be a matter of time
-                self.restarts = starts
-                starts += 1
-                async with self._process() as (process, notifications):
-                    if await self._serves(process, notifications):
-                        if served:
-                            sentence = f"etcd serves again (process {process.pid})"
-                            self._tell(JobEvent(LocalReason.ETCD_RESTARTED, sentence))
-                        served, delay = True, 0.0
-                        await self._until_it_dies(process)
-                    else:
-                        delay = min(max(0.5, delay * 2), _MAX_DELAY)
-            lines = self._settings.log.read_text(errors="replace").strip().splitlines() or ["none"]
-            raise BadInput(
-                f"{self._settings.binary} ended before it served; its last words: {lines[-1][:500]}. "
-                f"Its log is {self._settings.log}"
-            )
+            if not await self._serve():
+                lines = self._log.read_text(errors="replace").strip().splitlines() or ["none"]
+                raise BadInput(
+                    f"{self._binary} ended before it served; its last words: {lines[-1][:500]}. Its log is {self._log}"
+                )
+            while True:
+                self.restarts += 1
+                if not await self._serve():
+                    await asyncio.sleep(_RETRY_DELAY)  # a port that is taken, or a full disk, may be a matter of time
         finally:
             self.state = EtcdState.ABSENT
             self.port = 0
-            shutil.rmtree(self._settings.data, ignore_errors=True)
+            shutil.rmtree(self.data, ignore_errors=True)
             self._changed()
 
-    @contextlib.asynccontextmanager
-    async def _process(self) -> AsyncIterator[tuple[Process, socket.socket]]:
-        """Yield a process, killed when the block ends, and the socket on which it notifies that it serves."""
+    async def _serve(self) -> bool:
+        """Run one process until it ends; return whether it has served, which it must do soon."""
         self.state = EtcdState.STARTING
         self._changed()
-        environ = {
-            name: value
-            for name, value in self._settings.environ.items()
-            if not name.startswith("ETCD_") or name == "ETCD_UNSUPPORTED_ARCH"
-        }
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications:
             notifications.setblocking(False)
             notifications.bind("")  # the kernel chooses a name, which begins with a NUL; $NOTIFY_SOCKET has an @ there
-            environ["NOTIFY_SOCKET"] = "@" + notifications.getsockname()[1:].decode()
-            with self._settings.log.open("ab") as log:
+            address = "@" + notifications.getsockname()[1:].decode()
+            with self._log.open("ab") as log:
                 process = await asyncio.create_subprocess_exec(
                     *with_pdeathsig(self._command()),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=environ,
+                    env={**self._environ, "NOTIFY_SOCKET": address},
                     start_new_session=True,
                 )
             self.pid = process.pid
+            dead, ready = asyncio.ensure_future(process.wait()), asyncio.ensure_future(_ready(notifications))
             try:
-                yield process, notifications
+                await asyncio.wait((dead, ready), timeout=_READY_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
+                if not ready.done() or process.returncode is not None:
+                    return False
+                self.state = EtcdState.READY
+                self.ready.set()
+                self._changed()
+                if self.restarts:
+                    self._tell(JobEvent(LocalReason.ETCD_RESTARTED, f"etcd serves again (process {process.pid})"))
+                code = await dead
             finally:
                 self.ready.clear()
                 self.pid = None
+                dead.cancel()
+                ready.cancel()
                 if process.returncode is None:
                     process.kill()
                     await process.wait()
-
-    async def _serves(self, process: Process, notifications: socket.socket) -> bool:
-        """Return True when it serves, False if it ends first or takes too long."""
-        dead = asyncio.ensure_future(process.wait())
-        ready = asyncio.ensure_future(_ready(notifications))
-        try:
-            await asyncio.wait((dead, ready), timeout=_READY_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
-            if not ready.done() or process.returncode is not None:
-                return False
-        finally:
-            dead.cancel()
-            ready.cancel()
-        self.state = EtcdState.READY
-        self.ready.set()
-        self._changed()
+        how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+        sentence = f"etcd (process {process.pid}) {how}; it is restarted, and training goes on meanwhile"
+        self._tell(JobEvent(LocalReason.ETCD_DIED, sentence, warning=True))
         return True
 
-    async def _until_it_dies(self, process: Process) -> None:
-        code = await process.wait()
-        how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
-        self._tell(
-            JobEvent(
-                LocalReason.ETCD_DIED,
-                f"etcd (process {process.pid}) {how}; it is restarted, and training goes on meanwhile",
-                warning=True,
-            )
-        )
-
     def _command(self) -> Sequence[str]:
-        settings = self._settings
         client, peer = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self._peer_port}"
         return (
-            *(str(settings.binary), "--name=local", f"--data-dir={settings.data}"),
+            *(str(self._binary), "--name=local", f"--data-dir={self.data}"),
             *(f"--listen-client-urls={client}", f"--advertise-client-urls={client}"),
             *(f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"),
             *(f"--initial-cluster=local={peer}", "--unsafe-no-fsync"),
             *("--heartbeat-interval=20", "--election-timeout=200"),  # a single member elects itself
-            *("--logger=zap", "--log-level=warn", f"--log-outputs={settings.log}"),
+            *("--logger=zap", "--log-level=warn", f"--log-outputs={self._log}"),
         )
 
 

@@ -7,10 +7,12 @@ environment of ``elasticjob``. Ctrl-C in the terminal reaches ``elasticjob run``
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 import time
-from dataclasses import dataclass
+import uuid
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from elastic_operator.api.spec import user_env
@@ -130,57 +132,36 @@ async def check_program(job: Job, *, run: RunDir, base: Path, environ: Mapping[s
 
 
 class PodProcess:
-    """One pod.
+    """A pod: one agent as a process.
+
+    Args:
+        new: what the plan asked for.
+        changed: called after each change.
 
     Attributes:
-        new: the pod that the plan asked for.
-        uid: a unique id.
-        created: when it was created, in seconds since the Unix epoch; so are ``started`` and ``ended``.
-        started: when its process started; None before.
-        terminating: whether its removal has begun.
+        new: as given.
+        pod: the pod as the plan sees it, but for whether it is ready: that is known to the store.
         pid: its process; None before it has one.
-        ended: when it ended; None before.
     """
 
-    def __init__(self, new: NewPod, *, uid: str, changed: Callable[[], None]) -> None:
+    def __init__(self, new: NewPod, *, changed: Callable[[], None]) -> None:
         self.new = new
-        self.name = new.name
-        self.uid = uid
-        self.created = time.time()
-        self.started: float | None = None
-        self.terminating = False
+        self.pod = Pod(
+            name=new.name,
+            uid=str(uuid.uuid4()),
+            index=new.index,
+            phase=PodPhase.PENDING,
+            created=time.time(),
+            failures=new.failures,
+            failed=new.failed,
+            size=new.size,
+        )
         self.pid: int | None = None
-        self.ended: float | None = None
-        self._exit_code: int | None = None
-        self._message: TerminationMessage | str | None = None
         self._changed = changed
         self._process: asyncio.subprocess.Process | None = None
-        self._grace: float | None = None
+        self._grace = math.inf
         self._removed = asyncio.Event()
         self._finished = asyncio.Event()
-
-    def observed(self, *, ready: bool) -> Pod:
-        """Return the pod as the plan sees it; ``ready``: its agent has registered in the store."""
-        if self.ended is not None:
-            phase = PodPhase.SUCCEEDED if self._exit_code == 0 else PodPhase.FAILED
-        else:
-            phase = PodPhase.PENDING if self.started is None else PodPhase.RUNNING
-        return Pod(
-            name=self.name,
-            uid=self.uid,
-            index=self.new.index,
-            phase=phase,
-            ready=ready and phase is PodPhase.RUNNING,
-            terminating=self.terminating,
-            created=self.created,
-            started=self.started,
-            ended=self.ended,
-            exit_code=self._exit_code,
-            message=self._message,
-            failures=self.new.failures,
-            failed=self.new.failed,
-            size=self.new.size,
-        )
 
     async def run(self, command: Callable[[], PodCommand], available: asyncio.Event | None) -> None:
         """Start the process and wait for its end; kill it when this is cancelled.
@@ -196,14 +177,14 @@ class PodProcess:
             finally:
                 for wait in waits:
                     wait.cancel()
-        if self.terminating:
-            self._end(exit_code=None, message="it was removed before it started")
+        if self.pod.terminating:
+            self._end(None, "it was removed before it started")
             return
         chosen = command()
         try:
             process = await self._start(chosen)
         except OSError as error:
-            self._end(exit_code=None, message=f"its process could not be started: {error.strerror}")
+            self._end(None, f"its process could not be started: {error.strerror}")
             return
         try:
             code = await process.wait()
@@ -211,7 +192,7 @@ class PodProcess:
             self.kill()
             await process.wait()
             raise
-        self._end(exit_code=code if code >= 0 else 128 - code, message=_last_words(chosen, failed=code != 0))
+        self._end(code if code >= 0 else 128 - code, _last_words(chosen, failed=code != 0))
 
     async def _start(self, command: PodCommand) -> asyncio.subprocess.Process:
         for directory in (command.logs, command.checkpoints):
@@ -229,8 +210,8 @@ class PodProcess:
             )
         self._process = process
         self.pid = process.pid
-        self.started = time.time()
-        if self._grace is not None:  # it was removed meanwhile
+        self.pod = replace(self.pod, phase=PodPhase.RUNNING, started=time.time())
+        if self.pod.terminating:  # it was removed meanwhile
             process.terminate()
             self._kill_after(self._grace)
         self._changed()
@@ -238,9 +219,9 @@ class PodProcess:
 
     def remove(self, grace: float) -> None:
         """Send SIGTERM, and SIGKILL after ``grace`` seconds. A second call can only shorten the grace."""
-        first, self.terminating = not self.terminating, True
+        first, self.pod = not self.pod.terminating, replace(self.pod, terminating=True)
         self._removed.set()
-        self._grace = grace if self._grace is None else min(grace, self._grace)
+        self._grace = min(grace, self._grace)
         if self._process is not None and self._process.returncode is None:
             if first:
                 self._process.terminate()
@@ -260,10 +241,9 @@ class PodProcess:
     def _kill_after(self, seconds: float) -> None:
         asyncio.get_running_loop().call_later(seconds, self.kill)
 
-    def _end(self, *, exit_code: int | None, message: TerminationMessage | str | None) -> None:
-        self.ended = time.time()
-        self._exit_code = exit_code
-        self._message = message
+    def _end(self, exit_code: int | None, message: TerminationMessage | str | None) -> None:
+        phase = PodPhase.SUCCEEDED if exit_code == 0 else PodPhase.FAILED
+        self.pod = replace(self.pod, phase=phase, ended=time.time(), exit_code=exit_code, message=message)
         self._finished.set()
         self._changed()
 

@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import time
-import uuid
 from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -24,12 +23,12 @@ from watchfiles import awatch
 from elastic_operator.api.constants import ConditionType, LocalReason, Reason
 from elastic_operator.api.report import decode_report, encode_report, merged
 from elastic_operator.api.status import JobState, status_to_json
-from elastic_operator.controller.model import EtcdState, JobEvent, Observed, Plan, with_applied_spec
+from elastic_operator.controller.model import EtcdState, JobEvent, Observed, Plan, PodPhase, with_applied_spec
 from elastic_operator.controller.reconciler import Reconciler, ReconcileSettings
 from elastic_operator.controller.status import breakdown_at_change, report_of
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.local.control import SnapshotFeed, control_server
-from elastic_operator.local.etcd import EtcdProcess, EtcdSettings
+from elastic_operator.local.etcd import EtcdProcess
 from elastic_operator.local.job import LiveJob, warning_of
 from elastic_operator.local.processes import PodProcess, pod_command, tail
 from elastic_operator.local.run_dir import replace_file
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from typing import TextIO
 
     from elastic_operator.api.report import Report
-    from elastic_operator.controller.model import Job, NewPod, Removal
+    from elastic_operator.controller.model import Job, NewPod, Pod, Removal
     from elastic_operator.local.processes import PodCommand
     from elastic_operator.local.run_dir import RunDir
     from elastic_operator.manifest.loader import Manifest
@@ -99,7 +98,7 @@ class LocalRun:
         end: completed when something ends the run.
         manifest: the file that is applied when it is saved.
         environ: the environment that the pods inherit.
-        etcd: how to run the job's etcd; None if the manifest names one.
+        etcd: the program of the job's etcd; None if the manifest names one.
 
     Attributes:
         snapshots: gives snapshots to those who watch the run.
@@ -114,7 +113,7 @@ class LocalRun:
         *,
         manifest: Path,
         environ: Mapping[str, str],
-        etcd: EtcdSettings | None,
+        etcd: Path | None,
     ) -> None:
         self._manifest_path = manifest
         self._environ = environ
@@ -130,7 +129,9 @@ class LocalRun:
         self._pods: list[PodProcess] = []
         self._events: deque[EventView] = deque(maxlen=_MAX_EVENTS)
         self._mirror = StoreMirror(live.job().uid, changed=self._mirror_changed, away=self._on_store_away)
-        self._etcd = EtcdProcess(etcd, changed=self._changed, tell=self._tell) if etcd is not None else None
+        self._etcd = None
+        if etcd is not None:
+            self._etcd = EtcdProcess(etcd, files.path, environ, changed=self._changed, tell=self._tell)
         self._reconciler = Reconciler(self, settings=_RECONCILE)
         self.snapshots = SnapshotFeed(self.snapshot)
 
@@ -146,11 +147,12 @@ class LocalRun:
             ranks[mirror.names.get(member.node, "")] = tuple(range(first, first + member.workers))
             first += member.workers
 
-        def view(pod: PodProcess) -> PodView:
+        def view(process: PodProcess) -> PodView:
+            pod = self._observed_pod(process)
             node = nodes.get(pod.name) if pod.ended is None else None
             return PodView.of(
-                pod.observed(ready=pod.name in nodes),
-                pid=pod.pid,
+                pod,
+                pid=process.pid,
                 ranks=ranks.get(pod.name, ()),
                 log_dir=str(files.logs / pod.name),
                 metrics_url=f"http://{node.address}:{node.metrics}/metrics" if node and node.metrics else None,
@@ -162,7 +164,7 @@ class LocalRun:
         return JobView(
             manifest=self._live.manifest,
             status_json=status_to_json(self._live.status),
-            pods=tuple(view(pod) for pod in sorted(self._pods, key=lambda pod: (pod.new.index, pod.created))),
+            pods=tuple(map(view, sorted(self._pods, key=lambda each: (each.pod.index, each.pod.created)))),
             events=tuple(self._events),
             run=RunView(
                 id=files.run_id,
@@ -292,9 +294,8 @@ class LocalRun:
         if self._store_away and etcd is EtcdState.READY:
             etcd = EtcdState.STARTING  # it runs and does not answer
         follows = self._store is not None  # what was read before a suspension is known already
-        registered = {node.name for node in mirror.nodes.values()}
         return Observed(
-            pods=tuple(pod.observed(ready=pod.name in registered) for pod in self._pods),
+            pods=tuple(map(self._observed_pod, self._pods)),
             etcd=etcd,
             store_read=mirror.readable,
             round=mirror.round,
@@ -302,6 +303,12 @@ class LocalRun:
             size=mirror.size,
             time_breakdown=mirror.time_breakdown if follows else None,
             history=mirror.history if follows else None,
+        )
+
+    def _observed_pod(self, process: PodProcess) -> Pod:
+        running = process.pod.phase is PodPhase.RUNNING
+        return replace(
+            process.pod, ready=running and any(node.name == process.pod.name for node in self._mirror.nodes.values())
         )
 
     async def apply(self, job: Job, plan: Plan) -> None:
@@ -345,31 +352,31 @@ class LocalRun:
 
     @property
     def _running_pods(self) -> list[PodProcess]:
-        return [pod for pod in self._pods if pod.ended is None]
+        return [each for each in self._pods if each.pod.ended is None]
 
     def _create(self, job: Job, new: NewPod) -> None:
-        if all(pod.name != new.name for pod in self._pods):
-            pod = PodProcess(new, uid=str(uuid.uuid4()), changed=self._changed)
-            self._pods.append(pod)
-            self._tasks.create_task(self._run_pod(job, pod))
+        if all(each.pod.name != new.name for each in self._pods):
+            process = PodProcess(new, changed=self._changed)
+            self._pods.append(process)
+            self._tasks.create_task(self._run_pod(job, process))
 
-    async def _run_pod(self, job: Job, pod: PodProcess) -> None:
+    async def _run_pod(self, job: Job, process: PodProcess) -> None:
         def command() -> PodCommand:
             base = self._manifest_path.parent
-            return pod_command(job, pod.new, self._endpoint(), run=self._files, base=base, environ=self._environ)
+            return pod_command(job, process.new, self._endpoint(), run=self._files, base=base, environ=self._environ)
 
-        await pod.run(command, self._etcd.ready if self._etcd else None)
-        if pod.terminating and not self._end.done():
-            self._pods.remove(pod)
+        await process.run(command, self._etcd.ready if self._etcd else None)
+        if process.pod.terminating and not self._end.done():
+            self._pods.remove(process)
             self._changed()
 
     def _remove(self, removal: Removal) -> None:
-        for pod in self._pods:
-            if (pod.name, pod.uid) == (removal.name, removal.uid):
-                if pod.ended is None:
-                    pod.remove(self._grace_period())
+        for process in self._pods:
+            if process.pod.uid == removal.uid:
+                if process.pod.ended is None:
+                    process.remove(self._grace_period())
                 else:
-                    self._pods.remove(pod)
+                    self._pods.remove(process)
                 return
 
     def _grace_period(self) -> float:

@@ -60,8 +60,6 @@ class RunDir:
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
         self.log = path / "run.log"
-        self.etcd = path / "etcd"
-        self.etcd_log = path / "etcd.log"
 
     def read_record(self) -> JobView | None:
         """Return the latest snapshot of the run, or None if there is no readable one."""

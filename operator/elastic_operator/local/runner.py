@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from elastic_operator.api.validation import Problem, problem_of
 from elastic_operator.errors import BadInput
-from elastic_operator.local.etcd import EtcdSettings, find_etcd
+from elastic_operator.local.etcd import find_etcd
 from elastic_operator.local.job import LiveJob
 from elastic_operator.local.processes import check_program
 from elastic_operator.local.run_dir import create_run, lock_name, private_dir, reopen_run, replace_file
@@ -109,8 +109,8 @@ async def run_job(
     return ending.exit_code
 
 
-async def _prepare(request: RunRequest, files: RunDir, live: LiveJob) -> EtcdSettings | None:
-    """Check that the job can run here; return how to run its etcd, or None if the manifest names one.
+async def _prepare(request: RunRequest, files: RunDir, live: LiveJob) -> Path | None:
+    """Check that the job can run here; return the program of its etcd, or None if the manifest names one.
 
     Raises:
         BadInput: it cannot.
@@ -127,9 +127,7 @@ async def _prepare(request: RunRequest, files: RunDir, live: LiveJob) -> EtcdSet
         if sentence.startswith("PET_NPROC_PER_NODE="):
             sentence, field = sentence.removeprefix("PET_NPROC_PER_NODE="), "nprocPerNode"
         raise source.bad_input([Problem(("spec", field), sentence)]) from None
-    if spec.etcd.endpoint is not None:
-        return None
-    return EtcdSettings(find_etcd(request.environ.get("PATH")), files.etcd, files.etcd_log, request.environ)
+    return find_etcd(request.environ.get("PATH")) if spec.etcd.endpoint is None else None
 
 
 @contextlib.contextmanager
