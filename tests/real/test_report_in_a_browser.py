@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from elastic_operator.reports.page import page
 from tests.support.browsing import Look, started
-from tests.support.reports import TRACEBACK, failed, long, report
+from tests.support.reports import failed, long, report
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -80,34 +80,6 @@ async def test_bars_are_as_wide_as_their_durations(browser: Browser, tmp_path: P
     assert [width / split * 100 for _, width in states] == pytest.approx([84, 3, 6, 2, 4, 1], abs=0.2)
     marks = await look.boxes(".plot .failure path")
     assert [(x + width / 2 - left) / whole * 100 for x, width in marks] == pytest.approx([45, 65, 100], abs=0.2)
-
-
-async def test_labels_stay_inside_their_bars(browser: Browser, tmp_path: Path) -> None:
-    for width in (500, 1000):
-        look = await Look.at(browser, written(tmp_path, failed()), width=width)
-        boxes = zip(await look.boxes(".plot .label"), await look.boxes(".plot .round"), strict=True)
-        for (left, wide), (bar_left, bar_wide) in boxes:
-            assert left >= bar_left - 1
-            assert left + wide <= bar_left + bar_wide + 1
-
-
-async def test_texts_that_should_be_read_are_visible(browser: Browser, tmp_path: Path) -> None:
-    look = await Look.at(browser, written(tmp_path, failed()))
-    text = await look.page.inner_text("body")
-    for said in (
-        "Root cause: rank 0 on digits-0-aaaaa failed",
-        "78.0 %",
-        "rank 1, digits-1-bbbbb",
-        "digits-2-ccccc is gone: its connection broke",
-        'RuntimeError: expected <script>alert("x")</script> & found a scalar',
-        "scaled from 2 to 3 pods",
-    ):
-        assert said in text
-    assert 'File "train.py", line 12' not in text, "it is there when it is asked for"
-    await look.page.click("summary")
-    assert (await look.page.inner_text("pre")).strip() == TRACEBACK
-    assert await look.page.text_content(".round.odd title") == ("round 1: 2 workers on 2 pods, 20s\n2 nodes are there")
-    assert look.complaints == []
 
 
 async def test_a_failure_in_the_timeline_links_to_its_table_row(browser: Browser, tmp_path: Path) -> None:

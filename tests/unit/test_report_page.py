@@ -138,26 +138,6 @@ def test_a_round_ends_with_a_suspension_or_with_its_workers() -> None:
 # -- the charts
 
 
-def test_rounds_and_states_are_as_wide_as_they_lasted() -> None:
-    found = read(report())
-    bars = found.of_class("round")[:5]
-    assert [(percent(bar["x"]), percent(bar["width"])) for bar in bars] == [
-        (5, 20),
-        (25, 20),
-        (45, 20),
-        (65, 5),
-        (70, 30),
-    ]
-    heights = [float(bar["height"] or 0) for bar in bars]
-    assert heights[1] == heights[2] == heights[4] == max(heights)
-    assert heights[0] == heights[3] == pytest.approx(max(heights) * 2 / 3, abs=0.01)
-    states = {
-        (about["class"] or "").split()[-1]: percent(about["width"]) for about in found.of_class("state") if "x" in about
-    }
-    assert states == {"training": 84, "restoring": 3, "starting": 6, "rendezvous": 2, "waiting": 4, "stopping": 1}
-    assert len(found.of_class("failure")) == 2 + 1, "and one in the legend"
-
-
 def test_a_long_history_says_what_is_not_kept() -> None:
     found = read(long())
     assert "1800 rounds of 2000 are not kept, those in the middle." in found.text
