@@ -14,9 +14,9 @@ import pytest_asyncio
 
 from elastic_operator.api.constants import ANNOTATION_METRICS_PORT
 from elastic_operator.api.report import encode_report
-from elastic_operator.kubernetes.client import CONFIG_MAPS, ELASTIC_JOBS, EVENTS, PODS, SERVICES, Api
+from elastic_operator.kubernetes.client import CONFIG_MAPS, ELASTIC_JOBS, PODS, SERVICES, Api
 from elastic_operator.reports.page import page
-from tests.support.cluster_objects import died, status
+from tests.support.cluster_objects import status
 from tests.support.cluster_user import ELASTICJOB
 from tests.support.reports import report
 
@@ -68,34 +68,19 @@ class Team:
         """Write a job's status."""
         await self.api.patch(ELASTIC_JOBS, self.namespace, name, {"status": status(**about)}, "status")
 
-    async def make_pod(
-        self,
-        owner: Json,
-        name: str,
-        state: dict[str, Any],
-        *,
-        hold: bool = False,
-        ip: str = "10.1.0.9",
-        metrics_port: int | None = None,
-    ) -> Json:
-        """A worker pod without a kubelet, with a status that a kubelet would write."""
-        job = owner["metadata"]["name"]
-        labels = {"job": job, "role": "worker", "index": name.split("-")[1]}
-        reference = {"kind": "ElasticJob", "apiVersion": ELASTIC_JOBS.api_version, "controller": True, "name": job}
-        metadata = {
-            "labels": {f"elastic.pytorch.org/{key}": value for key, value in labels.items()},
-            "ownerReferences": [{**reference, "uid": owner["metadata"]["uid"]}],
-            "finalizers": [HOLD] if hold else [],
-            "annotations": {ANNOTATION_METRICS_PORT: str(metrics_port)} if metrics_port else {},
-        }
+    async def make_pod(self, owner: Json, *, hold: bool = False) -> None:
+        """The worker pod digits-0-aaaaa without a kubelet, with a status that a kubelet would write."""
         container = {"name": "worker", "image": "elastic-agent:dev"}
+        metadata = _of(owner) | {
+            "finalizers": [HOLD] if hold else [],
+            "annotations": {ANNOTATION_METRICS_PORT: "9464"},
+        }
+        metadata["labels"] |= {"elastic.pytorch.org/role": "worker", "elastic.pytorch.org/index": "0"}
         spec = {"containers": [container], "schedulerName": "nobody"}
-        made = await self.make(PODS, name, metadata=metadata, spec=spec)
-        phase = "Running" if "running" in state else "Failed"
-        told = {"restartCount": 0, "imageID": "", "ready": "running" in state, "state": state, **container}
-        about = {"phase": phase, "podIP": ip, "containerStatuses": [told]}
-        await self.api.patch(PODS, self.namespace, name, {"status": about}, "status")
-        return made
+        await self.make(PODS, "digits-0-aaaaa", metadata=metadata, spec=spec)
+        told = {"restartCount": 0, "imageID": "", "ready": True, "state": {"running": {}}, **container}
+        about = {"phase": "Running", "podIP": "127.0.0.1", "containerStatuses": [told]}
+        await self.api.patch(PODS, self.namespace, "digits-0-aaaaa", {"status": about}, "status")
 
     async def let_go(self, pod: str) -> None:
         await self.api.patch(PODS, self.namespace, pod, {"metadata": {"finalizers": []}})
@@ -129,35 +114,6 @@ async def test_get_lists_and_prints_jobs_as_kubectl_does(team: Team) -> None:
     assert (listed["kind"], listed["items"][1]) == ("List", one)
 
 
-async def test_describe_shows_a_job_its_pods_and_its_events(team: Team) -> None:
-    job = await team.make_job()
-    await team.say("digits")
-    await team.make_pod(job, "digits-0-aaaaa", {"running": {}})
-    await team.make_pod(job, "digits-1-bbbbb", died(3, "etcd does not answer"))
-    await team.make(
-        EVENTS,
-        "digits.1",
-        involvedObject={
-            "kind": "ElasticJob",
-            "name": "digits",
-            "namespace": team.namespace,
-            "uid": job["metadata"]["uid"],
-        },
-        type="Normal",
-        reason="Started",
-        message="training started with 2 pods",
-        lastTimestamp="2026-01-01T00:00:00Z",
-    )
-    await team.make(SERVICES, "digits-etcd", spec={"ports": [{"port": 2379}]})
-    lines = (await team.elasticjob("describe", "digits")).stdout.splitlines()
-    assert "State:         Running" in lines
-    assert f"Namespace:     {team.namespace}" in lines
-    assert any(line.startswith("Etcd: ") and line.endswith(":2379 (service digits-etcd, absent)") for line in lines)
-    assert "    State:  running" in lines
-    assert "    Last Words:  etcd does not answer" in lines
-    assert lines[-1].split(maxsplit=3)[2:] == ["Started", "training started with 2 pods"]
-
-
 async def test_a_job_is_scaled_suspended_and_resumed_by_command(team: Team) -> None:
     async def spec() -> Json:
         return dict((await team.api.get(ELASTIC_JOBS, team.namespace, "digits"))["spec"])
@@ -177,7 +133,7 @@ async def test_a_job_is_scaled_suspended_and_resumed_by_command(team: Team) -> N
 async def test_delete_returns_when_the_job_and_its_pods_are_gone(team: Team) -> None:
     # It may take half a minute: the garbage collector discovers kinds of objects periodically.
     job = await team.make_job()
-    await team.make_pod(job, "digits-0-aaaaa", {"running": {}}, hold=True)
+    await team.make_pod(job, hold=True)
     await team.make(SERVICES, "digits-etcd", spec={"ports": [{"port": 2379}]}, metadata=_of(job))
     deleting = asyncio.create_task(team.elasticjob("delete", "digits"))
     await team.cluster.kubectl("wait", "-n", team.namespace, "--for=delete", "elasticjob/digits", "--timeout=90s")
@@ -193,7 +149,7 @@ async def test_delete_returns_when_the_job_and_its_pods_are_gone(team: Team) -> 
 
 async def test_delete_waits_neither_if_told_so_nor_for_pods_of_a_new_job_of_that_name(team: Team) -> None:
     job = await team.make_job()
-    await team.make_pod(job, "digits-0-aaaaa", {"running": {}}, hold=True)
+    await team.make_pod(job, hold=True)
     await team.elasticjob("delete", "digits", "--no-wait")
     await team.cluster.kubectl("wait", "-n", team.namespace, "--for=delete", "elasticjob/digits", "--timeout=90s")
     await team.make_job()
@@ -203,7 +159,7 @@ async def test_delete_waits_neither_if_told_so_nor_for_pods_of_a_new_job_of_that
 
 async def test_missing_permissions_get_one_sentence(team: Team) -> None:
     job = await team.make_job()
-    await team.make_pod(job, "digits-0-aaaaa", {"running": {}}, ip="127.0.0.1", metrics_port=9464)
+    await team.make_pod(job)
     at = f"--namespace={team.namespace}"
     await team.cluster.kubectl("create", "serviceaccount", "ada", at)
     kubeconfig = await team.cluster.kubeconfig_for(team.namespace, "ada")
@@ -228,32 +184,6 @@ async def test_missing_permissions_get_one_sentence(team: Team) -> None:
     kubeconfig.write_text(kubeconfig.read_text().replace('"token": "', '"token": "x'))
     said = await team.refused("get", code=1, env=as_ada)
     assert said.startswith("the API server does not accept these credentials")
-
-
-async def test_a_missing_job_or_context_gets_one_sentence(team: Team, tmp_path: Path) -> None:
-    for words in (["get", "x"], ["delete", "x"]):
-        said = await team.refused(*words, code=1)
-        assert said.startswith(f"there is no job x in the namespace {team.namespace}; ")
-    assert "Expected object with name nowhere in" in await team.refused("get", "--context", "nowhere", code=2)
-    assert "there is no kubeconfig" in await team.refused("get", "--kubeconfig", str(tmp_path / "none"), code=2)
-
-
-async def test_job_metrics_are_read_through_the_api_server(team: Team) -> None:
-    # An API server proxies no request to its own machine: that is its answer for each agent here.
-    job = await team.make_job()
-    await team.say("digits")
-    for name in ("digits-0-aaaaa", "digits-1-bbbbb"):
-        await team.make_pod(job, name, {"running": {}}, ip="127.0.0.1", metrics_port=9464)
-    lines = (await team.elasticjob("top", "digits")).stdout.splitlines()
-    assert lines[0].startswith("digits  Running  ")
-    assert lines[1] == "round 4   world size 2   pods ready 2/3   restarts 1 charged, 0 uncharged"
-    assert [line.split(" (")[0] for line in lines[3:]] == [
-        "digits-0-aaaaa: its agent does not answer",
-        "digits-1-bbbbb: its agent does not answer",
-    ]
-    assert (await team.elasticjob("top")).stdout.splitlines()[1].split()[:3] == ["digits", "Running", "2/3"]
-    everywhere = (await team.cluster.run(str(ELASTICJOB), "top", "-A")).stdout.splitlines()
-    assert [team.namespace, "digits"] in [line.split()[:2] for line in everywhere]
 
 
 async def test_a_report_is_made_from_the_data_kept_with_the_job(team: Team, tmp_path: Path) -> None:

@@ -17,8 +17,6 @@ import pytest
 import torch
 import yaml
 
-from elastic_operator.manifest.loader import load_checked
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -108,14 +106,6 @@ def test_the_readme_commands_of_the_hello_example_work() -> None:
     for line in lines:
         with agent("--check", *shlex.split(line)) as process:
             output_of(process)
-
-
-@pytest.mark.parametrize("name", ["digits", "hello"])
-def test_a_manifest_finds_its_program_relative_to_its_folder(name: str) -> None:
-    job = load_checked(EXAMPLES / f"{name}.yaml")
-    assert job.name == name
-    assert job.spec.image == "elastic-agent:dev"
-    assert (EXAMPLES / job.spec.args[0]).is_file()
 
 
 def test_digits_resumed_on_other_nodes_gives_the_same_network(etcd: EtcdServer, tmp_path: Path) -> None:

@@ -308,22 +308,6 @@ async def test_a_description_omits_objects_that_the_user_may_not_read(server: Ap
     ]
 
 
-# -- logs
-
-
-async def test_logs_are_printed_and_followed_to_the_end(server: ApiStandIn, terminal: Terminal) -> None:
-    server.add(pod(0, "aaaaa"))
-    await server.print("digits-0-aaaaa", "[rank 0] test accuracy 0.9\n")
-    assert (await terminal.run("logs", "digits")).out == "[rank 0 on digits-0-aaaaa] test accuracy 0.9\n"
-    following = asyncio.create_task(terminal.run("logs", "digits", "--rank", "0", "-f"))
-    await server.followed("digits-0-aaaaa")
-    await server.print("digits-0-aaaaa", "[rank 0] done\n")
-    await server.end("digits-0-aaaaa")
-    server.add(pod(0, "aaaaa", state=died(0, "")))
-    server.add(job(status={"state": "Succeeded"}))
-    assert await asyncio.wait_for(following, 20) == (0, "test accuracy 0.9\ndone\n", "")
-
-
 # -- top and report
 
 

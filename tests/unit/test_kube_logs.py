@@ -279,15 +279,10 @@ def test_lines_of_workers_and_agents_are_distinguished() -> None:
 
 def test_timestamps_of_all_time_zones_are_read() -> None:
     log = PodLog(A)
-    lines = b"2026-01-01T12:00:00.000002000+02:00 b\n2026-01-01T10:00:00.5Z c\n2026-13-01T10:00:00Z d\ne\n"
-    assert [(round(line.time % 1, 6), line.text) for line in log.feed(lines)] == [
-        (0.000002, b"b"),
-        (0.5, b"c"),
-        (0, b"2026-13-01T10:00:00Z d"),
-        (0, b"e"),
-    ]
-    first, second, *_ = PodLog(A).feed(lines)
-    assert first.time < second.time
+    lines = b"2026-01-01T12:00:00.000002000+02:00 b\n2026-01-01T10:00:00.5Z c\n2026-13-01T10:00:00Z d\n"
+    first, second, third = log.feed(lines)
+    assert first.time < second.time < first.time + 1
+    assert (third.time, third.text) == (0, b"2026-13-01T10:00:00Z d")
     assert log.since == "2026-01-01T09:59:59Z"
 
 
