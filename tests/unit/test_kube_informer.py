@@ -7,12 +7,13 @@ import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import kopf
 import pytest
 from aiohttp import web
 
 from elastic_operator.kubernetes.client import PODS, Api
-from elastic_operator.kubernetes.informer import ChangeQueue, Informer, WatchSession
+from elastic_operator.kubernetes.informer import Informer, WatchSession
 from elastic_operator.kubernetes.store import Store
 from tests.support.answering import answering
 from tests.support.discovery import WATCHED, discovered
@@ -20,57 +21,41 @@ from tests.support.discovery import WATCHED, discovered
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from elastic_operator.api.spec import Json
     from elastic_operator.kubernetes.client import Resource
 
 PATIENCE = 20.0
 
 
-async def test_changes_from_another_thread_are_handled_in_order_despite_errors(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    handled: list[int] = []
-    done = asyncio.Event()
-    count = 20_000
+async def test_a_session_opens_again_after_it_was_closed_throttles_watches_and_says_why_one_fails() -> None:
+    statuses = iter([200, 200, 200, 403, 429, 500])
 
-    def handle(_resource: Resource, _kind: str | None, body: Json) -> None:
-        handled.append(body["number"])
-        if body["number"] == count - 1:
-            done.set()
-
-    queue = ChangeQueue(asyncio.get_running_loop(), handle)
-
-    def put() -> None:
-        queue.put(PODS, "ADDED", {})
-        for number in range(count):
-            queue.put(PODS, "MODIFIED", {"number": number})
-
-    async with asyncio.timeout(PATIENCE):
-        await asyncio.to_thread(put)
-        await done.wait()
-    assert handled == list(range(count))
-    assert caplog.text.count("an unexpected error while a change was handled") == 1
-
-
-async def test_a_session_opens_again_after_it_was_closed_and_throttles_watches() -> None:
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
-        return web.json_response(request.headers["Authorization"])
+        return web.json_response({"message": request.headers["Authorization"]}, status=next(statuses))
 
     now = asyncio.get_running_loop().time
+    said: list[str] = []
 
     async def no_list(_resource: Resource, _namespace: str | None) -> str:
         raise AssertionError("nothing was asked for")
 
     async with answering(answer) as configuration:
-        session = WatchSession(kopf.ConnectionInfo(server=configuration.host, token="it"), no_list)
+        session = WatchSession(kopf.ConnectionInfo(server=configuration.host, token="it"), no_list, said.append)
         begun = now()
         for query in ("", "?watch=true", "?watch=true&resourceVersion=5"):
             url = f"{configuration.host}/api/v1/things{query}"
             async with await session.request(method="get", url=url) as response:
-                assert await response.json() == "Bearer it"
+                assert (await response.json())["message"] == "Bearer it"
             await session.close()
             assert not session.closed
         assert now() - begun >= 0.4
+        for _ in range(3):
+            (await session.request(method="get", url=configuration.host)).close()
+        assert said == ["", "", "", *(f"the API server refused ({status} ): Bearer it" for status in (403, 500))]
+        await session.close()
+    with pytest.raises(aiohttp.ClientError):
+        await session.request(method="get", url=configuration.host)
+    await session.close()
+    assert said[-1].startswith("the API server cannot be reached: ")
 
 
 class Server:

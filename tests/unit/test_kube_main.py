@@ -11,7 +11,6 @@ import pytest
 from elastic_operator.kubernetes.main import (
     Address,
     JsonLines,
-    KopfFilter,
     OperatorSettings,
     TextLines,
     main,
@@ -162,26 +161,3 @@ def test_a_line_has_time_level_and_message_and_then_the_traceback() -> None:
     told = json.loads(JsonLines().format(record))
     assert told.pop("traceback").endswith("ValueError: odd")
     assert told == {"time": "2023-11-14T22:13:20Z", "level": "error", "logger": "kopf.x", "message": "a defect"}
-
-
-def test_messages_of_kopf_are_filtered_shortened_and_not_repeated() -> None:
-    calm = KopfFilter()
-    unreachable = "Unreachable(ConnectionKey(host='127.0.0.1', port=6443, is_ssl=True), OSError(111, 'refused'))"
-    starting = "APIServerError('storage is (re)initializing', {'kind': 'Status'}, status=429)"
-    assert not calm.filter(a_record("Initial authentication has been initiated.", logging.INFO))
-    assert not calm.filter(a_record("OS signals are ignored: running not in the main thread."))
-    assert not calm.filter(a_record("Watcher for pods.v1@none has failed: 404 page not found", logging.ERROR))
-
-    first = a_record(f"Request attempt #1/9 failed; will retry: GET /pods -> {unreachable}", logging.ERROR, error=True)
-    assert calm.filter(first)
-    assert first.getMessage() == (
-        "watching: a request failed and is made again: the API server cannot be reached (Unreachable)"
-    )
-    assert (first.levelname, first.exc_info) == ("WARNING", None)
-    second = f"Request attempt #2/9 failed; will retry: GET /services -> {unreachable}"
-    assert not calm.filter(a_record(second, logging.ERROR))
-    third = a_record(f"Request attempt #3/9 failed; will retry: GET /pods -> {starting}", logging.ERROR)
-    assert calm.filter(third)
-    assert third.getMessage() == "watching: a request failed and is made again: storage is (re)initializing"
-    assert third.levelname == "INFO"
-    assert calm.filter(a_record("Something else is odd."))

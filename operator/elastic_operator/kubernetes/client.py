@@ -42,7 +42,7 @@ _PAGE_SIZE: Final = 500
 """Objects per page of a list: all pods of a large cluster at once would fill the memory."""
 _NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _USER_AGENT: Final = "elastic-operator"
-_NETWORK_ERRORS: Final = (aiohttp.ClientError, OSError, TimeoutError)
+NETWORK_ERRORS: Final = (aiohttp.ClientError, OSError, TimeoutError)
 _POLICIES: Final = ('admission webhook "', "ValidatingAdmissionPolicy '")
 """How the API server's message names an admission policy, which may reject with any status."""
 _JSON: Final = "application/json"
@@ -399,8 +399,8 @@ class Api:
                     raise ApiError.of(response.status, await _beginning(response))
                 async for piece in response.content.iter_any():
                     yield piece
-        except _NETWORK_ERRORS as error:
-            raise _unreachable(error) from None
+        except NETWORK_ERRORS as error:
+            raise unreachable(error) from None
 
     async def _send(
         self,
@@ -417,8 +417,8 @@ class Api:
             response = await self._request(method, path, query or {}, body, content_type, _TIMEOUT, verb)
             with contextlib.closing(response):
                 data = await response.read()
-        except _NETWORK_ERRORS as error:
-            raise _unreachable(error) from None
+        except NETWORK_ERRORS as error:
+            raise unreachable(error) from None
         if response.status >= 400:
             raise ApiError.of(response.status, data)
         return data
@@ -465,7 +465,8 @@ def selectors(labels: str = "", name: str = "", fields: str = "") -> dict[str, s
     return {kind: selector for kind, selector in given.items() if selector}
 
 
-def _unreachable(error: Exception) -> ClusterError:
+def unreachable(error: Exception) -> ClusterError:
+    """The error for one of :data:`NETWORK_ERRORS`."""
     if isinstance(error, asyncio.TimeoutError):
         return ApiTimeout("the API server does not answer in time")
     return ClusterError(f"the API server cannot be reached: {str(error) or type(error).__name__}")

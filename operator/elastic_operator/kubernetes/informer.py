@@ -1,10 +1,9 @@
 """The informer: lists and watches the objects that the operator looks at, and keeps a store up to date.
 
-kopf watches. It runs in a thread with an event loop of its own, because it cancels all tasks of its loop when it stops.
-Its handlers only observe and return nothing, because kopf writes return values into the object. Everything else that
-kopf offers is off: events, peering, finalizers, annotations. When kopf lists, it gets an empty list, because it would
-keep a task and a copy of every object, most of the memory that the operator takes. The list itself goes into the store,
-in pages; kopf needs only its resource version, to watch from there.
+kopf watches. Its handlers only observe and return nothing, because kopf writes return values into the object.
+Everything else that kopf offers is off: events, peering, finalizers, annotations. When kopf lists, it gets an empty
+list, because it would keep a task and a copy of every object, most of the memory that the operator takes. The list
+itself goes into the store, in pages; kopf needs only its resource version, to watch from there.
 
 A namespace for which the operator lacks permissions does not hold up the others: its list is tried until it succeeds.
 """
@@ -12,13 +11,11 @@ A namespace for which the operator lacks permissions does not hold up the others
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import logging
 import sys
-import threading
 import time
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, cast
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -30,23 +27,21 @@ from elastic_operator.kubernetes.client import (
     DEPLOYMENTS,
     DISRUPTION_BUDGETS,
     ELASTIC_JOBS,
+    NETWORK_ERRORS,
     POD_GROUPS,
     PODS,
     SERVICES,
     ApiError,
     backoff,
+    unreachable,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from elastic_operator.api.spec import Json
     from elastic_operator.kubernetes.client import Api, Resource
     from elastic_operator.kubernetes.store import Store
-
-    Change = tuple[Resource, str | None, Json]
-
-_Result = TypeVar("_Result")
 
 _log: Final = logging.getLogger(__name__)
 
@@ -72,7 +67,7 @@ _REQUEST_BACKOFF: Final = (1.0, 1.0, 2.0, 3.0, 5.0)
 _WATCH_INTERVAL: Final = 0.5
 """Minimum seconds between two watches of the same kind: a proxy may end each of them at once."""
 _BATCH: Final = 100
-"""Changes that are processed before other tasks get their turn."""
+"""Listed objects that are processed before other tasks get their turn."""
 _GRANT: Final = "grant the operator its rights there (the chart's role has them)"
 
 
@@ -86,6 +81,7 @@ class Informer:
         resync_period: seconds between full lists: a watch may fall silent.
         base_delay: seconds before the first retry of a list.
         forbidden_retry: seconds between tries to list a namespace without permission.
+        handle_signals: called whenever kopf has begun, which sets its own signal handlers.
 
     Attributes:
         synced: set once the store holds everything that may be listed.
@@ -100,6 +96,7 @@ class Informer:
         resync_period: float = _RESYNC_PERIOD,
         base_delay: float = _BASE_DELAY,
         forbidden_retry: float = _FORBIDDEN_RETRY,
+        handle_signals: Callable[[], None] = lambda: None,
     ) -> None:
         self._api = api
         self._store = store
@@ -107,10 +104,11 @@ class Informer:
         self._resync_period = resync_period
         self._base_delay = base_delay
         self._forbidden_retry = forbidden_retry
+        self._handle_signals = handle_signals
         self._listed: set[tuple[Resource, str | None]] = set()
         self._forbidden: set[str | None] = set()
         self._progress = asyncio.Event()
-        self._problem = ""
+        self._problem = self._watch_problem = ""
         self.synced = asyncio.Event()
 
     @property
@@ -230,13 +228,13 @@ class Informer:
 
     async def _watch(self) -> NoReturn:
         """Run kopf, again and again."""
-        home = asyncio.get_running_loop()
+        now = asyncio.get_running_loop().time
         delays = backoff(1.0, _MAX_RESTART_DELAY)
         while True:
             await self._until_possible()
-            begun = home.time()
-            why = await _in_thread(lambda stop: self._run_kopf(home, stop))
-            if home.time() - begun >= _STABLE:
+            begun = now()
+            why = await self._run_kopf()
+            if now() - begun >= _STABLE:
                 delays = backoff(1.0, _MAX_RESTART_DELAY)
             delay = next(delays)
             _log.warning("the watches have ended%s; they begin again in %.0f s", why and f" ({why})", delay)
@@ -258,11 +256,10 @@ class Informer:
             self._report(problem)
             await asyncio.sleep(delay)
 
-    async def _run_kopf(self, home: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-        """Watch until the event is set; this runs in kopf's thread."""
+    async def _run_kopf(self) -> str:
+        """Watch until kopf gives up; return why."""
         namespaces = [each for each in self._namespaces if each is not None]
         registry = kopf.OperatorRegistry()
-        queue = ChangeQueue(home, self._handle)
         for resource in _WATCHED:
             kopf.on.event(
                 group=resource.group,
@@ -270,76 +267,51 @@ class Informer:
                 plural=resource.plural,
                 id=resource.plural,
                 registry=registry,
-            )(_handler(resource, queue))
+            )(self._handler(resource))
         sessions: list[WatchSession] = []
 
         @kopf.on.login(id="login", registry=registry)
         async def login(**_: object) -> kopf.AiohttpSession:
             # kopf asks again when credentials are rejected. Given the same session, it ends instead of asking forever.
-            info = await _in_loop(home, self._api.access())
+            info = await self._api.access()
             if not sessions or sessions[-1].info != info:
                 if sessions:
                     await sessions.pop().close()
-                sessions.append(
-                    WatchSession(info, lambda resource, namespace: _in_loop(home, self.list(resource, namespace)))
-                )
+                sessions.append(WatchSession(info, self.list, self._watch_failed))
             return kopf.AiohttpSession(server=info.server, aiohttp_session=cast("Any", sessions[-1]))
 
+        # kopf.operator() would cancel all tasks of the event loop when it ends, not only its own.
+        tasks = await kopf.spawn_tasks(
+            registry=registry,
+            settings=_settings(),
+            standalone=True,
+            clusterwide=not namespaces,
+            namespaces=namespaces,
+            # The default asks for the user's name, and in a container a user may have none.
+            identity="elastic-operator",  # type: ignore[arg-type]  # a str; kopf does not export its NewType
+        )
+        self._handle_signals()
         try:
-            await kopf.operator(
-                registry=registry,
-                settings=_settings(),
-                standalone=True,
-                clusterwide=not namespaces,
-                namespaces=namespaces,
-                stop_flag=stop,
-                # The default asks for the user's name, and in a container a user may have none.
-                identity="elastic-operator",  # type: ignore[arg-type]  # a str; kopf does not export its NewType
-            )
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=_STOP_TIMEOUT)
             for session in sessions:
                 await session.close()
+        return next((str(error) or type(error).__name__ for task in done if (error := task.exception())), "")
 
-    def _handle(self, resource: Resource, kind: str | None, body: Json) -> None:
-        if kind == "DELETED":
-            self._store.remove(resource, body)
-        else:
-            self._store.put(resource, body)
+    def _handler(self, resource: Resource) -> Callable[..., Awaitable[None]]:
+        async def handle(event: Mapping[str, Any], **_: object) -> None:
+            (self._store.remove if event["type"] == "DELETED" else self._store.put)(resource, event["object"])
 
+        return handle
 
-class ChangeQueue:
-    """Carries changes from the thread of the watches to the main loop.
-
-    However many come while the loop is busy, it is woken once: waking it costs more than handling a change.
-
-    Args:
-        home: the main loop.
-        handle: called there for each change, in order.
-    """
-
-    def __init__(self, home: asyncio.AbstractEventLoop, handle: Callable[[Resource, str | None, Json], None]) -> None:
-        self._home = home
-        self._handle = handle
-        self._changes: collections.deque[Change] = collections.deque()
-
-    def put(self, resource: Resource, kind: str | None, body: Json) -> None:
-        """Called in the thread of the watches."""
-        self._changes.append((resource, kind, body))
-        # The change that is being handled is still in the queue, so 1 means that nothing else is scheduled.
-        if len(self._changes) == 1:
-            with contextlib.suppress(RuntimeError):  # the main loop is closed
-                self._home.call_soon_threadsafe(self._drain)
-
-    def _drain(self) -> None:
-        for _ in range(min(len(self._changes), _BATCH)):
-            try:
-                self._handle(*self._changes[0])
-            except Exception:  # noqa: BLE001 - one object must not stop all others
-                _log.exception("an unexpected error while a change was handled")
-            self._changes.popleft()
-            if not self._changes:
-                return
-        self._home.call_soon(self._drain)
+    def _watch_failed(self, problem: str) -> None:
+        """Log once, not with every try, that the watches cannot be opened; empty if one was opened."""
+        if problem and problem != self._watch_problem:
+            _log.warning("watching: a request failed and is made again: %s", problem)
+        self._watch_problem = problem
 
 
 class WatchSession:
@@ -351,14 +323,21 @@ class WatchSession:
     Args:
         info: the API server, and the credentials.
         on_list: lists a kind in a namespace (None: in all) and returns the resource version.
+        on_watch: called with the reason if a watch could not be opened, and with "" if one was opened.
     """
 
     closed: Final = False
 
-    def __init__(self, info: kopf.ConnectionInfo, on_list: Callable[[Resource, str | None], Awaitable[str]]) -> None:
+    def __init__(
+        self,
+        info: kopf.ConnectionInfo,
+        on_list: Callable[[Resource, str | None], Awaitable[str]],
+        on_watch: Callable[[str], None],
+    ) -> None:
         self.info = info
         self.headers = {**info.as_http_headers(), "User-Agent": "elastic-operator"}
         self._on_list = on_list
+        self._on_watch = on_watch
         self._session: aiohttp.ClientSession | None = None
         self._next_watch: dict[str, float] = {}
 
@@ -376,7 +355,16 @@ class WatchSession:
                 headers=self.headers,
                 proxy=self.info.proxy_url,
             )
-        return await self._session.request(url=url, **how)
+        try:
+            response = await self._session.request(url=url, **how)
+        except NETWORK_ERRORS as error:
+            self._on_watch(str(unreachable(error)))
+            raise
+        if response.status < 400:
+            self._on_watch("")
+        elif response.status == 403 or response.status >= 500:
+            self._on_watch(str(ApiError.of(response.status, await response.read())))
+        return response
 
     async def _throttle(self, path: str) -> None:
         now = time.monotonic()
@@ -425,13 +413,6 @@ class _NoDiffBase(kopf.DiffBaseStorage):
         """Store nothing."""
 
 
-def _handler(resource: Resource, queue: ChangeQueue) -> Callable[..., Awaitable[None]]:
-    async def handle(event: Mapping[str, Any], **_: object) -> None:
-        queue.put(resource, event["type"], event["object"])
-
-    return handle
-
-
 def _settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
@@ -454,37 +435,3 @@ def _explained(error: ClusterError) -> str:
         )
     sentence = f"what exists cannot be listed: {error}"
     return f"{sentence}; {_GRANT}" if isinstance(error, ApiError) and error.status == 403 else sentence
-
-
-async def _in_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Run a coroutine in the event loop of another thread."""
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
-
-
-async def _in_thread(work: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> str:
-    """Run a coroutine in a thread with an event loop of its own; return why it ended.
-
-    Cancelling this sets the coroutine's event and waits for the thread to end.
-    """
-    home, loop, stop = asyncio.get_running_loop(), asyncio.new_event_loop(), asyncio.Event()
-    ended: asyncio.Future[str] = home.create_future()
-
-    def thread() -> None:
-        why = ""
-        try:
-            with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                runner.run(work(stop))
-        except Exception as error:  # noqa: BLE001 - the caller logs it and goes on
-            why = str(error) or type(error).__name__
-        finally:
-            with contextlib.suppress(RuntimeError):
-                home.call_soon_threadsafe(ended.set_result, why)
-
-    threading.Thread(target=thread, name="watches", daemon=True).start()
-    try:
-        return await asyncio.shield(ended)
-    except asyncio.CancelledError:
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(stop.set)
-        await asyncio.wait([ended], timeout=_STOP_TIMEOUT)
-        raise

@@ -13,7 +13,6 @@ import secrets
 import signal
 import socket
 import sys
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -234,17 +233,6 @@ def _address(text: str) -> Address:
     return Address(host[1:-1] if bracketed else host, int(port))
 
 
-_REPEAT_INTERVAL: Final = 300.0
-"""Seconds in which a message of kopf is not repeated."""
-
-_IGNORED: Final = re.compile(
-    r"OS signals are ignored|Unresolved resources cannot be served|Not enough permissions|.* has (failed|finished)"
-)
-"""Warnings of kopf about what is intended, or what the informer logs itself."""
-
-_FAILED_REQUEST: Final = re.compile(r"Request attempt .*? -> (?P<kind>\w+)\((?P<words>'[^']*'|\"[^\"]*\")?", re.DOTALL)
-
-
 class TextLines(logging.Formatter):
     """``2026-01-31T12:00:00Z INFO  default/digits: …``."""
 
@@ -272,38 +260,6 @@ class JsonLines(logging.Formatter):
         return json.dumps(fields, ensure_ascii=False)
 
 
-class KopfFilter(logging.Filter):
-    """Lets warnings through without tracebacks, and each at most once in five minutes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._said: dict[str, float] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is logged; it is shortened on the way."""
-        message = record.getMessage()
-        if record.levelno < logging.WARNING or _IGNORED.match(message):
-            return False
-        if (failed := _FAILED_REQUEST.match(message)) is not None:
-            busy = "status=429" in message  # as for about a second after a definition was installed
-            message = f"a request failed and is made again: {_words(failed)}"
-            record.levelno = logging.INFO if busy else logging.WARNING
-            record.levelname = logging.getLevelName(record.levelno)
-        now = time.monotonic()
-        if now - self._said.get(message, float("-inf")) < _REPEAT_INTERVAL:
-            return False
-        self._said = {known: when for known, when in self._said.items() if now - when < _REPEAT_INTERVAL} | {
-            message: now
-        }
-        record.msg, record.args = f"watching: {message}", ()
-        record.exc_info = record.exc_text = None
-        return True
-
-
-def _words(failed: re.Match[str]) -> str:
-    return str(failed["words"] or f"the API server cannot be reached ({failed['kind']})").strip("'\"")
-
-
 def set_up_log(log_format: str, level: str) -> None:
     """Log to standard error."""
     handler = logging.StreamHandler()
@@ -315,14 +271,9 @@ def set_up_log(log_format: str, level: str) -> None:
         for verbose in ("asyncio", "aiohttp.access"):
             logging.getLogger(verbose).setLevel(logging.INFO)
         return
-    logging.getLogger("kopf").setLevel(logging.WARNING)  # it logs every event
-    kopf_filter = KopfFilter()
-    handler.addFilter(lambda record: not record.name.startswith("kopf") or kopf_filter.filter(record))
+    # The informer logs what goes wrong, once; kopf logs each try, and with a traceback.
+    logging.getLogger("kopf").setLevel(logging.CRITICAL)
 
-
-_SWITCH_INTERVAL: Final = 0.0005
-"""Seconds after which the thread of the watches yields to the main thread. With Python's default of 5 ms, creating many
-pods takes twice as long while the watches report each of them."""
 
 _GC_THRESHOLDS: Final = (20_000, 10, 10)
 """Thresholds of the garbage collector. With the defaults, it takes a fifth of the time, because the operator holds many
@@ -334,7 +285,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = parse(argv, os.environ)
     # Process 1 ignores signals without a handler, and the imports below take a while.
     signal.signal(signal.SIGTERM, _exit)
-    sys.setswitchinterval(_SWITCH_INTERVAL)
     set_up_log(settings.log_format, settings.log_level)
     try:
         asyncio.run(_run(settings))
@@ -355,10 +305,14 @@ async def _run(settings: OperatorSettings) -> None:
     gc.set_threshold(*_GC_THRESHOLDS)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+
+    def handle_signals() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+
+    handle_signals()
     async with await _connection(settings) as api:
-        await Manager(settings, api).run(stop)
+        await Manager(settings, api, handle_signals).run(stop)
 
 
 async def _connection(settings: OperatorSettings) -> Api:

@@ -91,14 +91,15 @@ class Manager:
     Args:
         settings: of the process.
         api: the connection; open.
+        handle_signals: called after kopf has set its own signal handlers.
     """
 
-    def __init__(self, settings: OperatorSettings, api: Api) -> None:
+    def __init__(self, settings: OperatorSettings, api: Api, handle_signals: Callable[[], None] = lambda: None) -> None:
         self._settings = settings
         self._api = api
         self._metrics = OperatorMetrics()
         self._store = Store(changed=self._on_change, deleted=self._on_deleted)
-        self._informer = Informer(api, self._store, namespaces=settings.namespaces)
+        self._informer = Informer(api, self._store, namespaces=settings.namespaces, handle_signals=handle_signals)
         self._reconciler: Reconciler | None = None
         self._backend: KubernetesBackend | None = None
         api.on_request = self._metrics.requested
