@@ -11,7 +11,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_operator.controller.plan import plan
-from elastic_operator.kubernetes.metrics import Cause, OperatorMetrics, restarts, seconds_to_running
+from elastic_operator.kubernetes.metrics import Cause, JobCollector, OperatorMetrics, restarts, seconds_to_running
 from tests.support.builders import (
     NOW,
     a_job,
@@ -100,7 +100,8 @@ def test_the_page_has_all_series() -> None:
     metrics = OperatorMetrics()
     holds = [{"type": "Running", "status": "True"}, {"type": "Degraded", "status": "True"}]
     over = [{"type": "Running", "status": "False"}, {"type": "Made up", "status": "True"}]
-    metrics.jobs(lambda: [{"status": {"conditions": holds}}, {"status": {"conditions": over}}, {}], lambda: True)
+    jobs: list[Json] = [{"status": {"conditions": holds}}, {"status": {"conditions": over}}, {}]
+    metrics.registry.register(JobCollector(lambda: jobs, lambda: True))
     job = that_trained(a_job())
     world = a_world(running(0), died(1))
     metrics.status_written(job, plan(job, world, NOW), NOW)
@@ -133,7 +134,7 @@ def test_the_page_has_all_series() -> None:
 def test_every_series_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
     metrics = OperatorMetrics()
-    metrics.jobs(list, lambda: True)
+    metrics.registry.register(JobCollector(list, lambda: True))
     shown = open_metrics_families(metrics.page("application/openmetrics-text")[0].decode())
     own = {family.name for family in shown if not family.name.startswith("process_")}
     assert {name for name in own if f"`{name}" not in page} == set()
@@ -161,12 +162,19 @@ def job_body(name: str = "digits", *, status: Json | None = None, **spec: object
 def shown_of(*bodies: Json, accept: str = "") -> dict[tuple[str, ...], float]:
     """What is shown of jobs, by name and the values of the labels."""
     metrics = OperatorMetrics()
-    metrics.jobs(lambda: bodies, lambda: True)
+    metrics.registry.register(JobCollector(lambda: bodies, lambda: True))
     page, content_type = metrics.page(accept)
     assert content_type.startswith("application/openmetrics-text" if accept else "text/plain")
     read = open_metrics_families if accept else text_string_to_metric_families
     return {
-        (sample.name.removeprefix("elastic_operator_job_"), *sample.labels.values()): sample.value
+        (
+            sample.name.removeprefix("elastic_operator_job_"),
+            *(
+                sample.labels[name]
+                for name in ("job_namespace", "elasticjob", "condition", "cause")
+                if name in sample.labels
+            ),
+        ): sample.value
         for family in read(page.decode())
         for sample in family.samples
         if sample.name.startswith("elastic_operator_job_")
@@ -208,7 +216,7 @@ def test_a_forbidden_store_is_not_shown_as_unreachable() -> None:
 def test_jobs_of_another_controller_and_jobs_on_a_standby_are_not_shown() -> None:
     assert shown_of(job_body(managedBy="kueue.x-k8s.io/multikueue")) == {}
     metrics = OperatorMetrics()
-    metrics.jobs(lambda: [job_body()], lambda: False)
+    metrics.registry.register(JobCollector(lambda: [job_body()], lambda: False))
     page = metrics.page("")[0].decode()
     assert 'elasticjob="digits"' not in page
     assert 'elastic_operator_jobs{condition="Running"} 1.0' in page

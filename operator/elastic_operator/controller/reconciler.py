@@ -1,13 +1,12 @@
 """Turns "something may have changed" into a cluster that is as the plan wants it.
 
-One task works on a job at a time, several jobs run side by side, and a namespace cannot use up all slots. A reconcile
-that fails is repeated with exponential back-off. A job that is woken continuously is reconciled at a limited rate.
+One task works on a job at a time; all jobs run side by side. A reconcile that fails is repeated with exponential
+back-off. A job that is woken continuously is reconciled at a limited rate.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import logging
 import math
 import time
@@ -59,8 +58,6 @@ class ReconcileSettings:
     """How a reconciler works.
 
     Attributes:
-        max_concurrent_reconciles: jobs that are reconciled at once.
-        max_per_namespace: of these, in one namespace.
         base_delay: seconds before the first retry; each further retry waits twice as long.
         max_delay: seconds before a retry at most.
         resync_period: seconds between two resyncs of all jobs, as watches can fall silent.
@@ -69,8 +66,6 @@ class ReconcileSettings:
         max_interval: seconds between two reconciles of one job at most, because of ``max_share``.
     """
 
-    max_concurrent_reconciles: int = 64
-    max_per_namespace: int = 48
     base_delay: float = 0.1
     max_delay: float = 60.0
     resync_period: float = 300.0
@@ -87,7 +82,6 @@ class _Queued:
         due: when to reconcile it next, a monotonic time; infinite for never.
         timer: starts its reconcile.
         rested: not to be reconciled before this time.
-        busy: whether it is being reconciled, or waits for a slot.
         begun: when its current reconcile began; None if there is none.
         failures: of reconciles, in a row.
     """
@@ -95,7 +89,6 @@ class _Queued:
     due: float = math.inf
     timer: asyncio.TimerHandle | None = None
     rested: float = 0.0
-    busy: bool = False
     begun: float | None = None
     failures: int = 0
 
@@ -125,15 +118,11 @@ class Reconciler:
         self._cluster = cluster
         self._clock = clock
         self._list_keys = list_keys
-        self._settings = settings = settings if settings is not None else ReconcileSettings()
+        self._settings = settings if settings is not None else ReconcileSettings()
         self._waited = waited
         self._reconciled = reconciled
         self._jobs: dict[str, _Queued] = {}
         self._tasks: asyncio.TaskGroup | None = None
-        self._slots = asyncio.Semaphore(settings.max_concurrent_reconciles)
-        self._slots_of = collections.defaultdict[str, asyncio.Semaphore](
-            lambda: asyncio.Semaphore(settings.max_per_namespace)
-        )
 
     @property
     def longest(self) -> float:
@@ -183,24 +172,22 @@ class Reconciler:
         if job.timer is not None:
             job.timer.cancel()
             job.timer = None
-        if self._tasks is not None and not job.busy and job.due < math.inf:
+        if self._tasks is not None and job.begun is None and job.due < math.inf:
             job.timer = asyncio.get_running_loop().call_at(max(job.due, job.rested), self._start, key, job, self._tasks)
 
     def _start(self, key: str, job: _Queued, tasks: asyncio.TaskGroup) -> None:
-        job.timer, job.busy = None, True
+        job.timer, job.begun = None, time.monotonic()
+        self._waited(max(job.begun - max(job.due, job.rested), 0.0))
+        job.due = math.inf
         tasks.create_task(self._process(key, job))
 
     async def _process(self, key: str, job: _Queued) -> None:
-        exists = True
+        exists, begun = True, time.monotonic()
         try:
-            async with self._slots_of[key.partition("/")[0]], self._slots:
-                begun = job.begun = time.monotonic()
-                self._waited(max(begun - max(job.due, job.rested), 0.0))
-                job.due = math.inf
-                exists, result = await self._reconcile(key, job)
-                self._reconciled(time.monotonic() - begun, result)
+            exists, result = await self._reconcile(key, job)
+            self._reconciled(time.monotonic() - begun, result)
         finally:
-            job.busy, job.begun = False, None
+            job.begun = None
             if exists or job.due < math.inf:
                 self._schedule(key, job)
             else:

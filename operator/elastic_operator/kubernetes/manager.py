@@ -22,7 +22,7 @@ from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS
 from elastic_operator.kubernetes.informer import Informer
 from elastic_operator.kubernetes.job_store import EtcdSecrets, JobStores
 from elastic_operator.kubernetes.leaderelection import LeaderElector, LeaseSettings
-from elastic_operator.kubernetes.metrics import OperatorMetrics
+from elastic_operator.kubernetes.metrics import JobCollector, OperatorMetrics
 from elastic_operator.kubernetes.store import Store
 from elastic_operator.kubernetes.writer import EventRecorder, Writer
 
@@ -203,7 +203,7 @@ class Manager:
         for resource in (ELASTIC_JOBS, PODS):
             count = functools.partial(self._store.count, resource)
             metrics.gauge(f"elastic_operator_{resource.plural}", "How many of them the operator knows.", count)
-        metrics.jobs(self._jobs, self._is_leader)
+        metrics.registry.register(JobCollector(self._jobs, self._is_leader))
 
     def _queue_depth(self) -> float:
         return 0 if self._reconciler is None else self._reconciler.depth

@@ -7,7 +7,7 @@ import enum
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -94,94 +94,84 @@ def seconds_to_running(job: Job, status: JobStatus, now: float) -> float | None:
     return max(now - since, 0.0)
 
 
-_CONDITIONS: Final = tuple(map(str, ConditionType))
-_PREFIX: Final = "elastic_operator_job_"
-_FAMILIES: Final = {
-    "desired_pods": "Pods that a job is to have.",
-    "ready_pods": "Pods of a job that are ready.",
-    "min_pods": "Pods that a job needs to train.",
-    "condition": "Whether a condition of a job holds, for those that it ever had.",
-    "restarts": "Restarts by cause: worker_failed (charged) and free (not) of workers, pod_failed of pods.",
-    "max_restarts": "Restarts because of worker_failed that a job may have.",
-    "backoff_limit": "Restarts because of pod_failed that a job may have.",
+_JOB_FAMILIES: Final = {
+    "desired_pods": ("Pods that a job is to have.",),
+    "ready_pods": ("Pods of a job that are ready.",),
+    "min_pods": ("Pods that a job needs to train.",),
+    "condition": ("Whether a condition of a job holds, for those that it ever had.", "condition"),
+    "restarts": ("Restarts by cause: worker_failed (charged) and free (not) of workers, pod_failed of pods.", "cause"),
+    "max_restarts": ("Restarts because of worker_failed that a job may have.",),
+    "backoff_limit": ("Restarts because of pod_failed that a job may have.",),
 }
-_COUNTERS: Final = frozenset({"restarts"})
+"""What is shown of a job: by name the help and, beside the job, the label."""
 
 
-def jobs_text(bodies: Iterable[Json], *, open_metrics: bool) -> str:
-    """The lines for all jobs, in the OpenMetrics or the older text format.
+class JobCollector(Collector):
+    """Counts the jobs for which each condition holds and, on the leader alone so that sums are right, shows each job.
 
-    They are written here because prometheus_client takes six times as long for a thousand jobs.
+    Args:
+        bodies: gives all jobs.
+        is_leader: whether this copy leads.
     """
-    lines: dict[str, list[str]] = {name: [] for name in _FAMILIES}
-    for body in bodies:
-        for name, labels, value in _series(body):
-            if value is not None:
-                total = "_total" if name in _COUNTERS else ""
-                lines[name].append(f"{_PREFIX}{name}{total}{{{labels}}} {value}\n")
-    return "".join(_family(name, series, open_metrics=open_metrics) for name, series in lines.items())
 
-
-class JobsByCondition(Collector):
-    """Counts the jobs for which each condition holds."""
-
-    def __init__(self, bodies: Callable[[], Iterable[Json]]) -> None:
+    def __init__(self, bodies: Callable[[], Iterable[Json]], is_leader: Callable[[], bool]) -> None:
         self._bodies = bodies
+        self._is_leader = is_leader
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         """Count now."""
-        counts = dict.fromkeys(_CONDITIONS, 0)
-        for body in self._bodies():
-            for condition in mappings(body, "status", "conditions"):
-                if condition.get("type") in counts and condition.get("status") == "True":
-                    counts[str(condition["type"])] += 1
-        family = GaugeMetricFamily(
+        jobs, counts = tuple(self._bodies()), dict.fromkeys(map(str, ConditionType), 0)
+        for condition in (each for body in jobs for each in mappings(body, "status", "conditions")):
+            if condition.get("type") in counts and condition.get("status") == "True":
+                counts[str(condition["type"])] += 1
+        total = GaugeMetricFamily(
             "elastic_operator_jobs", "Jobs for which a condition holds; several may hold for one.", labels=["condition"]
         )
-        for condition_type, count in counts.items():
-            family.add_metric([condition_type], count)
-        yield family
+        for kind, count in counts.items():
+            total.add_metric([kind], count)
+        yield total
+        families = {
+            name: (CounterMetricFamily if name == "restarts" else GaugeMetricFamily)(
+                f"elastic_operator_job_{name}", about, labels=["job_namespace", "elasticjob", *label]
+            )
+            for name, (about, *label) in _JOB_FAMILIES.items()
+        }
+        for name, labels, value in (each for body in jobs if self._is_leader() for each in _series(body)):
+            if value is not None:
+                families[name].add_metric(labels, value)
+        yield from families.values()
 
 
-def _series(body: Json) -> Iterator[tuple[str, str, int | None]]:
+def _series(body: Json) -> Iterator[tuple[str, tuple[str, ...], int | None]]:
     spec, status = mapping(body, "spec"), mapping(body, "status")
     if text(spec, "managedBy") not in ("", MANAGER):
         return
     spec = modern(spec)
-    job = f'job_namespace="{text(body, "metadata", "namespace")}",elasticjob="{text(body, "metadata", "name")}"'
+    job = text(body, "metadata", "namespace"), text(body, "metadata", "name")
     yield "desired_pods", job, integer(status, "desired")
     yield "ready_pods", job, integer(status, "readyReplicas") or 0
     yield "min_pods", job, integer(spec, "minReplicas")
     for condition in mappings(status, "conditions"):
         # A store that the operator may not read is not one that is unreachable.
-        if (kind := condition.get("type")) in _CONDITIONS and condition.get("reason") != Reason.NOT_ALLOWED:
-            yield "condition", f'{job},condition="{kind}"', int(condition.get("status") == "True")
-    yield "restarts", f'{job},cause="{Cause.WORKER_FAILED}"', integer(status, "restarts") or 0
-    yield "restarts", f'{job},cause="{Cause.FREE}"', integer(status, "unchargedRestarts") or 0
-    yield "restarts", f'{job},cause="pod_failed"', integer(status, "podFailures") or 0
-    max_restarts = integer(spec, "maxRestarts")
-    backoff_limit = integer(spec, "backoffLimit")
+        if (kind := condition.get("type")) in list(ConditionType) and condition.get("reason") != Reason.NOT_ALLOWED:
+            yield "condition", (*job, str(kind)), int(condition.get("status") == "True")
+    yield "restarts", (*job, Cause.WORKER_FAILED), integer(status, "restarts") or 0
+    yield "restarts", (*job, Cause.FREE), integer(status, "unchargedRestarts") or 0
+    yield "restarts", (*job, "pod_failed"), integer(status, "podFailures") or 0
+    max_restarts, backoff_limit = integer(spec, "maxRestarts"), integer(spec, "backoffLimit")
     yield "max_restarts", job, max_restarts
     yield "backoff_limit", job, max_restarts if backoff_limit is None else backoff_limit
 
 
-def _family(name: str, lines: Iterable[str], *, open_metrics: bool) -> str:
-    kind = "counter" if name in _COUNTERS else "gauge"
-    full = f"{_PREFIX}{name}{'_total' if kind == 'counter' and not open_metrics else ''}"
-    return f"# HELP {full} {_FAMILIES[name]}\n# TYPE {full} {kind}\n{''.join(lines)}"
-
-
 _BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _START_BUCKETS: Final = (1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0)
-_EOF: Final = b"# EOF\n"
-"""The end of the OpenMetrics format."""
 
 
 class OperatorMetrics:
     """The series under /metrics.
 
     Attributes:
-        registry: has them, except for those of each job.
+        registry: has them.
     """
 
     def __init__(self) -> None:
@@ -228,7 +218,6 @@ class OperatorMetrics:
             buckets=_START_BUCKETS,
             registry=registry,
         )
-        self._jobs: Callable[[], Iterable[Json]] = lambda: ()
 
     def page(self, accept: str) -> tuple[bytes, str]:
         """The page under /metrics and its content type.
@@ -237,10 +226,7 @@ class OperatorMetrics:
             accept: the header of that name.
         """
         encode, content_type = choose_encoder(accept)
-        page = encode(self.registry)
-        open_metrics = page.endswith(_EOF)
-        jobs = jobs_text(self._jobs(), open_metrics=open_metrics).encode()
-        return (page.removesuffix(_EOF) + jobs + _EOF if open_metrics else page + jobs), content_type
+        return encode(self.registry), content_type
 
     def reconciled(self, seconds: float, result: str) -> None:
         """Count a reconcile with the result success, error or panic."""
@@ -275,11 +261,6 @@ class OperatorMetrics:
         seconds = seconds_to_running(job, plan.status, now)
         if seconds is not None:
             self._starts.observe(seconds)
-
-    def jobs(self, bodies: Callable[[], Iterable[Json]], is_leader: Callable[[], bool]) -> None:
-        """Show the number of jobs by condition and, on the leader alone so that sums are right, each job."""
-        self.registry.register(JobsByCondition(bodies))
-        self._jobs = lambda: bodies() if is_leader() else ()
 
     def gauge(self, name: str, help_text: str, value: Callable[[], float]) -> None:
         """Show a number that is computed for each scrape."""

@@ -54,7 +54,7 @@ STOP_GRACE: Final = 3.0
 """Seconds that pods get to end when the user interrupts the run, beyond the notice that their workers asked for."""
 _VIEW_INTERVAL: Final = 0.1
 _RECORD_INTERVAL: Final = 0.5
-_RECONCILE: Final = ReconcileSettings(max_concurrent_reconciles=1, max_delay=5.0)
+_RECONCILE: Final = ReconcileSettings(max_delay=5.0)
 _WATCH: Final[dict[str, Any]] = {"step": 100, "debounce": 1000, "rust_timeout": 60_000}
 """Milliseconds: an editor writes a file in several steps."""
 _MAX_EVENTS: Final = 200
