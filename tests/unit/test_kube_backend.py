@@ -378,7 +378,6 @@ async def test_the_metrics_ports_that_agents_chose_are_written_on_their_pods_onc
     cluster.run_pods()
     for _ in range(3):
         await cluster.look()
-    assert cluster.server.times("PATCH", PODS) <= 2, "it waits before it tries again"
     cluster.server.fault = lambda _method, _path: None
 
     def written() -> dict[str, str]:

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 _BASE_DELAY: Final = 0.5
 _MAX_DELAY: Final = 30.0
-_TRANSIENT_TRIES: Final = 3
 
 
 @dataclass(slots=True)
@@ -68,7 +67,6 @@ class CreateBackoff:
     _delays: Iterator[float] = field(default_factory=lambda: backoff(_BASE_DELAY, _MAX_DELAY))
     _next_try: float = 0.0
     _failing_since: float | None = None
-    _failures: int = 0
 
     def see(self, generation: int) -> None:
         """Start over for a new generation; what blocked the former one counts until this one was tried."""
@@ -94,24 +92,20 @@ class CreateBackoff:
         self._next_try = time.monotonic() + next(self._delays)
 
     def fail(self, patience: float) -> bool:
-        """The API server failed; return whether it has failed several times, and for a number of seconds."""
-        now = time.monotonic()
-        if self._failing_since is None:
-            self._failing_since = now
-        self._failures += 1
-        return self._failures >= _TRANSIENT_TRIES and now - self._failing_since >= patience
+        """The API server failed; return whether it has failed for a number of seconds."""
+        first, now = self._failing_since is None, time.monotonic()
+        self._failing_since = now if self._failing_since is None else self._failing_since
+        return not first and now - self._failing_since >= patience
 
     def progress(self) -> None:
         """Something was created, though perhaps not everything."""
-        self._failing_since, self._failures = None, 0
+        self._failing_since = None
 
-    def succeed(self) -> bool:
-        """Everything was created; return whether something had been rejected or blocked before."""
+    def succeed(self) -> None:
+        """Everything was created."""
         self.progress()
-        changed = self.rejected is not None or self.blocked is not None
         self.rejected = self.blocked = None
         self._start_over()
-        return changed
 
 
 _Result = TypeVar("_Result")
@@ -155,8 +149,8 @@ class Applier:
         self._status_written = status_written
         self._patience = patience
 
-    async def apply(self, job: Job, plan: Plan, record: JobRecord) -> None:
-        """Do what the plan says, in its order.
+    async def apply(self, job: Job, plan: Plan, record: JobRecord) -> bool:
+        """Do what the plan says, in its order; return whether pods are left to create.
 
         Raises:
             ClusterError: a part of it failed.
@@ -177,19 +171,19 @@ class Applier:
             self._status_written(job, plan)
         self._tell(body, plan)
         if plan.hands_off:
-            return
+            return False
         try:
-            await self._apply_objects(with_applied_spec(job, plan), plan, record, unkept)
+            return await self._apply_objects(with_applied_spec(job, plan), plan, record, unkept)
         except Rejected as error:
             _log.warning("%s: its pods are refused: %s", record.key, error)
             record.creates.reject(str(error))
-            record.requeue_after(0.0)  # for another plan
         except Blocked as error:
             _block(record, str(error))
         except TransientError as error:
             if not record.creates.fail(self._patience):
                 raise
             _block(record, error.why)
+        return False
 
     async def _keep_report(self, job: Job, report: Report, record: JobRecord) -> str | None:
         """Keep the report of a run, unless it was kept last; return why that has to be tried again."""
@@ -212,8 +206,10 @@ class Applier:
         for event in plan.events:
             self._events.event(body, event)
 
-    async def _apply_objects(self, job: Job, plan: Plan, record: JobRecord, unkept: str | None) -> None:
+    async def _apply_objects(self, job: Job, plan: Plan, record: JobRecord, unkept: str | None) -> bool:
         """Bring the job's objects to the plan; an error in one does not hold up the others.
+
+        Returns whether pods are left to create.
 
         Args:
             job: with the spec that is applied.
@@ -232,10 +228,8 @@ class Applier:
                 errors.append(ClusterError(f"the wanted size could not be written to the store: {error}"))
             return otherwise
 
-        creates = record.creates
-        wait = creates.wait
-        if wait > 0:
-            record.requeue_after(wait)
+        creates, left = record.creates, False
+        waits = creates.wait > 0
         endpoint = await attempt(self._ensure_etcd(job, plan, record, unkept), None)
         has_group = await attempt(self._ensure_pod_group(job, plan, record), False)
         incomplete = bool(errors)
@@ -244,14 +238,15 @@ class Applier:
             await attempt(self._stores.write_size(job.uid, plan.size), None)
         await attempt(self._delete_pods(job, plan.remove), None)
         if endpoint is not None and has_group and plan.create:
-            if wait <= 0:
-                await attempt(self._create_pods(job, plan.create, endpoint, record), None)
-        elif not incomplete and wait <= 0 and creates.rejected is None and creates.succeed():
-            record.requeue_after(0.0)
-        await self._annotate_ports(job, record)
+            if not waits:
+                left = await attempt(self._create_pods(job, plan.create, endpoint, record), False)
+        elif not incomplete and not waits and creates.rejected is None:
+            creates.succeed()
+        await attempt(self._annotate_ports(job), None)
         raise_worst(errors)
         if plan.delete_job:
             await self._writer.delete(ELASTIC_JOBS, job.namespace, job.name, job.uid)
+        return left
 
     async def _ensure_etcd(self, job: Job, plan: Plan, record: JobRecord, unkept: str | None) -> str | None:
         """Create or delete the job's own etcd; return the endpoint for pods, None if there can be no pods."""
@@ -324,26 +319,20 @@ class Applier:
             return
         if plan.min_available is None:
             await self._delete_owned(DISRUPTION_BUDGETS, job)
-        elif (wait := record.pdb.wait) > 0:
-            record.requeue_after(wait)
+        elif record.pdb.wait > 0:
             return
         else:
             try:
                 await self._ensure(DISRUPTION_BUDGETS, job, disruption_budget(job, plan.min_available))
             except (Rejected, Blocked) as error:
-                self._pdb_failed(record, f"the disruption budget of the job cannot be created for now: {error}")
+                why, known = f"the disruption budget of the job cannot be created for now: {error}", record.pdb.blocked
+                if known is None or messages.clause(known) != messages.clause(why):  # the status has it as a clause
+                    _log.warning("%s: %s", record.key, why)
+                record.pdb.block(why)
                 return
             except ClusterError as error:
                 raise ClusterError(f"the disruption budget of the job could not be created: {error}") from None
-        if record.pdb.succeed():
-            record.requeue_after(0.0)  # for another plan
-
-    def _pdb_failed(self, record: JobRecord, why: str) -> None:
-        known = record.pdb.blocked
-        if known is None or messages.clause(known) != messages.clause(why):  # the status has it as a clause
-            _log.warning("%s: %s", record.key, why)
-        record.pdb.block(why)
-        record.requeue_after(record.pdb.wait if known == why else 0.0)  # for another plan
+        record.pdb.succeed()
 
     async def _ensure(self, resource: Resource, job: Job, wanted: Json) -> None:
         existing = self._store.owned_by(resource, job.namespace, job.uid)
@@ -371,10 +360,10 @@ class Applier:
                 break  # the API server does not answer
         raise_worst(results)
 
-    async def _create_pods(self, job: Job, pods: Sequence[NewPod], endpoint: str, record: JobRecord) -> None:
+    async def _create_pods(self, job: Job, pods: Sequence[NewPod], endpoint: str, record: JobRecord) -> bool:
         """Create pods in growing batches: if the first is not accepted, no other is tried.
 
-        If that takes long, the job is observed again before the rest: it may want something else by then.
+        Returns whether some are left because it takes long: the job may want something else by now.
         """
         done, batch = 0, 1
         begun = time.monotonic()
@@ -388,12 +377,11 @@ class Applier:
             done += batch
             batch = min(batch * 2, _MAX_BATCH)
             if done < len(pods) and time.monotonic() - begun > _MAX_SECONDS:
-                record.requeue_after(0.0)
-                return
-        if record.creates.succeed():
-            record.requeue_after(0.0)
+                return True
+        record.creates.succeed()
+        return False
 
-    async def _annotate_ports(self, job: Job, record: JobRecord) -> None:
+    async def _annotate_ports(self, job: Job) -> None:
         """Write the metrics ports that agents have chosen on their pods, where Prometheus looks for them."""
         mirror = self._stores.of(job.uid)
         nodes = () if mirror is None else mirror.nodes.values()
@@ -404,28 +392,21 @@ class Applier:
             if pod.phase is PodPhase.RUNNING and not pod.terminating
             if (port := ports.get(pod.name, pod.metrics_port)) != pod.metrics_port
         ]
-        backoff = record.annotations
         try:
-            for done in range(0, 0 if backoff.wait > 0 else len(changes), _MAX_BATCH):
+            for done in range(0, len(changes), _MAX_BATCH):
                 writes = (
                     self._writer.annotate(PODS, job.namespace, pod.name, pod.uid, metrics_notes(job, port))
                     for pod, port in changes[done : done + _MAX_BATCH]
                 )
                 raise_worst(await asyncio.gather(*writes, return_exceptions=True))
-                backoff.succeed()
         except ClusterError as error:
-            if str(error) != backoff.blocked:
-                _log.warning("%s: the metrics ports cannot be written on its pods: %s", record.key, error)
-            backoff.block(str(error))
-        if backoff.wait > 0:
-            record.requeue_after(backoff.wait)
+            raise ClusterError(f"the metrics ports cannot be written on its pods: {error}") from None
 
 
 def _block(record: JobRecord, why: str) -> None:
     if why != record.creates.blocked:
         _log.warning("%s: pods cannot be created for now: %s", record.key, why)
     record.creates.block(why)
-    record.requeue_after(0.0)  # for another plan, and with it the next try
 
 
 def _contains(there: object, wanted: object) -> bool:

@@ -95,18 +95,16 @@ class JobRecord:
         body: the job as last observed.
         creates: pods, etcd and PodGroup.
         pdb: the PodDisruptionBudget.
-        annotations: the metrics ports that are written on pods.
         deleted: by index, the pods that are gone and not replaced yet.
         startup: why pods do not start.
         report: digest of the report that was kept, or given up, last.
-        requeue: seconds after which to look at the job again; None for no need.
+        requeue: seconds after which to observe the job again; None for no need.
     """
 
     key: str
     body: Json
     creates: CreateBackoff = field(default_factory=CreateBackoff)
     pdb: CreateBackoff = field(default_factory=CreateBackoff)
-    annotations: CreateBackoff = field(default_factory=CreateBackoff)
     deleted: dict[int, DeletedPod] = field(default_factory=dict)
     startup: StartupDiagnosis = field(default_factory=StartupDiagnosis)
     report: bytes = b""
@@ -117,8 +115,13 @@ class JobRecord:
         """The job's UID."""
         return str(self.body["metadata"]["uid"])
 
+    @property
+    def problems(self) -> tuple[str | None, ...]:
+        """What was not accepted."""
+        return self.creates.rejected, self.creates.blocked, self.pdb.blocked
+
     def requeue_after(self, seconds: float) -> None:
-        """Look at the job again after this time at the latest."""
+        """Observe the job again after this time at the latest."""
         self.requeue = seconds if self.requeue is None else min(self.requeue, seconds)
 
 
@@ -167,7 +170,7 @@ class KubernetesBackend:
         except BadInput as error:
             _log.warning("%s: %s", key, error)
             return job_of(body, ElasticJobSpec(min_replicas=0, max_replicas=0)), Observed(unreadable=str(error))
-        for creates in (record.creates, record.pdb, record.annotations):
+        for creates in (record.creates, record.pdb):
             creates.see(job.generation)
         return job, await self._observe(job, record)
 
@@ -178,7 +181,12 @@ class KubernetesBackend:
             ClusterError: a part of it failed.
         """
         record = self._records[f"{job.namespace}/{job.name}"]
-        await self._applier.apply(job, plan, record)
+        before = record.problems
+        if await self._applier.apply(job, plan, record) or record.problems != before:
+            return 0.0  # for another plan
+        for creates in (record.creates, record.pdb):
+            if creates.wait > 0:
+                record.requeue_after(creates.wait)
         return record.requeue
 
     def pod_deleted(self, pod: Json) -> None:
