@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import web
+from kubernetes.aio.client import Configuration
 
 from elastic_operator.kubernetes.client import Api
-from elastic_operator.kubernetes.job_store import EtcdSecrets, JobStores
+from elastic_operator.kubernetes.job_store import JobStores
 from tests.support.answering import answering
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.etcd import EtcdServer
@@ -29,9 +30,10 @@ KEY = "team/digits"
 class Watcher:
     """Follows a job's store and waits for messages about it."""
 
-    def __init__(self, secrets: EtcdSecrets | None = None) -> None:
+    def __init__(self, api: Api | None = None) -> None:
         self._happened = asyncio.Event()
-        self.stores = JobStores(lambda _: self._happened.set(), secrets=secrets, patience=0.0)
+        api = api or Api(Configuration())
+        self.stores = JobStores(api, lambda _: self._happened.set(), secret_namespaces=["team"], patience=0.0)
 
     async def error(self, run_id: str) -> str:
         """The first message about the store."""
@@ -76,13 +78,13 @@ def secret() -> dict[str, Any]:
 
 
 @pytest.fixture
-async def secrets(secret: dict[str, Any]) -> AsyncIterator[EtcdSecrets]:
+async def api(secret: dict[str, Any]) -> AsyncIterator[Api]:
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
         assert request.path == "/api/v1/namespaces/team/secrets/hub"
         return web.json_response(secret)
 
     async with answering(answer) as configuration, Api(configuration) as api:
-        yield EtcdSecrets(api, ["team"])
+        yield api
 
 
 def data(**files: str) -> dict[str, str]:
@@ -91,9 +93,9 @@ def data(**files: str) -> dict[str, str]:
 
 
 async def test_an_etcd_with_client_certificates_is_reached_with_the_current_secret(
-    tls_etcd: EtcdServer, files: Certificates, secrets: EtcdSecrets, secret: dict[str, Any], run_id: str
+    tls_etcd: EtcdServer, files: Certificates, api: Api, secret: dict[str, Any], run_id: str
 ) -> None:
-    watcher = Watcher(secrets)
+    watcher = Watcher(api)
     async with watcher.stores as stores:
         stores.follow(run_id, KEY, tls_etcd.url, lasts=True, up=True, secret="hub")
         assert "the Secret hub, which spec.etcd.tlsSecret names, has neither ca.crt nor tls.crt" in (
@@ -104,16 +106,16 @@ async def test_an_etcd_with_client_certificates_is_reached_with_the_current_secr
 
 
 async def test_an_untrusted_etcd_tls_connection_is_reported(
-    tls_etcd: EtcdServer, tmp_path: Path, secrets: EtcdSecrets, secret: dict[str, Any], files: Certificates, run_id: str
+    tls_etcd: EtcdServer, tmp_path: Path, api: Api, secret: dict[str, Any], files: Certificates, run_id: str
 ) -> None:
-    watcher = Watcher(secrets)
+    watcher = Watcher(api)
     async with watcher.stores as stores:
         stores.follow(run_id, KEY, tls_etcd.url, lasts=True, up=True)
         assert f"the certificate of etcd at {tls_etcd.endpoint} cannot be trusted" in await watcher.error(run_id)
     (tmp_path / "others").mkdir()
     other = make_certificates(tmp_path / "others")
     secret["data"] = data(ca_crt=files.authority, tls_crt=other.client, tls_key=other.client_key)
-    watcher = Watcher(secrets)
+    watcher = Watcher(api)
     async with watcher.stores as stores:
         stores.follow(run_id, KEY, tls_etcd.url, lasts=True, up=True, secret="hub")
         assert tls_etcd.endpoint in await watcher.error(run_id)

@@ -8,12 +8,11 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 from elastic_operator.controller.reconciler import Reconciler
-from elastic_operator.kubernetes.apply import Applier
 from elastic_operator.kubernetes.backend import KubernetesBackend
 from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, Api
-from elastic_operator.kubernetes.job_store import EtcdSecrets, JobStores
+from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.kubernetes.store import Store
-from elastic_operator.kubernetes.writer import EventRecorder, Writer
+from elastic_operator.kubernetes.writer import Writer
 from elastic_operator.resources.etcd import etcd_name
 from elastic_operator.resources.metadata import PodSettings
 from tests.support.object_server import MADE, NAMESPACE, ObjectServer
@@ -57,27 +56,15 @@ class OperatedCluster:
             self.server = await stack.enter_async_context(ObjectServer())
             api = self.api = await stack.enter_async_context(Api(self.server.configuration))
             store = self.store = Store(changed=self._on_change, deleted=self._on_deleted, tombstone_ttl=0.0)
-            events = await stack.enter_async_context(EventRecorder(api, "operator-0"))
-            secrets = EtcdSecrets(api, ())
-            stores = JobStores(
-                self._on_change, secrets=secrets, patience=self._patience, managed_patience=self._patience
-            )
-            await stack.enter_async_context(stores)
-            writer = Writer(api, store)
-            applier = Applier(
+            writer = await stack.enter_async_context(Writer(api, store))
+            stores = JobStores(api, self._on_change, patience=self._patience, managed_patience=self._patience)
+            self.backend = KubernetesBackend(
+                api=api,
                 store=store,
                 writer=writer,
-                stores=stores,
-                events=events,
+                stores=await stack.enter_async_context(stores),
                 settings=PodSettings(),
                 patience=self._transient,
-            )
-            self.backend = KubernetesBackend(
-                store=store,
-                api=api,
-                applier=applier,
-                secrets=secrets,
-                stores=stores,
             )
             self._reconciler = Reconciler(self.backend, reconciled=self._on_look)
             work = asyncio.create_task(self._reconciler.run())

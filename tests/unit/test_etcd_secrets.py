@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from elastic_operator.kubernetes.client import Api
-from elastic_operator.kubernetes.job_store import Credentials, EtcdSecrets
+from elastic_operator.kubernetes.job_store import Credentials, JobStores
 from tests.support.answering import answering
 from tests.support.certificates import Certificates, make_certificates
 from torchelastic.errors import StoreRefused, StoreUnavailable
@@ -94,18 +94,18 @@ def server() -> Server:
 
 
 @pytest.fixture
-async def secrets(server: Server) -> AsyncIterator[EtcdSecrets]:
+async def stores(server: Server) -> AsyncIterator[JobStores]:
     async with answering(server.answer) as configuration, Api(configuration) as api:
-        yield EtcdSecrets(api, ["team"])
+        yield JobStores(api, lambda _key: None, secret_namespaces=["team"])
 
 
-async def test_a_secret_is_read_on_every_call(server: Server, secrets: EtcdSecrets, files: Certificates) -> None:
+async def test_a_secret_is_read_on_every_call(server: Server, stores: JobStores, files: Certificates) -> None:
     server.secret = a_secret(ca_crt=files.authority)
     for _ in range(2):
-        (await secrets.read("team", "hub")).close()
+        (await stores.read_secret("team", "hub")).close()
     assert server.requests == ["GET /api/v1/namespaces/team/secrets/hub"] * 2
-    assert secrets.forbidden("team", "hub") is None
-    assert "the Secret hub in the namespace other" in (secrets.forbidden("other", "hub") or "")
+    assert stores.forbidden("team", "hub") is None
+    assert "the Secret hub in the namespace other" in (stores.forbidden("other", "hub") or "")
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ async def test_a_secret_is_read_on_every_call(server: Server, secrets: EtcdSecre
     ],
 )
 async def test_a_secret_that_cannot_be_read_is_reported(
-    server: Server, secrets: EtcdSecrets, status: int, kind: type[Exception], words: str
+    server: Server, stores: JobStores, status: int, kind: type[Exception], words: str
 ) -> None:
     server.status = status
     with pytest.raises(kind, match=words):
-        await secrets.read("team", "hub")
+        await stores.read_secret("team", "hub")

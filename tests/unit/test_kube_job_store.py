@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
+from kubernetes.aio.client import Configuration
 
+from elastic_operator.kubernetes.client import Api
 from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.store_mirror import StoreMirror
 from torchelastic.errors import StoreError
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from elastic_operator.store_mirror import Reach
 
 PATIENCE = 30
+NO_API = Api(Configuration())
 
 
 class Away(StoreMirror):
@@ -43,7 +46,7 @@ async def test_a_store_is_reported_as_unreachable_only_while_it_should_be_up(
 ) -> None:
     monkeypatch.setattr("elastic_operator.kubernetes.job_store.StoreMirror", Away)
     woken = []
-    async with asyncio.timeout(PATIENCE), JobStores(woken.append, managed_patience=0.0) as stores:
+    async with asyncio.timeout(PATIENCE), JobStores(NO_API, woken.append, managed_patience=0.0) as stores:
 
         def own(*, up: bool) -> StoreMirror:
             return stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=False, up=up)
@@ -66,7 +69,7 @@ async def test_an_unexpected_error_while_a_store_is_followed_is_reported(monkeyp
 
     monkeypatch.setattr(StoreMirror, "run", run)
     woken = asyncio.Event()
-    async with asyncio.timeout(PATIENCE), JobStores(lambda _key: woken.set(), patience=0.0) as stores:
+    async with asyncio.timeout(PATIENCE), JobStores(NO_API, lambda _key: woken.set(), patience=0.0) as stores:
         stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=True, up=True)
         await woken.wait()
         assert stores.error("uid") == "an unexpected error: ZeroDivisionError('a defect')"
@@ -85,7 +88,7 @@ async def test_a_store_is_reported_after_its_patience_and_another_reason_twice_a
     now: SimpleNamespace,
 ) -> None:
     woken: list[str] = []
-    async with asyncio.timeout(PATIENCE), JobStores(woken.append, patience=0.0) as stores:
+    async with asyncio.timeout(PATIENCE), JobStores(NO_API, woken.append, patience=0.0) as stores:
         own = stores.follow("own", "team/own", "127.9.9.9:2379", lasts=False, up=True)
         for now.time, told in ((0.0, None), (50.0, None), (60.0, "no route")):
             fail(own, "no route")
@@ -114,7 +117,7 @@ async def test_a_store_that_is_not_up_is_not_tried(monkeypatch: pytest.MonkeyPat
         raise StoreError("no route")
 
     monkeypatch.setattr("elastic_operator.kubernetes.job_store.store_at", at)
-    async with asyncio.timeout(PATIENCE), JobStores(lambda _key: None) as stores:
+    async with asyncio.timeout(PATIENCE), JobStores(NO_API, lambda _key: None) as stores:
         for up in (False, True):
             stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=False, up=up)
             for _ in range(9):

@@ -10,12 +10,11 @@ from aiohttp import web
 
 from elastic_operator.controller.failures import pod_end
 from elastic_operator.controller.model import Job, Observed, Plan, PodEnd, PodPhase
-from elastic_operator.kubernetes.apply import Applier
 from elastic_operator.kubernetes.backend import KubernetesBackend, job_of, startup_problem
 from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, PODS, SERVICES, Api, ApiError
-from elastic_operator.kubernetes.job_store import EtcdSecrets, JobStores
+from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.kubernetes.store import Store
-from elastic_operator.kubernetes.writer import EventRecorder, Writer
+from elastic_operator.kubernetes.writer import Writer
 from elastic_operator.resources.etcd import etcd_deployment, etcd_service
 from elastic_operator.resources.metadata import PodSettings
 from tests.support import cluster_objects
@@ -128,19 +127,10 @@ async def backend(cluster: Cluster) -> AsyncIterator[KubernetesBackend]:
     async with (
         answering(cluster.answer) as configuration,
         Api(configuration) as api,
-        JobStores(lambda _key: None) as stores,
-        EventRecorder(api, "operator-0") as events,
+        JobStores(api, lambda _key: None) as stores,
     ):
-        applier = Applier(
-            store=cluster.store, writer=Writer(api, cluster.store), stores=stores, events=events, settings=PodSettings()
-        )
-        yield KubernetesBackend(
-            api=api,
-            store=cluster.store,
-            stores=stores,
-            secrets=EtcdSecrets(api, ()),
-            applier=applier,
-        )
+        writer = Writer(api, cluster.store)
+        yield KubernetesBackend(api=api, store=cluster.store, writer=writer, stores=stores, settings=PodSettings())
 
 
 async def look(cluster: Cluster, backend: KubernetesBackend) -> Observed:

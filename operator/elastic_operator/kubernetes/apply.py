@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from elastic_operator.api.spec import Json
     from elastic_operator.controller.model import Job, NewPod, Plan, Removal
     from elastic_operator.kubernetes.backend import JobRecord
-    from elastic_operator.kubernetes.client import Resource
+    from elastic_operator.kubernetes.client import Api, Resource
     from elastic_operator.kubernetes.job_store import JobStores
     from elastic_operator.kubernetes.store import Store
-    from elastic_operator.kubernetes.writer import EventRecorder, Writer
+    from elastic_operator.kubernetes.writer import Writer
     from elastic_operator.resources.metadata import PodSettings
 
 
@@ -117,39 +117,29 @@ _MAX_SECONDS: Final = 10.0
 """Seconds for which pods are created before the job is looked at again."""
 
 
+@dataclass(slots=True, kw_only=True)
 class Applier:
     """Carries out plans.
 
-    Args:
+    Attributes:
+        api: the connection.
         store: the known objects.
         writer: creates, changes and deletes them.
         stores: the jobs' etcds.
-        events: records events.
         settings: of the pods.
         status_written: called with the job as it was and the plan, once its status is written.
         patience: seconds for which the API server may fail before that is reported.
     """
 
-    def __init__(
-        self,
-        *,
-        store: Store,
-        writer: Writer,
-        stores: JobStores,
-        events: EventRecorder,
-        settings: PodSettings,
-        status_written: Callable[[Job, Plan], None] = lambda _job, _plan: None,
-        patience: float = 5.0,
-    ) -> None:
-        self._store = store
-        self._writer = writer
-        self._stores = stores
-        self._events = events
-        self._settings = settings
-        self._status_written = status_written
-        self._patience = patience
+    api: Api
+    store: Store
+    writer: Writer
+    stores: JobStores
+    settings: PodSettings
+    status_written: Callable[[Job, Plan], None] = lambda _job, _plan: None
+    patience: float = 5.0
 
-    async def apply(self, job: Job, plan: Plan, record: JobRecord) -> bool:
+    async def carry_out(self, job: Job, plan: Plan, record: JobRecord) -> bool:
         """Do what the plan says, in its order; return whether pods are left to create.
 
         Raises:
@@ -158,17 +148,17 @@ class Applier:
         body = record.body
         unkept = None if plan.report is None else await self._keep_report(job, plan.report, record)
         if plan.replicas is not None:
-            body = await self._writer.write_replicas(body, plan.replicas)
+            body = await self.writer.write_replicas(body, plan.replicas)
             job = replace(job, generation=body["metadata"]["generation"])
             record.creates.see(job.generation)
         if plan.status is not None:
             try:
-                await self._writer.write_status(body, plan.status)
+                await self.writer.write_status(body, plan.status)
             except ClusterError as error:
                 if not isinstance(error, ApiError) or error.transient:
                     self._tell(body, plan)  # it may have been written, and then the next plan has no events
                 raise
-            self._status_written(job, plan)
+            self.status_written(job, plan)
         self._tell(body, plan)
         if plan.hands_off:
             return False
@@ -180,7 +170,7 @@ class Applier:
         except Blocked as error:
             _block(record, str(error))
         except TransientError as error:
-            if not record.creates.fail(self._patience):
+            if not record.creates.fail(self.patience):
                 raise
             _block(record, error.why)
         return False
@@ -191,11 +181,11 @@ class Applier:
         if record.report == digest:
             return None
         try:
-            await self._writer.keep_report(job, report)
+            await self.writer.keep_report(job, report)
         except (Rejected, Blocked) as error:
             why = f"what is known of its run cannot be kept in the ConfigMap {report_name(job.name)}: {error}"
             _log.warning("%s: %s", record.key, why)
-            self._events.event(record.body, JobEvent(EventReason.REPORT_NOT_KEPT, why, warning=True))
+            self.writer.event(record.body, JobEvent(EventReason.REPORT_NOT_KEPT, why, warning=True))
         except ClusterError as error:
             return str(error)
         record.report = digest
@@ -204,7 +194,7 @@ class Applier:
     def _tell(self, body: Json, plan: Plan) -> None:
         """Record the plan's events for the version of the job that was observed: recorded twice, they exist once."""
         for event in plan.events:
-            self._events.event(body, event)
+            self.writer.event(body, event)
 
     async def _apply_objects(self, job: Job, plan: Plan, record: JobRecord, unkept: str | None) -> bool:
         """Bring the job's objects to the plan; an error in one does not hold up the others.
@@ -235,7 +225,7 @@ class Applier:
         incomplete = bool(errors)
         await attempt(self._ensure_pdb(job, plan, record), None)
         if plan.size is not None:
-            await attempt(self._stores.write_size(job.uid, plan.size), None)
+            await attempt(self.stores.write_size(job.uid, plan.size), None)
         await attempt(self._delete_pods(job, plan.remove), None)
         if endpoint is not None and has_group and plan.create:
             if not waits:
@@ -245,7 +235,7 @@ class Applier:
         await attempt(self._annotate_ports(job), None)
         raise_worst(errors)
         if plan.delete_job:
-            await self._writer.delete(ELASTIC_JOBS, job.namespace, job.name, job.uid)
+            await self.writer.delete(ELASTIC_JOBS, job.namespace, job.name, job.uid)
         return left
 
     async def _ensure_etcd(self, job: Job, plan: Plan, record: JobRecord, unkept: str | None) -> str | None:
@@ -254,8 +244,8 @@ class Applier:
         if not plan.etcd:
             if unkept is not None:
                 raise ClusterError(f"what is known of its run could not be kept yet, so its store stays: {unkept}")
-            if external is None or all(pod.phase.ended for pod in self._store.pods(job.namespace, job.uid)):
-                self._stores.leave(job.uid)
+            if external is None or all(pod.phase.ended for pod in self.store.pods(job.namespace, job.uid)):
+                self.stores.leave(job.uid)
             for kind in (DEPLOYMENTS, SERVICES):
                 await self._delete_owned(kind, job)
             return None
@@ -264,28 +254,28 @@ class Applier:
             return None
         if external is not None:
             return external
-        etcd = managed_etcd(self._store, job)
+        etcd = managed_etcd(self.store, job)
         if etcd.state is EtcdState.ABSENT and record.creates.wait > 0:
             return None
         missing = []
         if etcd.deployment is None:
-            missing.append(self._writer.create(DEPLOYMENTS, job, etcd_deployment(job, self._settings)))
+            missing.append(self.writer.create(DEPLOYMENTS, job, etcd_deployment(job, self.settings)))
         if etcd.service is None:
             missing.append(self._create_service(job))
         raise_worst(await asyncio.gather(*missing, return_exceptions=True))
-        endpoint = managed_etcd(self._store, job).endpoint
+        endpoint = managed_etcd(self.store, job).endpoint
         if endpoint is None:
             raise ClusterError(f"the Service {etcd_name(job.name)} has no address yet")
         return endpoint
 
     async def _create_service(self, job: Job) -> None:
         """Create the service of the job's etcd, at the address that living pods know."""
-        pods = self._store.owned_by(PODS, job.namespace, job.uid)
+        pods = self.store.owned_by(PODS, job.namespace, job.uid)
         known = next(
             filter(None, (etcd_address_of(pod) for pod in pods if not is_over(pod) and not is_leaving(pod))), None
         )
         try:
-            await self._writer.create(SERVICES, job, etcd_service(job, cluster_ip=known))
+            await self.writer.create(SERVICES, job, etcd_service(job, cluster_ip=known))
         except Rejected as error:
             if known is None or known not in str(error):
                 raise
@@ -300,7 +290,7 @@ class Applier:
             return not job.deleting
         gang = job.spec.scheduling.gang if plan.min_member is not None else None
         if gang is not None and record.creates.wait > 0:
-            return bool(self._store.owned_by(POD_GROUPS[gang], job.namespace, job.uid))
+            return bool(self.store.owned_by(POD_GROUPS[gang], job.namespace, job.uid))
         for other, resource in POD_GROUPS.items():
             if other is not gang:
                 await self._delete_owned(resource, job)
@@ -335,26 +325,26 @@ class Applier:
         record.pdb.succeed()
 
     async def _ensure(self, resource: Resource, job: Job, wanted: Json) -> None:
-        existing = self._store.owned_by(resource, job.namespace, job.uid)
+        existing = self.store.owned_by(resource, job.namespace, job.uid)
         if not existing:
-            await self._writer.create(resource, job, wanted)
+            await self.writer.create(resource, job, wanted)
             return
         about = mapping(existing[0], "metadata")
         outdated = not about.get("deletionTimestamp") and not _contains(existing[0].get("spec"), wanted["spec"])
-        if outdated and not await self._writer.apply(resource, job, about["uid"], wanted):
-            await self._writer.create(resource, job, wanted)  # it was deleted meanwhile
+        if outdated and not await self.writer.apply(resource, job, about["uid"], wanted):
+            await self.writer.create(resource, job, wanted)  # it was deleted meanwhile
 
     async def _delete_owned(self, resource: Resource, job: Job) -> None:
-        for body in self._store.owned_by(resource, job.namespace, job.uid):
+        for body in self.store.owned_by(resource, job.namespace, job.uid):
             about = mapping(body, "metadata")
             if not about.get("deletionTimestamp"):
-                await self._writer.delete(resource, about["namespace"], about["name"], about["uid"])
+                await self.writer.delete(resource, about["namespace"], about["name"], about["uid"])
 
     async def _delete_pods(self, job: Job, removals: Sequence[Removal]) -> None:
         results: list[object] = []
         for done in range(0, len(removals), _MAX_BATCH):
             batch = removals[done : done + _MAX_BATCH]
-            deletes = (self._writer.delete(PODS, job.namespace, each.name, each.uid) for each in batch)
+            deletes = (self.writer.delete(PODS, job.namespace, each.name, each.uid) for each in batch)
             results += await asyncio.gather(*deletes, return_exceptions=True)
             if any(isinstance(result, BaseException) and not isinstance(result, ApiError) for result in results):
                 break  # the API server does not answer
@@ -368,8 +358,8 @@ class Applier:
         done, batch = 0, 1
         begun = time.monotonic()
         while done < len(pods):
-            bodies = [worker_pod(job, new, self._settings, store=endpoint) for new in pods[done : done + batch]]
-            creates = (self._writer.create(PODS, job, body) for body in bodies)
+            bodies = [worker_pod(job, new, self.settings, store=endpoint) for new in pods[done : done + batch]]
+            creates = (self.writer.create(PODS, job, body) for body in bodies)
             results = await asyncio.gather(*creates, return_exceptions=True)
             if not all(isinstance(result, BaseException) for result in results):
                 record.creates.progress()
@@ -383,19 +373,19 @@ class Applier:
 
     async def _annotate_ports(self, job: Job) -> None:
         """Write the metrics ports that agents have chosen on their pods, where Prometheus looks for them."""
-        mirror = self._stores.of(job.uid)
+        mirror = self.stores.of(job.uid)
         nodes = () if mirror is None else mirror.nodes.values()
         ports = {node.name: node.metrics for node in nodes if 0 < node.metrics <= MAX_PORT}
         changes = [
             (pod, port)
-            for pod in self._store.pods(job.namespace, job.uid)
+            for pod in self.store.pods(job.namespace, job.uid)
             if pod.phase is PodPhase.RUNNING and not pod.terminating
             if (port := ports.get(pod.name, pod.metrics_port)) != pod.metrics_port
         ]
         try:
             for done in range(0, len(changes), _MAX_BATCH):
                 writes = (
-                    self._writer.annotate(PODS, job.namespace, pod.name, pod.uid, metrics_notes(job, port))
+                    self.writer.annotate(PODS, job.namespace, pod.name, pod.uid, metrics_notes(job, port))
                     for pod, port in changes[done : done + _MAX_BATCH]
                 )
                 raise_worst(await asyncio.gather(*writes, return_exceptions=True))

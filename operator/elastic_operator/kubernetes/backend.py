@@ -20,7 +20,7 @@ from elastic_operator.api.status import JobState, status_from_json
 from elastic_operator.api.validation import problem_of
 from elastic_operator.controller.model import EtcdState, Job, Observed, PodPhase, with_applied_spec
 from elastic_operator.errors import BadInput, ClusterError
-from elastic_operator.kubernetes.apply import CreateBackoff
+from elastic_operator.kubernetes.apply import Applier, CreateBackoff
 from elastic_operator.kubernetes.client import EVENTS, PODS, backoff, with_hint
 from elastic_operator.kubernetes.pod_status import container_states, event_time, in_a_line, pod_of, seconds, why_waiting
 from elastic_operator.kubernetes.store import managed_etcd, owner_of
@@ -31,10 +31,8 @@ if TYPE_CHECKING:
 
     from elastic_operator.api.spec import Json
     from elastic_operator.controller.model import Plan, Pod
-    from elastic_operator.kubernetes.apply import Applier
     from elastic_operator.kubernetes.client import Api
-    from elastic_operator.kubernetes.job_store import EtcdSecrets, JobStores
-    from elastic_operator.kubernetes.store import ManagedEtcd, Store
+    from elastic_operator.kubernetes.store import ManagedEtcd
     from elastic_operator.store_mirror import StoreMirror
 
 _log: Final = logging.getLogger(__name__)
@@ -125,32 +123,11 @@ class JobRecord:
         self.requeue = seconds if self.requeue is None else min(self.requeue, seconds)
 
 
-class KubernetesBackend:
-    """The jobs of a cluster.
+@dataclass(slots=True, kw_only=True)
+class KubernetesBackend(Applier):
+    """Observes the jobs of a cluster, and carries out plans."""
 
-    Args:
-        api: reads events of slow pods.
-        store: the known objects.
-        stores: the jobs' etcds.
-        secrets: the credentials for external etcds.
-        applier: carries out plans.
-    """
-
-    def __init__(
-        self,
-        *,
-        api: Api,
-        store: Store,
-        stores: JobStores,
-        secrets: EtcdSecrets,
-        applier: Applier,
-    ) -> None:
-        self._api = api
-        self._store = store
-        self._stores = stores
-        self._secrets = secrets
-        self._applier = applier
-        self._records: dict[str, JobRecord] = {}
+    _records: dict[str, JobRecord] = field(default_factory=dict, init=False)
 
     async def observe(self, key: str) -> tuple[Job, Observed] | None:
         """The job and everything that is known of it; None if there is no such job.
@@ -158,7 +135,7 @@ class KubernetesBackend:
         Raises:
             BadInput: the job's status is invalid.
         """
-        body = self._store.job(key)
+        body = self.store.job(key)
         self._forget_former(key, body)
         if body is None or text(body, "spec", "managedBy") not in ("", MANAGER):
             return None
@@ -182,7 +159,7 @@ class KubernetesBackend:
         """
         record = self._records[f"{job.namespace}/{job.name}"]
         before = record.problems
-        if await self._applier.apply(job, plan, record) or record.problems != before:
+        if await self.carry_out(job, plan, record) or record.problems != before:
             return 0.0  # for another plan
         for creates in (record.creates, record.pdb):
             if creates.wait > 0:
@@ -199,7 +176,7 @@ class KubernetesBackend:
         if owner is None:
             return
         key = f"{pod['metadata']['namespace']}/{owner.name}"
-        job = self._store.job(key)
+        job = self.store.job(key)
         if job is None or job["metadata"]["uid"] != owner.uid:
             return
         last = pod_of(pod)
@@ -216,26 +193,26 @@ class KubernetesBackend:
     def _forget_former(self, key: str, body: Json | None) -> None:
         """Forget former jobs with this key, and their runs once none of their pods is left."""
         current = body["metadata"]["uid"] if body is not None else None
-        for uid in self._stores.uids_of(key):
-            if uid != current and not self._store.owned_by(PODS, key.partition("/")[0], uid):
-                self._stores.leave(uid)
+        for uid in self.stores.uids_of(key):
+            if uid != current and not self.store.owned_by(PODS, key.partition("/")[0], uid):
+                self.stores.leave(uid)
         if (record := self._records.get(key)) is not None and record.uid != current:
             del self._records[key]
 
     async def _observe(self, job: Job, record: JobRecord) -> Observed:
         applied = with_applied_spec(job)
-        managed = managed_etcd(self._store, job) if applied.spec.etcd.endpoint is None else None
+        managed = managed_etcd(self.store, job) if applied.spec.etcd.endpoint is None else None
         await self._diagnose(job, record, managed)
         # From here on nothing is awaited, so that all is of one moment.
         etcd_error = None
         if managed is not None:
-            managed = managed_etcd(self._store, job)
+            managed = managed_etcd(self.store, job)
             why = managed.blocked and f"its pod cannot be created for now: {managed.blocked}"
             if managed.state is EtcdState.STARTING and (why := why or record.startup.messages.get(ETCD)):
                 etcd_error = f"its etcd does not serve yet: {why}"
-        pods = [self._with_diagnosis(pod, record) for pod in self._store.pods(job.namespace, job.uid)]
+        pods = [self._with_diagnosis(pod, record) for pod in self.store.pods(job.namespace, job.uid)]
         secret = applied.spec.etcd.tls_secret
-        forbidden = self._secrets.forbidden(job.namespace, secret) if secret is not None else None
+        forbidden = self.stores.forbidden(job.namespace, secret) if secret is not None else None
         mirror = self._mirror(applied, record.key, pods, managed) if forbidden is None else None
         serving = _serving(job, mirror) if forbidden is None else None
         unreachable = self._store_error(applied)
@@ -267,7 +244,7 @@ class KubernetesBackend:
 
     async def _diagnose(self, job: Job, record: JobRecord, etcd: ManagedEtcd | None) -> None:
         """Ask why a pod does not start, that of the job's own etcd included: one at a time, less and less often."""
-        slow = [pod.uid for pod in self._store.pods(job.namespace, job.uid) if _is_starting(pod)]
+        slow = [pod.uid for pod in self.store.pods(job.namespace, job.uid) if _is_starting(pod)]
         if etcd is not None and etcd.state is EtcdState.STARTING and etcd.blocked is None:
             slow.insert(0, ETCD)
         startup = record.startup
@@ -278,7 +255,7 @@ class KubernetesBackend:
         if startup.is_due():
             uid = next((uid for uid in slow if uid not in startup.messages), next(iter(startup.messages), ""))
             message = startup.messages.pop(uid, "")
-            asking = self._why_etcd_waits(job) if uid == ETCD else why_not_started(self._api, job.namespace, uid)
+            asking = self._why_etcd_waits(job) if uid == ETCD else why_not_started(self.api, job.namespace, uid)
             try:
                 message = await asking
             except ClusterError as error:
@@ -287,12 +264,12 @@ class KubernetesBackend:
         record.requeue_after(max((startup.due or 0.0) - time.monotonic(), 0.0))
 
     async def _why_etcd_waits(self, job: Job) -> str:
-        pods, _ = await self._api.list(PODS, job.namespace, labels=f"{LABEL_JOB_UID}={job.uid}")
+        pods, _ = await self.api.list(PODS, job.namespace, labels=f"{LABEL_JOB_UID}={job.uid}")
         for pod in pods:
             if why := why_waiting(pod, ETCD):
                 return why
             if text(pod, "spec", "nodeName") and all(each.running is None for each in container_states(pod)):
-                return await why_not_started(self._api, job.namespace, text(pod, "metadata", "uid"))
+                return await why_not_started(self.api, job.namespace, text(pod, "metadata", "uid"))
         return ""
 
     def _with_diagnosis(self, pod: Pod, record: JobRecord) -> Pod:
@@ -308,7 +285,7 @@ class KubernetesBackend:
         return replace(pod, phase=PodPhase.FAILED, ended=pod.deletion_deadline)
 
     def _store_error(self, job: Job) -> str | None:
-        error = self._stores.error(job.uid)
+        error = self.stores.error(job.uid)
         if error is None or job.spec.etcd.endpoint is not None:
             return error
         return (
@@ -324,10 +301,10 @@ class KubernetesBackend:
         external = job.spec.etcd.endpoint
         if not over and etcd is not None and etcd.endpoint is not None:
             up = etcd.state is EtcdState.READY
-            return self._stores.follow(job.uid, key, etcd.endpoint, lasts=False, up=up)
+            return self.stores.follow(job.uid, key, etcd.endpoint, lasts=False, up=up)
         if not over and external is not None:
-            return self._stores.follow(job.uid, key, external, lasts=True, up=True, secret=job.spec.etcd.tls_secret)
-        return self._stores.of(job.uid)
+            return self.stores.follow(job.uid, key, external, lasts=True, up=True, secret=job.spec.etcd.tls_secret)
+        return self.stores.of(job.uid)
 
 
 def job_of(body: Json, spec: ElasticJobSpec | None = None) -> Job:

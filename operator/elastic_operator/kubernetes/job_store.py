@@ -109,51 +109,6 @@ class Credentials:
             raise StoreRefused(f"{secret} has {problem}") from None
 
 
-class EtcdSecrets:
-    """Reads Secrets.
-
-    Args:
-        api: the connection.
-        namespaces: where the operator may read Secrets.
-    """
-
-    def __init__(self, api: Api, namespaces: Collection[str]) -> None:
-        self._api = api
-        self._namespaces = frozenset(namespaces)
-
-    def forbidden(self, namespace: str, name: str) -> str | None:
-        """Why a Secret is not read; None if it may be."""
-        if namespace in self._namespaces:
-            return None
-        return (
-            f"the operator may not read the Secret {name} in the namespace {namespace}, so it knows of the training "
-            "only what pods say when they end: name the namespace in the chart's value etcd.secretNamespaces"
-        )
-
-    async def read(self, namespace: str, name: str) -> Credentials:
-        """Read the credentials in a Secret; the caller closes them.
-
-        Raises:
-            StoreRefused: there is no such Secret, or it has no usable credentials.
-            StoreUnavailable: it cannot be read now.
-        """
-        try:
-            secret = await self._api.get(SECRETS, namespace, name)
-        except ClusterError as error:
-            status = error.status if isinstance(error, ApiError) else 0
-            if status == 404:
-                raise StoreRefused(
-                    f"there is no Secret {name} in the namespace {namespace}, which spec.etcd.tlsSecret names: make it"
-                ) from None
-            if status == 403:
-                raise StoreRefused(
-                    f"the operator may not read the Secret {name} in the namespace {namespace}: the right to get "
-                    "secrets there comes with the chart's value etcd.secretNamespaces"
-                ) from None
-            raise StoreUnavailable(f"the Secret {name} with the credentials for etcd cannot be read: {error}") from None
-        return Credentials.of(secret)
-
-
 _log: Final = logging.getLogger(__name__)
 
 WRITE_TIMEOUT: Final = 1.0
@@ -198,22 +153,25 @@ class JobStores:
     """The followed etcds; an async context manager.
 
     Args:
+        api: reads Secrets with credentials.
         changed: called with a job's key when something in its etcd has changed.
-        secrets: reads credentials.
+        secret_namespaces: where the operator may read Secrets.
         patience: seconds before an unreachable external etcd is reported.
         managed_patience: the same for a job's own etcd while it should be up.
     """
 
     def __init__(
         self,
+        api: Api,
         changed: Callable[[str], None],
         *,
-        secrets: EtcdSecrets | None = None,
+        secret_namespaces: Collection[str] = (),
         patience: float = _PATIENCE,
         managed_patience: float = _MANAGED_PATIENCE,
     ) -> None:
+        self._api = api
         self._on_change = changed
-        self._secrets = secrets
+        self._secret_namespaces = frozenset(secret_namespaces)
         self._patience = patience
         self._managed_patience = managed_patience
         self._tasks = asyncio.TaskGroup()
@@ -292,6 +250,38 @@ class JobStores:
         except TimeoutError:
             raise StoreError(f"it has not answered within {WRITE_TIMEOUT} s") from None
 
+    def forbidden(self, namespace: str, name: str) -> str | None:
+        """Why a Secret is not read; None if it may be."""
+        if namespace in self._secret_namespaces:
+            return None
+        return (
+            f"the operator may not read the Secret {name} in the namespace {namespace}, so it knows of the training "
+            "only what pods say when they end: name the namespace in the chart's value etcd.secretNamespaces"
+        )
+
+    async def read_secret(self, namespace: str, name: str) -> Credentials:
+        """Read the credentials in a Secret; the caller closes them.
+
+        Raises:
+            StoreRefused: there is no such Secret, or it has no usable credentials.
+            StoreUnavailable: it cannot be read now.
+        """
+        try:
+            secret = await self._api.get(SECRETS, namespace, name)
+        except ClusterError as error:
+            status = error.status if isinstance(error, ApiError) else 0
+            if status == 404:
+                raise StoreRefused(
+                    f"there is no Secret {name} in the namespace {namespace}, which spec.etcd.tlsSecret names: make it"
+                ) from None
+            if status == 403:
+                raise StoreRefused(
+                    f"the operator may not read the Secret {name} in the namespace {namespace}: the right to get "
+                    "secrets there comes with the chart's value etcd.secretNamespaces"
+                ) from None
+            raise StoreUnavailable(f"the Secret {name} with the credentials for etcd cannot be read: {error}") from None
+        return Credentials.of(secret)
+
     def _start(self, uid: str, key: str, *, lasts: bool) -> _Followed:
         mirror = StoreMirror(
             uid, changed=lambda: self._changed(followed), away=lambda error: self._away(followed, error)
@@ -315,9 +305,9 @@ class JobStores:
     async def _settings(self, followed: _Followed) -> StoreSettings:
         """How to connect, with the credentials as they are now."""
         settings = store_at(followed.endpoint)
-        if followed.secret is None or self._secrets is None:
+        if followed.secret is None:
             return settings
-        read = await self._secrets.read(followed.key.partition("/")[0], followed.secret)
+        read = await self.read_secret(followed.key.partition("/")[0], followed.secret)
         followed.credentials.close()
         followed.credentials = read
         return replace(settings, ca_cert=read.authority, cert=read.certificate, key=read.key)

@@ -16,15 +16,14 @@ from aiohttp import web
 
 from elastic_operator.controller.reconciler import Reconciler
 from elastic_operator.errors import BadInput
-from elastic_operator.kubernetes.apply import Applier
 from elastic_operator.kubernetes.backend import KubernetesBackend
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS
 from elastic_operator.kubernetes.informer import Informer
-from elastic_operator.kubernetes.job_store import EtcdSecrets, JobStores
+from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.kubernetes.leaderelection import LeaderElector, LeaseSettings
 from elastic_operator.kubernetes.metrics import JobCollector, OperatorMetrics
 from elastic_operator.kubernetes.store import Store
-from elastic_operator.kubernetes.writer import EventRecorder, Writer
+from elastic_operator.kubernetes.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
@@ -150,26 +149,17 @@ class Manager:
 
     async def _reconcile(self) -> None:
         settings = self._settings
-        secrets = EtcdSecrets(self._api, settings.etcd_secrets_namespaces)
         async with (
-            EventRecorder(self._api, settings.identity) as events,
-            JobStores(self._on_change, secrets=secrets) as stores,
+            Writer(self._api, self._store, settings.identity, self._metrics.created) as writer,
+            JobStores(self._api, self._on_change, secret_namespaces=settings.etcd_secrets_namespaces) as stores,
         ):
-            writer = Writer(self._api, self._store, self._metrics.created)
-            applier = Applier(
+            self._backend = KubernetesBackend(
+                api=self._api,
                 store=self._store,
                 writer=writer,
                 stores=stores,
-                events=events,
                 settings=settings.pods,
                 status_written=self._status_written,
-            )
-            self._backend = KubernetesBackend(
-                store=self._store,
-                api=self._api,
-                applier=applier,
-                secrets=secrets,
-                stores=stores,
             )
             self._reconciler = Reconciler(
                 self._backend,

@@ -74,19 +74,69 @@ class TransientError(ClusterError):
 
 
 class Writer:
-    """Writes through the store of objects.
+    """Writes through the store of objects; an async context manager.
+
+    Events are recorded in the background, and the block waits at its end for those that are pending. The name of an
+    event is a hash of its content and of the job's version: recorded twice, it exists once. So an event that fails can
+    be tried again.
 
     Args:
         api: the connection.
         store: gets the answers.
+        identity: the name of this copy of the operator.
         created: called with the kind of each created object.
     """
 
-    def __init__(self, api: Api, store: Store, created: Callable[[Resource], None] = lambda _resource: None) -> None:
+    def __init__(
+        self,
+        api: Api,
+        store: Store,
+        identity: str = "elastic-operator",
+        created: Callable[[Resource], None] = lambda _resource: None,
+    ) -> None:
         self._api = api
         self._store = store
+        self._identity = identity
         self._created = created
+        self._event_slots = asyncio.Semaphore(_CONCURRENT_EVENTS)
+        self._pending: set[asyncio.Task[None]] = set()
         self._slots = collections.defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(_MAX_PER_NAMESPACE))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._pending:
+            late = (await asyncio.wait(self._pending, timeout=_STOP_TIMEOUT))[1]
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+
+    def event(self, job: Json, event: JobEvent) -> None:
+        """Record an event of a job soon.
+
+        Args:
+            job: in the version that the event is about.
+            event: what happened.
+        """
+        if len(self._pending) >= _MAX_PENDING:
+            _log.debug("too many events are pending; one is dropped: %s", event.message)
+            return
+        task = asyncio.create_task(self._record(event_object(job, event, identity=self._identity, now=time.time())))
+        self._pending.add(task)
+        task.add_done_callback(self._pending.discard)
+
+    async def _record(self, event: Json) -> None:
+        for delay in itertools.islice(backoff(_FIRST_RETRY, 60.0), _EVENT_TRIES):
+            try:
+                async with self._event_slots:
+                    await self._api.create(EVENTS, event["metadata"]["namespace"], event)
+                return
+            except ClusterError as error:
+                _log.debug("an event was not recorded: %s", error)  # perhaps because it was recorded before
+                if isinstance(error, ApiError) and not error.transient:
+                    return
+            await asyncio.sleep(delay)
 
     async def create(self, resource: Resource, job: Job, body: Json) -> None:
         """Create an object that a job owns, unless it exists.
@@ -279,60 +329,6 @@ def _classified(error: ApiError) -> ClusterError:
     if error.blocked:
         return Blocked(with_hint(_FORBIDDEN.sub("", error.message)))
     return TransientError(str(error), error.message) if error.transient else error
-
-
-class EventRecorder:
-    """Records Kubernetes events of jobs in the background; its block waits at its end for those that are pending.
-
-    The name of an event is a hash of its content and of the job's version: recorded twice, it exists once. So an event
-    that fails can be tried again.
-
-    Args:
-        api: the connection.
-        identity: the name of this copy of the operator.
-    """
-
-    def __init__(self, api: Api, identity: str) -> None:
-        self._api = api
-        self._identity = identity
-        self._slots = asyncio.Semaphore(_CONCURRENT_EVENTS)
-        self._pending: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._pending:
-            late = (await asyncio.wait(self._pending, timeout=_STOP_TIMEOUT))[1]
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
-
-    def event(self, job: Json, event: JobEvent) -> None:
-        """Record an event of a job soon.
-
-        Args:
-            job: in the version that the event is about.
-            event: what happened.
-        """
-        if len(self._pending) >= _MAX_PENDING:
-            _log.debug("too many events are pending; one is dropped: %s", event.message)
-            return
-        task = asyncio.create_task(self._record(event_object(job, event, identity=self._identity, now=time.time())))
-        self._pending.add(task)
-        task.add_done_callback(self._pending.discard)
-
-    async def _record(self, event: Json) -> None:
-        for delay in itertools.islice(backoff(_FIRST_RETRY, 60.0), _EVENT_TRIES):
-            try:
-                async with self._slots:
-                    await self._api.create(EVENTS, event["metadata"]["namespace"], event)
-                return
-            except ClusterError as error:
-                _log.debug("an event was not recorded: %s", error)  # perhaps because it was recorded before
-                if isinstance(error, ApiError) and not error.transient:
-                    return
-            await asyncio.sleep(delay)
 
 
 def event_object(job: Json, event: JobEvent, *, identity: str, now: float) -> dict[str, Any]:
