@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -31,18 +31,23 @@ _TIMEOUT: Final = 3.0
 """Seconds for a request while the lease is not held, and for releasing it: a connection may be dead unnoticed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseSettings:
-    """The lease and its times in seconds. A standby leads ``lease_duration + 2 * poll_period`` after a crash at most.
+@dataclass(slots=True, kw_only=True)
+class LeaderElector:
+    """Competes for a lease. A standby leads ``lease_duration + 2 * poll_period`` after a crash at most.
 
     Attributes:
+        api: the connection.
+        namespace: of the lease.
+        name: of the lease.
         identity: the name of this copy, unique among those that run.
-        lease_duration: after which a lease that was not renewed has expired; whole seconds.
-        retry_period: between renewals by the leader.
+        lease_duration: seconds after which a lease that was not renewed has expired; a whole number.
+        retry_period: seconds between renewals by the leader.
         renew_deadline: the leader stops if it could not renew for so long; less than ``lease_duration``.
-        poll_period: between looks of a standby, and between tries of a renewal that failed.
+        poll_period: seconds between looks of a standby, and between tries of a renewal that failed.
+        is_leader: whether this copy leads.
     """
 
+    api: Api
     namespace: str
     name: str
     identity: str
@@ -50,22 +55,10 @@ class LeaseSettings:
     retry_period: float = 2.5
     renew_deadline: float = 6.5
     poll_period: float = 1.0
-
-
-class LeaderElector:
-    """Competes for a lease.
-
-    Attributes:
-        is_leader: whether this copy leads.
-    """
-
-    def __init__(self, api: Api, settings: LeaseSettings) -> None:
-        self._api = api
-        self._settings = settings
-        self._seen = ("", 0.0)
-        self._renewed = 0.0
-        self._problem = ""
-        self.is_leader = False
+    is_leader: bool = field(default=False, init=False)
+    _seen: tuple[str, float] = field(default=("", 0.0), init=False)
+    _renewed: float = field(default=0.0, init=False)
+    _problem: str = field(default="", init=False)
 
     async def run(self, work: Callable[[], Awaitable[None]]) -> NoReturn:
         """Run ``work`` whenever the lease is held, and cancel it when the lease is lost; release the lease at the end.
@@ -75,14 +68,14 @@ class LeaderElector:
         """
         while True:
             await self._acquire()
-            _log.info("became leader (%s)", self._settings.identity)
+            _log.info("became leader (%s)", self.identity)
             self.is_leader = True
             try:
                 await self._while_held(work)
             finally:
                 self.is_leader = False
                 await self._release()
-            _log.warning("no longer leader (%s): the lease could not be renewed", self._settings.identity)
+            _log.warning("no longer leader (%s): the lease could not be renewed", self.identity)
 
     async def _while_held(self, work: Callable[[], Awaitable[None]]) -> None:
         tasks = {asyncio.ensure_future(work()), asyncio.ensure_future(self._renew_until_lost())}
@@ -98,29 +91,28 @@ class LeaderElector:
 
     async def _acquire(self) -> None:
         while True:
-            if await self._hold(_TIMEOUT) == self._settings.identity:
+            if await self._hold(_TIMEOUT) == self.identity:
                 return
-            await asyncio.sleep(self._settings.poll_period)
+            await asyncio.sleep(self.poll_period)
 
     async def _renew_until_lost(self) -> None:
-        settings = self._settings
         while True:
-            await asyncio.sleep(settings.retry_period)
-            deadline = self._renewed + settings.renew_deadline
-            while (holder := await self._hold(max(deadline - time.monotonic(), 0))) != settings.identity:
+            await asyncio.sleep(self.retry_period)
+            deadline = self._renewed + self.renew_deadline
+            while (holder := await self._hold(max(deadline - time.monotonic(), 0))) != self.identity:
                 if holder is not None or time.monotonic() >= deadline:
                     return
-                await asyncio.sleep(settings.poll_period)
+                await asyncio.sleep(self.poll_period)
 
     async def _hold(self, limit: float) -> str | None:
         """Acquire or renew the lease, if that is possible now; return its holder, None if that is unknown."""
-        settings, problem = self._settings, ""
+        problem = ""
         try:
             async with asyncio.timeout(limit):
                 lease = await self._read()
                 if not self._is_free(lease):
                     return _holder(lease)
-                await self._write(lease, settings.identity)
+                await self._write(lease, self.identity)
         except ClusterError as error:
             if isinstance(error, ApiError) and error.conflict:  # another copy was faster
                 return None
@@ -129,15 +121,15 @@ class LeaderElector:
             problem = "the API server does not answer in time"
         if problem and problem != self._problem:
             _log.warning(
-                "the lease %s cannot be %s: %s", settings.name, "renewed" if self.is_leader else "acquired", problem
+                "the lease %s cannot be %s: %s", self.name, "renewed" if self.is_leader else "acquired", problem
             )
         self._problem = problem
-        return None if problem else settings.identity
+        return None if problem else self.identity
 
     async def _release(self) -> None:
         try:
             async with asyncio.timeout(_TIMEOUT):
-                while _holder(lease := await self._read()) == self._settings.identity:
+                while _holder(lease := await self._read()) == self.identity:
                     try:
                         await self._write(lease, "")
                     except ApiError as error:
@@ -148,7 +140,7 @@ class LeaderElector:
 
     async def _read(self) -> Json | None:
         try:
-            return await self._api.get(LEASES, self._settings.namespace, self._settings.name)
+            return await self.api.get(LEASES, self.namespace, self.name)
         except ApiError as error:
             if error.not_found:
                 return None
@@ -156,35 +148,34 @@ class LeaderElector:
 
     async def _write(self, lease: Json | None, holder: str) -> None:
         """Create, renew, take over or release the lease, if it has not changed since it was read."""
-        settings = self._settings
         began = time.monotonic()
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         before: Json = mapping(lease, "spec") if lease else {}
         transition = text(before, "holderIdentity") != holder
         spec: dict[str, Any] = {
             "holderIdentity": holder or None,
-            "leaseDurationSeconds": settings.lease_duration if holder else 1,
+            "leaseDurationSeconds": self.lease_duration if holder else 1,
             "acquireTime": now if transition else before.get("acquireTime"),
             "renewTime": now,
             "leaseTransitions": (integer(before, "leaseTransitions") or 0) + (1 if before and transition else 0),
         }
-        about: dict[str, Any] = {"name": settings.name, "namespace": settings.namespace}
+        about: dict[str, Any] = {"name": self.name, "namespace": self.namespace}
         body = {"apiVersion": LEASES.api_version, "kind": LEASES.kind, "metadata": about, "spec": spec}
         if lease:
             about |= {"resourceVersion": lease["metadata"]["resourceVersion"], "uid": lease["metadata"]["uid"]}
-            await self._api.replace(LEASES, settings.namespace, settings.name, body)
+            await self.api.replace(LEASES, self.namespace, self.name, body)
         else:
-            await self._api.create(LEASES, settings.namespace, body)
+            await self.api.create(LEASES, self.namespace, body)
         self._renewed = began
 
     def _is_free(self, lease: Json | None) -> bool:
-        if lease is None or _holder(lease) in ("", self._settings.identity):
+        if lease is None or _holder(lease) in ("", self.identity):
             return True
         now = time.monotonic()
         version = lease["metadata"]["resourceVersion"]
         if version != self._seen[0]:
             self._seen = (version, now)
-        duration = integer(lease, "spec", "leaseDurationSeconds") or self._settings.lease_duration
+        duration = integer(lease, "spec", "leaseDurationSeconds") or self.lease_duration
         return now - self._seen[1] >= duration
 
 

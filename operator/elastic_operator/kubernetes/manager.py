@@ -20,7 +20,7 @@ from elastic_operator.kubernetes.backend import KubernetesBackend
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS
 from elastic_operator.kubernetes.informer import Informer
 from elastic_operator.kubernetes.job_store import JobStores
-from elastic_operator.kubernetes.leaderelection import LeaderElector, LeaseSettings
+from elastic_operator.kubernetes.leaderelection import LeaderElector
 from elastic_operator.kubernetes.metrics import JobCollector, OperatorMetrics
 from elastic_operator.kubernetes.store import Store
 from elastic_operator.kubernetes.writer import Writer
@@ -137,15 +137,16 @@ class Manager:
         if not settings.leader_elect:
             await self._reconcile()
             return
-        lease = LeaseSettings(
-            namespace=settings.lease_namespace or self._api.namespace,
-            name=settings.lease_name,
-            identity=settings.identity,
-        )
         # On connections of its own: the lease must not wait for many other writes.
         async with self._api.another() as api:
             api.on_request = self._metrics.requested
-            await LeaderElector(api, lease).run(self._reconcile)
+            elector = LeaderElector(
+                api=api,
+                namespace=settings.lease_namespace or api.namespace,
+                name=settings.lease_name,
+                identity=settings.identity,
+            )
+            await elector.run(self._reconcile)
 
     async def _reconcile(self) -> None:
         settings = self._settings
