@@ -77,11 +77,9 @@ def test_outside_of_a_pod_a_cluster_must_be_named(capsys: pytest.CaptureFixture[
     ("flag", "complaint"),
     [
         ("--namespace=Team", "'Team' is no namespace: small letters, digits and dashes, at most 63 of them"),
-        ("--etcd-image=a b", "'a b' is no image, such as quay.io/coreos/etcd:v3.7.3"),
         ("--agent-metrics-port=70000", "'70000' is no port: a number from 0 to 65535"),
         ("--listen=8080", "'8080' is not HOST:PORT, such as 0.0.0.0:8080 or [::]:8080"),
         ("--listen=::1:8080", "'::1:8080' is not HOST:PORT, such as 0.0.0.0:8080 or [::]:8080"),
-        ("--lease-name=a_b", "'a_b' is no name of an object: small letters, digits, dashes and dots"),
         ("--log-level=loud", "invalid choice: 'loud'"),
         ("--name", "unrecognized arguments: --name"),
     ],

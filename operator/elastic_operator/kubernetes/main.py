@@ -13,6 +13,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -30,7 +31,6 @@ BAD_INPUT: Final = 2
 """The exit code for invalid input."""
 
 _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-_SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 
 _DESCRIPTION: Final = "Keep the pods of all ElasticJobs of a Kubernetes cluster as their specs want them."
 _EPILOG: Final = """\
@@ -148,7 +148,6 @@ def _parser() -> argparse.ArgumentParser:
     jobs.add_argument(
         "--etcd-image",
         default=ETCD_IMAGE,
-        type=_image,
         metavar="IMAGE",
         help="of the etcd that is made for jobs which name none (default: %(default)s)",
     )
@@ -190,9 +189,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NS",
         help="where the lease is (default: $POD_NAMESPACE, or the namespace of the kubeconfig's context)",
     )
-    election.add_argument(
-        "--lease-name", default="elastic-operator", type=_name, metavar="NAME", help="(default: %(default)s)"
-    )
+    election.add_argument("--lease-name", default="elastic-operator", metavar="NAME", help="(default: %(default)s)")
     connection = top.add_argument_group("the cluster")
     connection.add_argument("--kubeconfig", metavar="PATH", help="(default: $KUBECONFIG, or ~/.kube/config)")
     connection.add_argument("--context", metavar="CONTEXT", help="of the kubeconfig (default: its current one)")
@@ -204,18 +201,6 @@ def _namespace(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no namespace: small letters, digits and dashes, at most 63 of them"
         )
-    return text
-
-
-def _name(text: str) -> str:
-    if len(text) > 253 or not _SUBDOMAIN.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no name of an object: small letters, digits, dashes and dots")
-    return text
-
-
-def _image(text: str) -> str:
-    if not text or text != text.strip() or " " in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is no image, such as {ETCD_IMAGE}")
     return text
 
 
@@ -234,14 +219,11 @@ def _address(text: str) -> Address:
 
 
 class TextLines(logging.Formatter):
-    """``2026-01-31T12:00:00Z INFO  default/digits: …``."""
+    """``2026-01-31T12:00:00Z INFO    default/digits: …``, and below it the traceback."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        """One line, with the traceback below it."""
-        line = f"{rfc3339(record.created)} {record.levelname:<7} {record.getMessage()}"
-        if record.exc_info:
-            line = f"{line}\n{self.formatException(record.exc_info)}"
-        return line
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%SZ")
+        self.converter = time.gmtime
 
 
 class JsonLines(logging.Formatter):

@@ -8,6 +8,7 @@ Resource versions are compared as numbers, which Kubernetes guarantees since 1.3
 
 from __future__ import annotations
 
+import collections
 import math
 import time
 from dataclasses import dataclass, field
@@ -41,10 +42,13 @@ class Owner:
 
 @dataclass(slots=True)
 class _Index:
-    """The objects of one kind, by UID and by namespace and UID of the owner."""
+    """The objects of one kind, by UID, and by their home and UID.
+
+    The home of an object is its namespace with the UID of its owner, that of a job its namespace with its name.
+    """
 
     objects: dict[str, Json] = field(default_factory=dict)
-    by_owner: dict[tuple[str, str], dict[str, Json]] = field(default_factory=dict)
+    homes: dict[tuple[str, str], dict[str, Json]] = field(default_factory=dict)
 
 
 class Store:
@@ -66,8 +70,7 @@ class Store:
         self._tombstone_ttl = tombstone_ttl
         self._changed = changed
         self._deleted = deleted
-        self._kinds: dict[Resource, _Index] = {}
-        self._uids: dict[str, str] = {}
+        self._kinds: dict[Resource, _Index] = collections.defaultdict(_Index)
         self._pods: dict[str, Pod] = {}
         self._tombstones: dict[str, tuple[float, float]] = {}
         """By UID: no state up to this version counts any more; and the monotonic time when that is forgotten."""
@@ -75,20 +78,20 @@ class Store:
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys of all jobs."""
-        return tuple(self._uids)
+        return tuple(map("/".join, self._kinds[ELASTIC_JOBS].homes))
 
     def job(self, key: str) -> Json | None:
-        """The job with this key, ``namespace/name``."""
-        uid = self._uids.get(key)
-        return None if uid is None else self._kinds[ELASTIC_JOBS].objects[uid]
+        """The job with this key, ``namespace/name``; the later one if there are two."""
+        namespace, _, name = key.partition("/")
+        jobs = self._kinds[ELASTIC_JOBS].homes.get((namespace, name), {})
+        return max(jobs.values(), key=version_of, default=None)
 
     def owned_by(self, resource: Resource, namespace: str, job_uid: str) -> tuple[Json, ...]:
         """The objects of a kind that a job owns.
 
         Only those in the job's namespace: elsewhere, anyone may write its UID into an owner reference.
         """
-        index = self._kinds.get(resource)
-        return () if index is None else tuple(index.by_owner.get((namespace, job_uid), {}).values())
+        return tuple(self._kinds[resource].homes.get((namespace, job_uid), {}).values())
 
     def pods(self, namespace: str, job_uid: str) -> tuple[Pod, ...]:
         """The worker pods of a job; each state of a pod is converted once."""
@@ -96,13 +99,12 @@ class Store:
 
     def count(self, resource: Resource) -> int:
         """How many objects of a kind are known."""
-        index = self._kinds.get(resource)
-        return 0 if index is None else len(index.objects)
+        return len(self._kinds[resource].objects)
 
     def put(self, resource: Resource, body: Json) -> None:
         """Take over a state of an object, unless a newer one is known."""
         uid = body["metadata"]["uid"]
-        index = self._kinds.setdefault(resource, _Index())
+        index = self._kinds[resource]
         before = index.objects.get(uid)
         tombstone = self._tombstones.get(uid)
         version = version_of(body)
@@ -114,13 +116,11 @@ class Store:
         after = _trimmed(resource, body)
         index.objects[uid] = after
         self._pods.pop(uid, None)
-        owner = owner_of(after)
-        if before is not None and (former := owner_of(before)) is not None and former != owner:
-            self._unlink(index, before, former)
-        if owner is not None:
-            index.by_owner.setdefault(_home(after, owner), {})[uid] = after
-        if resource == ELASTIC_JOBS:
-            self._name(key_of(after), uid)
+        home = _home(resource, after)
+        if before is not None and _home(resource, before) != home:
+            self._unlink(resource, before)
+        if home is not None:
+            index.homes.setdefault(home, {})[uid] = after
         self._notify(resource, after)
 
     def remove(self, resource: Resource, body: Json) -> None:
@@ -141,7 +141,7 @@ class Store:
             version: of the list.
             namespace: that was listed; None for all.
         """
-        index = self._kinds.setdefault(resource, _Index())
+        index = self._kinds[resource]
         for uid, body in list(index.objects.items()):
             elsewhere = namespace is not None and body["metadata"].get("namespace") != namespace
             if uid not in uids and not elsewhere and version_of(body) <= version:
@@ -151,7 +151,7 @@ class Store:
 
     def _bury(self, resource: Resource, body: Json, version: float) -> None:
         uid = body["metadata"]["uid"]
-        index = self._kinds.setdefault(resource, _Index())
+        index = self._kinds[resource]
         before = index.objects.get(uid)
         if before is not None and version < version_of(before):
             return
@@ -161,10 +161,7 @@ class Store:
             return
         del index.objects[uid]
         self._pods.pop(uid, None)
-        if (owner := owner_of(before)) is not None:
-            self._unlink(index, before, owner)
-        if resource == ELASTIC_JOBS:
-            self._unname(key_of(before), uid)
+        self._unlink(resource, before)
         last = _trimmed(resource, body) if "spec" in body and version_of(body) > version_of(before) else before
         self._deleted(resource, last)
         self._notify(resource, before)
@@ -176,28 +173,12 @@ class Store:
             pod = self._pods[uid] = pod_of(body)
         return pod
 
-    def _name(self, key: str, uid: str) -> None:
-        """Give a key to a job, unless a later job has it."""
-        holder = self._uids.get(key)
-        jobs = self._kinds[ELASTIC_JOBS].objects
-        if holder is None or version_of(jobs[holder]) <= version_of(jobs[uid]):
-            self._uids[key] = uid
-
-    def _unname(self, key: str, uid: str) -> None:
-        if self._uids.get(key) != uid:
-            return
-        del self._uids[key]
-        for other, body in self._kinds[ELASTIC_JOBS].objects.items():
-            if key_of(body) == key:  # its successor came before the news of its deletion
-                self._name(key, other)
-
-    @staticmethod
-    def _unlink(index: _Index, body: Json, owner: Owner) -> None:
-        home = _home(body, owner)
-        owned = index.by_owner.get(home, {})
-        owned.pop(body["metadata"]["uid"], None)
-        if not owned:
-            index.by_owner.pop(home, None)
+    def _unlink(self, resource: Resource, body: Json) -> None:
+        homes, home = self._kinds[resource].homes, _home(resource, body)
+        if home is not None:
+            del homes[home][body["metadata"]["uid"]]
+            if not homes[home]:
+                del homes[home]
 
     def _notify(self, resource: Resource, body: Json) -> None:
         if resource == ELASTIC_JOBS:
@@ -226,8 +207,11 @@ def owner_of(body: Json) -> Owner | None:
     return None
 
 
-def _home(body: Json, owner: Owner) -> tuple[str, str]:
-    return body["metadata"].get("namespace", ""), owner.uid
+def _home(resource: Resource, body: Json) -> tuple[str, str] | None:
+    namespace, owner = body["metadata"].get("namespace", ""), owner_of(body)
+    if resource == ELASTIC_JOBS:
+        return namespace, body["metadata"]["name"]
+    return None if owner is None else (namespace, owner.uid)
 
 
 def _trimmed(resource: Resource, body: Json) -> Json:
