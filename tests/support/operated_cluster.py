@@ -36,7 +36,6 @@ class OperatedCluster:
 
     Args:
         patience: seconds before an unreachable etcd is reported.
-        transient: seconds before a failing API server is reported.
 
     Attributes:
         server: the API server.
@@ -45,9 +44,8 @@ class OperatedCluster:
         backend: the backend of its reconciler.
     """
 
-    def __init__(self, *, patience: float = 0.5, transient: float = 0.5) -> None:
+    def __init__(self, *, patience: float = 0.5) -> None:
         self._patience = patience
-        self._transient = transient
         self._looked = asyncio.Event()
         self._last_look = 0.0
 
@@ -64,7 +62,6 @@ class OperatedCluster:
                 writer=writer,
                 stores=await stack.enter_async_context(stores),
                 settings=PodSettings(),
-                patience=self._transient,
             )
             self._reconciler = Reconciler(self.backend, reconciled=self._on_look)
             work = asyncio.create_task(self._reconciler.run())

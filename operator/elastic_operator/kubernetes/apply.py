@@ -27,7 +27,7 @@ from elastic_operator.kubernetes.client import (
 )
 from elastic_operator.kubernetes.pod_status import MAX_PORT, etcd_address_of, is_leaving, is_over
 from elastic_operator.kubernetes.store import managed_etcd
-from elastic_operator.kubernetes.writer import Blocked, Rejected, TransientError, raise_worst
+from elastic_operator.kubernetes.writer import Blocked, Rejected, raise_worst
 from elastic_operator.resources.etcd import etcd_deployment, etcd_name, etcd_service
 from elastic_operator.resources.metadata import metrics_notes
 from elastic_operator.resources.podgroup import disruption_budget, not_installed, pod_group
@@ -66,16 +66,13 @@ class CreateBackoff:
     _generation: int = 0
     _delays: Iterator[float] = field(default_factory=lambda: backoff(_BASE_DELAY, _MAX_DELAY))
     _next_try: float = 0.0
-    _failing_since: float | None = None
 
     def see(self, generation: int) -> None:
         """Start over for a new generation; what blocked the former one counts until this one was tried."""
         if generation != self._generation:
-            self._generation, self.rejected = generation, None
-            self._start_over()
-
-    def _start_over(self) -> None:
-        self._next_try, self._delays = 0.0, backoff(_BASE_DELAY, _MAX_DELAY)
+            blocked = self.blocked
+            self.succeed()
+            self._generation, self.blocked = generation, blocked
 
     @property
     def wait(self) -> float:
@@ -91,21 +88,10 @@ class CreateBackoff:
         self.rejected, self.blocked = None, why
         self._next_try = time.monotonic() + next(self._delays)
 
-    def fail(self, patience: float) -> bool:
-        """The API server failed; return whether it has failed for a number of seconds."""
-        first, now = self._failing_since is None, time.monotonic()
-        self._failing_since = now if self._failing_since is None else self._failing_since
-        return not first and now - self._failing_since >= patience
-
-    def progress(self) -> None:
-        """Something was created, though perhaps not everything."""
-        self._failing_since = None
-
     def succeed(self) -> None:
         """Everything was created."""
-        self.progress()
         self.rejected = self.blocked = None
-        self._start_over()
+        self._next_try, self._delays = 0.0, backoff(_BASE_DELAY, _MAX_DELAY)
 
 
 _Result = TypeVar("_Result")
@@ -128,7 +114,6 @@ class Applier:
         stores: the jobs' etcds.
         settings: of the pods.
         status_written: called with the job as it was and the plan, once its status is written.
-        patience: seconds for which the API server may fail before that is reported.
     """
 
     api: Api
@@ -137,7 +122,6 @@ class Applier:
     stores: JobStores
     settings: PodSettings
     status_written: Callable[[Job, Plan], None] = lambda _job, _plan: None
-    patience: float = 5.0
 
     async def carry_out(self, job: Job, plan: Plan, record: JobRecord) -> bool:
         """Do what the plan says, in its order; return whether pods are left to create.
@@ -168,11 +152,9 @@ class Applier:
             _log.warning("%s: its pods are refused: %s", record.key, error)
             record.creates.reject(str(error))
         except Blocked as error:
-            _block(record, str(error))
-        except TransientError as error:
-            if not record.creates.fail(self.patience):
-                raise
-            _block(record, error.why)
+            if str(error) != record.creates.blocked:
+                _log.warning("%s: pods cannot be created for now: %s", record.key, error)
+            record.creates.block(str(error))
         return False
 
     async def _keep_report(self, job: Job, report: Report, record: JobRecord) -> str | None:
@@ -361,8 +343,6 @@ class Applier:
             bodies = [worker_pod(job, new, self.settings, store=endpoint) for new in pods[done : done + batch]]
             creates = (self.writer.create(PODS, job, body) for body in bodies)
             results = await asyncio.gather(*creates, return_exceptions=True)
-            if not all(isinstance(result, BaseException) for result in results):
-                record.creates.progress()
             raise_worst(results)
             done += batch
             batch = min(batch * 2, _MAX_BATCH)
@@ -391,12 +371,6 @@ class Applier:
                 raise_worst(await asyncio.gather(*writes, return_exceptions=True))
         except ClusterError as error:
             raise ClusterError(f"the metrics ports cannot be written on its pods: {error}") from None
-
-
-def _block(record: JobRecord, why: str) -> None:
-    if why != record.creates.blocked:
-        _log.warning("%s: pods cannot be created for now: %s", record.key, why)
-    record.creates.block(why)
 
 
 def _contains(there: object, wanted: object) -> bool:

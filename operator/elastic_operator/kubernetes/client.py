@@ -27,7 +27,7 @@ from elastic_operator.api.spec import GROUP, VERSION, GangScheduler
 from elastic_operator.errors import BadInput, ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+    from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     import kopf
@@ -43,8 +43,8 @@ _PAGE_SIZE: Final = 500
 _NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _USER_AGENT: Final = "elastic-operator"
 NETWORK_ERRORS: Final = (aiohttp.ClientError, OSError, TimeoutError)
-_POLICIES: Final = ('admission webhook "', "ValidatingAdmissionPolicy '")
-"""How the API server's message names an admission policy, which may reject with any status."""
+_POLICIES: Final = ('admission webhook "', "ValidatingAdmissionPolicy '", "failed calling webhook ")
+"""How the API server's message names an admission policy, which may reject with any status, or cannot be reached."""
 _JSON: Final = "application/json"
 _MERGE_PATCH: Final = "application/merge-patch+json"
 _APPLY_PATCH: Final = "application/apply-patch+yaml"
@@ -94,10 +94,6 @@ POD_GROUPS: Final[Mapping[GangScheduler, Resource]] = {
     GangScheduler.SCHEDULER_PLUGINS: SCHEDULER_PLUGINS_GROUPS,
     GangScheduler.VOLCANO: VOLCANO_GROUPS,
 }
-
-
-class ApiTimeout(ClusterError):  # noqa: N818 - as TimeoutError's
-    """The API server, or a webhook that it calls, takes too long."""
 
 
 class ApiError(ClusterError):
@@ -187,26 +183,6 @@ def backoff(first: float, longest: float) -> Iterator[float]:
     while True:
         yield delay
         delay = min(delay * 2, longest)
-
-
-class _ListMeta(msgspec.Struct, frozen=True):
-    version: str = msgspec.field(name="resourceVersion")
-    after: str = msgspec.field(name="continue", default="")
-
-
-class Page(msgspec.Struct, frozen=True):
-    """A page of a list. Iterating decodes its objects one at a time: all at once would take many times their memory."""
-
-    metadata: _ListMeta
-    items: tuple[msgspec.Raw, ...] | None
-
-    @property
-    def version(self) -> str:
-        """The resource version of the list, the same on all its pages."""
-        return self.metadata.version
-
-    def __iter__(self) -> Iterator[Json]:
-        return map(msgspec.json.decode, self.items or ())
 
 
 class Api:
@@ -329,24 +305,26 @@ class Api:
         found = self._decoded(await self._send("GET", resource.path(namespace), query, verb="LIST"))
         return list(found.get("items") or ()), str(found["metadata"]["resourceVersion"])
 
-    async def pages(self, resource: Resource, namespace: str | None, *, labels: str = "") -> AsyncGenerator[Page, None]:
-        """List the objects of a namespace (None: of all) page by page.
+    async def pages(
+        self, resource: Resource, namespace: str | None, *, labels: str = ""
+    ) -> AsyncGenerator[tuple[Sequence[Json], str], None]:
+        """List the objects of a namespace (None: of all) page by page, each with the resource version of the list.
 
         Raises:
             ApiError: 410 if reading took so long that the list has expired.
         """
         query = {**selectors(labels), "limit": str(_PAGE_SIZE)}
         while True:
-            data = await self._send("GET", resource.path(namespace), query, verb="LIST")
+            found = self._decoded(await self._send("GET", resource.path(namespace), query, verb="LIST"))
             try:
-                page = msgspec.json.decode(data, type=Page)
-            except ValueError:
+                items, version = found["items"] or (), found["metadata"]["resourceVersion"]
+                after = found["metadata"].get("continue")
+            except (KeyError, TypeError):
                 raise self._not_an_api_server() from None
-            del data
-            yield page
-            if not page.metadata.after:
+            yield items, version
+            if not after:
                 return
-            query["continue"] = page.metadata.after
+            query["continue"] = after
 
     async def create(self, resource: Resource, namespace: str, body: Json) -> Json:
         """Create an object; unknown and duplicate fields are rejected. Return the object as created."""
@@ -468,7 +446,7 @@ def selectors(labels: str = "", name: str = "", fields: str = "") -> dict[str, s
 def unreachable(error: Exception) -> ClusterError:
     """The error for one of :data:`NETWORK_ERRORS`."""
     if isinstance(error, asyncio.TimeoutError):
-        return ApiTimeout("the API server does not answer in time")
+        return ClusterError("the API server does not answer in time")
     return ClusterError(f"the API server cannot be reached: {str(error) or type(error).__name__}")
 
 

@@ -171,9 +171,8 @@ class Informer:
         uids: set[str] = set()
         version = ""
         async with contextlib.aclosing(self._api.pages(resource, namespace, labels=labels)) as pages:
-            async for page in pages:
-                version = page.version
-                for number, body in enumerate(page, start=1):
+            async for items, version in pages:  # noqa: B007 - the version is that of the last page
+                for number, body in enumerate(items, start=1):
                     self._store.put(resource, body)
                     uids.add(body["metadata"]["uid"])
                     if not number % _BATCH:

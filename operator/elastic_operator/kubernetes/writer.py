@@ -22,7 +22,6 @@ from elastic_operator.kubernetes.client import (
     EVENTS,
     PODS,
     ApiError,
-    ApiTimeout,
     backoff,
     with_hint,
 )
@@ -59,18 +58,6 @@ class Rejected(ClusterError):  # noqa: N818 - a result rather than an error
 
 class Blocked(ClusterError):  # noqa: N818
     """The API server does not accept the object now, but may later; the message says why."""
-
-
-class TransientError(ClusterError):
-    """The API server failed, which usually passes.
-
-    Attributes:
-        why: the reason alone.
-    """
-
-    def __init__(self, message: str, why: str = "") -> None:
-        super().__init__(message)
-        self.why = why or message
 
 
 class Writer:
@@ -144,14 +131,11 @@ class Writer:
         Raises:
             Rejected: it will never be accepted.
             Blocked: it is not accepted now.
-            TransientError: the API server failed.
             ClusterError: trying again may help.
         """
         try:
             async with self._slots[job.namespace]:
                 made = await self._api.create(resource, job.namespace, body)
-        except ApiTimeout as error:
-            raise TransientError(str(error)) from None
         except ApiError as error:
             if error.reason != "AlreadyExists":
                 raise _classified(error) from None
@@ -166,8 +150,6 @@ class Writer:
         this_one = {**body, "metadata": {**body["metadata"], "uid": uid}}
         try:
             self._store.put(resource, await self._api.apply(resource, job.namespace, name, this_one))
-        except ApiTimeout as error:
-            raise TransientError(str(error)) from None
         except ApiError as error:
             await self._expect_gone(error, resource, job.namespace, name, uid)
             return False
@@ -202,14 +184,11 @@ class Writer:
             gone = await self._is_gone(resource, namespace, name, uid) if error.conflict else error.not_found
             if not gone:
                 raise
-        about = mapping(left, "metadata")
-        if resource == ELASTIC_JOBS:
-            if about.get("deletionTimestamp"):  # a finalizer holds it
-                self._store.put(resource, left)
-        elif resource == PODS and (about.get("deletionGracePeriodSeconds") or about.get("finalizers")):
+        about = mapping(left, "metadata")  # of a Status, which answers for some kinds, it is empty
+        if about.get("deletionGracePeriodSeconds") or about.get("finalizers"):
             self._store.put(resource, left)
         else:
-            self._store.remove(resource, left if resource == PODS and left else {"metadata": {"uid": uid}})
+            self._store.remove(resource, left if about.get("uid") else {"metadata": {"uid": uid}})
 
     async def write_replicas(self, body: Json, replicas: int) -> Json:
         """Write ``spec.replicas`` of a job; return the job as it is now.
@@ -306,7 +285,7 @@ def _check_owner(found: Json, resource: Resource, job: Job) -> None:
     name = found["metadata"]["name"]
     owner = owner_of(found)
     if owner is not None and owner.uid != job.uid and owner.name == job.name:
-        raise TransientError(f"the {resource.kind} {name} of the former job of this name is still being removed")
+        raise ClusterError(f"the {resource.kind} {name} of the former job of this name is still being removed")
     if owner is None or owner.uid != job.uid:
         raise Blocked(
             f"a {resource.kind} called {name} is there that does not belong to this job: remove it, or give the "
@@ -317,7 +296,7 @@ def _check_owner(found: Json, resource: Resource, job: Job) -> None:
 def raise_worst(results: Iterable[object]) -> None:
     """Raise the error that says most: first what will never work, then what does not work now."""
     errors = [result for result in results if isinstance(result, BaseException)]
-    for kind in (Rejected, Blocked, TransientError, BaseException):
+    for kind in (Rejected, Blocked, BaseException):
         for error in errors:
             if isinstance(error, kind):
                 raise error
@@ -328,7 +307,7 @@ def _classified(error: ApiError) -> ClusterError:
         return Rejected(error.message)
     if error.blocked:
         return Blocked(with_hint(_FORBIDDEN.sub("", error.message)))
-    return TransientError(str(error), error.message) if error.transient else error
+    return error
 
 
 def event_object(job: Json, event: JobEvent, *, identity: str, now: float) -> dict[str, Any]:
