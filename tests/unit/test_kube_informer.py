@@ -125,9 +125,7 @@ async def informed(
     changes = asyncio.Event()
     store = Store(changed=lambda _key: changes.set())
     async with answering(server.answer) as configuration, Api(configuration) as api:
-        informer = Informer(
-            api, store, namespaces=namespaces, base_delay=0.02, forbidden_retry=0.02, resync_period=resync_period
-        )
+        informer = Informer(api, store, namespaces=namespaces, base_delay=0.02, resync_period=resync_period)
         running = asyncio.create_task(informer.run())
         try:
             async with asyncio.timeout(PATIENCE):
@@ -187,8 +185,8 @@ async def test_a_forbidden_namespace_does_not_delay_others_and_is_listed_once_it
         assert store.keys == ("b/digits",), "a job without its pods would seem to have none"
         [said] = [each for each in caplog.messages if "cannot be looked after" in each]
         assert said.startswith("the namespace a cannot be looked after: ")
-        assert said.endswith(
-            "; grant the operator its rights there (the chart's role has them), or take it out of --namespace"
+        assert (
+            "; grant the operator its rights there (the chart's role has them), or take it out of --namespace" in said
         )
         server.failing.clear()
         await until(lambda: set(store.keys) == {"a/digits", "b/digits"})

@@ -243,26 +243,20 @@ async def test_it_ends_when_it_is_cancelled_and_leaves_nothing_running(cluster: 
     assert cluster.busy == set()
 
 
-async def test_it_tells_how_each_reconcile_went_and_which_one_takes_long(cluster: RecordingCluster) -> None:
-    gate = asyncio.Event()
-    cluster.worlds = dict.fromkeys(("good", "bad", "odd", "slow"), (a_job(), a_world()))
+async def test_it_tells_how_each_reconcile_went(cluster: RecordingCluster) -> None:
+    cluster.worlds = dict.fromkeys(("good", "bad", "odd"), (a_job(), a_world()))
     cluster.troubles = {"bad": [ClusterError("no")], "odd": [KeyError("surprise")]}
-    cluster.gate = lambda key: gate if key == "slow" else None
     told: list[str] = []
     settings = ReconcileSettings(base_delay=3600.0)
     reconciler = Reconciler(
         cluster, lambda: NOW, settings=settings, reconciled=lambda _seconds, outcome: told.append(outcome)
     )
-    assert reconciler.longest == 0
     async with at_work(reconciler):
         for key in cluster.worlds:
             reconciler.wake(key)
-        await cluster.until(lambda: len(cluster.observed) == 4 and cluster.busy == {"slow"})
-        assert reconciler.longest > 0
-        gate.set()
-        await cluster.until(lambda: len(cluster.applied) == 2)
+        await cluster.until(lambda: len(cluster.observed) == 3 and len(cluster.applied) == 1)
 
-    assert sorted(told) == ["error", "panic", "success", "success"]
+    assert sorted(told) == ["error", "panic", "success"]
 
 
 async def test_all_jobs_are_reconciled_now_and_then(cluster: RecordingCluster) -> None:

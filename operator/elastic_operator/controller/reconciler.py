@@ -82,14 +82,14 @@ class _Queued:
         due: when to reconcile it next, a monotonic time; infinite for never.
         timer: starts its reconcile.
         rested: not to be reconciled before this time.
-        begun: when its current reconcile began; None if there is none.
+        busy: whether it is being reconciled.
         failures: of reconciles, in a row.
     """
 
     due: float = math.inf
     timer: asyncio.TimerHandle | None = None
     rested: float = 0.0
-    begun: float | None = None
+    busy: bool = False
     failures: int = 0
 
 
@@ -123,12 +123,6 @@ class Reconciler:
         self._reconciled = reconciled
         self._jobs: dict[str, _Queued] = {}
         self._tasks: asyncio.TaskGroup | None = None
-
-    @property
-    def longest(self) -> float:
-        """For how many seconds the longest current reconcile has been running; 0 if there is none."""
-        begun = [job.begun for job in self._jobs.values() if job.begun is not None]
-        return time.monotonic() - min(begun) if begun else 0.0
 
     @property
     def depth(self) -> int:
@@ -172,12 +166,12 @@ class Reconciler:
         if job.timer is not None:
             job.timer.cancel()
             job.timer = None
-        if self._tasks is not None and job.begun is None and job.due < math.inf:
+        if self._tasks is not None and not job.busy and job.due < math.inf:
             job.timer = asyncio.get_running_loop().call_at(max(job.due, job.rested), self._start, key, job, self._tasks)
 
     def _start(self, key: str, job: _Queued, tasks: asyncio.TaskGroup) -> None:
-        job.timer, job.begun = None, time.monotonic()
-        self._waited(max(job.begun - max(job.due, job.rested), 0.0))
+        job.timer, job.busy = None, True
+        self._waited(max(time.monotonic() - max(job.due, job.rested), 0.0))
         job.due = math.inf
         tasks.create_task(self._process(key, job))
 
@@ -187,7 +181,7 @@ class Reconciler:
             exists, result = await self._reconcile(key, job)
             self._reconciled(time.monotonic() - begun, result)
         finally:
-            job.begun = None
+            job.busy = False
             if exists or job.due < math.inf:
                 self._schedule(key, job)
             else:

@@ -56,19 +56,15 @@ _WATCHED: Final[Mapping[Resource, str]] = {
 _BY_PLURAL: Final = {resource.plural: resource for resource in _WATCHED}
 
 _RESYNC_PERIOD: Final = 300.0
-_FORBIDDEN_RETRY: Final = 10.0
 _MAX_DELAY: Final = 10.0
 _BASE_DELAY: Final = 0.2
-_MAX_RESTART_DELAY: Final = 15.0
-_STABLE: Final = 60.0
-"""A watch that ran this long restarts without delay."""
+_RESTART_DELAY: Final = 3.0
 _STOP_TIMEOUT: Final = 10.0
 _REQUEST_BACKOFF: Final = (1.0, 1.0, 2.0, 3.0, 5.0)
 _WATCH_INTERVAL: Final = 0.5
 """Minimum seconds between two watches of the same kind: a proxy may end each of them at once."""
 _BATCH: Final = 100
 """Listed objects that are processed before other tasks get their turn."""
-_GRANT: Final = "grant the operator its rights there (the chart's role has them)"
 
 
 class Informer:
@@ -80,7 +76,6 @@ class Informer:
         namespaces: to watch; none for all.
         resync_period: seconds between full lists: a watch may fall silent.
         base_delay: seconds before the first retry of a list.
-        forbidden_retry: seconds between tries to list a namespace without permission.
         handle_signals: called whenever kopf has begun, which sets its own signal handlers.
 
     Attributes:
@@ -95,7 +90,6 @@ class Informer:
         namespaces: Sequence[str] = (),
         resync_period: float = _RESYNC_PERIOD,
         base_delay: float = _BASE_DELAY,
-        forbidden_retry: float = _FORBIDDEN_RETRY,
         handle_signals: Callable[[], None] = lambda: None,
     ) -> None:
         self._api = api
@@ -103,18 +97,19 @@ class Informer:
         self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
         self._resync_period = resync_period
         self._base_delay = base_delay
-        self._forbidden_retry = forbidden_retry
         self._handle_signals = handle_signals
         self._listed: set[tuple[Resource, str | None]] = set()
-        self._forbidden: set[str | None] = set()
         self._progress = asyncio.Event()
-        self._problem = self._watch_problem = ""
+        self._problems: dict[str | None, str] = {}
+        """By namespace, why it cannot be listed; with the key None, why nothing can be listed."""
+        self._watch_problem = ""
         self.synced = asyncio.Event()
 
     @property
     def problem(self) -> str:
         """What keeps the store from being in sync, as a sentence."""
-        return "" if self.synced.is_set() else self._problem or "not everything that there is has been listed yet"
+        listing = "not everything that there is has been listed yet"
+        return "" if self.synced.is_set() else next(iter(self._problems.values()), listing)
 
     async def run(self) -> NoReturn:
         """List and watch until cancelled."""
@@ -135,14 +130,10 @@ class Informer:
                     await self._until_listed(namespace)
                 version = await self._list(resource, namespace)
             except ClusterError as error:
-                status = error.status if isinstance(error, ApiError) else 0
-                if status == 404:
+                if isinstance(error, ApiError) and error.not_found:
                     raise
-                if status == 403 and isinstance(error, ApiError):
-                    self._is_forbidden(namespace, error)
-                else:
-                    self._report(error)
-                await asyncio.sleep(self._forbidden_retry if status == 403 else delay)
+                self._report(namespace, error)
+                await asyncio.sleep(delay)
             else:
                 self._has_listed(resource, namespace)
                 return version
@@ -182,39 +173,42 @@ class Informer:
 
     def _has_listed(self, resource: Resource, namespace: str | None) -> None:
         self._listed.add((resource, namespace))
-        if resource == ELASTIC_JOBS and namespace in self._forbidden:
-            self._forbidden.discard(namespace)
-            _log.info("the namespace %s can be looked after now", namespace)
+        if resource == ELASTIC_JOBS:
+            if self._problems.pop(None, ""):
+                _log.info("everything can be listed now")
+            if self._problems.pop(namespace, ""):
+                _log.info("the namespace %s can be looked after now", namespace)
         self._update()
 
-    def _is_forbidden(self, namespace: str | None, error: ApiError) -> None:
-        if namespace not in self._forbidden and len(self._namespaces) > 1:
-            sentence = "the namespace %s cannot be looked after: %s; %s, or take it out of --namespace"
-            _log.warning(sentence, namespace, error, _GRANT)
-        self._forbidden.add(namespace)
-        if self._forbidden.issuperset(self._namespaces):
-            self._report(error)
+    def _report(self, namespace: str | None, error: ClusterError) -> None:
+        """Log a problem once, not with every try.
+
+        An API server answers 429 for about a second after a definition was installed: that is no warning.
+        """
+        status = error.status if isinstance(error, ApiError) else 0
+        problem = f"what exists cannot be listed: {error}"
+        if namespace is not None and len(self._namespaces) > 1:
+            problem = f"the namespace {namespace} cannot be looked after: {error}"
+        if status == 403:
+            problem += "; grant the operator its rights there (the chart's role has them)"
+            problem += ", or take it out of --namespace" if len(self._namespaces) > 1 else ""
+        if status == 404:
+            problem = (
+                "this cluster does not know the ElasticJob: install the definition (it is part of the chart, or "
+                "`kubectl apply -f crds/elasticjob.yaml`)"
+            )
+        if problem.partition(":")[0] != self._problems.get(namespace, "").partition(":")[0]:
+            _log.log(
+                logging.INFO if status == 429 else logging.WARNING, "%s; trying again until it can be done", problem
+            )
+        self._problems[namespace] = problem
         self._update()
 
     def _update(self) -> None:
         self._progress.set()
         complete = {each for each in self._namespaces if (ELASTIC_JOBS, each) in self._listed}
-        if complete and complete | self._forbidden >= set(self._namespaces):
-            if self._problem:
-                _log.info("everything can be listed now")
-            self._problem = ""
+        if complete and complete | self._problems.keys() >= set(self._namespaces):
             self.synced.set()
-
-    def _report(self, error: ClusterError) -> None:
-        """Log a problem once, not with every try.
-
-        An API server answers 429 for about a second after a definition was installed: that is no warning.
-        """
-        problem = _explained(error)
-        level = logging.INFO if isinstance(error, ApiError) and error.status == 429 else logging.WARNING
-        if problem.partition(":")[0] != self._problem.partition(":")[0] or self.synced.is_set():
-            _log.log(level, "%s; trying again until it can be done", problem)
-        self._problem = problem
 
     async def _resync(self) -> NoReturn:
         while True:
@@ -227,17 +221,11 @@ class Informer:
 
     async def _watch(self) -> NoReturn:
         """Run kopf, again and again."""
-        now = asyncio.get_running_loop().time
-        delays = backoff(1.0, _MAX_RESTART_DELAY)
         while True:
             await self._until_possible()
-            begun = now()
             why = await self._run_kopf()
-            if now() - begun >= _STABLE:
-                delays = backoff(1.0, _MAX_RESTART_DELAY)
-            delay = next(delays)
-            _log.warning("the watches have ended%s; they begin again in %.0f s", why and f" ({why})", delay)
-            await asyncio.sleep(delay)
+            _log.warning("the watches have ended%s; they begin again in %.0f s", why and f" ({why})", _RESTART_DELAY)
+            await asyncio.sleep(_RESTART_DELAY)
 
     async def _until_possible(self) -> None:
         """Wait until the cluster has ElasticJobs that may be listed in one of the namespaces.
@@ -252,7 +240,7 @@ class Informer:
                     problem = error
                 else:
                     return
-            self._report(problem)
+            self._report(None, problem)
             await asyncio.sleep(delay)
 
     async def _run_kopf(self) -> str:
@@ -424,13 +412,3 @@ def _settings() -> kopf.OperatorSettings:
         if labels:
             settings.watching.label_selectors[resource.group, resource.version, resource.plural] = labels
     return settings
-
-
-def _explained(error: ClusterError) -> str:
-    if isinstance(error, ApiError) and error.not_found:
-        return (
-            "this cluster does not know the ElasticJob: install the definition (it is part of the chart, or "
-            "`kubectl apply -f crds/elasticjob.yaml`)"
-        )
-    sentence = f"what exists cannot be listed: {error}"
-    return f"{sentence}; {_GRANT}" if isinstance(error, ApiError) and error.status == 403 else sentence

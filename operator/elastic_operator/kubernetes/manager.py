@@ -39,7 +39,6 @@ async def http_server(
     listen: Address,
     *,
     metrics: Callable[[str], tuple[bytes, str]],
-    unhealthy: Callable[[], str],
     unready: Callable[[], str],
 ) -> AsyncGenerator[int, None]:
     """Serve /healthz, /readyz and /metrics; gives the port.
@@ -47,8 +46,7 @@ async def http_server(
     Args:
         listen: where; without a host on all addresses, IPv4 and IPv6.
         metrics: returns the page and its content type for an Accept header.
-        unhealthy: returns why the process is not healthy, as a sentence.
-        unready: returns why the operator is not ready.
+        unready: returns why the operator is not ready, as a sentence.
 
     Raises:
         BadInput: the address is not available.
@@ -58,7 +56,7 @@ async def http_server(
         if request.path == "/metrics":
             page, content_type = metrics(request.headers.get("Accept", ""))
             return web.Response(body=page, headers={"Content-Type": content_type})
-        wrong = unhealthy() if request.path == "/healthz" else unready()
+        wrong = unready() if request.path == "/readyz" else ""
         return web.Response(text=f"{wrong or 'ok'}\n", status=503 if wrong else 200)
 
     app = web.Application()
@@ -79,9 +77,6 @@ async def http_server(
 
 
 _log: Final = logging.getLogger(__name__)
-
-_STUCK: Final = 600.0
-"""Seconds after which a reconcile will never end."""
 
 
 class Manager:
@@ -110,9 +105,7 @@ class Manager:
             BadInput: a setting cannot be honoured.
         """
         self._register_metrics()
-        server = http_server(
-            self._settings.listen, metrics=self._metrics.page, unhealthy=self._unhealthy, unready=self._unready
-        )
+        server = http_server(self._settings.listen, metrics=self._metrics.page, unready=self._unready)
         async with server as port:
             namespaces = ", ".join(self._settings.namespaces) or "all namespaces"
             _log.info("looking after the ElasticJobs of %s; /metrics on port %d", namespaces, port)
@@ -201,12 +194,6 @@ class Manager:
 
     def _is_leader(self) -> bool:
         return self._reconciler is not None
-
-    def _unhealthy(self) -> str:
-        reconciler = self._reconciler
-        if reconciler is not None and reconciler.longest > _STUCK:
-            return f"a job has been worked on for {reconciler.longest:.0f} s"
-        return ""
 
     def _unready(self) -> str:
         return self._informer.problem
