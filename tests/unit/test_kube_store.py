@@ -130,13 +130,6 @@ def test_only_an_elastic_job_that_controls_an_object_is_its_owner(reference: dic
 
 
 def test_fields_that_are_not_read_are_not_kept(listener: Listener) -> None:
-    last = {"kubectl.kubernetes.io/last-applied-configuration": "{}", "mine": "kept"}
-    listener.store.put(ELASTIC_JOBS, a_job(annotations=last))
-    job = listener.store.job(KEY)
-    assert job is not None
-    assert "managedFields" not in job["metadata"]
-    assert job["metadata"]["annotations"] == {"mine": "kept"}
-
     listener.store.put(DEPLOYMENTS, a_pod(managedFields=[{}]))
     (deployment,) = listener.store.owned_by(DEPLOYMENTS, cluster_objects.NAMESPACE, cluster_objects.JOB_UID)
     assert "managedFields" not in deployment["metadata"]

@@ -12,7 +12,7 @@ import collections
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from elastic_operator.api.json_values import integer, mapping, mappings, text
 from elastic_operator.api.spec import GROUP, KIND
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from elastic_operator.kubernetes.client import Resource
 
 _TOMBSTONE_TTL: Final = 900.0
-_LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +217,7 @@ def _trimmed(resource: Resource, body: Json) -> Json:
     """Drop what the operator does not read and what takes most memory."""
     if resource == PODS:
         return trimmed_pod(body)
-    about: dict[str, Any] = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
-    if _LAST_APPLIED in about.get("annotations", {}):
-        about["annotations"] = {k: v for k, v in about["annotations"].items() if k != _LAST_APPLIED}
+    about = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
     return {**body, "metadata": about}
 
 
