@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,9 +16,6 @@ from tests.support.local_runs import gone
 from tests.support.testbed.control_plane import ControlPlane
 from tests.support.testbed.daemons import DaemonDied
 from tests.support.testbed.user_cluster import DEFINITION, ClusterInUse, UserCluster
-
-if TYPE_CHECKING:
-    from tests.support.testbed.cluster import Cluster
 
 pytestmark = pytest.mark.control_plane
 
@@ -46,29 +42,6 @@ def listening_addresses(pid: int) -> set[str]:
     ]
     served = {line[1].partition(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
     return {socket.inet_ntoa(bytes.fromhex(one)[::-1]) if len(one) == 8 else one for one in served}
-
-
-async def test_objects_are_applied_owned_and_garbage_collected(control_plane: Cluster, namespace: str) -> None:
-    at = f"--namespace={namespace}"
-    await control_plane.kubectl("create", "deployment", "web", "--image=none", "--replicas=2", at)
-    await control_plane.kubectl("wait", "--for=jsonpath={.status.replicas}=2", "deployment/web", "--timeout=30s", at)
-    pods = json.loads((await control_plane.kubectl("get", "pods", "--output=json", at)).stdout)["items"]
-    assert [pod["status"]["phase"] for pod in pods] == ["Pending", "Pending"]
-    await control_plane.kubectl("delete", "deployment", "web", "--cascade=foreground", "--timeout=30s", at)
-    assert (await control_plane.kubectl("get", "pods", "--output=name", at)).stdout == ""
-
-
-async def test_a_service_account_has_only_the_granted_permissions(control_plane: Cluster, namespace: str) -> None:
-    at = f"--namespace={namespace}"
-    await control_plane.kubectl("create", "role", "reader", "--verb=get,list", "--resource=pods", at)
-    await control_plane.kubectl(
-        "create", "rolebinding", "reader", "--role=reader", f"--serviceaccount={namespace}:default", at
-    )
-    kubeconfig = {"KUBECONFIG": str(await control_plane.kubeconfig_for(namespace, "default"))}
-    await control_plane.run("kubectl", "get", "pods", env=kubeconfig)
-    refused = await control_plane.run("kubectl", "get", "pods", "--all-namespaces", env=kubeconfig, check=False)
-    assert f"system:serviceaccount:{namespace}:default" in refused.stderr
-    assert "Forbidden" in refused.stderr
 
 
 async def test_users_files_are_unchanged_and_a_failed_part_is_named(

@@ -202,17 +202,6 @@ async def test_a_volume_with_a_missing_secret_is_reported_without_a_charge(user:
     assert nobody_is_charged(status)
 
 
-async def test_an_etcd_with_a_missing_image_is_reported(user: User) -> None:
-    await user.apply(a_job("storeless", etcd={"image": "localhost/no-etcd:1"}, replicas=1))
-    missing = "its etcd does not serve yet: the image localhost/no-etcd:1 cannot be pulled"
-    await user.sees("storeless", lambda status: missing in said(status, "Waiting"))
-
-
-async def test_an_unschedulable_pod_is_reported_in_the_schedulers_words(user: User) -> None:
-    await user.apply(a_job("large", worker={"resources": {"requests": {"cpu": "1000"}}}, replicas=1))
-    await user.sees("large", lambda status: "no node takes it: 0/1 nodes are available" in said(status, "Waiting"))
-
-
 async def test_a_pod_rejected_by_its_node_is_created_again_with_backoff_and_without_a_charge(user: User) -> None:
     await user.apply(
         a_job("forced", pod={"nodeName": NODE}, worker={"resources": {"requests": {"cpu": "1000"}}}, replicas=1)

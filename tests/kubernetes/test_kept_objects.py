@@ -20,7 +20,7 @@ from elastic_operator.kubernetes.client import (
     ApiError,
 )
 from tests.support.definitions import pod_groups_defined
-from tests.support.operator_place import Json, Place, conditions, holds, uids
+from tests.support.operator_place import Json, Place, conditions, holds
 
 if TYPE_CHECKING:
     from elastic_operator.kubernetes.client import Resource
@@ -88,17 +88,6 @@ async def test_a_gang_scheduled_job_waits_for_the_pod_group_kind_and_follows_the
         await place.pods(3)
 
 
-async def test_a_foreign_pod_group_is_left_alone_and_reported(place: Place, etcd: EtcdServer) -> None:
-    async with pod_groups_defined(place.cluster, VOLCANO_GROUPS):
-        about = {"apiVersion": VOLCANO_GROUPS.api_version, "kind": "PodGroup", "metadata": {"name": "digits"}}
-        theirs = await place.api.create(VOLCANO_GROUPS, place.namespace, {**about, "spec": {"minMember": 7}})
-        await place.apply(schedulingPolicy={"gang": "Volcano"}, etcd={"endpoint": etcd.endpoint}, template={})
-        await place.told("ResourcesBlocked", "a PodGroup called digits is there that does not belong to this job")
-        assert await place.pods(0) == {}
-        now = await place.api.get(VOLCANO_GROUPS, place.namespace, "digits")
-        assert now["metadata"]["resourceVersion"] == theirs["metadata"]["resourceVersion"]
-
-
 async def test_a_disruption_budget_keeps_the_minimum_while_it_is_requested_and_useful(place: Place) -> None:
     await place.apply(minReplicas=2, disruptionBudget=True)
     pods = await place.pods(3)
@@ -130,13 +119,6 @@ async def evict(place: Place, pod: str) -> None:
     await place.api.create(replace(PODS, plural=f"pods/{pod}/eviction"), place.namespace, body)
 
 
-async def test_a_removed_disruption_budget_is_created_again(place: Place) -> None:
-    await place.apply(disruptionBudget=True)
-    budgets = await place.until(DISRUPTION_BUDGETS, lambda found: "digits-workers" in found)
-    await place.kubectl("delete", "poddisruptionbudget", "digits-workers")
-    await place.until(DISRUPTION_BUDGETS, lambda found: "digits-workers" in found and not uids(found) & uids(budgets))
-
-
 async def test_a_foreign_disruption_budget_is_reported_and_blocks_no_pod(place: Place) -> None:
     await place.kubectl("create", "poddisruptionbudget", "digits-workers", "--selector=app=x", "--min-available=1")
     await place.apply(disruptionBudget=True)
@@ -144,11 +126,13 @@ async def test_a_foreign_disruption_budget_is_reported_and_blocks_no_pod(place: 
     await place.told(
         "ResourcesBlocked", "a PodDisruptionBudget called digits-workers is there that does not belong to this job"
     )
-    await place.kubectl("delete", "poddisruptionbudget", "digits-workers")
-    await place.until(
-        DISRUPTION_BUDGETS,
-        lambda found: bool(found.get("digits-workers", {}).get("metadata", {}).get("ownerReferences")),
-    )
+    # Also one of its own that is removed is created again.
+    for _ in range(2):
+        await place.kubectl("delete", "poddisruptionbudget", "digits-workers")
+        await place.until(
+            DISRUPTION_BUDGETS,
+            lambda found: bool(found.get("digits-workers", {}).get("metadata", {}).get("ownerReferences")),
+        )
 
 
 async def test_a_finished_job_and_its_objects_are_removed_after_their_time_to_live(place: Place) -> None:

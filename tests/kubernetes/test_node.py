@@ -14,31 +14,20 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-import pytest_asyncio
 
 from tests.support.testbed import images, node_keeper, packages
 from tests.support.testbed.cache import cache_folder
 from tests.support.traces import added, processes_that_name, traces
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from tests.support.testbed.node import Node
 
 pytestmark = [pytest.mark.node, pytest.mark.asyncio(loop_scope="session")]
 
 ROOT = Path(__file__).parents[2]
-RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
-STORE = {
-    "apiVersion": "v1",
-    "kind": "Service",
-    "metadata": {"name": "store"},
-    "spec": {"selector": {"app": "store"}, "ports": [{"port": 80, "targetPort": 2379}]},
-}
-
 A_NODE = """\
 import asyncio, json, pathlib, sys
 from tests.support.testbed.node import Node
@@ -55,82 +44,6 @@ async def main(folder, image, end):
 asyncio.run(main(pathlib.Path(sys.argv[1]), *sys.argv[2:]))
 """
 """A program with a node and a running pod, until it reads a line."""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def namespace(node: Node) -> AsyncIterator[str]:
-    """A namespace that admits only restricted pods, with an etcd behind a Service."""
-    await node.load_image(images.IMAGES["etcd"], images.archive("etcd"))
-    async with node.namespace(**RESTRICTED) as name:
-        flags = [
-            "--listen-client-urls=http://0.0.0.0:2379",
-            "--advertise-client-urls=http://store:80",
-            "--data-dir=/data",
-        ]
-        probe = {"httpGet": {"path": "/health", "port": 2379}, "periodSeconds": 1}
-        await apply(node, name, STORE)
-        await apply(node, name, pod("store", args=flags, readinessProbe=probe))
-        await node.kubectl("wait", f"--namespace={name}", "pod/store", "--for=condition=Ready", "--timeout=60s")
-        yield name
-
-
-async def test_a_restricted_pod_supports_exec_and_logs(node: Node, namespace: str) -> None:
-    said = await node.kubectl("exec", f"--namespace={namespace}", "store", "--", "etcd", "--version")
-    assert "etcd Version" in said.stdout
-    assert "ready to serve client requests" in (await node.kubectl("logs", f"--namespace={namespace}", "store")).stdout
-    assert list(node.folder.glob(f"pods/{namespace}_store_*/main/0.log"))
-
-
-async def test_an_unrestricted_pod_is_refused(node: Node, namespace: str) -> None:
-    result = await node.kubectl("run", "root", "--image=any", f"--namespace={namespace}", check=False)
-    assert result.returncode != 0
-    assert 'violates PodSecurity "restricted' in result.stderr
-
-
-async def test_a_service_is_reached_by_name_from_a_pod_and_by_address_from_the_node(node: Node, namespace: str) -> None:
-    flags = ["gateway", "start", "--listen-addr=0.0.0.0:2379", f"--endpoints=store.{namespace}.svc:80"]
-    await apply(
-        node, namespace, pod("way", args=flags, readinessProbe={"tcpSocket": {"port": 2379}, "periodSeconds": 1})
-    )
-    await node.kubectl("wait", f"--namespace={namespace}", "pod/way", "--for=condition=Ready", "--timeout=60s")
-    service = (await get(node, namespace, "service/store"))["spec"]["clusterIP"]
-    way = (await get(node, namespace, "pod/way"))["status"]["podIP"]
-    for url in (f"http://{service}/health", f"http://{way}:2379/health"):
-        program = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=10).read().decode())"
-        assert '"health":"true"' in (await node.run(sys.executable, "-c", program, url)).stdout
-
-
-async def test_the_api_servers_certificate_covers_the_address_that_pods_use(node: Node) -> None:
-    service = (await get(node, "default", "service/kubernetes"))["spec"]["clusterIP"]
-    program = (
-        "import ssl, sys, urllib.request as request\n"
-        "request.urlopen(sys.argv[1], context=ssl.create_default_context(cafile=sys.argv[2]), timeout=10)"
-    )
-    authority = str(node.folder / "pki" / "ca.crt")
-    said = await node.run(sys.executable, "-c", program, f"https://{service}/version", authority, check=False)
-    assert (said.returncode, said.stderr) == (0, "")
-
-
-async def test_pods_end_with_the_exit_code_of_their_program_and_disappear(node: Node, namespace: str) -> None:
-    for name, args in (
-        ("wrong", ["--no-such-flag"]),
-        ("victim", ["gateway", "start"]),
-        ("short", ["gateway", "start"]),
-    ):
-        await apply(node, namespace, pod(name, args=args))
-    for name in ("victim", "short"):
-        await node.kubectl("wait", f"--namespace={namespace}", f"pod/{name}", "--for=condition=Ready", "--timeout=60s")
-    processes = node.processes((await get(node, namespace, "pod/victim"))["metadata"]["uid"])
-    (victim,) = [pid for pid, line in processes.items() if "gateway start" in line]
-    os.kill(victim, signal.SIGKILL)
-    for name, code in (("wrong", 2), ("victim", 128 + signal.SIGKILL)):
-        phase = "--for=jsonpath={.status.phase}=Failed"
-        await node.kubectl("wait", f"--namespace={namespace}", f"pod/{name}", phase, "--timeout=60s")
-        state = (await get(node, namespace, f"pod/{name}"))["status"]["containerStatuses"][0]["state"]
-        assert state["terminated"]["exitCode"] == code
-    await node.kubectl("delete", f"--namespace={namespace}", "pod/short", "--timeout=60s")
-    gone = await node.kubectl("get", f"--namespace={namespace}", "pod/short", check=False)
-    assert "not found" in gone.stderr
 
 
 async def test_a_command_in_the_node_ends_like_one_on_the_host(node: Node) -> None:
@@ -209,46 +122,6 @@ async def test_a_node_leaves_nothing_behind_after(end: str, tmp_path: Path) -> N
     assert added(before, traces(tools)) == {}
     assert processes_that_name(str(tmp_path), groups.pop()) == {}
     assert files_of_nodes() == files
-
-
-def pod(name: str, **main: Any) -> dict[str, Any]:
-    """A restricted pod of one container with etcd's image."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name, "labels": {"app": name}},
-        "spec": {
-            "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": 1,
-            "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}},
-            "containers": [
-                {
-                    "name": "main",
-                    "image": images.IMAGES["etcd"],
-                    "imagePullPolicy": "Never",
-                    "command": ["etcd"],
-                    "resources": {"limits": {"memory": "256Mi", "cpu": "1"}, "requests": {"cpu": "10m"}},
-                    "securityContext": {
-                        "allowPrivilegeEscalation": False,
-                        "readOnlyRootFilesystem": True,
-                        "capabilities": {"drop": ["ALL"]},
-                    },
-                    "volumeMounts": [{"name": "data", "mountPath": "/data"}],
-                    **main,
-                }
-            ],
-            "volumes": [{"name": "data", "emptyDir": {}}],
-        },
-    }
-
-
-async def apply(node: Node, namespace: str, thing: dict[str, Any]) -> None:
-    await node.kubectl("apply", f"--namespace={namespace}", "--filename=-", stdin=json.dumps(thing))
-
-
-async def get(node: Node, namespace: str, what: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((await node.kubectl("get", f"-n={namespace}", what, "-o=json")).stdout)
-    return found
 
 
 def write_image(archive: Path, name: str, content: str) -> None:

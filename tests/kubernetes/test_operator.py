@@ -13,7 +13,6 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
-import yaml
 
 from elastic_operator.api.constants import worker_selector
 from elastic_operator.kubernetes.client import (
@@ -90,22 +89,6 @@ def holder_of(operator: OperatorProcess) -> str:
 
 
 QUOTAS = Resource("", "v1", "resourcequotas", "ResourceQuota")
-
-
-def policy_against_pods(namespace: str) -> list[Json]:
-    """An admission policy that denies pods, and its binding to a namespace."""
-    about = {"apiVersion": "admissionregistration.k8s.io/v1", "metadata": {"name": f"none-in-{namespace}"}}
-    pods = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
-    here = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
-    rule = {
-        "matchConstraints": {"resourceRules": [pods]},
-        "validations": [{"expression": "false", "message": "not today"}],
-    }
-    holds_here = {"policyName": f"none-in-{namespace}", "validationActions": ["Deny"], "matchResources": here}
-    return [
-        {**about, "kind": "ValidatingAdmissionPolicy", "spec": rule},
-        {**about, "kind": "ValidatingAdmissionPolicyBinding", "spec": holds_here},
-    ]
 
 
 async def test_a_job_gets_an_etcd_and_pods_and_leaves_nothing(place: Place, operator: OperatorProcess) -> None:
@@ -272,26 +255,6 @@ async def test_a_denial_by_quota_is_reported_and_retried(
     await place.job(lambda status: "quota" not in conditions(status)["Waiting"]["message"])
 
 
-async def test_a_denial_by_policy_is_reported_and_retried(
-    place: Place, operator: OperatorProcess, etcd: EtcdServer
-) -> None:
-    policy = yaml.safe_dump_all(policy_against_pods(place.namespace))
-    await place.cluster.kubectl("apply", "--filename=-", stdin=policy)
-    try:
-        async with asyncio.timeout(PATIENCE):
-            probe = ("run", "probe", "--image=i", "--dry-run=server")
-            # There is no event for a policy that takes effect.
-            while "not today" not in (await place.kubectl(*probe, check=False)).stderr:  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-        await place.apply(etcd={"endpoint": etcd.endpoint})
-        job = await place.job(lambda status: "not today" in conditions(status).get("Waiting", {}).get("message", ""))
-        assert not holds(job["status"], "Invalid")
-        assert await place.pods(0) == {}
-    finally:
-        await place.cluster.kubectl("delete", "--filename=-", stdin=policy)
-    await place.pods(3)
-
-
 async def test_an_unreachable_store_is_named_by_the_waiting_job(
     place: Place, operator: OperatorProcess, own_etcd: EtcdServer
 ) -> None:
@@ -408,29 +371,6 @@ async def test_a_job_that_ended_during_an_operator_outage_is_not_restarted(
     await place.apply("another", replicas=1, etcd={"endpoint": etcd.endpoint})
     await place.pods(1, "another")
     assert await place.pods(0) == {}
-
-
-async def test_an_operator_that_ends_while_creating_pods_creates_none_twice(place: Place, tmp_path: Path) -> None:
-    # In a pod its name stays the same, so it need not wait for its own lease to expire.
-    async with place.operator(tmp_path, environ={"POD_NAME": "operator-0"}) as operator:
-        await operator.leads()
-        await place.apply(maxReplicas=60)
-        await place.until(PODS, lambda pods: len(live(pods)) >= 5, labels=worker_selector("digits"))
-        assert await operator.stop() == 0
-        assert holder(await place.until(LEASES, bool)) == ""
-        assert operator.log.splitlines()[-1].endswith("ended")
-        assert "Traceback" not in operator.log
-        assert "ERROR" not in operator.log
-
-        before = len(await place.until(PODS, bool, labels=worker_selector("digits")))
-        operator.start()
-        await place.until(PODS, lambda pods: len(live(pods)) > before, labels=worker_selector("digits"))
-        operator.kill()
-        operator.start()
-        found = await place.pods(60)
-    assert sorted(map(index_of, found.values())) == list(range(60))
-    job = await place.job(lambda status: status.get("replicas") == 60)
-    assert job["status"]["podFailures"] == 0
 
 
 async def test_one_of_two_operator_replicas_leads_and_the_other_takes_over(place: Place, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from elastic_operator.api.constants import worker_selector
 from elastic_operator.kubernetes.client import PODS
-from tests.support.operator_place import Json, Place, conditions, holds, live, uids
+from tests.support.operator_place import Json, Place, conditions, live, uids
 from tests.support.operator_process import OperatorProcess
 from tests.support.testbed.control_plane import ControlPlane
 from tests.support.watching_api import WatchingApi
@@ -172,22 +172,6 @@ async def test_a_namespace_without_permissions_blocks_no_other(
             await operator.until(lambda codes: codes == {"/readyz": 200}, "/readyz")
             assert operator.log.count("cannot be looked after") == 1
             assert "Traceback" not in operator.log
-
-
-@pytest.mark.usefixtures("defined")
-async def test_a_missing_service_account_is_named_by_the_waiting_job(
-    own_plane: ControlPlane, place: Place, etcd: EtcdServer, tmp_path: Path
-) -> None:
-    async with an_operator(own_plane, tmp_path) as operator:
-        template = {"spec": {"schedulerName": "nobody", "serviceAccountName": "trainer"}}
-        await place.apply(template=template, etcd={"endpoint": etcd.endpoint})
-        job = await place.job(lambda status: 'serviceaccount "trainer" not found' in waits_for(status))
-        assert not holds(job["status"], "Invalid")
-        await place.told("ResourcesBlocked", 'serviceaccount "trainer" not found; create it, or name another one')
-        assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="403") < 6, "a hot loop"
-        await place.kubectl("create", "serviceaccount", "trainer")
-        await place.pods(3)
-        await place.job(lambda status: "trainer" not in waits_for(status))
 
 
 @pytest.mark.usefixtures("defined")

@@ -65,24 +65,6 @@ async def test_the_highest_pods_leave_and_save_together_while_the_others_stay(us
     assert "scaled from 3 to 1 pod" in told
 
 
-@pytest.mark.node
-async def test_pods_that_are_not_ready_are_removed_first(user: User) -> None:
-    """The first of three pods cannot start, and the last can."""
-    late = job("half", command=["python3", "-c", SAVES], replicas=2)
-    await user.apply(late)
-    await user.wait("elasticjob/half", "jsonpath={.status.readyDesired}=2/2")
-    first = await user.pods("half")
-    try:
-        await user.node.kubectl("cordon", "node1")
-        await user.kubectl("delete", "pod", min(first))
-        await user.sees("half", lambda status: status["readyReplicas"] == 1)
-        await user.kubectl("scale", "elasticjob/half", "--replicas=1")
-        await user.sees("half", lambda status: (status["readyReplicas"], status["desired"]) == (1, 1))
-        assert list(await user.pods("half")) == [max(first)]
-    finally:
-        await user.node.kubectl("uncordon", "node1")
-
-
 # An autoscaler, which needs only the control plane
 
 POD_METRICS = Resource("metrics.k8s.io", "v1beta1", "pods", "PodMetrics")

@@ -139,15 +139,6 @@ async def test_an_image_without_the_agent_is_reported_as_such(user: User) -> Non
     assert re.search(r"image quay.io/coreos/etcd:v3.7.3 has no\s+torchelastic-run", told)
 
 
-async def test_a_template_error_is_reported_in_the_servers_words_and_fixed_by_an_edit(user: User) -> None:
-    await user.apply(job("typo", template={"spec": {"nodeSelektor": {"gpu": "yes"}}}))
-    await user.wait("elasticjob/typo", "condition=Invalid")
-    assert "nodeSelektor" in await user.events("typo")
-    assert await user.pods("typo") == {}
-    await user.apply(job("typo", replicas=1))
-    await user.wait("elasticjob/typo", "condition=Running")
-
-
 async def test_elasticjob_reports_on_a_cluster(user: User) -> None:
     await user.apply(job("seen", replicas=2))
     await user.wait("elasticjob/seen", "jsonpath={.status.worldSize}=2")

@@ -180,18 +180,6 @@ async def test_overdue_pods_that_never_ran_do_not_delay_a_suspension(
     assert cluster.server.times("DELETE", PODS) == 0, "their deletion had begun"
 
 
-async def test_workers_make_room_for_etcd(cluster: OperatedCluster) -> None:
-    cluster.add_job(minReplicas=1, maxReplicas=3, replicas=3)
-    await cluster.have_pods(3)
-    cluster.run_pods()
-    blocked = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: few"}
-    cluster.tell_of_etcd(conditions=[blocked])
-    await cluster.until(lambda: "exceeded quota: few" in (cluster.message("Waiting") or ""))
-    await cluster.have_pods(1)
-    cluster.tell_of_etcd(conditions=[])
-    await cluster.have_pods(3)
-
-
 async def test_an_unreachable_own_etcd_is_reported_while_it_is_ready(
     cluster: OperatedCluster,
 ) -> None:
@@ -284,23 +272,6 @@ async def test_a_deleted_pod_group_is_created_again_when_it_changes(cluster: Ope
     cluster.add_job(**GANG, minReplicas=1, maxReplicas=3, replicas=3)
     await cluster.have_pods(3)
     assert cluster.server.get(SCHEDULER_PLUGINS_GROUPS, NAME)["spec"]["minMember"] == 1
-
-
-async def test_a_pod_group_that_may_not_be_changed_is_reported_and_tried_less_often(cluster: OperatedCluster) -> None:
-    cluster.add_job(**GANG)
-    await cluster.have_pods(2)
-
-    def fault(method: str, path: str) -> Fault | None:
-        return (403, "Forbidden", "exceeded quota: few") if method == "PATCH" and "podgroups" in path else None
-
-    cluster.server.fault = fault
-    cluster.add_job(**GANG, minReplicas=1, maxReplicas=3, replicas=3)
-    await cluster.until(lambda: "exceeded quota: few" in str(cluster.status))
-    tries = cluster.server.times("PATCH", SCHEDULER_PLUGINS_GROUPS)
-    for _ in range(20):
-        await cluster.look()
-    assert cluster.server.times("PATCH", SCHEDULER_PLUGINS_GROUPS) - tries < 10
-    assert len(cluster.server.of_kind(PODS)) == 2
 
 
 async def test_an_unreadable_spec_is_invalid_and_nothing_else_changes(

@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import logging
 import re
+import socket
 from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
 
+from elastic_operator.errors import BadInput
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, LEASES, PODS, Api
 from elastic_operator.kubernetes.main import Address, OperatorSettings
-from elastic_operator.kubernetes.manager import Manager
+from elastic_operator.kubernetes.manager import Manager, http_server
+from elastic_operator.kubernetes.metrics import OperatorMetrics
 from tests.support.object_server import NAMESPACE, ObjectServer
 
 if TYPE_CHECKING:
@@ -86,3 +89,44 @@ async def test_a_standby_lists_all_jobs_and_does_nothing_until_it_leads(
         server.put(LEASES, "elastic-operator", spec={**HELD, "holderIdentity": ""})
         await server.until(lambda: len(server.of_kind(PODS)) == 1)
         assert await metric("elastic_operator_leader") == "1.0"
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+async def test_health_and_readiness_say_what_is_wrong(session: aiohttp.ClientSession) -> None:
+    wrong = ["not everything has been listed yet"]
+    web = http_server(
+        Address("127.0.0.1", 0),
+        metrics=OperatorMetrics().page,
+        unready=lambda: wrong[-1],
+    )
+    async with web as port:
+        root = f"http://127.0.0.1:{port}"
+
+        async def ask(path: str) -> tuple[int, str]:
+            async with session.get(root + path) as response:
+                return response.status, await response.text()
+
+        assert await ask("/healthz") == (200, "ok\n")
+        assert await ask("/readyz") == (503, "not everything has been listed yet\n")
+        wrong.append("")
+        assert await ask("/readyz") == (200, "ok\n")
+        assert (await ask("/secret"))[0] == 404
+        status, page = await ask("/metrics")
+        assert status == 200
+        assert "process_resident_memory_bytes" in page
+
+
+async def test_an_address_in_use_is_reported_with_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        web = http_server(Address("127.0.0.1", port), metrics=OperatorMetrics().page, unready=str)
+        with pytest.raises(
+            BadInput, match=rf"nothing can be served on 127\.0\.0\.1:{port}: .*; choose another address"
+        ):
+            async with web:
+                pass

@@ -10,8 +10,7 @@ import pytest
 
 from elastic_operator.api.report import Report, decode_report
 from elastic_operator.api.status import JobState
-from elastic_operator.errors import ClusterError
-from elastic_operator.kubernetes.client import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, PODS, Api
+from elastic_operator.kubernetes.client import CONFIG_MAPS, DEPLOYMENTS, PODS, Api
 from elastic_operator.kubernetes.store import Store
 from elastic_operator.kubernetes.writer import Blocked, Writer
 from tests.support.builders import NAME, NOW, UID, a_job
@@ -81,13 +80,6 @@ async def test_a_config_map_of_another_owner_is_left_alone(server: ObjectServer,
     with pytest.raises(Blocked, match=f"a ConfigMap called {REPORT} is there that does not belong to this job"):
         await keep(api, a_report(1))
     assert server.get(CONFIG_MAPS, REPORT)["data"] == {"mine": "1"}
-
-
-async def test_the_report_of_a_former_job_with_the_same_name_is_waited_for(server: ObjectServer, api: Api) -> None:
-    former = {"apiVersion": ELASTIC_JOBS.api_version, "kind": "ElasticJob", "name": NAME, "uid": "x"}
-    server.put(CONFIG_MAPS, REPORT, metadata={"ownerReferences": [{**former, "controller": True}]})
-    with pytest.raises(ClusterError, match="of the former job of this name is still being removed"):
-        await keep(api, a_report(1))
 
 
 def succeeds(cluster: OperatedCluster) -> None:
