@@ -118,14 +118,12 @@ def server() -> Server:
 
 
 @contextlib.asynccontextmanager
-async def informed(
-    server: Server, *namespaces: str, resync_period: float = 300.0
-) -> AsyncIterator[tuple[Informer, Store]]:
+async def informed(server: Server, *namespaces: str) -> AsyncIterator[tuple[Informer, Store]]:
     """An informer at work."""
     changes = asyncio.Event()
     store = Store(changed=lambda _key: changes.set())
     async with answering(server.answer) as configuration, Api(configuration) as api:
-        informer = Informer(api, store, namespaces=namespaces, base_delay=0.02, resync_period=resync_period)
+        informer = Informer(api, store, namespaces=namespaces, base_delay=0.02)
         running = asyncio.create_task(informer.run())
         try:
             async with asyncio.timeout(PATIENCE):
@@ -162,14 +160,6 @@ async def test_an_expired_watch_lists_again_and_removes_what_is_gone(server: Ser
         server.pods = []
         for change in ({"type": "ERROR", "object": {"code": 410}}, None):
             server.changes.put_nowait(change)
-        await until(lambda: store.count(PODS) == 0)
-
-
-async def test_everything_is_listed_again_periodically(server: Server) -> None:
-    server.pods = ["a"]
-    async with informed(server, resync_period=0.05) as (informer, store):
-        await informer.synced.wait()
-        server.pods = []
         await until(lambda: store.count(PODS) == 0)
 
 

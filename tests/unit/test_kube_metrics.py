@@ -104,7 +104,7 @@ def test_the_page_has_all_series() -> None:
     metrics.registry.register(JobCollector(lambda: jobs, lambda: True))
     job = that_trained(a_job())
     world = a_world(running(0), died(1))
-    metrics.status_written(job, plan(job, world, NOW), NOW)
+    metrics.status_written(job, plan(job, world, NOW))
     metrics.waited(0.02)
     metrics.reconciled(0.02, "success")
     metrics.requested("LIST", 200)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from elastic_operator.api.spec import Json
     from elastic_operator.controller.model import Plan, Pod
-    from elastic_operator.kubernetes.client import Api
     from elastic_operator.kubernetes.store import ManagedEtcd
     from elastic_operator.store_mirror import StoreMirror
 
@@ -255,7 +254,7 @@ class KubernetesBackend(Applier):
         if startup.is_due():
             uid = next((uid for uid in slow if uid not in startup.messages), next(iter(startup.messages), ""))
             message = startup.messages.pop(uid, "")
-            asking = self._why_etcd_waits(job) if uid == ETCD else why_not_started(self.api, job.namespace, uid)
+            asking = self._why_etcd_waits(job) if uid == ETCD else self._why_not_started(job, uid)
             try:
                 message = await asking
             except ClusterError as error:
@@ -269,8 +268,12 @@ class KubernetesBackend(Applier):
             if why := why_waiting(pod, ETCD):
                 return why
             if text(pod, "spec", "nodeName") and all(each.running is None for each in container_states(pod)):
-                return await why_not_started(self.api, job.namespace, text(pod, "metadata", "uid"))
+                return await self._why_not_started(job, text(pod, "metadata", "uid"))
         return ""
+
+    async def _why_not_started(self, job: Job, uid: str) -> str:
+        events, _ = await self.api.list(EVENTS, job.namespace, fields=f"involvedObject.uid={uid}")
+        return startup_problem(events)
 
     def _with_diagnosis(self, pod: Pod, record: JobRecord) -> Pod:
         """A pod; one that starts with why it does not, one that is overdue as ended: its node is lost."""
@@ -347,18 +350,8 @@ def _pdb_error(body: Json) -> str | None:
     return None
 
 
-async def why_not_started(api: Api, namespace: str, uid: str) -> str:
-    """What keeps a scheduled pod from starting, by the last of its events, as a clause; empty if nothing does.
-
-    Raises:
-        ClusterError: the events cannot be read.
-    """
-    events, _ = await api.list(EVENTS, namespace, fields=f"involvedObject.uid={uid}")
-    return startup_problem(events)
-
-
 def startup_problem(events: Iterable[Json]) -> str:
-    """The same, from the events of one pod."""
+    """What keeps a scheduled pod from starting, by the last of its events, as a clause; empty if nothing does."""
     of_starters = [
         event
         for event in events

@@ -55,12 +55,13 @@ _WATCHED: Final[Mapping[Resource, str]] = {
 """The watched kinds with their label selectors."""
 _BY_PLURAL: Final = {resource.plural: resource for resource in _WATCHED}
 
-_RESYNC_PERIOD: Final = 300.0
 _MAX_DELAY: Final = 10.0
 _BASE_DELAY: Final = 0.2
 _RESTART_DELAY: Final = 3.0
 _STOP_TIMEOUT: Final = 10.0
 _REQUEST_BACKOFF: Final = (1.0, 1.0, 2.0, 3.0, 5.0)
+_LONGEST_WATCH: Final = 300.0
+"""Seconds after which a watch is opened again: it may have fallen silent."""
 _WATCH_INTERVAL: Final = 0.5
 """Minimum seconds between two watches of the same kind: a proxy may end each of them at once."""
 _BATCH: Final = 100
@@ -74,7 +75,6 @@ class Informer:
         api: the connection.
         store: what to fill.
         namespaces: to watch; none for all.
-        resync_period: seconds between full lists: a watch may fall silent.
         base_delay: seconds before the first retry of a list.
         handle_signals: called whenever kopf has begun, which sets its own signal handlers.
 
@@ -88,14 +88,12 @@ class Informer:
         store: Store,
         *,
         namespaces: Sequence[str] = (),
-        resync_period: float = _RESYNC_PERIOD,
         base_delay: float = _BASE_DELAY,
         handle_signals: Callable[[], None] = lambda: None,
     ) -> None:
         self._api = api
         self._store = store
         self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
-        self._resync_period = resync_period
         self._base_delay = base_delay
         self._handle_signals = handle_signals
         self._listed: set[tuple[Resource, str | None]] = set()
@@ -113,10 +111,11 @@ class Informer:
 
     async def run(self) -> NoReturn:
         """List and watch until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._resync())
-            await self._watch()
-        raise AssertionError("unreachable")
+        while True:
+            await self._until_possible()
+            why = await self._run_kopf()
+            _log.warning("the watches have ended%s; they begin again in %.0f s", why and f" ({why})", _RESTART_DELAY)
+            await asyncio.sleep(_RESTART_DELAY)
 
     async def list(self, resource: Resource, namespace: str | None) -> str:
         """List a kind into the store, trying until it succeeds; return the resource version of the list.
@@ -209,23 +208,6 @@ class Informer:
         complete = {each for each in self._namespaces if (ELASTIC_JOBS, each) in self._listed}
         if complete and complete | self._problems.keys() >= set(self._namespaces):
             self.synced.set()
-
-    async def _resync(self) -> NoReturn:
-        while True:
-            await asyncio.sleep(self._resync_period)
-            for resource, namespace in tuple(self._listed):
-                try:
-                    await self._list(resource, namespace)
-                except ClusterError as error:
-                    _log.info("the %s could not be listed again: %s", resource.plural, error)
-
-    async def _watch(self) -> NoReturn:
-        """Run kopf, again and again."""
-        while True:
-            await self._until_possible()
-            why = await self._run_kopf()
-            _log.warning("the watches have ended%s; they begin again in %.0f s", why and f" ({why})", _RESTART_DELAY)
-            await asyncio.sleep(_RESTART_DELAY)
 
     async def _until_possible(self) -> None:
         """Wait until the cluster has ElasticJobs that may be listed in one of the namespaces.
@@ -406,6 +388,7 @@ def _settings() -> kopf.OperatorSettings:
     settings.scanning.disabled = True
     settings.process.ultimate_exiting_timeout = None
     settings.networking.error_backoffs = _REQUEST_BACKOFF
+    settings.watching.client_timeout = _LONGEST_WATCH
     settings.queueing.idle_timeout = 0.1  # kopf keeps each object, whole, for this time
     settings.persistence.diffbase_storage = _NoDiffBase()
     for resource, labels in _WATCHED.items():

@@ -20,7 +20,7 @@ from elastic_operator.errors import ClusterError
 from elastic_operator.kubernetes.client import LEASES, ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable, Coroutine
 
     from elastic_operator.api.spec import Json
     from elastic_operator.kubernetes.client import Api
@@ -60,7 +60,7 @@ class LeaderElector:
     _renewed: float = field(default=0.0, init=False)
     _problem: str = field(default="", init=False)
 
-    async def run(self, work: Callable[[], Awaitable[None]]) -> NoReturn:
+    async def run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> NoReturn:
         """Run ``work`` whenever the lease is held, and cancel it when the lease is lost; release the lease at the end.
 
         Args:
@@ -71,23 +71,11 @@ class LeaderElector:
             _log.info("became leader (%s)", self.identity)
             self.is_leader = True
             try:
-                await self._while_held(work)
+                await until_one_ends(work(), self._renew_until_lost())
             finally:
                 self.is_leader = False
                 await self._release()
             _log.warning("no longer leader (%s): the lease could not be renewed", self.identity)
-
-    async def _while_held(self, work: Callable[[], Awaitable[None]]) -> None:
-        tasks = {asyncio.ensure_future(work()), asyncio.ensure_future(self._renew_until_lost())}
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-        for task in tasks:
-            if not task.cancelled():
-                task.result()
 
     async def _acquire(self) -> None:
         while True:
@@ -181,3 +169,17 @@ class LeaderElector:
 
 def _holder(lease: Json | None) -> str:
     return text(lease, "spec", "holderIdentity")
+
+
+async def until_one_ends(*works: Coroutine[Any, Any, object]) -> None:
+    """Run coroutines until one of them ends, then cancel the others; raise its exception, if any."""
+    tasks = {asyncio.ensure_future(work) for work in works}
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.result()

@@ -5,11 +5,9 @@ Every copy lists and watches, so that it can take over at once. The leader has a
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import logging
-import time
 from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
@@ -20,16 +18,16 @@ from elastic_operator.kubernetes.backend import KubernetesBackend
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS
 from elastic_operator.kubernetes.informer import Informer
 from elastic_operator.kubernetes.job_store import JobStores
-from elastic_operator.kubernetes.leaderelection import LeaderElector
+from elastic_operator.kubernetes.leaderelection import LeaderElector, until_one_ends
 from elastic_operator.kubernetes.metrics import JobCollector, OperatorMetrics
 from elastic_operator.kubernetes.store import Store
 from elastic_operator.kubernetes.writer import Writer
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import AsyncGenerator, Callable, Iterator
 
     from elastic_operator.api.spec import Json
-    from elastic_operator.controller.model import Job, Plan
     from elastic_operator.kubernetes.client import Api, Resource
     from elastic_operator.kubernetes.main import Address, OperatorSettings
 
@@ -105,22 +103,11 @@ class Manager:
             BadInput: a setting cannot be honoured.
         """
         self._register_metrics()
-        server = http_server(self._settings.listen, metrics=self._metrics.page, unready=self._unready)
+        server = http_server(self._settings.listen, metrics=self._metrics.page, unready=lambda: self._informer.problem)
         async with server as port:
             namespaces = ", ".join(self._settings.namespaces) or "all namespaces"
             _log.info("looking after the ElasticJobs of %s; /metrics on port %d", namespaces, port)
-            async with asyncio.TaskGroup() as background:
-                informer = background.create_task(self._informer.run())
-                tasks = {asyncio.ensure_future(stop.wait()), asyncio.ensure_future(self._lead())}
-                try:
-                    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    for task in (*tasks, informer):
-                        task.cancel()
-                    await asyncio.wait(tasks)
-                for task in tasks:
-                    if not task.cancelled():
-                        task.result()
+            await until_one_ends(stop.wait(), self._informer.run(), self._lead())
         _log.info("ended")
 
     async def _lead(self) -> None:
@@ -153,7 +140,7 @@ class Manager:
                 writer=writer,
                 stores=stores,
                 settings=settings.pods,
-                status_written=self._status_written,
+                status_written=self._metrics.status_written,
             )
             self._reconciler = Reconciler(
                 self._backend,
@@ -165,9 +152,6 @@ class Manager:
                 await self._reconciler.run()
             finally:
                 self._reconciler = self._backend = None
-
-    def _status_written(self, job: Job, plan: Plan) -> None:
-        self._metrics.status_written(job, plan, time.time())
 
     def _jobs(self) -> Iterator[Json]:
         return (body for key in self._store.keys if (body := self._store.job(key)) is not None)
@@ -194,6 +178,3 @@ class Manager:
 
     def _is_leader(self) -> bool:
         return self._reconciler is not None
-
-    def _unready(self) -> str:
-        return self._informer.problem

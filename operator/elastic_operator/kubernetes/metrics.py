@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import time
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -246,19 +247,18 @@ class OperatorMetrics:
         if resource == PODS:
             self._pods.inc()
 
-    def status_written(self, job: Job, plan: Plan, now: float) -> None:
+    def status_written(self, job: Job, plan: Plan) -> None:
         """Count what a written status accounts for.
 
         Args:
             job: with the status that it had before.
             plan: with the new status.
-            now: seconds since the Unix epoch.
         """
         if plan.status is None:
             return
         for cause, count in restarts(job, plan).items():
             self._restarts.labels(cause.value).inc(count)
-        seconds = seconds_to_running(job, plan.status, now)
+        seconds = seconds_to_running(job, plan.status, time.time())
         if seconds is not None:
             self._starts.observe(seconds)
 
