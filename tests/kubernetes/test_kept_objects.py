@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from elastic_operator.kubernetes.client import (
-    DEPLOYMENTS,
     DISRUPTION_BUDGETS,
     ELASTIC_JOBS,
     PODS,
@@ -133,16 +132,6 @@ async def test_a_foreign_disruption_budget_is_reported_and_blocks_no_pod(place: 
             DISRUPTION_BUDGETS,
             lambda found: bool(found.get("digits-workers", {}).get("metadata", {}).get("ownerReferences")),
         )
-
-
-async def test_a_finished_job_and_its_objects_are_removed_after_their_time_to_live(place: Place) -> None:
-    await place.apply(disruptionBudget=True, ttlSecondsAfterFinished=1, replicas=1)
-    (pod,) = await place.pods(1)
-    await place.runs(pod)
-    await place.ends(pod, 0)
-    await place.until(ELASTIC_JOBS, lambda found: not found)
-    for resource in (PODS, DEPLOYMENTS, DISRUPTION_BUDGETS):
-        await place.until(resource, lambda found: not found)
 
 
 async def test_a_job_managed_by_another_controller_is_left_alone(place: Place) -> None:

@@ -198,29 +198,6 @@ async def test_a_failed_pod_is_replaced_counted_and_kept_for_its_log(place: Plac
     assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="201") > 3
 
 
-async def test_a_succeeded_job_gets_no_more_pods_and_loses_its_etcd(place: Place, operator: OperatorProcess) -> None:
-    await place.apply(replicas=2)
-    pods = await place.pods(2)
-    for pod in pods:
-        await place.runs(pod)
-    await place.job(lambda status: status.get("replicas") == 2)
-    for pod in pods:
-        await place.ends(pod, 0)
-    job = await place.job(lambda status: holds(status, "Succeeded") and holds(status, "Finished"))
-    assert job["status"]["state"] == "Succeeded"
-    await place.until(DEPLOYMENTS, lambda found: not found)
-    await place.until(SERVICES, lambda found: not found)
-    await place.told("Succeeded", "succeeded")
-
-    await place.kubectl("delete", "pod", "--all")
-    await place.kubectl("scale", "elasticjob/digits", "--replicas=3")
-    # When the operator has handled another job, it has handled this one.
-    await place.job(lambda status: status.get("observedGeneration") == job["metadata"]["generation"] + 1)
-    await place.apply("another", replicas=1)
-    await place.pods(1, "another")
-    assert await place.pods(0) == {}
-
-
 async def test_a_refused_template_makes_the_job_invalid_in_the_servers_words(
     place: Place, operator: OperatorProcess, etcd: EtcdServer
 ) -> None:
