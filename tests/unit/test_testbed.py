@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.testbed import availability, binaries, image_build, image_settings, images, node_cgroups
+from tests.support.testbed import availability, binaries, image_build, image_room, images, node_cgroups
 from tests.support.testbed.cache import Missing
 from tests.support.testbed.node_cgroups import Groups, Hierarchy
 
@@ -127,7 +127,7 @@ def test_pip_in_a_build_uses_this_machines_settings(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PIP_FIND_LINKS", "/some/folder https://wheels.example/")
     home = tmp_path / "home"
     home.mkdir()
-    image_settings.write_home(home)
+    image_room.write_home(home)
     lines = (home / ".config/pip/pip.conf").read_text().splitlines()
     assert "index-url = https://me:secret@mirror.example/simple" in lines
     assert "find-links = /root/wheels https://wheels.example/" in lines  # another folder does not exist in a build

@@ -13,7 +13,6 @@ module                 content
 ``node_inside``        the first process in the namespaces
 ``node_keeper``        the process that removes the node
 ``node_cgroups``       its control groups
-``node_images``        imported images
 ``node_enter``         commands in the namespaces
 ``node_syscalls``      system calls that Python lacks
 =====================  ===============================================================================
@@ -42,10 +41,10 @@ from tests.support.testbed.binaries import binary
 from tests.support.testbed.cache import Missing, cache_folder
 from tests.support.testbed.cluster import Cluster
 from tests.support.testbed.commands import CommandFailed, Result
+from tests.support.testbed.images import Kept, full_name, listed
 from tests.support.testbed.installation import Site
 from tests.support.testbed.node_config import Bed
 from tests.support.testbed.node_enter import entering
-from tests.support.testbed.node_images import Kept, full_name, listed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
