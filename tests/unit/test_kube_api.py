@@ -54,7 +54,7 @@ def api_of(server: Server) -> Api:
 async def test_another_server_is_not_taken_for_an_api_server(server: Server, answer: bytes) -> None:
     server.answers.append(answer)
     async with api_of(server) as api:
-        with pytest.raises(ClusterError, match="no Kubernetes API server"):
+        with pytest.raises(ClusterError, match="is not a Kubernetes API server"):
             await api.get(ELASTIC_JOBS, "default", "digits")
 
 
@@ -62,7 +62,7 @@ async def test_another_server_is_not_taken_for_an_api_server(server: Server, ans
 async def test_an_invalid_list_is_not_taken_for_an_empty_one(server: Server, answer: bytes) -> None:
     server.answers.append(answer)
     async with api_of(server) as api:
-        with pytest.raises(ClusterError, match="no Kubernetes API server"):
+        with pytest.raises(ClusterError, match="is not a Kubernetes API server"):
             _ = [page async for page in api.pages(ELASTIC_JOBS, None)]
 
 

@@ -378,7 +378,7 @@ def initialized(state: dict[str, Any], name: str = "fetch", **more: Any) -> dict
         (starting("ImagePullBackOff", BACK_OFF), NO_PULL),
         (
             starting("InvalidImageName", 'couldn\'t parse image name "TEAM"'),
-            '"team/train:1" is no name of an image; correct it in the job',
+            '"team/train:1" is not a valid image name; correct it in the job',
         ),
         (
             starting("ErrImageNeverPull", 'Container image "x" is not present'),

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger(__name__)
 
 _DELETION_TIMEOUT: Final = 60.0
-"""Seconds that a live kubelet needs at most to remove a pod of which nothing runs."""
+"""Seconds that a live kubelet needs at most to remove a pod without running containers."""
 _DELETED_TTL: Final = 900.0
 _FIRST_LOOK: Final = 5.0
 """Seconds before the events of a pod that does not start are read."""

@@ -69,7 +69,7 @@ class Resource:
 
     @property
     def api_version(self) -> str:
-        """As it stands in an object."""
+        """The value of ``apiVersion`` in an object."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str | None = None, name: str | None = None, subresource: str = "") -> str:
@@ -434,7 +434,7 @@ class Api:
         return found
 
     def _not_an_api_server(self) -> ClusterError:
-        return ClusterError(f"what answers under {self._configuration.host} is no Kubernetes API server")
+        return ClusterError(f"the server at {self._configuration.host} is not a Kubernetes API server")
 
 
 def selectors(labels: str = "", name: str = "", fields: str = "") -> dict[str, str]:

@@ -182,7 +182,7 @@ class Informer:
     def _report(self, namespace: str | None, error: ClusterError) -> None:
         """Log a problem once, not with every try.
 
-        An API server answers 429 for about a second after a definition was installed: that is no warning.
+        An API server answers 429 for about a second after a definition was installed: this is logged as information.
         """
         status = error.status if isinstance(error, ApiError) else 0
         problem = f"what exists cannot be listed: {error}"

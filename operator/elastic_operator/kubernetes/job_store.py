@@ -102,7 +102,7 @@ class Credentials:
         try:
             if self.authority is not None:
                 context.load_verify_locations(self.authority)
-            problem = f"a {CERTIFICATE} and a {KEY} that are no pair in PEM form without a password"
+            problem = f"a {CERTIFICATE} and a {KEY} that are not a pair in PEM form without a password"
             if self.certificate is not None:
                 context.load_cert_chain(self.certificate, self.key, password="")
         except (OSError, ValueError):

@@ -110,7 +110,7 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> OperatorSet
     in_pod = bool(environ.get("KUBERNETES_SERVICE_HOST"))
     if not in_pod and given.kubeconfig is None and given.context is None:
         # The cluster that the user used last must not be changed by accident.
-        parser.error("this is no pod: name a cluster with --context or --kubeconfig")
+        parser.error("this is not a pod: name a cluster with --context or --kubeconfig")
     return OperatorSettings(
         namespaces=tuple(dict.fromkeys(given.namespace)),
         etcd_secrets_namespaces=tuple(dict.fromkeys(given.etcd_secrets_namespace)),
@@ -199,14 +199,14 @@ def _parser() -> argparse.ArgumentParser:
 def _namespace(text: str) -> str:
     if not _LABEL.fullmatch(text):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no namespace: small letters, digits and dashes, at most 63 of them"
+            f"{text!r} is not a valid namespace: small letters, digits and dashes, at most 63 of them"
         )
     return text
 
 
 def _port(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port: a number from 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid port: a number from 0 to 65535")
     return int(text)
 
 

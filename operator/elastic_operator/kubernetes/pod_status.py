@@ -286,7 +286,7 @@ def _obstacle(pod: Json, container: ContainerState, kind: str) -> str | None:
         hint = "" if "/" in image else " (is it on the nodes?)"
         return f"the image {image} cannot be pulled{hint}{f': {cause}' if cause else ''}"
     if reason == "InvalidImageName":
-        return f'"{image}" is no name of an image; correct it in the job'
+        return f'"{image}" is not a valid image name; correct it in the job'
     if reason == "ErrImageNeverPull":
         return f"the image {image} is not on its node, and imagePullPolicy is Never"
     if reason.startswith(("CreateContainer", "RunContainer", "PreCreateHook", "PreStartHook", "PostStartHook")):

@@ -30,7 +30,7 @@ from elastic_operator.resources.metadata import own_metadata
 from torchelastic.protocol import shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Awaitable, Callable, Iterable, Mapping
 
     from elastic_operator.api.report import Report
     from elastic_operator.api.spec import Json
@@ -148,12 +148,8 @@ class Writer:
         """Apply an object that a job owns; return False if it does not exist any more. Raises as :meth:`create`."""
         name = body["metadata"]["name"]
         this_one = {**body, "metadata": {**body["metadata"], "uid": uid}}
-        try:
-            self._store.put(resource, await self._api.apply(resource, job.namespace, name, this_one))
-        except ApiError as error:
-            await self._expect_gone(error, resource, job.namespace, name, uid)
-            return False
-        return True
+        answer = self._api.apply(resource, job.namespace, name, this_one)
+        return await self._update(resource, job.namespace, name, uid, answer)
 
     async def annotate(
         self, resource: Resource, namespace: str, name: str, uid: str, annotations: Mapping[str, str]
@@ -164,10 +160,7 @@ class Writer:
             ClusterError: trying again may help.
         """
         change = {"metadata": {"uid": uid, "annotations": dict(annotations)}}
-        try:
-            self._store.put(resource, await self._api.patch(resource, namespace, name, change))
-        except ApiError as error:
-            await self._expect_gone(error, resource, namespace, name, uid)
+        await self._update(resource, namespace, name, uid, self._api.patch(resource, namespace, name, change))
 
     async def delete(self, resource: Resource, namespace: str, name: str, uid: str) -> None:
         """Delete an object, unless it is gone.
@@ -257,13 +250,18 @@ class Writer:
         except ApiError as error:
             raise _classified(error) from None
 
-    async def _expect_gone(self, error: ApiError, resource: Resource, namespace: str, name: str, uid: str) -> None:
-        """Raise an error, unless its cause is that the object is gone."""
-        # A UID that does not fit is called a conflict, or invalid.
-        perhaps = error.not_found or ((error.conflict or error.invalid) and uid in error.message)
-        if not perhaps or not await self._is_gone(resource, namespace, name, uid):
-            raise _classified(error) from None
-        self._store.remove(resource, {"metadata": {"uid": uid}})
+    async def _update(self, resource: Resource, namespace: str, name: str, uid: str, answer: Awaitable[Json]) -> bool:
+        """Keep the answer to a change of an object; return False if the object is gone."""
+        try:
+            self._store.put(resource, await answer)
+        except ApiError as error:
+            # A UID that does not fit is called a conflict, or invalid.
+            perhaps = error.not_found or ((error.conflict or error.invalid) and uid in error.message)
+            if not perhaps or not await self._is_gone(resource, namespace, name, uid):
+                raise _classified(error) from None
+            self._store.remove(resource, {"metadata": {"uid": uid}})
+            return False
+        return True
 
     async def _is_gone(self, resource: Resource, namespace: str, name: str, uid: str) -> bool:
         found, _ = await self._api.list(resource, namespace, name=name)
