@@ -595,6 +595,11 @@ def other_version(theirs: int) -> str:
     )
 
 
+def name_of(node: str) -> str:
+    """Return the name in a node's id."""
+    return node.rpartition(".")[0] or node
+
+
 def bracketed(host: str) -> str:
     """Return a host as written before a colon and a port: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host

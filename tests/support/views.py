@@ -18,7 +18,7 @@ from torchelastic.protocol import (
     SizeRecord,
 )
 from torchelastic.rendezvous.policy.membership import Membership, Peer
-from torchelastic.rendezvous.policy.plan import EndRun, FormRound, plan
+from torchelastic.rendezvous.policy.plan import plan
 
 SETTINGS = RendezvousSettings(run_id="run", size=SizeRecord(min=1, max=4))
 
@@ -84,15 +84,15 @@ def done(name: str, number: int = 1) -> Peer:
 def next_round(situation: Membership, settings: RendezvousSettings = SETTINGS) -> RoundRecord:
     """The round that the leader forms at once."""
     decision = plan(situation, settings)
-    assert isinstance(decision, FormRound), decision
-    return decision.record
+    assert isinstance(decision, RoundRecord), decision
+    return decision
 
 
 def outcome_of(situation: Membership, settings: RendezvousSettings = SETTINGS) -> OutcomeRecord:
     """The outcome that the leader commits at once."""
     decision = plan(situation, settings)
-    assert isinstance(decision, EndRun), decision
-    return decision.record
+    assert isinstance(decision, OutcomeRecord), decision
+    return decision
 
 
 def members(record: RoundRecord) -> tuple[str, ...]:

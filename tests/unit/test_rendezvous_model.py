@@ -36,12 +36,8 @@ from torchelastic.protocol import (
 from torchelastic.rendezvous.policy.membership import Membership
 from torchelastic.rendezvous.policy.plan import (
     Decision,
-    EndRun,
-    FormRound,
-    GiveNotice,
     GiveWay,
     Hold,
-    current_notice,
     plan,
 )
 from torchelastic.rendezvous.run_state import RunStateWatch, Versioned
@@ -374,7 +370,7 @@ class Run(RuleBasedStateMachine):
     def a_paused_leader_commits(self) -> None:
         assert self.pending is not None
         pending, self.pending = self.pending, None
-        if not isinstance(pending.decision, (GiveNotice, GiveWay)):
+        if not isinstance(pending.decision, (NoticeRecord, GiveWay)):
             self.commit(pending)
 
     @initialize(
@@ -559,10 +555,10 @@ class Run(RuleBasedStateMachine):
         decision = plan(snapshot, RULES)
         assert decision == plan(snapshot, RULES)
         run = self.nodes[name].listener.run
-        if isinstance(decision, EndRun) and run.leader.modified != self.store.modified(KEYS.leader):
+        if isinstance(decision, OutcomeRecord) and run.leader.modified != self.store.modified(KEYS.leader):
             decision = Hold()  # the leader checks in the store that it still leads
-        if isinstance(decision, EndRun):
-            self.check_outcome(decision.record, snapshot)
+        if isinstance(decision, OutcomeRecord):
+            self.check_outcome(decision, snapshot)
         registered = frozenset(name for name, node in self.nodes.items() if node.alive and node.key)
         return Pending(name, snapshot, decision, run.state, registered)
 
@@ -571,7 +567,7 @@ class Run(RuleBasedStateMachine):
         name, snapshot = pending.name, pending.snapshot
         run = self.nodes[name].listener.run
         match pending.decision:
-            case FormRound(record=new):
+            case RoundRecord() as new:
                 if not new.nonce:
                     self.nonces += 1
                     new = msgspec.structs.replace(new, nonce=f"{self.nonces}")
@@ -583,13 +579,13 @@ class Run(RuleBasedStateMachine):
                     run.note(KEYS.state, state, revision)
                     self.note_round(name)
                 return revision is not None
-            case GiveNotice(record=notice):
+            case NoticeRecord() as notice:
                 self.check_notice(notice, snapshot)
                 revision = self.store.compare_and_swap(KEYS.notice, encode(notice), run.notice.modified)
                 if revision is not None:
                     run.note(KEYS.notice, notice, revision)
                 return revision is not None
-            case EndRun(record=outcome):
+            case OutcomeRecord() as outcome:
                 ended = encode(StateRecord(snapshot.round, outcome))
                 before = self.store.state
                 revision = self.store.compare_and_swap(KEYS.state, ended, pending.state.modified)
@@ -695,7 +691,7 @@ class Run(RuleBasedStateMachine):
             and peer.record.phase is not NodePhase.DONE
         ]
         if asking and not any(peer.record.round > snapshot.round.number for peer in snapshot.peers.values()):
-            notice = current_notice(snapshot)
+            notice = snapshot.current_notice
             assert notice is not None
             over = snapshot.now >= snapshot.noticed_at + notice.seconds
             assert over or all(said.saved >= notice.serial for said in asking)
@@ -751,10 +747,9 @@ class Run(RuleBasedStateMachine):
     def check_the_end(self, living: list[str]) -> None:
         (leader,) = [name for name in living if self.nodes[name].listener.leads()]
         assert isinstance(plan(self.snapshot(leader), RULES), Hold)
-        assert current_notice(self.snapshot(leader)) is None or not set(self.snapshot(leader).ranks).intersection(
-            living
-        )
-        size = self.snapshot(leader).size
+        snapshot = self.snapshot(leader)
+        assert snapshot.current_notice is None or not set(snapshot.ranks).intersection(living)
+        size = snapshot.size
         fit = [name for name in living if self.nodes[name].record.name not in size.draining]
         round = self.store.round
         if len(fit) >= size.min:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.views import SETTINGS, failure, members, next_round, node_id, peer, round, snapshot
 from torchelastic.protocol import FailureKind, NodePhase, NoticeRecord, RoundReason, RoundRecord
-from torchelastic.rendezvous.policy.plan import Decision, GiveNotice, Hold, plan
+from torchelastic.rendezvous.policy.plan import Decision, Hold, plan
 
 if TYPE_CHECKING:
     from torchelastic.rendezvous.policy.membership import Membership, Peer
@@ -38,8 +38,8 @@ def formed(record: RoundRecord) -> tuple[int, list[str]]:
 
 
 def given(decision: Decision) -> NoticeRecord:
-    assert isinstance(decision, GiveNotice), decision
-    return decision.record
+    assert isinstance(decision, NoticeRecord), decision
+    return decision
 
 
 @pytest.mark.parametrize(("asked", "given_seconds"), [(5.0, 20.0), (500.0, SETTINGS.notice)])
@@ -68,7 +68,7 @@ def test_a_resize_gives_notice_to_workers_that_asked() -> None:
 )
 def test_without_a_request_the_round_changes_at_once(who: Peer) -> None:
     here = (who, leaves("b", notice=0.0, store=40001))
-    assert not isinstance(plan(snapshot(*here, wanted=1, round=round(1, "a", "b")), SETTINGS), GiveNotice)
+    assert not isinstance(plan(snapshot(*here, wanted=1, round=round(1, "a", "b")), SETTINGS), NoticeRecord)
 
 
 def test_the_change_waits_for_the_last_answer_or_the_deadline() -> None:

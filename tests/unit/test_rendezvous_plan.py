@@ -20,7 +20,7 @@ from torchelastic.protocol import (
     decode,
     encode,
 )
-from torchelastic.rendezvous.policy.plan import MAX_KEPT_MESSAGE, Decision, FormRound, GiveWay, Hold, plan, root_cause
+from torchelastic.rendezvous.policy.plan import MAX_KEPT_MESSAGE, Decision, GiveWay, Hold, plan, root_cause
 
 if TYPE_CHECKING:
     from torchelastic.config.settings import RendezvousSettings
@@ -317,7 +317,7 @@ def test_a_final_exit_code_does_not_end_the_run_if_another_failure_explains_it()
     here = (peer("a", round=1, failure=broken), peer("b", round=1, failure=failure("b", message="killed by SIGKILL")))
     explained = next_round(snapshot(*here, wanted=2, round=round(1, "a", "b"), failed_since=0.0))
     assert explained.cause == "rank 0 on b: killed by SIGKILL"
-    assert isinstance(plan(snapshot(here[0], wanted=2, round=round(1, "a", "b")), SETTINGS), FormRound)
+    assert isinstance(plan(snapshot(here[0], wanted=2, round=round(1, "a", "b")), SETTINGS), RoundRecord)
 
     alone = snapshot(here[0], peer("b", round=1), wanted=2, now=0.5, round=round(1, "a", "b"), failed_since=0.0)
     assert held(plan(alone, SETTINGS)).until == 1.0
@@ -360,8 +360,8 @@ def test_every_round_keeps_the_failure_that_was_charged_last() -> None:
     ignored = plan(snapshot(*free, wanted=2, round=standing, failed_since=0.0), SETTINGS)
     alone = plan(snapshot(peer("a", round=4), wanted=2, low=2, round=standing), SETTINGS)
     for decision in (joined, ignored, alone):
-        assert isinstance(decision, FormRound)
-        assert decision.record.failure == kept
+        assert isinstance(decision, RoundRecord)
+        assert decision.failure == kept
 
 
 def uncharged_after(situation: Membership, settings: RendezvousSettings = SETTINGS) -> int:
@@ -427,7 +427,7 @@ def test_a_minimum_raised_above_the_present_nodes_pauses_the_run() -> None:
 def test_the_leader_restores_its_round_to_an_empty_store() -> None:
     here = (peer("a", round=5), peer("b", round=5))
     decision = plan(snapshot(*here, wanted=2, remembered=round(5, "a", "b", restarts=2)), SETTINGS)
-    assert decision == FormRound(round(5, "a", "b", restarts=2))
+    assert decision == round(5, "a", "b", restarts=2)
 
 
 def test_a_round_does_not_reuse_the_store_port_of_the_round_before() -> None:

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from torchelastic.machine import control_groups
-from torchelastic.protocol import FailureKind, FailureRecord, shorten
-from torchelastic.rendezvous.policy.messages import name_of
+from torchelastic.protocol import FailureKind, FailureRecord, name_of, shorten
 
 if TYPE_CHECKING:
     from torchelastic.config.settings import AgentSettings

@@ -32,7 +32,7 @@ from torchelastic.rendezvous.history import HistoryWriter
 from torchelastic.rendezvous.leader_election import Candidacy
 from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, PROBE_TIMEOUT, Verdict, probe
 from torchelastic.rendezvous.policy.membership import Membership
-from torchelastic.rendezvous.policy.plan import Decision, EndRun, FormRound, GiveNotice, GiveWay, Hold, plan
+from torchelastic.rendezvous.policy.plan import Decision, GiveWay, Hold, plan
 from torchelastic.rendezvous.run_state import cancel
 from torchelastic.store.api import Listing
 from torchelastic.store.backoff import Backoff
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torchelastic.rendezvous.leader_election import LeaderElection
     from torchelastic.rendezvous.peer_connection import PeerServer
     from torchelastic.rendezvous.policy.membership import Peer
-    from torchelastic.rendezvous.run_state import RunStateWatch, Versioned
+    from torchelastic.rendezvous.run_state import RunStateWatch
     from torchelastic.store.api import Entry
 
 logger = logging.getLogger(__name__)
@@ -322,12 +322,12 @@ class Leader:
     async def _carry_out(self, decision: Decision) -> bool:
         """Carry out a decision that was just made; return whether this node knows the result already."""
         match decision:
-            case FormRound(record):
-                return await self._commit_round(record, self._run.state)
-            case GiveNotice(record):
-                return await self._commit_notice(record)
-            case EndRun(record):
-                await self._commit_outcome(record, self._run.state)
+            case RoundRecord() as round:
+                return await self._commit_round(round)
+            case NoticeRecord() as notice:
+                return await self._commit_notice(notice)
+            case OutcomeRecord() as outcome:
+                await self._commit_outcome(outcome)
             case GiveWay(why):
                 logger.info("%s", why)
                 await self._election.give_way()
@@ -340,11 +340,11 @@ class Leader:
             self._run.note(key, record, revision)
         return revision is not None
 
-    async def _commit_round(self, round: RoundRecord, decided_on: Versioned[StateRecord]) -> bool:
+    async def _commit_round(self, round: RoundRecord) -> bool:
         round = self._history.with_breakdown(round, self._end_of)
         if not round.nonce:
             round = msgspec.structs.replace(round, nonce=secrets.token_hex(8))
-        if not await self._commit(self._run.keys.state, StateRecord(round), decided_on.modified):
+        if not await self._commit(self._run.keys.state, StateRecord(round), self._run.state.modified):
             return False
         logger.debug("committed round %d: %s", round.number, round.cause)
         self.history_writer.notify(rewrite=True)
@@ -357,7 +357,8 @@ class Leader:
         logger.debug("%s %d of the end of round %d: %s", action, notice.serial, notice.round, notice.cause)
         return True
 
-    async def _commit_outcome(self, outcome: OutcomeRecord, decided_on: Versioned[StateRecord]) -> None:
+    async def _commit_outcome(self, outcome: OutcomeRecord) -> None:
+        decided_on = self._run.state
         entry = await self._run.store.get(self._run.keys.leader)
         if entry is None or entry.modified != self._run.leader.modified:
             return  # this node was paused, and may have decided on an old state

@@ -1,22 +1,25 @@
-"""The run and its nodes as the leader sees them, and the candidates of the next round."""
+"""The run and its nodes as the leader sees them, and the words for them."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from torchelastic.errors import MalformedRecord
-from torchelastic.protocol import PROTOCOL_VERSION, NodePhase, NodeRecord, decode
+from torchelastic.protocol import PROTOCOL_VERSION, NodePhase, NodeRecord, decode, name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from torchelastic.protocol import NoticeRecord, OutcomeRecord, RoundRecord, SizeRecord
+    from torchelastic.protocol import FailureRecord, NoticeRecord, OutcomeRecord, RoundRecord, SizeRecord
     from torchelastic.rendezvous.run_state import RunStateWatch
     from torchelastic.store.api import Entry
 
 logger = logging.getLogger(__name__)
+
+MAX_NAMES: Final = 8
+"""More nodes than these are counted, not named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +105,10 @@ class Membership:
         return 0 if self.round is None else self.round.number
 
     @property
-    def missing(self) -> tuple[str, ...]:
-        """In a round without members, the members of the last round with members that are not present."""
-        return () if self.ranks else tuple(node for node in self.last_members if not self.is_present(node))
+    def current_notice(self) -> NoticeRecord | None:
+        """The notice of the current round, if one was given and not withdrawn."""
+        notice = self.notice
+        return notice if notice is not None and notice.round == self.number and notice.seconds > 0 else None
 
     def is_present(self, node: str) -> bool:
         """Return whether the node has a key and is not known to be dead."""
@@ -118,6 +122,22 @@ class Membership:
     def is_silent(self, node: str) -> bool:
         """Return whether the node has no key, but counts as alive."""
         return node in self.silent or node in self.awaited
+
+    def is_lost(self, node: str) -> bool:
+        """Return whether a member cannot go on. A lease that expired while its node answers is not a loss."""
+        if node in self.dead or self.is_partitioned(node):
+            return True
+        return node not in self.peers and not self.is_silent(node)
+
+    def may_join(self, peer: Peer) -> bool:
+        """Return whether the node may be in the next round, as far as is known of it."""
+        record = peer.record
+        return (
+            peer.id not in self.dead
+            and record.phase is not NodePhase.LEAVING
+            and record.name not in self.size.draining
+            and record.protocol == PROTOCOL_VERSION
+        )
 
     def is_leaving(self, node: str) -> bool:
         """Return whether the node is leaving, or is gone after it announced that."""
@@ -251,46 +271,13 @@ def _ranks(round: RoundRecord | None) -> dict[str, int]:
     return {} if round is None else {node: rank for rank, node in enumerate(round.nodes)}
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """The nodes that could be in the next round.
+def in_rank_order(chosen: Sequence[Peer], ranks: Mapping[str, int]) -> list[Peer]:
+    """Return the members in rank order, each newcomer behind the last node with its topology key, or else at the end.
 
-    Attributes:
-        ordered: all of them, by their claim to a place.
-        target: how many of them the round takes.
-        chosen: those that it takes, in rank order.
+    Args:
+        chosen: the nodes of the next round; the members of the current round come first, in rank order.
+        ranks: the members of the current round with their ranks.
     """
-
-    ordered: tuple[Peer, ...]
-    target: int
-    chosen: tuple[Peer, ...]
-
-
-def candidates(membership: Membership) -> Candidates:
-    """Return the nodes that could be in the next round now."""
-    ranks = membership.ranks
-    fit = [
-        peer for peer in membership.peers.values() if (peer.answers or peer.id in ranks) and may_join(peer, membership)
-    ]
-    last = len(ranks)
-    fit.sort(key=lambda peer: (ranks.get(peer.id, last), peer.joined, peer.id))
-    target = membership.size.target
-    return Candidates(tuple(fit), target, _in_rank_order(fit[:target], ranks))
-
-
-def may_join(peer: Peer, membership: Membership) -> bool:
-    """Return whether nothing that is known of a node excludes it from the next round."""
-    record = peer.record
-    return (
-        peer.id not in membership.dead
-        and record.phase is not NodePhase.LEAVING
-        and record.name not in membership.size.draining
-        and record.protocol == PROTOCOL_VERSION
-    )
-
-
-def _in_rank_order(chosen: Sequence[Peer], ranks: Mapping[str, int]) -> tuple[Peer, ...]:
-    """Members in rank order; a newcomer behind the last member with its topology key, or else behind all members."""
     survivors = [peer for peer in chosen if peer.id in ranks]
     newcomers: dict[str, list[Peer]] = {}
     for peer in chosen[len(survivors) :]:
@@ -303,4 +290,54 @@ def _in_rank_order(chosen: Sequence[Peer], ranks: Mapping[str, int]) -> tuple[Pe
             ordered += newcomers.pop(peer.record.topology_key, ())
     for group in newcomers.values():
         ordered += group
-    return tuple(ordered)
+    return ordered
+
+
+# -- in words
+
+
+def departures(nodes: Iterable[str], membership: Membership) -> str:
+    """Return how members left: "a and b left and c died"."""
+    by_fate: dict[tuple[str, str], list[str]] = {}
+    for node in nodes:
+        by_fate.setdefault(_fate(node, membership), []).append(node)
+    return listed(f"{named(some)} {fate[len(some) > 1]}" for fate, some in by_fate.items())
+
+
+def _fate(node: str, membership: Membership) -> tuple[str, str]:
+    if membership.is_leaving(node):
+        return "left", "left"
+    if membership.is_partitioned(node):
+        return "was cut off", "were cut off"
+    return ("died", "died") if node in membership.dead else ("is gone", "are gone")
+
+
+def joined(newcomers: Sequence[Peer]) -> str:
+    """Return which nodes joined."""
+    return f"{named([peer.id for peer in newcomers])} joined"
+
+
+def describe(failure: FailureRecord) -> str:
+    """Return a failure in words: "rank 3 on digits-2: ValueError: …"."""
+    return f"rank {failure.rank} on {name_of(failure.node)}: {failure.message or f'exit code {failure.exit_code}'}"
+
+
+def named(nodes: Sequence[str]) -> str:
+    """Return the nodes' names, or their number if they are many."""
+    return count(len(nodes), "node") if len(nodes) > MAX_NAMES else listed(map(name_of, nodes))
+
+
+def listed(parts: Iterable[str]) -> str:
+    """Return a list in words: "a, b and c"."""
+    *items, last = parts
+    return f"{', '.join(items)} and {last}" if items else last
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number of things: "1 node", "2 nodes"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def are(number: int) -> str:
+    """Return the verb for this number."""
+    return "is" if number == 1 else "are"
