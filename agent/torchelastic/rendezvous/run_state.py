@@ -283,7 +283,6 @@ class NodeRegistration:
         self._written = 0
         self._renewal_due = 0.0
         self._backoff = Backoff()
-        self._timed_out = False
 
     def update(self, **changes: Any) -> None:  # noqa: ANN401 - any field of the record
         """Change the record; :meth:`run` writes it."""
@@ -305,16 +304,13 @@ class NodeRegistration:
         while True:
             try:
                 await self._hold()
-            except TimeoutError:
-                if not self._timed_out:
-                    logger.info("the store did not answer in time; retrying until it does")
-                self._timed_out = True
             except LeaseLost:
                 self.lease = 0
                 logger.info("the lease of this node has expired; taking a new one")
-            except StoreUnavailable as error:
+            except (StoreUnavailable, TimeoutError) as error:
                 if self._backoff.attempts == 0:
-                    logger.warning("%s; going on without it until it is back", error)
+                    why = str(error) or "the store did not answer in time"
+                    logger.warning("%s; going on without it until it is back", why)
                 await self._backoff.wait()
 
     async def withdraw(self) -> None:
@@ -344,7 +340,7 @@ class NodeRegistration:
                 async with asyncio.timeout(self._request_timeout):
                     await self._store.keep_alive(self.lease)
                 self._renewal_due = due
-                self._answered()
+                self._backoff.reset()
             if self._written < self._updated.count:
                 await self._put(self.lease)
 
@@ -355,12 +351,8 @@ class NodeRegistration:
         if not self.record.joined:  # until the next write, readers use the revision of the key's creation
             self.record = msgspec.structs.replace(self.record, joined=revision)
         self._written = count
-        self._answered()
-        self._progress.send()
-
-    def _answered(self) -> None:
         self._backoff.reset()
-        self._timed_out = False
+        self._progress.send()
 
 
 async def remove_finished_run(run: RunStateWatch) -> None:
