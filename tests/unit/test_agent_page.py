@@ -11,7 +11,7 @@ import torchelastic as worker
 from torchelastic.config import flags
 from torchelastic.config.settings import AgentSettings, RendezvousSettings
 from torchelastic.protocol import ExitCode, Member, RoundRecord, SizeRecord
-from torchelastic.rendezvous.worker_environment import worker_environments
+from torchelastic.rendezvous.node import worker_environments
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agent.md").read_text()
 

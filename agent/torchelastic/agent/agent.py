@@ -32,9 +32,15 @@ from torchelastic.errors import NoPortFree, SettingsError, StartError, StoreErro
 from torchelastic.output import started
 from torchelastic.protocol import ExitCode, FailureKind, FailureRecord, NodePhase, NodeRecord, OutcomeState, RunState
 from torchelastic.rendezvous.history import History
-from torchelastic.rendezvous.node import Noticed, Partitioned, RendezvousNode, RoundStarted, RunEnded
+from torchelastic.rendezvous.node import (
+    Noticed,
+    Partitioned,
+    RendezvousNode,
+    RoundStarted,
+    RunEnded,
+    worker_environments,
+)
 from torchelastic.rendezvous.policy.plan import CAUSE_WINDOW, REPORT_WINDOW, root_cause
-from torchelastic.rendezvous.worker_environment import worker_environments
 
 if TYPE_CHECKING:
     import signal

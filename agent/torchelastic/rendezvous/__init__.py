@@ -2,8 +2,7 @@
 
 One node leads. It watches the others and commits numbered rounds by compare-and-swap; every node watches the
 committed round. :mod:`.policy` holds the rules as pure functions, :mod:`.leader` carries them out, :mod:`.node` is what
-every node does, :mod:`.peer_connection` detects a death within milliseconds, and :mod:`.worker_environment` computes
-the ranks.
+every node does, and :mod:`.peer_connection` detects a death within milliseconds.
 
 For launchers: :mod:`.api` has the interface of handlers, :mod:`.registry` chooses one by name, :mod:`.handler` is ours
 for callers that block, and :mod:`.torchrun` is that one with torch's types.

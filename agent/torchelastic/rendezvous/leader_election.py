@@ -87,14 +87,6 @@ class LeaderElection:
         leader = self._run.leader.record
         return leader is not None and leader.node == self._node and self.candidacy is not Candidacy.WITHDRAWN
 
-    @property
-    def has_leader(self) -> bool:
-        """Whether a node leads that is not known to be gone, or this node is to lead next."""
-        if self._is_vacant():
-            return self.candidacy is Candidacy.STANDBY
-        leader = self._run.leader.record
-        return (leader is not None and leader.node != self._node) or self.candidacy is not Candidacy.WITHDRAWN
-
     async def until_leader(self) -> None:
         """Wait until this node leads."""
         await self._run.changed.until(lambda: self.is_leader)

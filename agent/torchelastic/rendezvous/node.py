@@ -81,6 +81,39 @@ class Partitioned:
 Event = RoundStarted | Noticed | RunEnded | Partitioned
 
 
+def worker_environments(
+    round: RoundRecord, node: str, *, role: str, run_id: str, max_restarts: int
+) -> list[dict[str, str]]:
+    """Return the documented environment of each worker of a member of the round, by local rank.
+
+    Ranks are computed from the record, not exchanged.
+    """
+    group_rank = round.nodes.index(node)
+    first = round.first_rank(node)
+    workers = round.members[group_rank].workers
+    host, _, port = round.store.rpartition(":")
+    shared = {
+        "GROUP_RANK": str(group_rank),
+        "GROUP_WORLD_SIZE": str(len(round.members)),
+        "LOCAL_WORLD_SIZE": str(workers),
+        "WORLD_SIZE": str(round.world_size),
+        "ROLE_NAME": role,
+        "ROLE_WORLD_SIZE": str(round.world_size),
+        "MASTER_ADDR": host.strip("[]"),
+        "MASTER_PORT": port,
+        "TORCHELASTIC_ROUND": str(round.number),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RESTART_COUNT": str(round.restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
+        # The round's store has a process of its own, so that it outlives each worker.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    return [
+        shared | {"LOCAL_RANK": str(local), "RANK": str(first + local), "ROLE_RANK": str(first + local)}
+        for local in range(workers)
+    ]
+
+
 class StorePortOffer:
     """The port on which this node offers to serve the TCPStore of the next round.
 
@@ -107,18 +140,14 @@ class StorePortOffer:
         self._listeners.append(listen(self._host, self._ports, after=port))
         return self.port
 
-    def take(self, round: RoundRecord, *, is_member: bool, missed_rounds: bool) -> socket.socket | None:
-        """Return the listener whose port a new round uses, if this node is to serve it; then offer another port.
-
-        The offered port is replaced too if a round that this node missed may have used it.
-        """
+    def take(self, round: RoundRecord, *, is_member: bool) -> socket.socket | None:
+        """Return the listener whose port a new round uses, if this node is to serve it; then offer another port."""
         ports = [f"{bracketed(self._host)}:{listener.getsockname()[1]}" for listener in self._listeners]
-        named = round.store in ports
-        taken = self._listeners.pop(ports.index(round.store)) if named and is_member else None
-        if named or missed_rounds:
-            fresh = listen(self._host, self._ports, after=int(ports[-1].rpartition(":")[2]))
-            self.close()
-            self._listeners = [fresh]
+        fresh = listen(self._host, self._ports, after=self.port)
+        serves = is_member and round.store in ports
+        taken = self._listeners.pop(ports.index(round.store)) if serves else None
+        self.close()
+        self._listeners = [fresh]
         return taken
 
     def close(self) -> None:
@@ -183,7 +212,6 @@ class RendezvousNode:
         address = f"{bracketed(record.address)}:{self.server.port}"
         self.election = LeaderElection(self.run, self.registration, address)
         self.leader: Leader | None = None
-        self._last_number = resume.round
         self._restored = 0
         self._notice: NoticeRecord | None = None
         self._leaving = False
@@ -259,11 +287,6 @@ class RendezvousNode:
     def is_leader(self) -> bool:
         """Whether this node leads, and has read the history of the run."""
         return self.leader is not None and self.leader.history_writer.has_read and self.election.is_leader
-
-    @property
-    def has_leader(self) -> bool:
-        """Whether some node leads, as far as this node knows; False while the store is away."""
-        return self.run.away_since is None and self.election.has_leader
 
     @property
     def round(self) -> RoundRecord | None:
@@ -393,10 +416,7 @@ class RendezvousNode:
             self.registration.update(phase=NodePhase.LEAVING, round=0, restarts=0, uncharged_restarts=0)
 
     def _emit_round(self, round: RoundRecord) -> None:
-        previous, self._last_number = self._last_number, round.number
-        listener = self._offer.take(
-            round, is_member=self.node in round.nodes, missed_rounds=round.number != previous + 1
-        )
+        listener = self._offer.take(round, is_member=self.node in round.nodes)
         self.events.put_nowait(RoundStarted(round, listener))
         record = self.registration.record
         self.registration.update(
@@ -464,7 +484,7 @@ class RendezvousNode:
                 await changed.after(seen, timeout=left)
             elif await self._reaches_any(min(FINAL_PROBE_TIMEOUT, lease)):
                 await changed.after(seen, timeout=lease)
-            elif run.away_since is not None and self._trains_with_others():
+            elif self._trains_with_others():
                 logger.warning("neither the store nor a peer can be reached: stopping the workers")
                 self.report(self.registration.record.round, phase=NodePhase.PARTITIONED)
                 self.events.put_nowait(Partitioned())
@@ -474,22 +494,10 @@ class RendezvousNode:
         return self._has_peers() and self.registration.record.phase is not NodePhase.DONE
 
     async def _reaches_any(self, within: float) -> bool:
-        """Return whether a peer or the store answers in time, after repeated attempts."""
-
-        async def find_a_peer() -> None:
-            while not await self._reaches_a_peer(within):  # noqa: ASYNC110 - each turn is a probe
-                await asyncio.sleep(RETRY_MIN)
-
-        async def find_the_store() -> None:
-            while True:
-                await asyncio.sleep(RETRY_MIN)  # usually a peer answers first
-                with suppress(StoreError):
-                    await self.run.store.get(self.run.keys.leader)
-                    return
-
-        probes = [asyncio.create_task(probe) for probe in (find_a_peer(), find_the_store())]
-        try:
-            found, _ = await asyncio.wait(probes, timeout=within, return_when=asyncio.FIRST_COMPLETED)
-            return bool(found)
-        finally:
-            await cancel(*probes)
+        """Return whether a peer answers in time, after repeated attempts, or the store is back."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                while self.run.away_since is not None and not await self._reaches_a_peer(within):
+                    await self.run.changed.after(self.run.changed.count, timeout=RETRY_MIN)
+                return True
+        return False
