@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import itertools
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -36,7 +37,7 @@ from torchelastic.rendezvous.run_state import ChangeSignal
 from torchelastic.store.backoff import Backoff
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torchelastic.protocol import NodeRecord, RoundRecord
     from torchelastic.rendezvous.run_state import RunStateWatch
@@ -44,11 +45,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_CAUSE: Final = 300
+MAX_CAUSE: Final = 200
 """Maximum length of a round's cause in characters."""
 
-MAX_MESSAGE: Final = 1000
-"""Maximum length of a failure's message in characters."""
+MAX_MESSAGE: Final = 500
+"""Maximum length of a failure's message in characters; with all texts of this length, the rounds fit into a record."""
 
 MAX_CLOCK_SKEW: Final = 3600.0
 """Seconds by which another node's clock may be ahead; a later breakdown is ignored."""
@@ -59,36 +60,19 @@ WRITE_INTERVAL: Final = 10.0
 MIN_INTERVAL: Final = 1.0
 """Minimum number of seconds between two writes."""
 
-MAX_HISTORY_BYTES: Final = 512 << 10
-"""Limit of the encoded rounds; etcd refuses requests above 1.5 MiB."""
-
 _AT_WORK: Final = (RunState.RESTORING, RunState.TRAINING)
-
-
-class _Transition(NamedTuple):
-    at: float
-    state: RunState
 
 
 @dataclass
 class _RoundTimes:
     """The current round, with the times that this node knows, in seconds since the Unix epoch; 0 if unknown."""
 
-    formed: float
     number: int = 0
     nodes: frozenset[str] = frozenset()
     started: float = 0.0
     first_step: float = 0.0
     last_checkpoint: float = 0.0
     ended: float = 0.0
-    reports_steps: bool = False
-    """Whether the program reports steps: without a first step it restores."""
-
-    def trains_from(self) -> float:
-        """Return when its workers began to train; infinite if they have only restored so far."""
-        if self.first_step:
-            return max(self.first_step, self.started)
-        return float("inf") if self.reports_steps else self.started
 
 
 def steady_clock() -> Callable[[], float]:
@@ -113,8 +97,8 @@ class History:
         now = self._now()
         self.created: Final = now if created is None else min(created, now)
         self._base = TimeBreakdown(until=self.created) if resumed is None else resumed
-        self._transitions = [_Transition(now, RunState.WAITING)]  # after the base; TRAINING includes restoring
-        self._round = _RoundTimes(now)
+        self._transitions = [(now, RunState.WAITING)]  # after the base; TRAINING includes restoring
+        self._round = _RoundTimes()
         self._rounds: dict[int, PastRound] = {}
 
     # -- observations of this node
@@ -122,17 +106,17 @@ class History:
     @property
     def state(self) -> RunState:
         """The run's current state."""
-        state = self._transitions[-1].state
-        restores = state is RunState.TRAINING and self._round.trains_from() > self._now()
+        _, state = self._transitions[-1]
+        restores = state is RunState.TRAINING and _trains_from(self._round, self._base) > self._now()
         return RunState.RESTORING if restores else state
 
     def enter(self, state: RunState) -> None:
         """Note a change of the run's state."""
-        before, now = self._transitions[-1].state, self._now()
+        (_, before), now = self._transitions[-1], self._now()
         if state is not before:
             if before is RunState.TRAINING:
                 self._round.ended = now
-            self._transitions.append(_Transition(now, state))
+            self._transitions.append((now, state))
 
     def round_broke(self) -> None:
         """Note that the current round has ended and the next rendezvous starts."""
@@ -141,34 +125,29 @@ class History:
 
     def workers_started(self) -> None:
         """Note that the workers of the current round were started."""
-        self._round.reports_steps |= RunState.RESTORING in self._base.seconds
         self.enter(RunState.TRAINING)
-        self._round.started, self._round.ended = self._transitions[-1].at, 0.0
+        self._round.started, self._round.ended = self._transitions[-1][0], 0.0
 
     def note_round(self, record: RoundRecord) -> None:
         """Note a round that this node has received."""
-        present = record.time_breakdown.there if record.time_breakdown is not None else ()
-        nodes = frozenset(record.nodes or present)
-        before, base = self._round, self._base
+        breakdown, before, base = record.time_breakdown, self._round, self._base
+        nodes = frozenset(record.nodes or (breakdown.there if breakdown is not None else ()))
         if record.number == before.number and nodes == before.nodes:
             return
-        ended = self._ended_at()
-        if record.time_breakdown is not None:
-            self.adopt(record.time_breakdown)
-        now = self._now()
-        past = _past_round(record, began=now)
+        if before.number in self._rounds and (ended := self._ended_at()):
+            self._rounds[before.number] = msgspec.structs.replace(self._rounds[before.number], ended=round(ended, 3))
+        if breakdown is not None:
+            self.adopt(breakdown)
+        self._round = _RoundTimes(record.number, nodes)
+        self.note_progress(self._base)
+        past = _past_round(record, began=self._now())
         died = self._base.gone.get(NodeEnd.DIED, 0) - base.gone.get(NodeEnd.DIED, 0)
         if nodes and died > 0 and before.nodes.isdisjoint(nodes):
             past = _with_all_gone(past, died, len(before.nodes))
-        if ended and before.number in self._rounds:
-            self._rounds[before.number] = msgspec.structs.replace(self._rounds[before.number], ended=round(ended, 3))
         if self._base.lost is not None:
-            lost = self._base.lost - (base.lost or 0.0)
-            past = msgspec.structs.replace(past, lost=round(max(lost, 0.0), 3))
+            past = msgspec.structs.replace(past, lost=round(max(self._base.lost - (base.lost or 0.0), 0.0), 3))
         self._rounds.setdefault(record.number, past)
         self._limit_rounds()
-        reports_steps = before.reports_steps or bool(before.first_step)
-        self._round = _RoundTimes(now, record.number, nodes, reports_steps=reports_steps)
         if not record.members:
             self.enter(RunState.WAITING)
 
@@ -194,7 +173,7 @@ class History:
         if is_older or breakdown.until > self._now() + MAX_CLOCK_SKEW:
             return
         self._base = breakdown
-        first = bisect.bisect_right(self._transitions, breakdown.until, key=lambda transition: transition.at) - 1
+        first = bisect.bisect_right(self._transitions, breakdown.until, key=lambda transition: transition[0]) - 1
         del self._transitions[: max(first, 0)]
         self.note_progress(breakdown)
 
@@ -266,24 +245,23 @@ class History:
 
     def record(self) -> HistoryRecord:
         """Return the rounds of the run."""
-        return _history_record(self.created, self._rounds.values())
+        rounds = tuple(self._rounds.values())
+        return HistoryRecord(created=self.created, rounds=rounds, omitted=missing_between(rounds))
 
     # -- queries
 
     def _lost_if_ended(self) -> float | None:
         """The training time lost in the run if the current round ends now; None if no checkpoint was reported."""
         base, times = self._base, self._round
-        is_of_base = base.round == times.number
-        checkpoint = max(times.last_checkpoint, base.last_checkpoint_at if is_of_base else 0.0)
-        if base.lost is None and not checkpoint:
+        if base.lost is None and not times.last_checkpoint:
             return None
         began = ended = 0.0
         if times.started:
-            began, ended = times.trains_from(), times.ended or self._now()
-        elif is_of_base and base.state is RunState.TRAINING:
-            began = base.first_step_at or base.last_checkpoint_at
+            began, ended = _trains_from(times, base), times.ended or self._now()
+        elif base.round == times.number and base.state is RunState.TRAINING:
+            began = times.first_step or times.last_checkpoint
             ended = base.until if began else 0.0
-        return round((base.lost or 0.0) + max(ended - max(began, checkpoint), 0.0), 3)
+        return round((base.lost or 0.0) + max(ended - max(began, times.last_checkpoint), 0.0), 3)
 
     def _ended_at(self) -> float:
         """Return when the workers of the current round stopped, as seen here or written by others; 0 if unknown."""
@@ -301,33 +279,33 @@ class History:
             del self._rounds[list(self._rounds)[HISTORY_LIMIT // 2]]
 
 
+def _trains_from(times: _RoundTimes, base: TimeBreakdown) -> float:
+    """Return when the workers of the current round began to train; infinite if they have only restored so far."""
+    if times.first_step:
+        return max(times.first_step, times.started)
+    return float("inf") if RunState.RESTORING in base.seconds else times.started
+
+
 def _seconds_by_state(
-    base: TimeBreakdown, transitions: Sequence[_Transition], times: _RoundTimes, now: float
+    base: TimeBreakdown, transitions: Sequence[tuple[float, RunState]], times: _RoundTimes, now: float
 ) -> dict[RunState, float]:
     """Return the seconds in each state until now: those of the base, and of the transitions after it."""
     seconds = dict(base.seconds)
-    for state, began, ended in _spans(transitions, times, now):
+
+    def add(state: RunState, began: float, ended: float) -> None:
         spent = max(ended - max(began, base.until), 0.0)
-        if spent or (state is RunState.RESTORING and state not in seconds):
+        if spent or state is RunState.RESTORING:
             seconds[state] = seconds.get(state, 0.0) + spent
-    waited = max(transitions[0].at - base.until, 0.0)
-    if waited:
-        seconds[RunState.WAITING] = seconds.get(RunState.WAITING, 0.0) + waited
+
+    add(RunState.WAITING, base.until, transitions[0][0])
+    reports_steps = bool(times.first_step) or RunState.RESTORING in base.seconds
+    for (at, state), (end, _) in itertools.pairwise((*transitions, (now, None))):
+        trains_from = at
+        if state is RunState.TRAINING and at == times.started and reports_steps:
+            trains_from = min(_trains_from(times, base), end)
+            add(RunState.RESTORING, at, trains_from)
+        add(state, trains_from, end)
     return {state: round(spent, 3) for state, spent in seconds.items()}
-
-
-def _spans(
-    transitions: Sequence[_Transition], times: _RoundTimes, now: float
-) -> Iterator[tuple[RunState, float, float]]:
-    """Yield each state with its beginning and end; the workers of the current round restore until its first step."""
-    for index, (at, state) in enumerate(transitions):
-        end = transitions[index + 1].at if index + 1 < len(transitions) else now
-        if state is RunState.TRAINING and at == times.started and (times.first_step or times.reports_steps):
-            stepped = min(times.trains_from(), end)
-            yield RunState.RESTORING, at, stepped
-            yield state, stepped, end
-        else:
-            yield state, at, end
 
 
 def _past_round(record: RoundRecord, *, began: float) -> PastRound:
@@ -361,20 +339,6 @@ def _added(counts: Mapping[NodeEnd, int], ends: Iterable[NodeEnd]) -> dict[NodeE
     for end in ends:
         found[end] = min(found.get(end, 0) + 1, COUNT_LIMIT)
     return found
-
-
-def _history_record(created: float, rounds: Iterable[PastRound]) -> HistoryRecord:
-    kept = tuple(rounds)
-    return HistoryRecord(created=created, rounds=kept, omitted=missing_between(kept))
-
-
-def encode_history(history: HistoryRecord) -> bytes:
-    """Return the rounds as JSON; if they are too large, without some in the middle."""
-    while len(encoded := encode(history)) > MAX_HISTORY_BYTES:
-        rounds = history.rounds
-        first, last = len(rounds) // 2, len(rounds) // 2 + max(len(rounds) // 10, 1)
-        history = _history_record(history.created, rounds[:first] + rounds[last:])
-    return encoded
 
 
 class HistoryWriter:
@@ -444,7 +408,7 @@ class HistoryWriter:
         """
         async with self._writing:
             keys, put = self._run.keys, self._run.lasting.put
-            history = encode_history(self._history.record())
+            history = encode(self._history.record())
             writes = [put(keys.time_breakdown, encode(self._history.breakdown()))]
             if history != self._written:
                 writes.append(put(keys.history, history))
