@@ -45,7 +45,7 @@ async def serving(node: str = "a.1", run: str = "run") -> AsyncIterator[tuple[Pe
     observer = Observer()
     server = PeerServer(run=run, node=node, host="127.0.0.1")
     server.observer = observer
-    await server.start()
+    server.start()
     try:
         yield server, observer
     finally:
@@ -117,7 +117,7 @@ async def test_a_connection_accepted_while_the_server_closes_is_closed(
     server = PeerServer(run="run", node="a.1", host="127.0.0.1")
     with socket.create_connection(("127.0.0.1", server.port)) as early:
         early.setblocking(False)
-        await server.start()
+        server.start()
         for _ in range(turns):
             await asyncio.sleep(0)
         await server.close()

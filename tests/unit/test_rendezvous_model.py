@@ -766,54 +766,6 @@ TestRun = Run.TestCase
 TestRun.settings = hypothesis_settings(stateful_step_count=50)
 
 
-def test_a_host_that_missed_a_lost_round_offers_another_port() -> None:
-    run = Run()
-    run.nodes_start(places=["", "", "", ""], notice=0.0)
-    n1, n2, _, n4 = run.nodes
-    run.report(n1, phase=NodePhase.LEAVING)
-    run.receive_node_changes(run.nodes[n4].listener, 1000)
-    assert run.decide(n4)
-    lost = run.committed[-1]
-    assert (lost.number, lost.store.rpartition(":")[0]) == (2, run.nodes[n2].record.address)
-    run.report(n4, phase=NodePhase.LEAVING)
-    run.the_store_restarts(loses="everything", newcomer_leads=False)
-    after = form_next_round(run, leader=n2)
-    assert (after.number, after.store == lost.store) == (3, False)
-
-
-def test_a_partitioned_host_whose_port_was_used_offers_another_port() -> None:
-    run = Run()
-    run.nodes_start(places=["", ""], notice=0.0)
-    n1, n2 = run.nodes
-    run.nodes[n1].excused = True
-    run.report(n1, phase=NodePhase.PARTITIONED)
-    run.receive_node_changes(run.nodes[n2].listener, 1000)
-    assert run.decide(n2)
-    lost = run.committed[-1]
-    assert lost.store.rpartition(":")[0] == run.nodes[n1].record.address
-    run.the_store_restarts(loses="everything", newcomer_leads=False)
-    run.kill(n2)
-    run.add_node("")
-    after = form_next_round(run, leader=n1)
-    assert after.store != lost.store
-
-
-def form_next_round(run: Run, *, leader: str) -> RoundRecord:
-    """Let all nodes reconnect to an empty store, in which one node leads until it forms a round."""
-    for name in [name for name, node in run.nodes.items() if node.alive]:
-        run.restore_key(name)
-    before = len(run.committed)
-    for _ in range(10):
-        run.receive_run_changes(leader, 1000)
-        run.leads(leader)
-        run.receive_node_changes(run.nodes[leader].listener, 1000)
-        run.probe_nodes(run.nodes[leader].listener)
-        if run.decide(leader) and len(run.committed) > before:
-            return run.committed[-1]
-        run.now += RULES.lease + RULES.last_call_timeout
-    raise AssertionError("no round was formed")
-
-
 def test_a_node_that_missed_the_lost_round_learns_that_too_few_nodes_remain() -> None:
     run = Run()
     run.nodes_start(places=["", ""], notice=0.0)

@@ -220,7 +220,7 @@ class RendezvousNode:
     async def __aenter__(self) -> Self:
         try:
             await remove_finished_run(self.run)
-            await self.server.start()
+            self.server.start()
         except BaseException:
             await self._close_sockets()
             raise

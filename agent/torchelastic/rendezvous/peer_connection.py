@@ -16,6 +16,7 @@ import enum
 import errno
 import hashlib
 import socket
+from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
 
@@ -23,6 +24,7 @@ import msgspec
 
 from torchelastic.errors import MalformedRecord, NoPortFree
 from torchelastic.protocol import decode, encode
+from torchelastic.rendezvous.run_state import cancel
 
 if TYPE_CHECKING:
     from torchelastic.config.settings import PortRange
@@ -34,6 +36,9 @@ BACKLOG: Final = 4096
 """Connections that may wait to be accepted, when a thousand nodes connect at once."""
 
 DIGEST_BYTES: Final = 16
+
+ACCEPT_DELAY: Final = 1.0
+"""Seconds until connections are accepted again after the process had no free file descriptor."""
 
 GREETING_TIMEOUT: Final = 2.0
 """Seconds for the other side to send its line."""
@@ -96,12 +101,9 @@ class PeerServer:
     def __init__(self, *, run: str, node: str, host: str, ports: PortRange | None = None) -> None:
         self.observer: ConnectionObserver | None = None
         self._greeting = _Greeting(run=run_digest(run), node=node)
-        self._connections: dict[str, int] = {}
+        self._connections: Counter[str] = Counter()
         self._listener = listen(host, ports)
-        self._server: asyncio.Server | None = None
         self._serving: set[asyncio.Task[None]] = set()
-        self._transports: set[asyncio.WriteTransport] = set()
-        self._closed = False
 
     @property
     def port(self) -> int:
@@ -111,67 +113,60 @@ class PeerServer:
 
     def is_connected(self, node: str) -> bool:
         """Return whether the node holds a connection to this one."""
-        return node in self._connections
+        return self._connections[node] > 0
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Start to accept connections."""
-        self._server = await asyncio.start_server(
-            self._accepted, sock=self._listener, limit=LINE_LIMIT, backlog=BACKLOG, start_serving=False
-        )
-        await self._server.start_serving()
+        if self._listener.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
     async def close(self) -> None:
         """Stop listening and close all connections; may be called before :meth:`start`, and again."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._server is not None:
+        if self._listener.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._listener)
-            # asyncio handles a connection that was just accepted in the next iteration; a closed server cannot.
-            await asyncio.sleep(0)
-            self._server.close()
-        self._listener.close()
-        self.drop_connections()
-        if self._serving:
-            await asyncio.wait(self._serving)
+            self._listener.close()
+        await cancel(*self._serving)
 
     def drop_connections(self) -> None:
         """Close all connections; their peers may connect again."""
-        # Aborted, not cancelled: asyncio logs a cancelled connection handler as an error.
-        for transport in list(self._transports):
-            transport.abort()
+        for task in self._serving:
+            task.cancel()
 
-    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._closed:
-            writer.transport.abort()
+    def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
             return
-        self._transports.add(writer.transport)
-        task = asyncio.create_task(self._serve(reader, writer))
+        except OSError:  # no file descriptor is free
+            loop.remove_reader(self._listener)
+            loop.call_later(ACCEPT_DELAY, self.start)
+            return
+        task = loop.create_task(self._serve(connection))
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
+        task.add_done_callback(lambda _: connection.close())  # if it was cancelled before it began
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, connection: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_LIMIT)
         try:
             greeting = await _read_greeting(reader)
             if greeting is None or greeting.run != self._greeting.run:
                 return
             writer.write(encode(self._greeting) + b"\n")
             if greeting.stay:
-                _limit_silence(writer)
-                await self._hold(greeting.node, reader)
+                await self._hold(greeting.node, reader, writer)
         except OSError:
             pass  # the other side is gone
         finally:
-            self._transports.discard(writer.transport)
             await _close(writer)
 
-    async def _hold(self, node: str, reader: asyncio.StreamReader) -> None:
-        self._connections[node] = self._connections.get(node, 0) + 1
+    async def _hold(self, node: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections[node] += 1
         if self.observer is not None:
             self.observer.peer_connected(node)
         try:
-            with suppress(OSError):
-                await reader.read(1)  # nothing more is sent: this returns when the connection is lost
+            await _until_lost(reader, writer)
         finally:
             self._connections[node] -= 1
             if not self._connections[node]:
@@ -194,11 +189,9 @@ async def hold_connection(address: str, *, run: str, node: str, peer: str, obser
     if streams is None:
         return verdict
     reader, writer = streams
-    _limit_silence(writer)
     observer.peer_connected(peer)
     try:
-        with suppress(OSError):
-            await reader.read(1)
+        await _until_lost(reader, writer)
     finally:
         observer.peer_lost(peer)
         await _close(writer)
@@ -249,13 +242,14 @@ async def _read_greeting(reader: asyncio.StreamReader) -> _Greeting | None:
         return None
 
 
-def _limit_silence(writer: asyncio.StreamWriter) -> None:
+async def _until_lost(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     connection = writer.get_extra_info("socket")
-    with suppress(OSError):  # the connection is lost, which the reader notices
+    with suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_TIMEOUT - 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_TIMEOUT * 1000)
+        await reader.read(1)  # nothing more is sent: this returns when the connection is lost
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:
