@@ -72,8 +72,8 @@ class LeaderElection:
         self._lease = run.settings.lease
         self._registration = registration
         self._address = address
-        self._last_leader: LeaderRecord | None = None
         self._last_connected: str | None = None
+        self._warned_of: str | None = None
         self._yields_until = 0.0
 
     @property
@@ -142,7 +142,7 @@ class LeaderElection:
         if round is not None and round.protocol != PROTOCOL_VERSION:
             return MAX_RANK_DELAY + self._lease
         expired = self._is_expired()
-        last = self._last_leader.node if self._last_leader is not None else None
+        last = self._run.last_leader.node if self._run.last_leader is not None else None
         if round is None or not round.members or (expired and last == self._node):
             return MAX_RANK_DELAY if standby else 0.0
         heirs = [node for node in round.nodes if node != last]
@@ -225,12 +225,14 @@ class LeaderElection:
         while True:
             seen = changed.count
             leader = self._run.leader.record
-            if leader is not None and leader.node:
-                self._note_leader(leader)
             if leader is None or self._is_vacant() or leader.node == self._node:
                 backoff.reset()
                 await changed.after(seen)
                 continue
+            if leader.protocol != PROTOCOL_VERSION and leader.node != self._warned_of:
+                self._warned_of = leader.node
+                version = other_version(leader.protocol)
+                logger.warning("%s leads, and this node cannot take part: %s", leader.node, version)
             verdict = await self._hold(leader)
             if verdict is Verdict.DEAD and self._last_connected == leader.node:
                 if self._run.outcome is None:
@@ -241,14 +243,9 @@ class LeaderElection:
                 # A leader that refuses the first connection may live: the network may forbid connections.
                 await backoff.wait()
 
-    def _note_leader(self, leader: LeaderRecord) -> None:
-        before, self._last_leader = self._last_leader, leader
-        if leader.protocol != PROTOCOL_VERSION and (before is None or before.node != leader.node):
-            logger.warning("%s leads, and this node cannot take part: %s", leader.node, other_version(leader.protocol))
-
     async def reaches_leader(self, within: float) -> bool:
         """Return whether the connected leader answers a probe within a number of seconds."""
-        leader = self._last_leader
+        leader = self._run.last_leader
         if leader is None or not self.connected:
             return False
         run_id = self._run.settings.run_id

@@ -252,7 +252,8 @@ class RendezvousNode:
 
     async def _write_final_history(self) -> None:
         """Write the history if all nodes leave at once: this node led last, and no other node leads now."""
-        if self.run.last_leader != self.node or self.run.outcome is not None:
+        last = self.run.last_leader
+        if last is None or last.node != self.node or self.run.outcome is not None:
             return
         with suppress(StoreError, TimeoutError):
             async with asyncio.timeout(LEAVE_TIMEOUT / 2):

@@ -106,7 +106,7 @@ class RunStateWatch:
         changed: sent after every change that this node notes, and when the store is lost or back.
         away_since: since when the store is unreachable, by the loop's clock; None while it is reachable.
         back_at: when the store last came back, by the loop's clock; None if it never was away.
-        last_leader: the node that leads, or led last; empty if none is known.
+        last_leader: the node that leads, or led last; None if none is known.
         restored: how often the store lost data: it has another cluster id than before, or an earlier revision.
     """
 
@@ -120,7 +120,7 @@ class RunStateWatch:
         self.changed = ChangeSignal()
         self.away_since: float | None = 0.0
         self.back_at: float | None = None
-        self.last_leader = ""
+        self.last_leader: LeaderRecord | None = None
         self.restored = 0
         self._decoders: dict[str, Callable[[bytes], msgspec.Struct]] = {
             keys.leader: lambda data: decode(data, LeaderRecord),
@@ -234,7 +234,7 @@ class RunStateWatch:
     def _set(self, key: str, known: Versioned[Any]) -> None:
         self._known[key] = known
         if self.leader.record is not None and self.leader.record.node:
-            self.last_leader = self.leader.record.node
+            self.last_leader = self.leader.record
 
     def _lose(self, error: StoreUnavailable) -> None:
         if self.away_since is None:
