@@ -299,7 +299,7 @@ def _seconds_by_state(
 
     add(RunState.WAITING, base.until, transitions[0][0])
     reports_steps = bool(times.first_step) or RunState.RESTORING in base.seconds
-    for (at, state), (end, _) in itertools.pairwise((*transitions, (now, None))):
+    for (at, state), (end, _) in itertools.pairwise((*transitions, (now, RunState.WAITING))):
         trains_from = at
         if state is RunState.TRAINING and at == times.started and reports_steps:
             trains_from = min(_trains_from(times, base), end)

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from torchelastic.config.settings import RendezvousSettings
+    from torchelastic.protocol import NodeRecord
     from torchelastic.rendezvous.policy.membership import Membership, Peer
 
 CAUSE_WINDOW: Final = 0.1
@@ -182,7 +183,7 @@ class _Plan:
             return None
         if highest > self.settings.resume.round and not membership.gave_way:
             return GiveWay("the store has lost a round; yielding the lead to a node that can restore it")
-        known = [self.before, *(peer.record for peer in membership.peers.values())]
+        known: list[RoundRecord | NodeRecord] = [self.before, *(peer.record for peer in membership.peers.values())]
         self._continue_with(
             number=max(self.before.number, highest),
             restarts=max(record.restarts for record in known),
