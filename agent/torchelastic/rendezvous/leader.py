@@ -328,8 +328,8 @@ class Leader:
                 return await self._commit_notice(notice)
             case OutcomeRecord() as outcome:
                 await self._commit_outcome(outcome)
-            case GiveWay(why):
-                logger.info("%s", why)
+            case GiveWay():
+                logger.info("the store has lost a round; yielding the lead to a node that can restore it")
                 await self._election.give_way()
         return False
 

@@ -18,7 +18,7 @@ import hashlib
 import socket
 from collections import Counter
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
+from typing import TYPE_CHECKING, Annotated, Final, Protocol
 
 import msgspec
 
@@ -282,29 +282,15 @@ def listen(host: str, ports: PortRange | None = None, *, after: int = 0) -> sock
 def _listening(
     family: int, address: tuple[str | int, ...] | tuple[int, bytes], ports: PortRange | None, after: int
 ) -> socket.socket:
-    if ports is None:
-        return _bound(family, address)
-    for port in ports.after(after):
+    for port in (0,) if ports is None else ports.after(after):
         try:
-            return _bound(family, (address[0], port, *address[2:]), again=True)
+            listener = socket.create_server((address[0], port, *address[2:]), family=family, backlog=BACKLOG)
+            listener.setblocking(False)
+            return listener
         except OSError as error:
-            if error.errno != errno.EADDRINUSE:
+            if ports is None or error.errno != errno.EADDRINUSE:
                 raise
     raise NoPortFree(
         f"No port of --port-range {ports} is free on this node: give it a wider range, or see what else listens there "
         "(ss -tlnp); each agent on a host needs up to 4 of them at a time."
     )
-
-
-def _bound(family: int, address: tuple[Any, ...], *, again: bool = False) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if again:  # connections of the previous listener may linger
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
-    except BaseException:
-        listener.close()
-        raise
-    return listener

@@ -132,7 +132,6 @@ class RunStateWatch:
         self._warned: set[str] = set()
         self._cluster_id = ""
         self._revision = 0
-        self._lost = False
 
     @property
     def leader(self) -> Versioned[LeaderRecord]:
@@ -213,10 +212,9 @@ class RunStateWatch:
         entries = {entry.key: entry for entry in listing.entries}
         for key in self._decoders:
             self._set(key, self._versioned(key, entries.get(key)))
-        if self._lost:
+        if self.away_since:  # not before the first listing
             self.back_at = asyncio.get_running_loop().time()
         self.away_since = None
-        self._lost = False
         self.changed.send()
 
     def apply(self, change: Change) -> None:
@@ -239,7 +237,6 @@ class RunStateWatch:
     def _lose(self, error: StoreUnavailable) -> None:
         if self.away_since is None:
             logger.warning("lost sight of the run's keys: %s", error)
-            self._lost = True
             self.away_since = asyncio.get_running_loop().time()
             self.changed.send()
 
@@ -356,7 +353,7 @@ class NodeRegistration:
 
 
 async def remove_finished_run(run: RunStateWatch) -> None:
-    """Remove the keys of a finished run with the same id, unless ids are unique or a node of that run is present.
+    """Remove the keys of a finished run with the same id, unless ids are unique or one of its nodes is present.
 
     If the store is away, try again until the join timeout.
 
@@ -369,31 +366,29 @@ async def remove_finished_run(run: RunStateWatch) -> None:
     deadline = asyncio.get_running_loop().time() + run.settings.join_timeout
     while True:
         try:
-            if not await _remove(run):
-                return
+            await _remove(run)
         except StoreUnavailable as error:
             if backoff.attempts == 0:
                 logger.warning("%s; waiting for it", error)
             if asyncio.get_running_loop().time() > deadline:
                 raise
             await backoff.wait()
+        else:
+            return
 
 
-async def _remove(run: RunStateWatch) -> bool:
-    """Remove the keys of a finished run; return whether to check again."""
+async def _remove(run: RunStateWatch) -> None:
     store, keys = run.store, run.keys
     if not _is_over(await store.get(keys.state)):
-        return False  # the usual case, without a listing of all keys
+        return  # the usual case, without a listing of all keys
     listing = await store.list(keys.root)
     entries = {entry.key: entry for entry in listing.entries}
-    state = entries.get(keys.state)
-    if state is None or not _is_over(state) or any(_took_part(entry, state, keys) for entry in listing.entries):
-        return False
+    if not _is_over(entries.get(keys.state)) or any(key.startswith(keys.nodes) for key in entries):
+        return
     # The state is the last: without it, the other keys would seem to belong to a running run.
     for key in (keys.time_breakdown, keys.history, keys.notice, keys.leader, keys.state):
         if key in entries:
             await store.compare_and_swap(key, None, expected=entries[key].modified)
-    return True
 
 
 def _is_over(entry: Entry | None) -> bool:
@@ -403,14 +398,3 @@ def _is_over(entry: Entry | None) -> bool:
         return decode_state(entry.value).outcome is not None
     except MalformedRecord:
         return False
-
-
-def _took_part(entry: Entry, state: Entry, keys: RunKeys) -> bool:
-    """Return whether this key belongs to a node that was present when the run ended."""
-    if not entry.key.startswith(keys.nodes):
-        return False
-    try:
-        joined = decode(entry.value, NodeRecord).joined
-    except MalformedRecord:
-        return False
-    return (joined or entry.created) < state.modified

@@ -89,13 +89,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class GiveWay:
-    """Give up the lead for one lease, in favour of nodes that know a later round.
-
-    Attributes:
-        why: the reason, for the log.
-    """
-
-    why: str
+    """Give up the lead for one lease, in favour of a node that can restore a round that the store has lost."""
 
 
 Decision = Hold | GiveWay | RoundRecord | NoticeRecord | OutcomeRecord
@@ -182,7 +176,7 @@ class _Plan:
         if membership.round is not None and highest <= membership.number:
             return None
         if highest > self.settings.resume.round and not membership.gave_way:
-            return GiveWay("the store has lost a round; yielding the lead to a node that can restore it")
+            return GiveWay()
         known: list[RoundRecord | NodeRecord] = [self.before, *(peer.record for peer in membership.peers.values())]
         self._continue_with(
             number=max(self.before.number, highest),
