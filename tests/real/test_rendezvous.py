@@ -11,11 +11,9 @@ import msgspec
 import pytest
 
 from elastic_operator.store_mirror import StoreMirror
-from tests.support.nodes import Meeting, TestNode, all_with
+from tests.support.nodes import Meeting, all_with
 from tests.support.store_conformance import confirmed, seen
 from torchelastic.protocol import (
-    FailureKind,
-    FailureRecord,
     NodePhase,
     OutcomeState,
     RunKeys,
@@ -172,38 +170,6 @@ async def test_a_notice_survives_every_etcd_fault(own_etcd: EtcdServer, meeting:
     a.answers = True  # if etcd has lost the notice, another may be given
     after = await all_with(a, b, c)
     assert (after.number, after.nodes[:2]) == (2, round.nodes)
-
-
-async def test_a_non_retryable_failure_ends_the_run_despite_remaining_restarts(
-    meeting: Meeting,
-) -> None:
-    a, b = [await meeting.node(name, wanted=2) for name in "ab"]
-    round = await all_with(a, b)
-
-    def failure(node: TestNode, kind: FailureKind, message: str, *, final: bool) -> FailureRecord:
-        return FailureRecord(
-            round=round.number,
-            rank=round.nodes.index(node.inner.node),
-            local_rank=0,
-            node=node.inner.node,
-            exit_code=1,
-            kind=kind,
-            message=message,
-            uptime=60.0,
-            non_retryable=final,
-        )
-
-    broken = failure(a, FailureKind.COMMUNICATION, "Connection closed by peer", final=False)
-    a.inner.report(round.number, failure=broken)
-    await a.inner.flush()
-    cause = failure(b, FailureKind.PROGRAM, "NonRetryableException: no such data", final=True)
-    b.inner.report(round.number, failure=cause)
-    for node in (a, b):
-        await node.until(lambda node: node.outcome is not None)
-        assert node.outcome is not None
-        assert (node.outcome.state, node.outcome.failure) == (OutcomeState.FAILED, cause)
-        assert "not tried again" in node.outcome.message
-        assert [record.number for record in node.rounds] == [1]
 
 
 async def test_a_round_is_current_until_the_next_is_committed_or_the_run_has_ended(meeting: Meeting) -> None:

@@ -141,19 +141,6 @@ def test_a_new_node_continues_from_a_plausible_stored_breakdown(
     assert (seconds_by_state(new_node).get("training", 0), seconds_by_state(new_node)["waiting"]) == expected
 
 
-def test_a_resumed_run_continues_its_time_breakdown() -> None:
-    before = TimeBreakdown(
-        until=CREATED + 500, seconds={RunState.TRAINING: 100.0, RunState.SUSPENDED: 400.0}, lost=3.0, joined=2
-    )
-    clock = Clock(503.0)
-    history = History(CREATED, before, clock=clock)
-    commit(history, round(4, "a"))
-    split = history.breakdown()
-
-    assert seconds_by_state(history) == {"training": 100, "suspended": 400, "waiting": 3}
-    assert (split.lost, split.joined) == (3.0, 3)
-
-
 @pytest.mark.parametrize("round_first", [True, False], ids=["round first", "breakdown first"])
 def test_a_breakdown_written_during_a_commit_does_not_undo_the_round(*, round_first: bool) -> None:
     clock = Clock(0.0)

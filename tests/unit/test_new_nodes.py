@@ -1,4 +1,4 @@
-"""New nodes that become leader exclude dead members and wait for members that return."""
+"""New nodes: leaders that exclude dead members and wait for members that return; nodes that cannot join."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from tests.support.nodes import Clients, Meeting, all_with
 from tests.support.ports import free_range
 from torchelastic.config.settings import RendezvousSettings
+from torchelastic.errors import StoreRefused
 from torchelastic.protocol import Member, NodeRecord, RoundRecord, RunKeys, SizeRecord, StateRecord, encode
 from torchelastic.rendezvous.node import RendezvousNode
 from torchelastic.store import MemoryStore
@@ -73,3 +74,13 @@ async def test_a_node_that_gives_up_waiting_for_the_store_frees_its_ports() -> N
     for port in range(ports.first, ports.last + 1):
         with closing(socket.create_server(("127.0.0.1", port))):
             pass
+
+
+async def test_a_refusal_at_startup_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object) -> None:
+        raise StoreRefused("etcd does not allow this user to use these keys: permission denied")
+
+    monkeypatch.setattr(MemoryStore, "get", refuse)
+    async with Meeting(Clients().connect, "run") as meeting:
+        with pytest.raises(StoreRefused, match="permission denied"):
+            await meeting.node("a")

@@ -30,24 +30,6 @@ async def test_a_partitioned_node_stops_its_workers_and_rejoins_later(dying: str
         assert round.restarts == 0
 
 
-async def test_training_continues_without_the_store_and_a_new_node_joins_afterwards() -> None:
-    clients = Clients()
-    async with Meeting(clients.connect, "run", lease=LEASE, last_call_timeout=0.5) as meeting:
-        a, b = [await meeting.node(name) for name in "ab"]
-        first = await all_with(a, b)
-        clients.reach(False)
-        for node in (a, b):
-            await node.until_away()
-        for node in (a, b):
-            clients.data.expire(node.inner.registration.lease)
-        clients.reach(True)
-        c = await meeting.node("c")
-        round = await all_with(a, b, c)
-        assert (round.number, round.nodes[:2]) == (2, first.nodes)
-        assert not a.partitioned
-        assert not b.partitioned
-
-
 async def test_a_node_whose_workers_have_exited_is_not_partitioned() -> None:
     clients = Clients()
     async with Meeting(clients.connect, "run", lease=LEASE) as meeting:

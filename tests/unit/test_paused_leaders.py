@@ -13,7 +13,6 @@ from torchelastic.protocol import (
     LeaderRecord,
     Member,
     NodePhase,
-    OutcomeState,
     RoundRecord,
     RunKeys,
     StateRecord,
@@ -152,17 +151,3 @@ async def test_a_paused_leader_does_not_end_a_run_that_has_another_leader(
         await data.put(KEYS.leader, encode(SUCCESSOR))
         await asyncio.sleep(0.6)  # longer than the join timeout
         assert (await state_of(data)).outcome is None
-
-
-@pytest.mark.parametrize("state", list(OutcomeState))
-async def test_an_outcome_is_committed_with_its_round(state: OutcomeState) -> None:
-    clients = Clients()
-    async with Meeting(clients.connect, "run") as meeting:
-        a = await meeting.node("a", wanted=1)
-        first = await all_with(a)
-        if state is OutcomeState.SUCCEEDED:
-            succeed(a, first.number)
-        else:
-            fail(a, first.number, final=True)
-        await a.until(lambda node: node.outcome is not None)
-        assert await state_of(clients.data) == StateRecord(first, a.outcome)

@@ -141,14 +141,6 @@ def test_no_round_forms_yet(situation: Membership, hold: Hold) -> None:
     assert plan(situation, SETTINGS) == hold
 
 
-def test_below_the_minimum_a_run_fails_after_the_join_timeout_and_names_its_nodes() -> None:
-    hold = held(plan(snapshot(peer("a"), low=2, wanted=2, now=LATER - 500), SETTINGS))
-    assert hold.why == "1 node (a) of at least 2 is there; waiting for more"
-    decision = outcome_of(snapshot(peer("a"), low=2, wanted=2, now=LATER))
-    assert decision.state is OutcomeState.FAILED
-    assert "no more nodes came within 600 s" in decision.message
-
-
 def test_a_node_with_another_protocol_version_is_excluded_and_named() -> None:
     stranger = peer("b", protocol=PROTOCOL_VERSION + 1)
     hold = held(plan(snapshot(peer("a"), stranger, low=2, wanted=2), SETTINGS))
