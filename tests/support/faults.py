@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Final, Self
 from tests.support.nodes import Meeting, TestNode
 from tests.support.tcp_proxy import TcpProxy
 from torchelastic.errors import StoreUnavailable
-from torchelastic.rendezvous.node import Partitioned, RoundStarted, RunEnded
+from torchelastic.protocol import OutcomeRecord
+from torchelastic.rendezvous.node import Partitioned, RoundStarted
 from torchelastic.store import connect
 
 if TYPE_CHECKING:
@@ -296,8 +297,8 @@ class Play:
                 self._told(member, event.record)
             elif isinstance(event, Partitioned):
                 member.isolated_in = member.told[-1].number
-            elif isinstance(event, RunEnded):
-                self._broken.append(f"{member.name} was told that the run has ended: {event.record}")
+            elif isinstance(event, OutcomeRecord):
+                self._broken.append(f"{member.name} was told that the run has ended: {event}")
             self._news.set()
 
     def _told(self, member: Member, round: RoundRecord) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torchelastic.config.settings import RendezvousSettings
 from torchelastic.protocol import NodeRecord, NoticeRecord, OutcomeRecord, RoundRecord, SizeRecord
-from torchelastic.rendezvous.node import Noticed, Partitioned, RendezvousNode, RoundStarted, RunEnded
+from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted
 from torchelastic.store import MemoryStore
 
 if TYPE_CHECKING:
@@ -111,12 +111,12 @@ class TestNode:
                     self.notices.clear()
                     if event.store is not None:
                         event.store.close()
-                elif isinstance(event, Noticed):
-                    self.notices.append(event.record)
+                elif isinstance(event, NoticeRecord):
+                    self.notices.append(event)
                     if self.answers:
-                        self.inner.report(event.record.round, saved=event.record.serial)
-                elif isinstance(event, RunEnded):
-                    self.outcome = event.record
+                        self.inner.report(event.round, saved=event.serial)
+                elif isinstance(event, OutcomeRecord):
+                    self.outcome = event
                 elif isinstance(event, Partitioned):
                     self.partitioned = True
         return self

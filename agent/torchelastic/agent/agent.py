@@ -30,16 +30,19 @@ from torchelastic.agent.worker_socket import WorkerSocket
 from torchelastic.agent.workers.pool import WorkerStart
 from torchelastic.errors import NoPortFree, SettingsError, StartError, StoreError
 from torchelastic.output import started
-from torchelastic.protocol import ExitCode, FailureKind, FailureRecord, NodePhase, NodeRecord, OutcomeState, RunState
-from torchelastic.rendezvous.history import History
-from torchelastic.rendezvous.node import (
-    Noticed,
-    Partitioned,
-    RendezvousNode,
-    RoundStarted,
-    RunEnded,
-    worker_environments,
+from torchelastic.protocol import (
+    ExitCode,
+    FailureKind,
+    FailureRecord,
+    NodePhase,
+    NodeRecord,
+    NoticeRecord,
+    OutcomeRecord,
+    OutcomeState,
+    RunState,
 )
+from torchelastic.rendezvous.history import History
+from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted, worker_environments
 from torchelastic.rendezvous.policy.plan import CAUSE_WINDOW, REPORT_WINDOW, root_cause
 
 if TYPE_CHECKING:
@@ -51,7 +54,7 @@ if TYPE_CHECKING:
     from torchelastic.agent.workers.pool import StoreServer, WorkerGroup, Workers
     from torchelastic.config.settings import AgentSettings
     from torchelastic.metrics.agent import AgentMetrics
-    from torchelastic.protocol import OutcomeRecord, RoundRecord
+    from torchelastic.protocol import RoundRecord
     from torchelastic.store.api import Store
 
 logger = logging.getLogger(__name__)
@@ -200,8 +203,8 @@ class Agent:
                     await self._unless_signalled(self._worker_ended(event))
                 case CauseOverdue(round):
                     await self._unless_signalled(self._blame(round))
-                case Noticed(record):
-                    self._socket.take_notice(record)
+                case NoticeRecord() as notice:
+                    self._socket.take_notice(notice)
                 case RequestsChanged():
                     self._socket.report()
                 case StoreServerEnded(round):
@@ -209,7 +212,7 @@ class Agent:
                 case Partitioned():
                     self._times.waits()
                     await self._stop_workers(0.0)
-                case RunEnded(outcome):
+                case OutcomeRecord() as outcome:
                     await self._unless_signalled(self._stop_workers(self._settings.stop_timeout))
                     await self._stop_workers(self._settings.stop_grace)
                     self._report_outcome(outcome)
@@ -411,8 +414,8 @@ class Agent:
     def _ends_leaving(self, event: AgentEvent) -> bool:
         """Handle an event of a node that leaves; returns whether to stop its workers now."""
         match event:
-            case Noticed(record):
-                self._socket.take_notice(record)
+            case NoticeRecord() as notice:
+                self._socket.take_notice(notice)
             case RequestsChanged():
                 self._socket.report()
             case WorkerEnded() as ended if self._is_past(ended.round):

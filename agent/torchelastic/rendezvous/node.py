@@ -56,29 +56,16 @@ class RoundStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class Noticed:
-    """The current round, of which this node is a member, is about to change; with 0 seconds, the notice is withdrawn.
-
-    When all workers that asked for notice have answered, the receiver calls ``report(round, saved=serial)``. A later
-    notice has a higher serial.
-    """
-
-    record: NoticeRecord
-
-
-@dataclass(frozen=True, slots=True)
-class RunEnded:
-    """The run has an outcome."""
-
-    record: OutcomeRecord
-
-
-@dataclass(frozen=True, slots=True)
 class Partitioned:
     """This node reaches neither the store nor a member of its round, and must stop its workers."""
 
 
-Event = RoundStarted | Noticed | RunEnded | Partitioned
+Event = RoundStarted | NoticeRecord | OutcomeRecord | Partitioned
+"""An event of the rendezvous.
+
+A notice says that the current round, of which this node is a member, is about to change. When all workers that asked
+for notice have answered, the receiver calls ``report(round, saved=serial)``.
+"""
 
 
 def worker_environments(
@@ -404,7 +391,7 @@ class RendezvousNode:
             self._emit_notice()
             if self.run.outcome is not None:
                 self._end_run()
-                self.events.put_nowait(RunEnded(self.run.outcome))
+                self.events.put_nowait(self.run.outcome)
                 return
             await changed.after(seen)
 
@@ -440,7 +427,7 @@ class RendezvousNode:
             return
         if notice != before and (notice.seconds or before is not None):
             self._notice = notice
-            self.events.put_nowait(Noticed(notice))
+            self.events.put_nowait(notice)
 
     async def _lead(self) -> None:
         """Lead each time that this node is elected."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.errors import TorchElasticError
-from torchelastic.protocol import NodeRecord, RoundRecord
-from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted, RunEnded
+from torchelastic.protocol import NodeRecord, OutcomeRecord, RoundRecord
+from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted
 from torchelastic.rendezvous.run_state import cancel
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchelastic.config.settings import NodeSettings
-    from torchelastic.protocol import OutcomeRecord
     from torchelastic.store.api import Store
 
 logger = logging.getLogger(__name__)
@@ -226,5 +225,5 @@ class NodeThread:
                         node.history.workers_started()  # approximately now
                 case Partitioned():
                     self._update(partitioned=True)
-                case RunEnded(outcome):
+                case OutcomeRecord() as outcome:
                     self._update(outcome=outcome)
