@@ -12,6 +12,7 @@ import bisect
 import itertools
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -37,7 +38,7 @@ from torchelastic.rendezvous.run_state import ChangeSignal
 from torchelastic.store.backoff import Backoff
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from torchelastic.protocol import NodeRecord, RoundRecord
     from torchelastic.rendezvous.run_state import RunStateWatch
@@ -204,6 +205,7 @@ class History:
         if nodes:
             ends |= dict.fromkeys(away - ends.keys(), NodeEnd.NOT_NEEDED)
         breakdown = self.breakdown()
+        gone = Counter(breakdown.gone) + Counter(ends.values())
         breakdown = msgspec.structs.replace(
             breakdown,
             lost=self._lost_if_ended(),
@@ -211,7 +213,7 @@ class History:
             first_step_at=0.0,
             last_checkpoint_at=0.0,
             joined=min(breakdown.joined + len(nodes - before.nodes), COUNT_LIMIT),
-            gone=_added(breakdown.gone, ends.values()),
+            gone={end: min(count, COUNT_LIMIT) for end, count in gone.items()},
             there=present,
         )
         return msgspec.structs.replace(record, time_breakdown=breakdown)
@@ -332,13 +334,6 @@ def _with_all_gone(past: PastRound, died: int, nodes: int) -> PastRound:
         gone = f"{died} of the {nodes} nodes died, and the others left"
     cause = shorten(f"{gone}; {past.cause}", MAX_CAUSE)
     return msgspec.structs.replace(past, reason=RoundReason.NODE_LOST, cause=cause)
-
-
-def _added(counts: Mapping[NodeEnd, int], ends: Iterable[NodeEnd]) -> dict[NodeEnd, int]:
-    found = dict(counts)
-    for end in ends:
-        found[end] = min(found.get(end, 0) + 1, COUNT_LIMIT)
-    return found
 
 
 class HistoryWriter:
