@@ -1,0 +1,347 @@
+"""Nodes of one run on a store in memory: partitions, lost data, late members, refusals, other versions."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from tests.support.nodes import PATIENCE, Clients, Meeting, all_with
+from tests.support.ports import free_range
+from tests.support.views import failure
+from torchelastic.config.settings import RendezvousSettings
+from torchelastic.errors import StoreRefused
+from torchelastic.protocol import (
+    PROTOCOL_VERSION,
+    LeaderRecord,
+    Member,
+    NodePhase,
+    NodeRecord,
+    OutcomeState,
+    RoundRecord,
+    RunKeys,
+    SizeRecord,
+    StateRecord,
+    decode,
+    encode,
+)
+from torchelastic.rendezvous.node import RendezvousNode
+from torchelastic.rendezvous.peer_connection import Verdict
+from torchelastic.store import MemoryStore
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tests.support.nodes import TestNode
+    from torchelastic.protocol import OutcomeRecord
+    from torchelastic.store import Listing, Store
+
+KEYS = RunKeys.of("run")
+LEASE = 0.4
+OTHER = PROTOCOL_VERSION + 1
+
+
+# -- partitions
+
+
+@pytest.mark.parametrize("dying", ["a", "b"])
+async def test_a_partitioned_node_stops_its_workers_and_rejoins_later(dying: str) -> None:
+    clients = Clients()
+    async with Meeting(clients.connect, "run", lease=LEASE) as meeting:
+        nodes = {name: await meeting.node(name, wanted=2) for name in "ab"}
+        await all_with(*nodes.values())
+        (survivor,) = set("ab") - {dying}
+        cut_off = clients.all["ab".index(survivor)]
+        cut_off.reachable = False
+        await nodes[dying].crash()
+        await nodes[survivor].until(lambda node: node.partitioned)
+        cut_off.reachable = True
+        round = await all_with(nodes[survivor])
+        assert round.number > 1
+        assert round.restarts == 0
+
+
+async def test_a_node_whose_workers_have_exited_is_not_partitioned() -> None:
+    clients = Clients()
+    async with Meeting(clients.connect, "run", lease=LEASE) as meeting:
+        a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+        await all_with(a, b)
+        leader, other = (a, b) if a.inner.is_leader else (b, a)
+        await other.says(phase=NodePhase.DONE)
+        clients.reach(False)
+        await leader.crash()
+        await asyncio.sleep(2 * LEASE)  # the lease has to expire
+        other.drain()
+        assert not other.partitioned
+
+
+async def test_a_node_whose_leader_answers_a_later_probe_is_not_partitioned(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients = Clients()
+    async with Meeting(clients.connect, "run", lease=LEASE) as meeting:
+        a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+        await all_with(a, b)
+        member = b if a.inner.is_leader else a
+        probes = asyncio.Queue[float]()
+
+        async def probe(_address: str, *, timeout: float, **_: object) -> Verdict:  # noqa: ASYNC109
+            probes.put_nowait(timeout)
+            return Verdict.SILENT if probes.qsize() == 1 else Verdict.ALIVE
+
+        monkeypatch.setattr("torchelastic.rendezvous.leader_election.probe", probe)
+        clients.reach(False)
+        async with asyncio.timeout(PATIENCE):
+            while probes.qsize() < 3:
+                await member.inner.run.changed.after(member.inner.run.changed.count, timeout=LEASE)
+        member.drain()
+        assert not member.partitioned
+        assert {probes.get_nowait() for _ in range(3)} == {LEASE}
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_leader_without_the_store_asks_all_its_peers_at_once(
+    answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients = Clients()
+    async with Meeting(clients.connect, "run", lease=600.0) as meeting:
+        nodes = [await meeting.node(name, wanted=3) for name in "abc"]
+        round = await all_with(*nodes)
+        (leader,) = [node for node in nodes if node.inner.is_leader]
+        mute, other = [node.inner.node for node in nodes if node is not leader]
+        asked = set()
+        both = asyncio.Event()
+
+        async def probe(_address: str, *, peer: str, **_: object) -> Verdict:
+            asked.add(peer)
+            if len(asked) == 2:
+                both.set()
+            if peer == mute:
+                await (asyncio.Event() if answers else both).wait()
+            return Verdict.ALIVE if answers else Verdict.SILENT
+
+        monkeypatch.setattr("torchelastic.rendezvous.leader.probe", probe)
+        clients.reach(False)
+        assert await leader.inner.is_current(round.number, timeout=PATIENCE) == answers
+        assert asked == {mute, other}
+
+
+# -- new nodes
+
+
+async def test_new_nodes_exclude_a_dead_member_whose_key_still_exists() -> None:
+    async with Meeting(Clients().connect, "run", lease=1.5, last_call_timeout=0.2, unique_run=True) as meeting:
+        a, b = [await meeting.node(name) for name in "ab"]
+        first = await all_with(a, b)
+        leader, other = (a, b) if a.inner.is_leader else (b, a)
+        await asyncio.gather(leader.inner.election.leave(), other.crash())
+        await leader.crash()
+
+        c, d = [await meeting.node(name) for name in "cd"]
+        round = await all_with(c, d)
+        for node in (c, d):
+            # On a busy machine one dead member may be found a moment after the other, and then leaves one round later.
+            *between, last = [record.nodes for record in node.rounds if record.number > first.number]
+            assert last == round.nodes
+            assert between in ([], *([(dead.inner.node, *last)] for dead in (leader, other)))
+
+
+async def test_a_new_leader_waits_for_a_member_that_returns_late() -> None:
+    clients = Clients()
+    data = clients.data
+
+    async def comes_back(name: str) -> None:
+        size = SizeRecord(min=1, max=8)
+        record = NodeRecord(name=name, address="127.0.0.1", workers=1, size=size, store=40000, round=4)
+        await data.put(KEYS.node(f"{name}.1"), encode(record))
+
+    # All leases have expired while the store was unavailable, and the members are reconnecting.
+    members = (Member("a.1", "127.0.0.1", 1), Member("b.1", "127.0.0.1", 1))
+    await data.put(KEYS.state, encode(StateRecord(RoundRecord(number=4, members=members, store="127.0.0.1:40000"))))
+    async with Meeting(clients.connect, "run", lease=0.5, last_call_timeout=60.0) as meeting:
+        c = await meeting.node("c")
+        await c.inner.election.until_leader()
+        await comes_back("b")
+        while (leadership := c.inner.leader) is None:
+            await c.inner.run.changed.after(c.inner.run.changed.count)
+        while "b.1" not in leadership.membership.peers:
+            await c.inner.run.changed.after(c.inner.run.changed.count)
+        await comes_back("a")
+        round = await c.until_with("a", "b", "c")
+        assert (round.number, round.nodes[:2]) == (5, ("a.1", "b.1"))
+
+
+async def test_a_node_that_gives_up_waiting_for_the_store_frees_its_ports() -> None:
+    store = MemoryStore()
+    store.reachable = False
+    ports = free_range(2)
+    size = SizeRecord(min=1, max=8)
+    record = NodeRecord(name="a", address="127.0.0.1", workers=1, size=size)
+    node = RendezvousNode(store, RendezvousSettings(run_id="run", size=size, ports=ports), node="a.1", record=record)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2), node:
+            pass
+    for port in range(ports.first, ports.last + 1):
+        with closing(socket.create_server(("127.0.0.1", port))):
+            pass
+
+
+async def test_a_refusal_at_startup_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object) -> None:
+        raise StoreRefused("etcd does not allow this user to use these keys: permission denied")
+
+    monkeypatch.setattr(MemoryStore, "get", refuse)
+    async with Meeting(Clients().connect, "run") as meeting:
+        with pytest.raises(StoreRefused, match="permission denied"):
+            await meeting.node("a")
+
+
+# -- nodes of another version
+
+
+async def test_a_node_waits_for_nodes_of_another_version_and_continues_after_their_round(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clients = Clients()
+    data = clients.data
+    theirs = await data.grant(60)
+    record = NodeRecord(name="old", address="127.0.0.1", workers=1, size=SizeRecord(min=1, max=8), protocol=OTHER)
+    await data.put(KEYS.node("old.1"), encode(msgspec.structs.replace(record, round=4)), lease=theirs)
+    leader = LeaderRecord(node="old.1", address="127.0.0.1:1", protocol=OTHER)
+    await data.put(KEYS.leader, encode(leader), lease=theirs)
+    await data.put(KEYS.state, b'{"round":{"number":4,"members":"in another form","protocol":%d}}' % OTHER)
+
+    async with Meeting(clients.connect, "run", lease=LEASE, last_call_timeout=0.1, join_debounce=0.0) as meeting:
+        new = await meeting.node("new")
+        await new.until(lambda node: bool(node.rounds))
+        assert (new.rounds[-1].number, new.rounds[-1].members) == (4, ())
+        assert f"({OTHER}, and {PROTOCOL_VERSION} here)" in new.rounds[-1].cause
+
+        await data.revoke(theirs)
+        round = await new.until_with("new")
+        assert (round.number, round.protocol) == (5, PROTOCOL_VERSION)
+    assert "old.1 leads, and this node cannot take part" in caplog.text
+
+
+async def test_a_size_of_another_protocol_version_is_ignored(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clients = Clients()
+    size = SizeRecord(min=2, max=2, desired=2, generation=9, protocol=OTHER)
+    await clients.data.put(KEYS.size, encode(size))
+    async with Meeting(clients.connect, "run", lease=LEASE) as meeting:
+        alone = await meeting.node("alone", wanted=1)
+        assert (await alone.until_with("alone")).number == 1
+    assert f"ignoring {KEYS.size}: not a SizeRecord for us: another version" in caplog.text
+
+
+# -- a store that lost its data
+
+
+async def all_workers_succeed(nodes: list[TestNode], number: int) -> None:
+    for node in nodes:
+        node.inner.report(number, phase=NodePhase.DONE)
+
+
+async def a_worker_fails(nodes: list[TestNode], number: int) -> None:
+    nodes[1].inner.report(number, failure=failure(nodes[1].name, number=number, message="the data are broken"))
+
+
+both_outcomes = pytest.mark.parametrize(
+    ("end", "state"),
+    [(all_workers_succeed, OutcomeState.SUCCEEDED), (a_worker_fails, OutcomeState.FAILED)],
+)
+
+
+async def outcome_of(node: TestNode) -> OutcomeRecord:
+    await node.until(lambda node: node.outcome is not None)
+    assert node.outcome is not None
+    return node.outcome
+
+
+@both_outcomes
+async def test_a_run_that_ends_while_the_store_loses_its_data_has_its_outcome(
+    end: Callable[[list[TestNode], int], Awaitable[None]], state: OutcomeState
+) -> None:
+    clients = Clients()
+    async with Meeting(clients.connect, "run", lease=LEASE, last_call_timeout=0.2, max_restarts=0) as meeting:
+        nodes = [await meeting.node(name, wanted=2) for name in "ab"]
+        round = await all_with(*nodes)
+        clients.reach(False)
+        await end(nodes, round.number)
+        clients.data.wipe()
+        clients.reach(True)
+        for node in nodes:
+            outcome = await outcome_of(node)
+            assert (outcome.state, outcome.round) == (state, round.number)
+            assert [record.number for record in node.rounds] == [round.number]
+    assert state is OutcomeState.SUCCEEDED or "the data are broken" in outcome.message
+
+
+@both_outcomes
+async def test_a_node_that_missed_a_lost_outcome_learns_it_from_the_other_nodes(
+    end: Callable[[list[TestNode], int], Awaitable[None]], state: OutcomeState
+) -> None:
+    clients = Clients()
+    async with Meeting(clients.connect, "run", lease=LEASE, last_call_timeout=0.2, max_restarts=0) as meeting:
+        nodes = [await meeting.node(name, wanted=2) for name in "ab"]
+        round = await all_with(*nodes)
+        late = nodes[1] if nodes[0].inner.is_leader else nodes[0]
+        (first,) = set(nodes) - {late}
+        if state is OutcomeState.SUCCEEDED:
+            await late.says(phase=NodePhase.DONE)
+        clients.all[nodes.index(late)].reachable = False
+        await end([late, first], round.number)
+        expected = await outcome_of(first)
+        clients.data.wipe()
+        clients.reach(True)
+        assert msgspec.structs.replace(await outcome_of(late), failure=None) == msgspec.structs.replace(
+            expected, failure=None
+        )
+        assert [record.number for record in late.rounds] == [round.number]
+
+
+class NamedCluster(MemoryStore):
+    """A store client with a settable cluster id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cluster_id = "1"
+        self.was_listed = asyncio.Event()
+
+    async def list(self, prefix: str) -> Listing:
+        listing = await super().list(prefix)
+        if prefix == KEYS.control:
+            self.was_listed.set()
+        return dataclasses.replace(listing, cluster_id=self.cluster_id)
+
+
+@pytest.mark.parametrize("cluster_id", ["1", "", "2"])
+async def test_a_node_offers_another_port_to_another_cluster(cluster_id: str) -> None:
+    store = NamedCluster()
+
+    async def connect() -> Store:
+        return store
+
+    async def offered() -> int:
+        [entry] = (await data.list(KEYS.nodes)).entries
+        return decode(entry.value, NodeRecord).store
+
+    data = store.another()
+    async with Meeting(connect, "run", lease=600.0, last_call_timeout=0.2) as meeting:
+        node = await meeting.node("a", wanted=1)
+        await all_with(node)
+        await node.inner.flush()
+        before = await offered()
+        store.was_listed.clear()
+        store.cluster_id = cluster_id
+        store.reachable = False
+        store.reachable = True
+        async with asyncio.timeout(PATIENCE):
+            await store.was_listed.wait()
+        await asyncio.sleep(0.01)
+        await node.inner.flush()
+        assert (await offered() != before) == (cluster_id == "2")
