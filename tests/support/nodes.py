@@ -64,7 +64,6 @@ class Meeting:
         wanted: int | None = None,
         low: int = 1,
         high: int = 8,
-        place: str = "",
         connect: Callable[[], Awaitable[Store]] | None = None,
         **settings: Any,
     ) -> TestNode:
@@ -76,7 +75,7 @@ class Meeting:
             store,
             rules,
             node=f"{name}.{next(self._numbers)}",
-            record=NodeRecord(name=name, address="127.0.0.1", workers=1, size=size, topology_key=place),
+            record=NodeRecord(name=name, address="127.0.0.1", workers=1, size=size),
         )
         node = TestNode(name, inner)
         self._stack.push_async_callback(node.close)
@@ -93,8 +92,7 @@ class TestNode:
         self.name = name
         self.inner = inner
         self.rounds: list[RoundRecord] = []
-        self.notices: list[NoticeRecord] = []
-        """The members of the present round."""
+        self.notices: list[NoticeRecord] = []  # of the present round
         self.answers = False
         """Whether its workers save at once when they get a notice."""
         self.outcome: OutcomeRecord | None = None
@@ -131,11 +129,9 @@ class TestNode:
         await self.until(lambda node: bool(node.rounds) and set(node.members) == set(names))
         return self.rounds[-1]
 
-    async def until_noticed(self, *, serial: int = 1, taken_back: bool = False) -> NoticeRecord:
-        """Wait until the node learns that its round is about to change, or no longer is."""
-        await self.until(
-            lambda node: any((told.serial, not told.seconds) == (serial, taken_back) for told in node.notices)
-        )
+    async def until_noticed(self) -> NoticeRecord:
+        """Wait until the node learns that its round is about to change."""
+        await self.until(lambda node: bool(node.notices))
         return self.notices[-1]
 
     async def until_away(self) -> None:

@@ -11,7 +11,6 @@ from torchelastic.protocol import (
     FailureKind,
     FailureRecord,
     Member,
-    NodePhase,
     NodeRecord,
     OutcomeRecord,
     RoundRecord,
@@ -75,10 +74,6 @@ def failure(
         non_retryable=final,
         uncharged=free,
     )
-
-
-def done(name: str, number: int = 1) -> Peer:
-    return peer(name, phase=NodePhase.DONE, round=number)
 
 
 def next_round(situation: Membership, settings: RendezvousSettings = SETTINGS) -> RoundRecord:

@@ -29,7 +29,6 @@ from torchelastic.protocol import (
     RunKeys,
     SizeRecord,
     StateRecord,
-    decode,
     decode_state,
     encode,
 )
@@ -94,11 +93,6 @@ class SimulatedStore:
     @property
     def round(self) -> RoundRecord | None:
         return self.state.round
-
-    @property
-    def notice(self) -> NoticeRecord | None:
-        entry = self.entries.get(KEYS.notice)
-        return None if entry is None else decode(entry.value, NoticeRecord)
 
     @property
     def outcome(self) -> OutcomeRecord | None:
