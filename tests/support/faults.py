@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import enum
 import itertools
+import os
 import random
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Self
 
+from tests.support.links import cut, links_to
 from tests.support.nodes import Meeting, TestNode
 from tests.support.tcp_proxy import TcpProxy
 from torchelastic.errors import StoreUnavailable
@@ -224,7 +226,8 @@ class Play:
                     await self._etcd_away(step)
             case What.CUT_LINKS:
                 if member is not None and member.node is not None:
-                    member.node.inner.server.drop_connections()
+                    for link in links_to(os.getpid(), member.node.inner.server.port).values():
+                        cut(os.getpid(), link)
             case What.CUT_LINE:
                 if member is not None:
                     member.line.cut()

@@ -92,7 +92,6 @@ class Leader:
         self._history = history
         self._took_expired_at = election.took_expired_at
         self._connections_work = election.connections_work  # the network does not forbid them
-        self._connected_once: set[str] = set()
         self._tasks: asyncio.TaskGroup | None = None
         self._listed = False
         self._said = ""
@@ -153,7 +152,6 @@ class Leader:
     def peer_connected(self, node: str) -> None:
         """Note that a node is connected, so it is alive."""
         self._connections_work = True
-        self._connected_once.add(node)
         self._answers(node)
 
     def peer_lost(self, node: str) -> None:
@@ -186,7 +184,7 @@ class Leader:
         for timeout in self._timeouts(node):
             await asyncio.sleep(timeout)
             peer = self.membership.peers.get(node)
-            if peer is None or peer.answers or node in self._connected_once:
+            if peer is None or peer.answers:
                 return
             # A refusal means death only if connections are known to work in this network.
             refused = self._connections_work and await self._probe(peer) is Verdict.DEAD

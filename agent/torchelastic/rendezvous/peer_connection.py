@@ -127,11 +127,6 @@ class PeerServer:
             self._listener.close()
         await cancel(*self._serving)
 
-    def drop_connections(self) -> None:
-        """Close all connections; their peers may connect again."""
-        for task in self._serving:
-            task.cancel()
-
     def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         try:
