@@ -59,6 +59,16 @@ class Clock:
         return CREATED + self.seconds
 
 
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def history(clock: Clock) -> History:
+    return History(CREATED, clock=clock)
+
+
 def round(number: int, nodes: Iterable[str] = "ab", **fields: object) -> RoundRecord:
     return RoundRecord(number, members=tuple(Member(node, "10.0.0.1", 1) for node in nodes), **fields)  # type: ignore[arg-type]
 
@@ -101,8 +111,7 @@ def test_each_second_since_job_creation_belongs_to_one_state() -> None:
     assert history.breakdown().until == clock()
 
 
-def test_a_new_leader_continues_from_its_predecessors_last_write() -> None:
-    clock = Clock(0.0)
+def test_a_new_leader_continues_from_its_predecessors_last_write(clock: Clock) -> None:
     first, second = History(CREATED, clock=clock), History(CREATED, clock=clock)
     clock.seconds = 10
     record = commit(first, round(1))
@@ -142,8 +151,7 @@ def test_a_new_node_continues_from_a_plausible_stored_breakdown(
 
 
 @pytest.mark.parametrize("round_first", [True, False], ids=["round first", "breakdown first"])
-def test_a_breakdown_written_during_a_commit_does_not_undo_the_round(*, round_first: bool) -> None:
-    clock = Clock(0.0)
+def test_a_breakdown_written_during_a_commit_does_not_undo_the_round(clock: Clock, *, round_first: bool) -> None:
     leader, successor = trained_with_checkpoint(clock), History(CREATED, clock=clock)
     successor.note_round(round(1))
     pause = leader.with_breakdown(round(2, ""), {"b": NodeEnd.LEFT}.get)
@@ -208,9 +216,7 @@ def test_the_states_add_up_to_the_elapsed_time_with_any_leader(
         assert split.lost is None or split.lost >= 0
 
 
-def test_the_time_until_the_first_reported_step_is_restoring() -> None:
-    clock = Clock(0.0)
-    history = History(CREATED, clock=clock)
+def test_the_time_until_the_first_reported_step_is_restoring(clock: Clock, history: History) -> None:
     commit(history, round(1))
     history.workers_started()
     clock.seconds = 8
@@ -230,9 +236,7 @@ def test_the_time_until_the_first_reported_step_is_restoring() -> None:
     assert seconds_by_state(history) == {"restoring": 9, "training": 5, "starting": 1}
 
 
-def test_a_first_step_before_this_nodes_workers_started_counts() -> None:
-    clock = Clock(0.0)
-    history = History(CREATED, clock=clock)
+def test_a_first_step_before_this_nodes_workers_started_counts(clock: Clock, history: History) -> None:
     commit(history, round(1))
     history.enter(RunState.STARTING)
     clock.seconds = 2
@@ -254,8 +258,7 @@ def trained_with_checkpoint(clock: Clock) -> History:
     return history
 
 
-def test_training_after_the_last_checkpoint_is_lost() -> None:
-    clock = Clock(0.0)
+def test_training_after_the_last_checkpoint_is_lost(clock: Clock) -> None:
     for succeeded, lost in ((True, 0), (False, 5)):
         ended = trained_with_checkpoint(clock)
         assert ended.breakdown().lost == 0, "nothing is lost during the training"
@@ -276,8 +279,7 @@ def test_training_after_the_last_checkpoint_is_lost() -> None:
 
 
 @pytest.mark.parametrize("member", [True, False], ids=["member", "new node"])
-def test_a_leader_without_step_reports_reads_the_training_time_from_the_store(*, member: bool) -> None:
-    clock = Clock(0.0)
+def test_a_leader_without_step_reports_reads_the_training_time_from_the_store(clock: Clock, *, member: bool) -> None:
     first, successor = (History(CREATED, clock=clock) for _ in range(2))
     first.adopt(TimeBreakdown(until=CREATED, lost=10.0))
     successor.note_round(commit(first, round(1)))
@@ -299,9 +301,7 @@ def test_a_leader_without_step_reports_reads_the_training_time_from_the_store(*,
     )
 
 
-def test_joined_and_gone_nodes_are_counted() -> None:
-    clock = Clock(0.0)
-    history = History(CREATED, clock=clock)
+def test_joined_and_gone_nodes_are_counted(clock: Clock, history: History) -> None:
     commit(history, round(1, "abcd"))
     commit(history, round(2, "ad"), {"b": NodeEnd.DIED, "c": NodeEnd.LEFT})
     commit(history, round(3, "a"))
@@ -384,8 +384,7 @@ async def test_an_invalid_breakdown_does_not_lose_the_rounds(store: MemoryStore)
 
 
 @pytest.mark.parametrize("final", [True, False])
-def test_a_new_leader_counts_the_lost_time_once(*, final: bool) -> None:
-    clock = Clock(0.0)
+def test_a_new_leader_counts_the_lost_time_once(clock: Clock, *, final: bool) -> None:
     first = trained_with_checkpoint(clock)
     successor = History(CREATED, clock=clock)
     successor.note_round(round(1))
@@ -403,8 +402,7 @@ def test_a_new_leader_counts_the_lost_time_once(*, final: bool) -> None:
     )
 
 
-def test_a_node_that_saw_only_a_pause_counts_the_members_correctly() -> None:
-    clock = Clock(0.0)
+def test_a_node_that_saw_only_a_pause_counts_the_members_correctly(clock: Clock) -> None:
     first = History(CREATED, clock=clock)
     commit(first, round(1, "abc"))
     pause = commit(first, round(2, ""), {"b": NodeEnd.DIED})
@@ -417,9 +415,7 @@ def test_a_node_that_saw_only_a_pause_counts_the_members_correctly() -> None:
         assert (split.joined, split.gone) == (4, {NodeEnd.DIED: 1, NodeEnd.LEFT: 1})
 
 
-def test_a_round_ends_when_its_workers_stop() -> None:
-    clock = Clock(0.0)
-    history = History(CREATED, clock=clock)
+def test_a_round_ends_when_its_workers_stop(clock: Clock, history: History) -> None:
     commit(history, round(1))
     history.workers_started()
     clock.seconds = 20
@@ -443,8 +439,7 @@ def test_a_round_ends_when_its_workers_stop() -> None:
     assert [past.ended for past in history.record().rounds] == [CREATED + 20, CREATED + 30, CREATED + 40, 0]
 
 
-def test_if_all_nodes_die_the_last_write_ends_the_round_and_the_deaths_cause_the_next() -> None:
-    clock = Clock(0.0)
+def test_if_all_nodes_die_the_last_write_ends_the_round_and_the_deaths_cause_the_next(clock: Clock) -> None:
     first = History(CREATED, clock=clock)
     commit(first, round(1))
     first.workers_started()
@@ -467,8 +462,7 @@ def test_if_all_nodes_die_the_last_write_ends_the_round_and_the_deaths_cause_the
     assert last.cause == "1 of the 2 nodes died, and the others left; g joined"
 
 
-def test_a_new_leader_keeps_a_rounds_end_that_an_older_history_lacks() -> None:
-    clock = Clock(0.0)
+def test_a_new_leader_keeps_a_rounds_end_that_an_older_history_lacks(clock: Clock) -> None:
     leader, successor = (History(CREATED, clock=clock) for _ in range(2))
     record = commit(leader, round(1))
     successor.note_round(record)

@@ -22,7 +22,7 @@ from torchelastic.protocol import (
     decode,
     encode,
 )
-from torchelastic.rendezvous.policy.plan import MAX_KEPT_MESSAGE, Decision, GiveWay, Hold, plan, root_cause
+from torchelastic.rendezvous.policy.plan import MAX_KEPT_MESSAGE, Decision, GiveWay, Hold, plan
 
 if TYPE_CHECKING:
     from torchelastic.config.settings import RendezvousSettings
@@ -259,21 +259,6 @@ def test_a_communication_failure_waits_briefly_for_its_cause() -> None:
     assert members(next_round(dataclasses.replace(situation, now=1.1))) == ("a", "b")
 
 
-def test_the_root_cause_is_the_first_program_failure_in_the_store() -> None:
-    comm = failure("a", kind=FailureKind.COMMUNICATION, message="Connection reset")
-    first = failure("b", message="first")
-    second = failure("c", message="second")
-    assert root_cause([(1, comm), (3, second), (2, first)]).message == "first"
-
-
-def test_a_run_without_restarts_left_fails_with_the_root_cause() -> None:
-    here = (peer("a", round=9, failure=failure("a", number=9, message="ValueError: bad")),)
-    situation = snapshot(*here, wanted=1, round=round(9, "a", restarts=100), failed_since=0.0)
-    decision = outcome_of(situation)
-    assert decision.message == "rank 0 on a: ValueError: bad; no restart is left of the 100 that it may have"
-    assert decision.failure is not None
-
-
 def crashed(early_failures: int, *, uptime: float = 0.4, free: bool = False) -> Membership:
     """A worker failed after some seconds, and after some early failures in a row."""
     broken = failure("a", number=3, uptime=uptime, message="ImportError: x", free=free)
@@ -398,12 +383,6 @@ def test_a_resumed_run_continues_from_its_resume_record() -> None:
     assert isinstance(plan(snapshot(*here, knows_more, wanted=3), settings), GiveWay)
 
 
-def test_the_run_succeeds_when_all_members_are_done() -> None:
-    situation = snapshot(peer("a"), round=round(7, "a", "b", restarts=2), done=frozenset({node_id("a"), node_id("b")}))
-    decision = outcome_of(situation)
-    assert (decision.state, decision.round, decision.restarts) == (OutcomeState.SUCCEEDED, 7, 2)
-
-
 @pytest.mark.parametrize("gone", [(), (peer("a", round=1, phase=NodePhase.LEAVING),)])
 def test_a_finished_node_can_leave_unless_it_serves_the_rounds_store(gone: tuple[Peer, ...]) -> None:
     done = frozenset({node_id("a")})
@@ -420,12 +399,6 @@ def test_a_minimum_raised_above_the_present_nodes_pauses_the_run() -> None:
     assert decision.cause == (
         "at least 4 nodes are wanted now; 3 nodes (a, b and c) of at least 4 are there; waiting for more"
     )
-
-
-def test_the_leader_restores_its_round_to_an_empty_store() -> None:
-    here = (peer("a", round=5), peer("b", round=5))
-    decision = plan(snapshot(*here, wanted=2, remembered=round(5, "a", "b", restarts=2)), SETTINGS)
-    assert decision == round(5, "a", "b", restarts=2)
 
 
 def test_a_round_does_not_reuse_the_store_port_of_the_round_before() -> None:
@@ -461,14 +434,6 @@ def test_a_cause_with_many_nodes_or_long_texts_stays_decodable() -> None:
     long = failure("a", message="x" * 16384)
     failed = next_round(snapshot(peer("a", round=1, failure=long), wanted=1, round=round(1, "a")))
     assert decode(encode(failed), RoundRecord).restarts == 1
-
-
-def test_nodes_that_know_only_a_round_number_form_a_later_round() -> None:
-    here = (peer("a"), peer("b", round=7, phase=NodePhase.LEAVING))
-    decision = next_round(snapshot(*here, wanted=1, gave_way=True))
-    assert (members(decision), decision.number) == (("a",), 8)
-    afterwards = next_round(snapshot(peer("a"), wanted=1, gave_way=True, highest_round_seen=7))
-    assert afterwards.number == 8
 
 
 # -- notice of a planned change: only a planned change waits, for workers that asked for a notice
