@@ -53,18 +53,13 @@ async def meeting(request: pytest.FixtureRequest, run_id: str, etcd: EtcdServer)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-async def test_a_dead_node_is_noticed_long_before_its_lease_expires(etcd: EtcdServer, run_id: str, rank: int) -> None:
-    async def reach() -> Store:
-        return await connect(etcd.settings)
-
-    async with Meeting(reach, run_id, lease=3600.0) as meeting:
-        nodes = [await meeting.node(name, wanted=3) for name in "abc"]
-        first = await all_with(*nodes)
-        dying = next(node for node in nodes if node.inner.node == first.nodes[rank])
-        others = [node for node in nodes if node is not dying]
-        await dying.crash()
-        second = await all_with(*others)
-        assert second.cause == f"{dying.name} died"
+async def test_a_dead_node_is_noticed_long_before_its_lease_expires(meeting: Meeting, rank: int) -> None:
+    nodes = [await meeting.node(name, wanted=3, lease=3600.0) for name in "abc"]
+    first = await all_with(*nodes)
+    dying = next(node for node in nodes if node.inner.node == first.nodes[rank])
+    await dying.crash()
+    second = await all_with(*(node for node in nodes if node is not dying))
+    assert second.cause == f"{dying.name} died"
 
 
 async def test_reports_of_a_past_round_are_ignored(meeting: Meeting) -> None:
@@ -231,35 +226,31 @@ async def time_goes_by(store: Store, seconds: float) -> None:
 
 
 async def test_run_keys_stay_while_an_agent_or_the_operator_lives_and_are_removed_after_both_left(
-    own_etcd: EtcdServer, run_id: str
+    own_etcd: EtcdServer, meeting: Meeting, run_id: str
 ) -> None:
-    async def reach() -> Store:
-        return await connect(own_etcd.settings)
-
-    store, keys = await reach(), RunKeys.of(run_id)
+    store, keys = await meeting.connect(), RunKeys.of(run_id)
     readable = asyncio.Event()
     mirror = StoreMirror(run_id, changed=readable.set, away=pytest.fail, run_lease=RUN_LEASE)
     following = asyncio.create_task(mirror.run(lambda: own_etcd.settings, None))
     await readable.wait()
     await mirror.write_size(SizeRecord(min=1, max=8, desired=2, generation=1))
     lasting = {keys.state, keys.leader, keys.size}
-    async with Meeting(reach, run_id, lease=LEASE, run_lease=RUN_LEASE) as meeting:
-        a, b = [await meeting.node(name, wanted=2) for name in "ab"]
-        await all_with(a, b)
-        following.cancel()
-        await time_goes_by(store, 2 * RUN_LEASE)
-        assert {entry.key for entry in (await store.list(keys.control)).entries} == lasting, "agents keep them"
+    a, b = [await meeting.node(name, wanted=2, run_lease=RUN_LEASE) for name in "ab"]
+    await all_with(a, b)
+    following.cancel()
+    await time_goes_by(store, 2 * RUN_LEASE)
+    assert {entry.key for entry in (await store.list(keys.control)).entries} == lasting, "agents keep them"
 
-        following = asyncio.create_task(mirror.run(lambda: own_etcd.settings, None))
-        for node in (a, b):
-            await node.crash()
-        await time_goes_by(store, 2 * RUN_LEASE)
-        past = {keys.time_breakdown, keys.history}
-        assert {entry.key for entry in (await store.list(keys.root)).entries} == lasting - {keys.leader} | past
+    following = asyncio.create_task(mirror.run(lambda: own_etcd.settings, None))
+    for node in (a, b):
+        await node.crash()
+    await time_goes_by(store, 2 * RUN_LEASE)
+    past = {keys.time_breakdown, keys.history}
+    assert {entry.key for entry in (await store.list(keys.root)).entries} == lasting - {keys.leader} | past
 
-        following.cancel()
-        await time_goes_by(store, 2 * RUN_LEASE)
-        assert (await store.list(keys.root)).entries == ()
+    following.cancel()
+    await time_goes_by(store, 2 * RUN_LEASE)
+    assert (await store.list(keys.root)).entries == ()
     await store.close()
 
 
