@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import msgspec
 
 from torchelastic.errors import MalformedRecord, StoreError
-from torchelastic.protocol import NodePhase, NodeRecord, NoticeRecord, OutcomeRecord, RoundRecord, bracketed, decode
+from torchelastic.protocol import (
+    NodePhase,
+    NodeRecord,
+    NoticeRecord,
+    OutcomeRecord,
+    RoundRecord,
+    StateRecord,
+    bracketed,
+    decode,
+    decode_state,
+)
 from torchelastic.rendezvous.history import History, HistoryWriter
 from torchelastic.rendezvous.leader import Leader
 from torchelastic.rendezvous.leader_election import LeaderElection
@@ -315,7 +325,13 @@ class RendezvousNode:
             return False
         try:
             async with asyncio.timeout(timeout * STORE_SHARE):
-                current = await self.run.is_current(accepted)
+                entry = await self.run.store.get(self.run.keys.state)
+            state = StateRecord() if entry is None else decode_state(entry.value)
+            # A store without the round, or with an earlier one, has lost data that the leader is about to restore.
+            stored = state.round or accepted
+            current = state.outcome is None and (stored.number < round or stored == accepted)
+        except MalformedRecord:
+            current = False
         except (StoreError, TimeoutError):
             current = not self._has_peers() or await self._reaches_a_peer(timeout * (1 - STORE_SHARE))
         return current and self.round is accepted and not self._is_over()

@@ -185,23 +185,6 @@ class RunStateWatch:
                         self.apply(change)
                     self.changed.send()
 
-    async def is_current(self, round: RoundRecord) -> bool:
-        """Return whether the run is not over and has no later round than this one, read from the store now.
-
-        Raises:
-            StoreError: it could not be read.
-        """
-        entry = await self.store.get(self.keys.state)
-        if entry is None:
-            return True  # the store has lost its data, and the leader is about to restore it
-        try:
-            stored = decode_state(entry.value)
-        except MalformedRecord:
-            return False
-        if stored.outcome is not None or stored.round is None:
-            return stored.outcome is None
-        return stored.round.number < round.number or stored.round == round
-
     def replace(self, listing: Listing) -> None:
         """Apply a listing of all keys."""
         is_other = bool(self._cluster_id) and listing.cluster_id not in ("", self._cluster_id)
@@ -278,7 +261,6 @@ class NodeRegistration:
         self._updated = ChangeSignal()
         self._progress = ChangeSignal()
         self._written = 0
-        self._renewal_due = 0.0
         self._backoff = Backoff()
 
     def update(self, **changes: Any) -> None:  # noqa: ANN401 - any field of the record
@@ -319,24 +301,24 @@ class NodeRegistration:
 
     async def _hold(self) -> None:
         now = asyncio.get_running_loop().time
+        due = now()
         if not self.lease:
-            due = now() + self._ttl / 3
+            due += self._ttl / 3
             async with asyncio.timeout(self._request_timeout):
                 lease = await self._store.grant(self._ttl)
             if self.record.joined:
                 self.record = msgspec.structs.replace(self.record, store=self._fresh_store_port())
             await self._put(lease)
-            self.lease, self._renewal_due = lease, due
+            self.lease = lease
             self._progress.send()
             self._changed.send()
         while True:
             if self._written == self._updated.count:
-                await self._updated.after(self._written, timeout=max(self._renewal_due - now(), 0.0))
-            if now() >= self._renewal_due:
+                await self._updated.after(self._written, timeout=max(due - now(), 0.0))
+            if now() >= due:
                 due = now() + self._ttl / 3
                 async with asyncio.timeout(self._request_timeout):
                     await self._store.keep_alive(self.lease)
-                self._renewal_due = due
                 self._backoff.reset()
             if self._written < self._updated.count:
                 await self._put(self.lease)
