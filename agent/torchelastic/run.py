@@ -117,7 +117,7 @@ async def _serve_metrics(
 
     port = settings.metrics_port or 0
     of_machine = (WorkerMemoryCollector(lambda: workers.running_pids), ProcessCollector(registry=None), Gpus())
-    registry = metrics.registry(measured, *of_machine)
+    registry = metrics.page(measured, *of_machine)
     served_on = await stack.enter_async_context(serve_metrics(registry, port, host=settings.address))
     if port == 0:  # the user cannot know the port
         logger.info("serving /metrics on port %d", served_on)

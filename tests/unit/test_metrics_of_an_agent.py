@@ -66,7 +66,7 @@ class Fixed(Collector):
 
 def test_every_series_has_the_labels_of_the_job(agent: AgentMetrics) -> None:
     beside = Fixed(GaugeMetricFamily("my_app_loss", "Loss.", value=1))
-    registry = agent.registry(beside)
+    registry = agent.page(beside)
     agent.round(1, 2)
     agent.store_answered("get", 0.1, succeeded=True)
     for _ in range(2):  # some collectors create metric families on each scrape, others keep them
@@ -76,25 +76,16 @@ def test_every_series_has_the_labels_of_the_job(agent: AgentMetrics) -> None:
         assert shown.value(REQUESTS, request="get", outcome="success") == 1
 
 
-@pytest.mark.parametrize("job", [("", "\udc80"), ('"', "a\nb\\"), ("", "")])
-def test_a_job_may_have_any_name(job: tuple[str, str]) -> None:
-    agent = AgentMetrics(MetricRegistry(), job=job)
-    registry = agent.registry()
-    agent.round(1, 2)
-    shown = page(registry)
-    assert shown.job == (job[0], job[1].replace("\udc80", "\\udc80"))
-
-
 def test_openmetrics_has_units(agent: AgentMetrics) -> None:
     seconds = CounterMetricFamily("my_app_busy_seconds", "Time.", value=1)
-    registry = agent.registry(Fixed(seconds, GaugeMetricFamily("my_app_loss", "Loss.", value=1)))
+    registry = agent.page(Fixed(seconds, GaugeMetricFamily("my_app_loss", "Loss.", value=1)))
     units = {family.name: family.unit for family in parse_openmetrics(generate_openmetrics(registry).decode())}
     assert units == {"my_app_busy_seconds": "seconds", "my_app_loss": ""}
 
 
 def test_a_failing_collector_is_left_out_and_logged_once(agent: AgentMetrics, caplog: pytest.LogCaptureFixture) -> None:
     loss = GaugeMetricFamily("my_app_loss", "Loss.", value=1)
-    registry = agent.registry(Fixed(loss, error=OSError("no such device")), Fixed(loss))
+    registry = agent.page(Fixed(loss, error=OSError("no such device")), Fixed(loss))
     for _ in range(3):
         assert page(registry).samples == {("my_app_loss", ()): 1}
     assert [record.message for record in caplog.records] == [
@@ -107,7 +98,7 @@ def test_a_failing_collector_is_left_out_and_logged_once(agent: AgentMetrics, ca
 
 
 async def test_every_request_to_the_store_is_measured(agent: AgentMetrics) -> None:
-    registry = agent.registry()
+    registry = agent.page()
     store = measured(MemoryStore(), agent.store_answered)
     lease = await store.grant(10)
     await store.keep_alive(lease)
@@ -147,7 +138,7 @@ async def test_every_request_to_the_store_is_measured(agent: AgentMetrics) -> No
 async def test_a_request_that_the_store_does_not_answer_is_a_failure(
     agent: AgentMetrics, monkeypatch: pytest.MonkeyPatch, error: Exception, outcome: str
 ) -> None:
-    registry, memory = agent.registry(), MemoryStore()
+    registry, memory = agent.page(), MemoryStore()
 
     async def fail(_: int) -> None:
         raise error
@@ -161,7 +152,7 @@ async def test_a_request_that_the_store_does_not_answer_is_a_failure(
 async def test_only_a_watch_that_never_starts_is_a_failure(
     agent: AgentMetrics,
 ) -> None:
-    registry, memory = agent.registry(), MemoryStore()
+    registry, memory = agent.page(), MemoryStore()
     store = measured(memory, agent.store_answered)
     async with aclosing(store.watch("/a/", 0)) as changes:
         assert await anext(changes) == ()
@@ -185,7 +176,7 @@ def operations(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
 
 
 def test_operations_of_a_round_have_the_documented_names(agent: AgentMetrics) -> None:
-    registry = agent.registry()
+    registry = agent.page()
     times = RoundTimes(agent)
     times.waits()
     times.waited(succeeded=True)
@@ -219,7 +210,7 @@ class WorkersThatCannotStart:
 
 
 async def test_a_failed_start_of_workers_is_counted(agent: AgentMetrics, tmp_path: Path) -> None:
-    registry = agent.registry()
+    registry = agent.page()
     settings = AgentSettings(
         rendezvous=RendezvousSettings("digits", SizeRecord(min=1, max=1, desired=1), max_restarts=1),
         store=None,
@@ -239,7 +230,7 @@ async def test_a_failed_start_of_workers_is_counted(agent: AgentMetrics, tmp_pat
 
 
 def test_a_failed_rendezvous_is_counted_once(agent: AgentMetrics) -> None:
-    registry = agent.registry()
+    registry = agent.page()
     times = RoundTimes(agent)
     times.waited(succeeded=False)
     assert operations(registry) == {}
@@ -248,6 +239,50 @@ def test_a_failed_rendezvous_is_counted_once(agent: AgentMetrics) -> None:
     for _ in range(2):
         times.waited(succeeded=False)
     assert operations(registry) == {("rendezvous", "failure"): 1}
+
+
+# -- series of the agent
+
+
+def test_the_state_of_the_workers_is_one_of_all(agent: AgentMetrics) -> None:
+    registry = agent.page()
+    agent.worker_state("trainer", "init")
+    agent.worker_state("trainer", "healthy")
+    states = page(registry).named("torchelastic_worker_state")
+    assert len(states) == 7
+    assert [dict(labels)["state"] for (_, labels), value in states.items() if value] == ["healthy"]
+
+
+@pytest.mark.parametrize(
+    ("succeeded", "restarts", "outcome", "retries", "flakiness"),
+    [
+        (True, 0, "success", "no", 0.0),
+        (True, 2, "success", "yes", 0.2),
+        (False, 0, "failure", "no", 1.0),
+        (False, 9, "failure", "yes", 1.0),
+    ],
+)
+def test_the_end_of_a_run_is_counted_by_outcome(
+    agent: AgentMetrics, succeeded: bool, restarts: int, outcome: str, retries: str, flakiness: float
+) -> None:
+    registry = agent.page()
+    agent.run_ended("default", succeeded=succeeded, restarts=restarts, max_restarts=9)
+    shown = page(registry)
+    outcomes = {
+        labels for (name, labels), number in shown.samples.items() if number and name.endswith("outcomes_total")
+    }
+    assert outcomes == {(("outcome", outcome), ("retries", retries), ("role", "default"))}
+    assert shown.value("torchelastic_runs_total", role="default") == 1
+    assert shown.value("torchelastic_flakiness_ratio", role="default") == pytest.approx(flakiness)
+
+
+def test_an_interrupted_operation_counts_in_the_duration_only(agent: AgentMetrics) -> None:
+    registry = agent.page()
+    for error in (KeyboardInterrupt(), OSError()):
+        with pytest.raises(type(error)), agent.measured("LocalElasticAgent._start_workers"):
+            raise error
+    assert operations(registry) == {("start_workers", "failure"): 1}
+    assert page(registry).value("torchelastic_operation_duration_seconds_count", operation="start_workers") == 2
 
 
 # -- totals of the run
@@ -265,25 +300,19 @@ class LedRun:
     size: SizeRecord = field(default_factory=lambda: SizeRecord(min=1, max=1))
 
 
-STATES = st.sampled_from(RunState)
-STEPS = st.lists(st.tuples(STATES, st.integers(0, 50), STATES, STATES, st.integers(0, 50)), max_size=20)
-
-
-@given(STEPS)
-def test_seconds_by_state_never_decrease_and_add_up(
-    steps: list[tuple[RunState, int, RunState, RunState, int]],
-) -> None:
-    spent: dict[RunState, float] = {}
+@given(st.lists(st.tuples(st.sampled_from(["train", "restore", "report"]), st.integers(0, 50)), max_size=20))
+def test_seconds_by_state_never_decrease_and_add_up(steps: list[tuple[str, int]]) -> None:
+    spent: dict[RunState, float] = {RunState.TRAINING: 0, RunState.RESTORING: 0}
     run = LedRun(TimeBreakdown())
-    figures = RunCollector(lambda: cast("RendezvousNode", run))
+    totals = RunCollector(lambda: cast("RendezvousNode", run))
     before: dict[str, float] = {}
-    for state, more, source, target, moved in steps:
-        spent[state] = spent.get(state, 0) + more
-        moved = min(moved, int(spent.get(source, 0)))
-        spent[source] = spent.get(source, 0) - moved
-        spent[target] = spent.get(target, 0) + moved
+    for what, seconds in steps:
+        if what == "report":  # late: some of the training was restoring
+            seconds = min(seconds, int(spent[RunState.TRAINING]))
+            spent[RunState.TRAINING] -= seconds
+        spent[RunState.TRAINING if what == "train" else RunState.RESTORING] += seconds
         run.time_breakdown = TimeBreakdown(seconds=dict(spent))
-        [family] = [each for each in figures.collect() if each.name == "torchelastic_job_seconds"]
+        [family] = [each for each in totals.collect() if each.name == "torchelastic_job_seconds"]
         shown = {sample.labels["state"]: sample.value for sample in family.samples}
         assert sum(shown.values()) == sum(spent.values())
         assert all(shown[state] >= value for state, value in before.items())

@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 from torchelastic import metrics
-from torchelastic.metrics.series import PLATFORM_SAMPLES, RESERVED_BEGINNINGS, Form, user_series
+from torchelastic.metrics.series import PLATFORM_SAMPLES, RESERVED_BEGINNINGS, Form, Source, user_series
 from torchelastic.metrics.validation import MAX_NAMES, REASONS
-from torchelastic.metrics.worker_collector import MAX_INHERITED
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
@@ -32,7 +31,7 @@ def test_reasons_and_limits_are_listed() -> None:
     for reason in REASONS:
         assert f"`{reason}`" in PAGE
     assert f"**{MAX_NAMES:,} names**" in PAGE
-    assert f"inherits {MAX_INHERITED:,} counters" in PAGE
+    assert f"inherits {MAX_NAMES:,} counters" in PAGE
 
 
 def test_the_table_of_series_names_is_correct() -> None:
@@ -40,7 +39,7 @@ def test_the_table_of_series_names_is_correct() -> None:
     assert len(rows) == 6
     for group, *names, series in rows:
         for name in filter(None, names):
-            assert user_series(group, name, Form()).name.startswith(series)
+            assert user_series(Source(group, name, Form())).name.startswith(series)
 
 
 def test_the_reserved_prefixes_are_listed() -> None:

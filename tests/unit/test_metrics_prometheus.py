@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import logging
 import math
 import re
 import urllib.request
@@ -25,10 +24,7 @@ from tests.support.scraping import Page, Samples
 from torchelastic import metrics
 from torchelastic.errors import SettingsError
 from torchelastic.metrics import MetricData, PrometheusMetricHandler
-from torchelastic.metrics.agent import AgentMetrics
-from torchelastic.metrics.api import MetricRegistry
-from torchelastic.metrics.series import WORKER_STATES, Form, Kind, user_series
-from torchelastic.protocol import RoundReason
+from torchelastic.metrics.series import Form, Kind, Source, user_series
 
 
 def put(handler: PrometheusMetricHandler, name: Any, value: Any, group: str = "my_app") -> None:
@@ -51,13 +47,6 @@ def scrape(handler: PrometheusMetricHandler) -> Samples:
 @pytest.fixture
 def handler() -> PrometheusMetricHandler:
     return PrometheusMetricHandler()
-
-
-@pytest.fixture
-def agent() -> AgentMetrics:
-    metrics = AgentMetrics(MetricRegistry())
-    metrics.handler  # noqa: B018 - asking for it attaches it
-    return metrics
 
 
 # -- names
@@ -111,14 +100,14 @@ def test_names_with_the_same_series_name_get_separate_series(
     assert "taken by another name" in caplog.text
 
 
-def test_a_disambiguated_name_is_the_same_in_every_process() -> None:
+def test_a_name_with_a_digest_is_the_same_in_every_process() -> None:
     first, second = PrometheusMetricHandler(), PrometheusMetricHandler()
     for handler in (first, second):
         put(handler, "a.ms", 1000)
         put(handler, "a_ms", 2000)
-    changed = {name for name, _ in scrape(first)} - {"my_app_a_seconds"}
     assert scrape(first) == scrape(second)
-    assert re.fullmatch(r"my_app_a_[0-9a-f]{8}_seconds", changed.pop())
+    [changed] = {name for name, _ in scrape(first)} - {"my_app_a_seconds"}
+    assert re.fullmatch(r"my_app_a_[0-9a-f]{8}_seconds", changed)
 
 
 def test_user_names_cannot_take_platform_series(handler: PrometheusMetricHandler) -> None:
@@ -138,7 +127,7 @@ def test_user_names_cannot_take_platform_series(handler: PrometheusMetricHandler
 )
 def test_no_name_becomes_a_series_of_prometheus_or_the_operator(group: list[str], name: list[str], form: Form) -> None:
     of_others = ("process_", "python_", "scrape_", "elastic_operator_")
-    samples = user_series("_".join(group), "_".join(name), form).samples
+    samples = user_series(Source("_".join(group), "_".join(name), form)).samples
     assert not any(sample.startswith(of_others) or sample in ("up", "ALERTS") for sample in samples)
 
 
@@ -213,27 +202,20 @@ def test_a_declaration_applies_to_every_handler() -> None:
     }
 
 
-def test_a_late_declaration_is_ignored_and_logged_once(
+def test_a_late_declaration_is_ignored_and_logged(
     handler: PrometheusMetricHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
     group = "test_what_is_declared_late"
     metrics.declare(group, counters=["samples"])
-    for name in ("samples", "tokens", "size"):
+    for name in ("samples", "tokens"):
         put(handler, name, 5, group)
     metrics.declare(group, counters=["samples", "unseen"])
     assert caplog.messages == []
-    for _ in range(2):
-        metrics.declare(group, counters=["tokens"], histograms={"size": [1, 10]})
-    late = "after its first value, and stays a gauge. Declare it before."
-    assert caplog.messages == [
-        f"'tokens' of the group '{group}' was declared to be a counter {late}",
-        f"'size' of the group '{group}' was declared to be a histogram with the buckets [1.0, 10.0] {late}",
-    ]
+    metrics.declare(group, counters=["tokens"])
+    [message] = caplog.messages
+    assert message.startswith(f"'tokens' of the group '{group}' was declared to be a counter after its first value")
     put(handler, "tokens", 2, group)
     assert page(handler).value(f"{group}_tokens") == 2
-
-
-ASKING = (PrometheusMetricHandler, partial(metrics.declare, "my_app"))
 
 
 BUCKETS = "buckets of 'x' must be finite numbers, each above"
@@ -243,17 +225,12 @@ BUCKETS = "buckets of 'x' must be finite numbers, each above"
     ("asked", "answer"),
     [
         ({"counters": "samples"}, r"counters is a collection of names, as \['samples'\]"),
-        ({"counters": 5}, "counters is a collection of names"),
-        ({"counters": [["samples"]]}, r"strings as names; \['samples'\] cannot be one"),
         ({"histograms": ["size"]}, "histograms maps names to buckets"),
-        ({"histograms": {5: [1]}}, "strings as names; 5 cannot be one"),
-        *(({"histograms": {"x": buckets}}, BUCKETS) for buckets in ([], [2, 1], [1, 1], [math.inf], [math.nan, 1])),
-        *(({"histograms": {"x": buckets}}, BUCKETS) for buckets in ([10**5000], [None], 1, "12", b"12", ["1", "2"])),
-        ({"histograms": {"x": [1]}, "counters": ["x"]}, "different strings as names; 'x' cannot"),
+        *(({"histograms": {"x": buckets}}, BUCKETS) for buckets in ([], [2, 1], [1, 1], [math.nan], [None], 1, "high")),
     ],
 )
 def test_invalid_counters_and_histograms_are_refused(asked: Any, answer: str) -> None:
-    for ask in ASKING:
+    for ask in (PrometheusMetricHandler, partial(metrics.declare, "my_app")):
         with pytest.raises(ValueError, match=answer):
             ask(**asked)
 
@@ -303,7 +280,7 @@ class Size(enum.IntEnum):
     "wrong",
     [
         *("high", None, [1], object(), 10**400, 1j),
-        *("5", b"3", bytearray(b"3"), memoryview(b"3"), array("b", b"3"), OneElement("5")),
+        *("5", b"3", array("b", b"3"), OneElement("5")),
     ],
 )
 def test_a_value_that_is_not_a_number_is_dropped_and_logged_once(
@@ -326,102 +303,21 @@ def test_every_kind_of_number_is_accepted(handler: PrometheusMetricHandler, numb
     assert scrape(handler) == {("my_app_loss", ()): 2}
 
 
-def test_the_limit_of_names_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    handler = PrometheusMetricHandler(max_series=100)
-    for step in range(1000):
-        put(handler, f"loss_at_step_{step}", step)
-    put(handler, "loss_at_step_5", -5)
-    samples = scrape(handler)
-    assert samples["my_app_loss_at_step_5", ()] == -5
-    assert samples["torchelastic_metrics_dropped_total", (("reason", "too_many_names"),)] == 900
-    assert len(samples) == 101
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "100 different names" in caplog.text
-
-
-# -- platform series
-
-
-def test_agent_metrics_have_the_documented_labels(agent: AgentMetrics) -> None:
-    agent.round(7, world_size=16)
-    agent.remaining_restarts("default", 99)
-    agent.worker_state("trainer", "init")
-    agent.worker_state("trainer", "healthy")
-    states = {
-        ("torchelastic_worker_state", (("role", "trainer"), ("state", state))): float(state == "healthy")
-        for state in WORKER_STATES
-    }
-    assert scrape(agent.handler) == {
-        ("torchelastic_round", ()): 7,
-        ("torchelastic_world_size", ()): 16,
-        ("torchelastic_remaining_restarts", (("role", "default"),)): 99,
-        **states,
-    }
-    agent.recovered(0.2, RoundReason.WORKER_FAILED)
-    agent.recovered(3.0, RoundReason.WORKER_FAILED)
-    agent.recovered(0.1, RoundReason.NODE_LOST)
-    name, shown = "torchelastic_recovery_duration_seconds", page(agent.handler)
-    assert shown.value(f"{name}_bucket", cause="worker_failed", le="0.25") == 1
-    assert shown.value(f"{name}_sum", cause="worker_failed") == pytest.approx(3.2)
-    assert shown.value(f"{name}_count", cause="node_lost") == 1
-    assert shown.types[name] == "histogram"
-
-
-@pytest.mark.parametrize(
-    ("succeeded", "restarts", "outcome", "retries", "flakiness"),
-    [
-        (True, 0, "success", "no", 0.0),
-        (True, 2, "success", "yes", 0.2),
-        (False, 0, "failure", "no", 1.0),
-        (False, 9, "failure", "yes", 1.0),
-    ],
-)
-def test_the_end_of_a_run_is_counted_by_outcome(
-    agent: AgentMetrics, succeeded: bool, restarts: int, outcome: str, retries: str, flakiness: float
-) -> None:
-    agent.run_ended("default", succeeded=succeeded, restarts=restarts, max_restarts=9)
-    samples = scrape(agent.handler)
-    outcomes = {labels for (name, labels), number in samples.items() if number and name.endswith("outcomes_total")}
-    assert outcomes == {(("outcome", outcome), ("retries", retries), ("role", "default"))}
-    assert page(agent.handler).value("torchelastic_runs_total", role="default") == 1
-    assert page(agent.handler).value("torchelastic_flakiness_ratio", role="default") == pytest.approx(flakiness)
-    assert page(agent.handler).types["torchelastic_run_outcomes"] == "counter"
-
-
-def test_operations_are_counted_by_outcome_and_timed(agent: AgentMetrics) -> None:
-    with agent.measured("SimpleElasticAgent._rendezvous"):
-        pass
-    with pytest.raises(OSError, match="no"), agent.measured("LocalElasticAgent._start_workers"):
-        raise OSError("no")
-    put(agent.handler, "train_step.duration.ms", 30, group="torchelastic")
-    put(agent.handler, "checkpoint.write_latency_ms", 2000, group="torchelastic")
-    samples = scrape(agent.handler)
-    assert samples["torchelastic_operations_total", (("operation", "rendezvous"), ("outcome", "success"))] == 1
-    assert samples["torchelastic_operations_total", (("operation", "start_workers"), ("outcome", "failure"))] == 1
-    assert samples["torchelastic_operation_duration_seconds_count", (("operation", "start_workers"),)] == 1
-    assert samples["torchelastic_operation_duration_seconds_sum", (("operation", "train_step"),)] == 0.03
-    assert samples["torchelastic_checkpoint_write_latency_seconds_sum", ()] == 2
-
-
 # -- HTTP
 
 
 def test_a_handler_serves_its_series_over_http() -> None:
     handler = PrometheusMetricHandler(port=0, address="127.0.0.1")
-    try:
-        put(handler, "loss", 0.5)
-        with urllib.request.urlopen(f"http://127.0.0.1:{handler.port}/metrics") as response:
-            assert "my_app_loss 0.5" in response.read().decode()
-    finally:
-        handler.close()
-    assert handler.port is None
+    put(handler, "loss", 0.5)
+    with urllib.request.urlopen(f"http://127.0.0.1:{handler.port}/metrics") as response:
+        assert "my_app_loss 0.5" in response.read().decode()
 
 
 @pytest.mark.parametrize(
     ("address", "port", "answer"),
     [
-        ("192.0.2.7", 0, r"annot assign requested address. Choose another address, or 0\.0\.0\.0"),
-        ("no.such.host.invalid", 0, r"\w. Choose another address"),
+        ("192.0.2.7", 0, r"annot assign requested address. Choose another port, or 0 .*, or another address"),
+        ("no.such.host.invalid", 0, r"\w. Choose another port"),
         ("127.0.0.1", 65536, "a port is a number from 0 to 65535. Choose another port"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -16,20 +16,17 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from tests.support.scraping import Page
-from torchelastic.agent_socket import METRICS_FILE
 from torchelastic.metrics import MetricStream
 from torchelastic.metrics.agent import AgentMetrics
 from torchelastic.metrics.api import MetricRegistry
-from torchelastic.metrics.series import Form, Kind, forms_of
-from torchelastic.metrics.shared_memory import MemoryWriter, Source
-from torchelastic.metrics.worker import WorkerMetricHandler
-from torchelastic.metrics.worker_collector import MAX_INHERITED, WorkerMetrics
+from torchelastic.metrics.validation import MAX_NAMES
+from torchelastic.metrics.worker import SharedMemory, WorkerMetricHandler
+from torchelastic.metrics.worker_collector import WorkerMetrics
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
-
-FORMS = forms_of(["samples"], {"size": [1, 10]})
+    from torchelastic.metrics.series import Source
 
 
 class Node:
@@ -37,15 +34,14 @@ class Node:
 
     def __init__(self, folder: Path, agent: AgentMetrics) -> None:
         self.metrics = WorkerMetrics(folder / "memory", folder / "beside")
-        self.registry = agent.registry(self.metrics)
+        self.registry = agent.page(self.metrics)
         self._round = 0
 
     def begin(self, *ranks: int) -> Sequence[MetricStream]:
         """Start a round with workers of these ranks; the workers of the previous round end."""
         self._round += 1
-        variables, self.workers = self.metrics.begin(self._round, dict(enumerate(ranks)))
-        self.files = [Path(variables[local_rank][METRICS_FILE]) for local_rank in range(len(ranks))]
-        return [_stream(variables[local_rank]) for local_rank in range(len(ranks))]
+        self.workers = self.metrics.begin(self._round, dict(enumerate(ranks)))
+        return [_stream(self.workers[local_rank].path) for local_rank in range(len(ranks))]
 
     def page(self) -> Page:
         text = generate_latest(self.registry).decode()
@@ -59,10 +55,10 @@ class Node:
         return {dict(labels)["rank"]: value for (_, labels), value in self.page().named("my_app_samples").items()}
 
 
-def _stream(variables: Mapping[str, str]) -> MetricStream:
+def _stream(path: Path) -> MetricStream:
     registry = MetricRegistry()
-    registry.declare("my_app", FORMS)
-    registry.attach(WorkerMetricHandler(MemoryWriter(variables[METRICS_FILE]), registry))
+    registry.declare("my_app", counters=["samples"], histograms={"size": [1, 10]})
+    registry.attach(WorkerMetricHandler(str(path), registry))
     return MetricStream("my_app", registry)
 
 
@@ -141,6 +137,11 @@ def test_names_with_the_same_series_name_get_separate_series_in_every_rank(node:
     assert by_value[0] == by_value[20]
 
 
+DECLARATIONS: list[Callable[[str], dict[str, Any]]] = [
+    lambda _: {},
+    lambda name: {"counters": [name]},
+    lambda name: {"histograms": {name: [1, 10]}},
+]
 NAMES = st.text(max_size=8) | st.sampled_from(
     [
         "round",
@@ -157,9 +158,7 @@ NAMES = st.text(max_size=8) | st.sampled_from(
 @given(
     st.lists(
         st.lists(
-            st.tuples(
-                st.sampled_from(["torchelastic", "my_app", "é"]), NAMES, st.sampled_from([None, *FORMS.values()])
-            ),
+            st.tuples(st.sampled_from(["torchelastic", "my_app", "é"]), NAMES, st.sampled_from(DECLARATIONS)),
             max_size=8,
             unique_by=lambda each: each[:2],
         ),
@@ -168,7 +167,7 @@ NAMES = st.text(max_size=8) | st.sampled_from(
     )
 )
 def test_the_page_is_well_formed_for_any_names(
-    tmp_path_factory: pytest.TempPathFactory, rounds: list[list[tuple[str, str, Form | None]]]
+    tmp_path_factory: pytest.TempPathFactory, rounds: list[list[tuple[str, str, Callable[[str], dict[str, Any]]]]]
 ) -> None:
     agent = AgentMetrics(MetricRegistry())
     agent.round(1, 2)
@@ -176,8 +175,8 @@ def test_the_page_is_well_formed_for_any_names(
     node = Node(tmp_path_factory.mktemp("node"), agent)
     for measured in rounds:
         for worker in node.begin(0, 1):
-            for group, name, form in measured:
-                worker._registry.declare(group, {} if form is None else {name: form})
+            for group, name, declaration in measured:
+                worker._registry.declare(group, **declaration(name))
                 worker._registry.add(group, name, 3)
     page = node.page()
     for rank in ("0", "1"):
@@ -211,41 +210,66 @@ def test_dropped_values_are_counted_by_rank_and_logged_once(node: Node, caplog: 
 
 def test_a_signal_handler_may_measure_a_new_name(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     (worker,) = node.begin(0)
-    place, came = MemoryWriter.place, []
+    words, came = SharedMemory.words, []
 
-    def interrupted(memory: MemoryWriter, source: Source) -> int | None:
+    def interrupted(memory: SharedMemory, source: Source) -> object:
         if not came:
             came.append(source)
-            worker.add_value("of.handler", 7)
-        return place(memory, source)
+            worker.add_value("of.handler", 7)  # is lost, if it comes while another new name is written
+        return words(memory, source)
 
-    monkeypatch.setattr(MemoryWriter, "place", interrupted)
+    monkeypatch.setattr(SharedMemory, "words", interrupted)
     worker.add_value("loss", 1)
+    worker.add_value("of.handler", 8)
     rank = (("rank", "0"),)
-    assert node.page().samples == {("my_app_loss", rank): 1, ("my_app_of_handler", rank): 7}
+    assert node.page().samples == {("my_app_loss", rank): 1, ("my_app_of_handler", rank): 8}
+
+
+def test_a_partly_written_name_is_read_when_it_is_complete(node: Node) -> None:
+    (worker,) = node.begin(0)
+    worker.add_value("loss", 1)
+    worker.add_value("samples", 64)
+    path = node.workers[0].path
+    whole = path.read_bytes()
+    with path.open("r+b") as file:
+        file.seek(whole.index(b"samples"))
+        file.write(bytes(40))
+    assert (len(node.page().samples), node.samples()) == (1, {})
+    path.write_bytes(whole)
+    assert node.samples() == {"0": 64}
+
+
+def test_a_full_memory_refuses_large_histograms_only(node: Node) -> None:
+    (worker,) = node.begin(0)
+    worker._registry.declare("my_app", histograms={f"size {number}": range(2000) for number in range(20)})
+    for number in range(20):
+        worker.add_value(f"size {number}", 1)
+    worker.add_value("loss", 1)
+    page = node.page()
+    refused = page.value("torchelastic_metrics_dropped_total", reason="too_many_names", rank="0")
+    assert refused is not None
+    assert len([name for name, _ in page.samples if name.endswith("_count")]) == 20 - refused > 0
+    assert page.value("my_app_loss", rank="0") == 1
 
 
 def test_inherited_counters_have_a_limit(node: Node) -> None:
-    for round in range(5):
+    for round in range(3):
         (worker,) = node.begin(0)
-        worker._registry.declare("my_app", dict.fromkeys((f"{round}.{n}" for n in range(900)), Form(Kind.COUNTER)))
+        worker._registry.declare("my_app", counters=[f"{round}.{number}" for number in range(900)])
         for number in range(900):
             worker.add_value(f"{round}.{number}", 1)
+    assert len(node.page().named("my_app")) == MAX_NAMES + 900
     node.begin(0)
-    page = node.page()
-    assert len(page.named("my_app")) == MAX_INHERITED
-    assert page.value("torchelastic_metrics_dropped_total", reason="too_many_names", rank="0") == 5 * 900 - 2000
+    assert len(node.page().named("my_app")) == MAX_NAMES
 
 
 def test_a_worker_without_memory_has_no_metrics(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     metrics = WorkerMetrics(tmp_path / "file" / "folder", tmp_path / "other")
-    variables, _ = metrics.begin(0, {0: 0})
-    assert variables[0][METRICS_FILE] == str(tmp_path / "other" / "0.0")
+    assert metrics.begin(0, {0: 0})[0].path == tmp_path / "other" / "0.0"
     metrics = WorkerMetrics(tmp_path / "file" / "folder")
     for round in (1, 2):
-        variables, _ = metrics.begin(round, {0: 0, 1: 1})
-        assert variables == {0: {}, 1: {}}
+        assert metrics.begin(round, {0: 0, 1: 1}) == {}
     assert list(metrics.collect()) == []
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "no memory can be had" in caplog.text

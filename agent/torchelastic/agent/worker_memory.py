@@ -9,14 +9,16 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from torchelastic.agent.workers.linux import read_table, with_descendants
+from torchelastic.metrics.collectors import families_of
 from torchelastic.metrics.series import WORKER_MEMORY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
+
+    from prometheus_client import Metric
 
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
@@ -31,18 +33,16 @@ class WorkerMemoryCollector(Collector):
     def __init__(self, running: Callable[[], Mapping[int, int]]) -> None:
         self._running = running
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the current values; called at each scrape, in any thread."""
+    def collect(self) -> Iterable[Metric]:
+        """Return the current values; called at each scrape, in any thread."""
         workers = self._running()
-        if not workers:
-            return
-        family = GaugeMetricFamily(WORKER_MEMORY.name, WORKER_MEMORY.help, labels=["rank"])
-        table = read_table()
-        for rank, worker in workers.items():
-            tree = with_descendants(table, [entry.pid for entry in table.values() if entry.session == worker])
-            if resident := sum(map(_resident, tree)):
-                family.add_metric([str(rank)], resident)
-        yield family
+        table = read_table() if workers else {}
+        trees = {
+            rank: with_descendants(table, [entry.pid for entry in table.values() if entry.session == worker])
+            for rank, worker in workers.items()
+        }
+        memory = {rank: sum(map(_resident, tree)) for rank, tree in trees.items()}
+        return families_of((WORKER_MEMORY, {"rank": str(rank)}, (size,)) for rank, size in memory.items() if size)
 
 
 def _resident(pid: int) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal, get_args
 
 from torchelastic.metrics import series
-from torchelastic.metrics.api import REGISTRY, MetricData, measured
-from torchelastic.metrics.series import PLATFORM_GROUP, printable
+from torchelastic.metrics.api import REGISTRY
+from torchelastic.metrics.series import PLATFORM_GROUP, PLATFORM_SERIES, printable
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator
 
     from prometheus_client import CollectorRegistry
     from prometheus_client.registry import Collector
@@ -25,33 +27,21 @@ WorkerStateName = Literal["unknown", "init", "healthy", "unhealthy", "stopped", 
 
 
 class AgentMetrics:
-    """Records the metrics of an agent.
-
-    Values go to the configured handlers of the group, and to :attr:`handler` after its first use.
+    """Records the metrics of an agent: for the configured handlers of the group, and for /metrics if it is served.
 
     Args:
         registry: receives the values.
-        job: namespace and name of the job, added as labels to all series of :meth:`registry`; None for no labels.
+        job: namespace and name of the job, added as labels to all series of :meth:`page`; None for no labels.
     """
 
     def __init__(self, registry: MetricRegistry = REGISTRY, *, job: tuple[str, str] | None = None) -> None:
         self._registry = registry
         self._job = job
         self._run: RendezvousNode | None = None
-        self._handler: PrometheusMetricHandler | None = None
+        self._shown: PrometheusMetricHandler | None = None
 
-    @property
-    def handler(self) -> PrometheusMetricHandler:
-        """The handler behind the agent's /metrics; attached to the registry at its first use."""
-        if self._handler is None:
-            from torchelastic.metrics.prometheus import PrometheusMetricHandler
-
-            self._handler = PrometheusMetricHandler(declared=self._registry)
-            self._registry.attach(self._handler)
-        return self._handler
-
-    def registry(self, *beside: Collector) -> CollectorRegistry:
-        """Return the series of the agent's /metrics: those of :attr:`handler`, of the run, and of other collectors.
+    def page(self, *beside: Collector) -> CollectorRegistry:
+        """Return the series of the agent's /metrics: those of the agent from now on, of the run, and of others.
 
         Args:
             beside: the other collectors; families of the same name are merged. A collector that raises is left out
@@ -60,12 +50,14 @@ class AgentMetrics:
         from prometheus_client import CollectorRegistry
 
         from torchelastic.metrics.collectors import MetricsPage, RunCollector
+        from torchelastic.metrics.prometheus import PrometheusMetricHandler
 
         labels = {}
         if self._job is not None:
             labels = dict(zip(("job_namespace", "elasticjob"), map(printable, self._job), strict=True))
+        self._shown = PrometheusMetricHandler()
         registry = CollectorRegistry()
-        registry.register(MetricsPage((self.handler, RunCollector(lambda: self._run), *beside), labels))
+        registry.register(MetricsPage((self._shown, RunCollector(lambda: self._run), *beside), labels))
         return registry
 
     def follow(self, run: RendezvousNode) -> None:
@@ -74,12 +66,14 @@ class AgentMetrics:
 
     def round(self, number: int, world_size: int) -> None:
         """Record a new round; a world size of 0 means that too few nodes are present to train."""
-        self._registry.add(PLATFORM_GROUP, "round", number)
-        self._registry.add(PLATFORM_GROUP, "world_size", world_size)
+        self._put("round", number, series.ROUND)
+        self._put("world_size", world_size, series.WORLD_SIZE)
 
     def worker_state(self, role: str, state: WorkerStateName) -> None:
         """Record the state of this node's workers."""
-        self._put(f"workers.{role}.{state}", 1, series.WORKER_STATE, role=role, state=state)
+        self._registry.add(PLATFORM_GROUP, f"workers.{role}.{state}", 1)
+        for each in get_args(WorkerStateName):
+            self._show(series.WORKER_STATE, int(each == state), role=role, state=each)
 
     def remaining_restarts(self, role: str, remaining: int) -> None:
         """Record how many failures of workers the run may still have."""
@@ -115,37 +109,46 @@ class AgentMetrics:
             spent = min(restarts / (max_restarts + 1), 1.0) if succeeded else 1.0
             self._put(f"workers.{role}.flakiness", 100 * spent, series.FLAKINESS, role=role)
 
-    def measured(self, operation: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def measured(self, operation: str) -> Iterator[None]:
         """Measure the success and the duration of a block.
 
         Args:
             operation: one of :data:`~torchelastic.metrics.series.OPERATIONS`.
         """
-        return measured(operation, PLATFORM_GROUP, self._registry)
+        began = time.perf_counter()
+        succeeded: bool | None = None  # a cancelled operation neither succeeds nor fails
+        try:
+            yield
+            succeeded = True
+        except Exception:
+            succeeded = False
+            raise
+        finally:
+            self.took(operation, time.perf_counter() - began, succeeded=succeeded)
 
-    def took(self, operation: str, seconds: float, *, succeeded: bool) -> None:
-        """Record an operation that is not measured as a block.
+    def took(self, operation: str, seconds: float, *, succeeded: bool | None) -> None:
+        """Record an operation.
 
         Args:
             operation: one of :data:`~torchelastic.metrics.series.OPERATIONS`.
             seconds: its duration.
-            succeeded: whether it succeeded.
+            succeeded: whether it succeeded; None if it was interrupted.
         """
-        self._registry.add(PLATFORM_GROUP, f"{operation}.{'success' if succeeded else 'failure'}", 1)
-        self._registry.add(PLATFORM_GROUP, f"{operation}.duration.ms", seconds * 1000)
+        outcome = "" if succeeded is None else "success" if succeeded else "failure"
+        for what, value in ((outcome, 1), ("duration.ms", seconds * 1000)):
+            if what:
+                self._put(f"{operation}.{what}", value, PLATFORM_SERIES[f"{operation}.{what}"])
 
     def store_answered(self, request: str, seconds: float, *, succeeded: bool) -> None:
-        """Record a request to the store."""
-        if self._handler is not None:  # other handlers do not receive these values, because there are too many
-            outcome = "success" if succeeded else "failure"
-            name = f"store.{request}.{outcome}"
-            self._declare(name, series.STORE_REQUEST, request=request, outcome=outcome)
-            self._handler.emit(MetricData(0.0, PLATFORM_GROUP, name, seconds))
+        """Record a request to the store; handlers do not receive these values, because there are too many."""
+        self._show(series.STORE_REQUEST, seconds, request=request, outcome="success" if succeeded else "failure")
 
     def _put(self, name: str, value: float, family: Series, **labels: str) -> None:
-        """Record a value under torchelastic's name, for this series."""
-        self._declare(name, family, **labels)
+        """Record a value under torchelastic's name, and show it in a series."""
         self._registry.add(PLATFORM_GROUP, name, value)
+        self._show(family, value, **labels)
 
-    def _declare(self, name: str, family: Series, **labels: str) -> None:
-        self._registry.declare(PLATFORM_GROUP, {name: family.labelled(**labels)})
+    def _show(self, family: Series, value: float, **labels: str) -> None:
+        if self._shown is not None:
+            self._shown.add(family.labelled(**labels) if labels else family, value)

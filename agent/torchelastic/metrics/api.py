@@ -15,16 +15,15 @@ import functools
 import inspect
 import logging
 import sys
-import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar, cast, overload
 
-from torchelastic.metrics.series import DURATION_BUCKETS, GAUGE, PLATFORM_GROUP, PLATFORM_SERIES, Form, Kind, forms_of
+from torchelastic.metrics.series import DURATION_BUCKETS, GAUGE, PLATFORM_GROUP, PLATFORM_SERIES, forms_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 
-    from torchelastic.metrics.series import Series
+    from torchelastic.metrics.series import Form
 
 _log: Final = logging.getLogger(__name__)
 
@@ -95,24 +94,23 @@ class MetricsConfig:
 
 
 class MetricRegistry:
-    """The handlers of each group. Thread-safe."""
+    """The handlers of each group, and the declared forms. Values may be added in any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._configured: dict[str | None, MetricHandler] = {}
         self._attached: tuple[MetricHandler, ...] = ()
-        # Replaced at each change and never modified, so that they can be read without the lock.
-        self._by_group: Mapping[str | None, tuple[MetricHandler, ...]] = {}
-        self._default: tuple[MetricHandler, ...] = ()
+        # Replaced at each change and never modified, because other threads read it.
+        self._routes: Mapping[str | None, tuple[MetricHandler, ...]] = {None: ()}
         self._failed: list[MetricHandler] = []
-        self._forms: dict[tuple[str, str], Form | Series] = {
-            (PLATFORM_GROUP, name): series for name, series in PLATFORM_SERIES.items()
-        }
-        self._used: dict[tuple[str, str], Form | Series] = {}
-        self._late: set[tuple[str, str]] = set()
+        self._declared: dict[tuple[str, str], Form] = {}
+        self._used: dict[tuple[str, str], Form] = {}
 
     def configure(self, handler: MetricHandler, group: str | None = None) -> None:
-        """Set the handler of a group, or of all groups without their own handler.
+        """Set the handler of a group.
+
+        Args:
+            handler: receives the values.
+            group: the group; None for all groups without their own handler.
 
         Raises:
             TypeError: the object is not a handler.
@@ -120,56 +118,63 @@ class MetricRegistry:
         if isinstance(handler, type) or not callable(getattr(handler, "emit", None)):
             what = f"the class {handler.__name__}; make an object of it" if isinstance(handler, type) else repr(handler)
             raise TypeError(f"A metric handler is an object with a method emit(metric_data), not {what}.")
-        with self._lock:
-            self._configured[group] = handler
-            self._route()
+        self._configured[None if group is None else str(group)] = handler
+        self._route(self._attached)
 
     def attach(self, handler: MetricHandler) -> None:
         """Send every value also to this handler, in addition to the configured ones."""
-        with self._lock:
-            self._attached = (*self._attached, handler)
-            self._route()
+        self._route((*self._attached, handler))
 
     def detach(self, handler: MetricHandler) -> None:
         """Undo :meth:`attach`."""
-        with self._lock:
-            self._attached = tuple(attached for attached in self._attached if attached is not handler)
-            self._route()
+        self._route(tuple(attached for attached in self._attached if attached is not handler))
 
     @property
     def attached(self) -> tuple[MetricHandler, ...]:
         """The handlers that receive every value."""
         return self._attached
 
-    def after_fork(self, handler: MetricHandler) -> None:
-        """Detach a handler that only the parent may use, in a forked process."""
-        self._lock = threading.Lock()  # another thread of the parent may have held it
-        self.detach(handler)
+    def declare(
+        self, group: str, *, counters: Collection[str] = (), histograms: Mapping[str, Sequence[float]] | None = None
+    ) -> None:
+        """Declare the Prometheus types of names of a group. Undeclared names become gauges.
 
-    def declare(self, group: str, forms: Mapping[str, Form | Series]) -> None:
-        """Set the forms of names of a group. A declaration after the first value has no effect, and is logged once."""
-        for name, form in forms.items():
-            used = self._used.get((group, name), form)
+        The declaration applies to an agent's ``/metrics`` and to every :class:`PrometheusMetricHandler`. It must
+        precede the first value of a name; a late declaration has no effect and logs a warning.
+
+        Args:
+            group: the group.
+            counters: names whose values are added up, such as a number of samples.
+            histograms: names whose values are counted in buckets, with the upper bounds of the buckets; in seconds if
+                the name ends in ``.ms`` or ``_ms``.
+
+        Raises:
+            ValueError: an argument has another type, or the buckets are not ascending numbers.
+        """
+        for name, form in forms_of(counters, {} if histograms is None else histograms).items():
+            used = self._used.get((str(group), name), form)
             if used == form:
-                self._forms[group, name] = form
-            elif (group, name) not in self._late:
-                self._late.add((group, name))
+                self._declared[str(group), name] = form
+            else:
                 _log.warning(
                     "%r of the group %r was declared to be a %s after its first value, and stays a %s. Declare it "
                     "before.",
                     name,
                     group,
-                    _described(form),
-                    _described(used),
+                    form.kind,
+                    used.kind,
                 )
 
-    def form(self, group: str, name: str) -> Form | Series:
+    def form(self, group: str, name: str) -> Form:
         """Return the form of a name at its first value; a gauge if it was not declared."""
-        return self._used.setdefault((group, name), self._forms.get((group, name), GAUGE))
+        platform = PLATFORM_SERIES.get(name) if group == PLATFORM_GROUP else None
+        default = GAUGE if platform is None else platform.form
+        return self._used.setdefault((group, name), self._declared.get((group, name), default))
 
     def add(self, group: str, name: str, value: float) -> None:
         """Pass a value with the current time to the handlers of its group."""
-        handlers = self._by_group.get(group, self._default)
+        routes = self._routes
+        handlers = routes.get(group, routes[None])
         if handlers:
             data = MetricData(time.time(), group, name, value)
             for handler in handlers:
@@ -178,13 +183,12 @@ class MetricRegistry:
                 except Exception:  # noqa: BLE001 - a failing handler must not stop the program
                     self._report(handler, data)
 
-    def _route(self) -> None:
-        routes = {
-            group: self._attached if type(configured) is NullMetricHandler else (configured, *self._attached)
-            for group, configured in self._configured.items()
-        }
-        self._by_group = routes
-        self._default = routes.get(None, self._attached)
+    def _route(self, attached: tuple[MetricHandler, ...]) -> None:
+        self._attached = attached
+        routes: dict[str | None, tuple[MetricHandler, ...]] = {None: attached}
+        for group, handler in self._configured.items():
+            routes[group] = attached if type(handler) is NullMetricHandler else (handler, *attached)
+        self._routes = routes
 
     def _report(self, handler: MetricHandler, data: MetricData) -> None:
         """Log the current exception, if it is the first one of this handler."""
@@ -199,12 +203,11 @@ class MetricRegistry:
             )
 
 
-def _described(form: Form | Series) -> str:
-    return form.kind + f" with the buckets {list(form.buckets)}" * bool(form.buckets)
-
-
 REGISTRY: Final = MetricRegistry()
 """The process-wide registry, which the functions below use."""
+
+configure: Final = REGISTRY.configure
+declare: Final = REGISTRY.declare
 
 
 class MetricStream:
@@ -223,40 +226,6 @@ class MetricStream:
     def add_value(self, metric_name: str, metric_value: float) -> None:
         """Record one value."""
         self._registry.add(self.group_name, metric_name, metric_value)
-
-
-def configure(handler: MetricHandler, group: str | None = None) -> None:
-    """Set the handler of a group.
-
-    Args:
-        handler: receives the values.
-        group: the group; None for all groups without their own handler.
-
-    Raises:
-        TypeError: the object is not a handler.
-    """
-    REGISTRY.configure(handler, None if group is None else str(group))
-
-
-def declare(
-    group: str, *, counters: Collection[str] = (), histograms: Mapping[str, Sequence[float]] | None = None
-) -> None:
-    """Declare the Prometheus types of names of a group. Undeclared names become gauges.
-
-    The declaration applies to an agent's ``/metrics`` and to every :class:`PrometheusMetricHandler`. It must precede
-    the first value of a name; a late declaration has no effect and logs a warning.
-
-    Args:
-        group: the group.
-        counters: names whose values are added up, such as a number of samples.
-        histograms: names whose values are counted in buckets, with the upper bounds of the buckets; in seconds if the
-            name ends in ``.ms`` or ``_ms``.
-
-    Raises:
-        ValueError: an argument has another type, the buckets are not ascending numbers, or a name is both a counter
-            and a histogram.
-    """
-    REGISTRY.declare(str(group), forms_of(counters, {} if histograms is None else histograms))
 
 
 def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
@@ -302,33 +271,33 @@ def prof(fn: Callable[..., Any] | None = None, group: str = PLATFORM_GROUP) -> C
     name = str(getattr(fn, "__qualname__", type(fn).__qualname__))
     if "." not in name and (module := getattr(fn, "__module__", None)):
         name = f"{module.rpartition('.')[2]}.{name}"
-    counted = dict.fromkeys((f"{name}.success", f"{name}.failure"), Form(Kind.COUNTER))
-    REGISTRY.declare(group, {**counted, f"{name}.duration.ms": Form(Kind.HISTOGRAM, DURATION_BUCKETS)})
+    duration = {f"{name}.duration.ms": DURATION_BUCKETS}
+    REGISTRY.declare(group, counters=[f"{name}.success", f"{name}.failure"], histograms=duration)
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - those of the function
-        with measured(name, group):
+        with _measured(name, group):
             return function(*args, **kwargs)
 
     @functools.wraps(fn)
     async def call_and_wait(*args: Any, **kwargs: Any) -> object:  # noqa: ANN401
-        with measured(name, group):
+        with _measured(name, group):
             return await cast("Awaitable[object]", function(*args, **kwargs))
 
     return call_and_wait if inspect.iscoroutinefunction(fn) else call
 
 
 @contextlib.contextmanager
-def measured(name: str, group: str, registry: MetricRegistry = REGISTRY) -> Iterator[None]:
+def _measured(name: str, group: str) -> Iterator[None]:
     """Record the outcome and the duration of a block, under the names of :func:`prof`."""
     began = time.perf_counter()
     try:
         yield
     except Exception:
-        registry.add(group, f"{name}.failure", 1)
+        REGISTRY.add(group, f"{name}.failure", 1)
         raise
     else:
-        registry.add(group, f"{name}.success", 1)
+        REGISTRY.add(group, f"{name}.success", 1)
     finally:
         # Cancellation, interrupts and exits are neither success nor failure: only their duration is recorded.
-        registry.add(group, f"{name}.duration.ms", (time.perf_counter() - began) * 1000)
+        REGISTRY.add(group, f"{name}.duration.ms", (time.perf_counter() - began) * 1000)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client import Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -15,7 +14,7 @@ from torchelastic.metrics import series
 from torchelastic.protocol import NodeEnd, RunState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from torchelastic.protocol import TimeBreakdown
     from torchelastic.rendezvous.node import RendezvousNode
@@ -25,9 +24,6 @@ _log: Final = logging.getLogger(__name__)
 _UNITS: Final = ("seconds", "bytes", "ratio")
 """Unit suffixes of names; OpenMetrics declares units."""
 
-_FIRST_HELD_BACK: Final = (RunState.RESTORING, RunState.TRAINING)
-"""States between which a late report moves seconds."""
-
 
 def families_of(values: Iterable[tuple[series.Series, dict[str, str], Sequence[float]]]) -> Iterable[Metric]:
     """Return the families of series, each given with its labels and its words."""
@@ -35,19 +31,19 @@ def families_of(values: Iterable[tuple[series.Series, dict[str, str], Sequence[f
     for one, labels, words in values:
         name = one.name
         if (family := families.get(name)) is None:
-            families[name] = family = Metric(name, one.help, one.kind)
-        if one.kind is series.Kind.GAUGE:
+            families[name] = family = Metric(name, one.help, one.form.kind)
+        if one.form.kind is series.Kind.GAUGE:
             family.add_sample(name, labels, words[0])
-        elif one.kind is series.Kind.COUNTER:
+        elif one.form.kind is series.Kind.COUNTER:
             family.add_sample(f"{name}_total", labels, words[0])
         else:
             count = 0.0
-            for bound, number in zip((*one.buckets, math.inf), words, strict=False):
+            for bound, number in zip((*one.form.buckets, math.inf), words, strict=False):
                 count += number
                 le = str(floatToGoString(bound))  # type: ignore[no-untyped-call]
                 family.add_sample(f"{name}_bucket", {**labels, "le": le}, count)
             family.add_sample(f"{name}_count", dict(labels), count)
-            if one.buckets[0] >= 0:  # Prometheus expects that a sum never decreases
+            if one.form.buckets[0] >= 0:  # Prometheus expects that a sum never decreases
                 family.add_sample(f"{name}_sum", dict(labels), words[-1])
     return families.values()
 
@@ -104,48 +100,38 @@ class RunCollector(Collector):
 
     def __init__(self, run: Callable[[], RendezvousNode | None]) -> None:
         self._run = run
-        self._shown: dict[RunState, float] = {}
+        self._trained = 0.0
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield the families with their current values; called by a registry at each scrape, from any thread."""
+    def collect(self) -> Iterable[Metric]:
+        """Return the families with their current values; a registry calls this at each scrape, from any thread."""
         run = self._run()
         if run is None or not run.is_leader:
-            self._shown = {}
-            return
+            self._trained = 0.0
+            return []
         times, size, round = run.time_breakdown, run.size, run.round
-        yield _counter(series.JOB_SECONDS, "state", self._rising(times))
-        if times.lost is not None:
-            yield CounterMetricFamily(series.JOB_LOST.name, series.JOB_LOST.help, value=times.lost)
-        yield CounterMetricFamily(series.JOB_JOINED.name, series.JOB_JOINED.help, value=times.joined)
-        yield _counter(series.JOB_GONE, "cause", {end: times.gone.get(end, 0) for end in NodeEnd})
-        yield _counter(series.JOB_RESTARTS, "charged", {"yes": run.restarts, "no": run.uncharged_restarts})
-        for family, number in (
-            (series.JOB_NODES, 0 if round is None else len(round.members)),
-            (series.JOB_WANTED_NODES, size.target),
-            (series.JOB_MIN_NODES, size.min),
-        ):
-            yield GaugeMetricFamily(family.name, family.help, value=number)
+        totals: list[tuple[series.Series, dict[str, str], float]] = [
+            *((series.JOB_SECONDS, {"state": str(state)}, spent) for state, spent in self._rising(times).items()),
+            *((series.JOB_LOST, {}, lost) for lost in (times.lost,) if lost is not None),
+            (series.JOB_JOINED, {}, times.joined),
+            *((series.JOB_GONE, {"cause": str(end)}, times.gone.get(end, 0)) for end in NodeEnd),
+            (series.JOB_RESTARTS, {"charged": "yes"}, run.restarts),
+            (series.JOB_RESTARTS, {"charged": "no"}, run.uncharged_restarts),
+            (series.JOB_NODES, {}, 0 if round is None else len(round.members)),
+            (series.JOB_WANTED_NODES, {}, size.target),
+            (series.JOB_MIN_NODES, {}, size.min),
+        ]
+        return families_of((family, labels, (value,)) for family, labels, value in totals)
 
     def _rising(self, times: TimeBreakdown) -> dict[RunState, float]:
         """Return the seconds by state, which add up to the elapsed time and never decrease.
 
-        A late report of the first step moves seconds from one state to another. The counter of the first state then
-        stays constant, and the other counters lag behind, until the sum matches again.
+        A late report of the first step moves seconds from training to restoring. The counter of training then stays
+        constant, and that of restoring lags behind, until both are right again.
         """
-        before = self._shown
         states = [state for state in RunState if state in times.seconds or state is not RunState.RESTORING]
-        shown = {state: max(times.seconds.get(state, 0.0), before.get(state, 0.0)) for state in states}
-        ahead = sum(shown.values()) - sum(times.seconds.values())
-        for state in sorted(states, key=_FIRST_HELD_BACK.__contains__, reverse=True):
-            held = min(shown[state] - before.get(state, 0.0), ahead)
-            shown[state] -= held
-            ahead -= held
-        self._shown = shown
+        shown = {state: times.seconds.get(state, 0.0) for state in states}
+        if ahead := min(max(self._trained - shown[RunState.TRAINING], 0.0), shown.get(RunState.RESTORING, 0.0)):
+            shown[RunState.TRAINING] += ahead
+            shown[RunState.RESTORING] -= ahead
+        self._trained = shown[RunState.TRAINING]
         return shown
-
-
-def _counter(family: series.Series, label: str, values: Mapping[Any, float]) -> Metric:
-    found = CounterMetricFamily(family.name, family.help, labels=[label])
-    for value, number in values.items():
-        found.add_metric([str(value)], number)
-    return found

@@ -11,15 +11,17 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from torchelastic.metrics.collectors import families_of
 from torchelastic.metrics.series import GPU_MEMORY_TOTAL, GPU_MEMORY_USED, GPU_UTILIZATION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
 
     from prometheus_client import Metric
+
+    from torchelastic.metrics.series import Series
 
 _log: Final = logging.getLogger(__name__)
 
@@ -35,16 +37,13 @@ class Gpus(Collector):
         self._patience = patience
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._families: list[GaugeMetricFamily] = []
-        self._nvml: Any = None
-        self._absent = False
+        self._found: list[tuple[Series, dict[str, str], tuple[float]]] = []
+        self._open = False
         self._told = False
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterable[Metric]:
         """Return the families with their current values; a registry calls this at each scrape, from any thread."""
         with self._lock:
-            if self._absent:
-                return
             if self._thread is None or not self._thread.is_alive():  # otherwise it still waits for the driver
                 self._thread = threading.Thread(target=self._read, name="gpus", daemon=True)
                 self._thread.start()
@@ -52,60 +51,47 @@ class Gpus(Collector):
         thread.join(self._patience)
         if thread.is_alive():
             self._tell("the driver does not answer")
-        else:
-            yield from (family for family in self._families if family.samples)
+            return []
+        return families_of(self._found)
 
     def _read(self) -> None:
-        self._families = []
+        self._found = []
         try:
-            if self._nvml is None:
-                self._nvml = self._opened()
-            if self._nvml is not None:
-                self._families = self._readings(self._nvml)
-        except Exception as error:  # noqa: BLE001 - a failing driver must not break /metrics
-            self._tell(str(error))
-            if self._nvml is not None:
-                with suppress(self._nvml.NVMLError):
-                    self._nvml.nvmlShutdown()
-                self._nvml = None  # opened again at the next scrape
-
-    def _opened(self) -> Any:  # noqa: ANN401 - a module without types
-        try:
-            import pynvml
+            import pynvml as nvml
         except ImportError:
-            self._absent = True
-            return None
+            return
         try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError as error:
-            self._absent = error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
-            if self._absent or error.value == pynvml.NVML_ERROR_DRIVER_NOT_LOADED:
-                return None
-            raise
-        return pynvml
+            if not self._open:
+                nvml.nvmlInit()
+                self._open = True
+            self._found = self._readings(nvml)
+        except nvml.NVMLError as error:
+            if self._open:  # it is opened again at the next scrape
+                self._open = False
+                with suppress(nvml.NVMLError):
+                    nvml.nvmlShutdown()
+            if error.value not in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):
+                self._tell(str(error))
 
-    def _readings(self, nvml: Any) -> list[GaugeMetricFamily]:  # noqa: ANN401
-        used, total, utilization = (
-            GaugeMetricFamily(series.name, series.help, labels=["gpu"])
-            for series in (GPU_MEMORY_USED, GPU_MEMORY_TOTAL, GPU_UTILIZATION)
-        )
-
-        def memory(gpu: str, handle: object) -> None:
+    def _readings(self, nvml: Any) -> list[tuple[Series, dict[str, str], tuple[float]]]:  # noqa: ANN401
+        def memory(handle: object) -> dict[Series, float]:
             found = nvml.nvmlDeviceGetMemoryInfo(handle)
-            used.add_metric([gpu], found.used)
-            total.add_metric([gpu], found.total)
+            return {GPU_MEMORY_USED: found.used, GPU_MEMORY_TOTAL: found.total}
 
-        def computing(gpu: str, handle: object) -> None:
-            utilization.add_metric([gpu], nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
+        def computing(handle: object) -> dict[Series, float]:
+            return {GPU_UTILIZATION: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100}
 
+        readings = []
         for index in range(nvml.nvmlDeviceGetCount()):
             for read in (memory, computing):  # a GPU may support only one of them, or be lost
                 try:
-                    read(str(index), nvml.nvmlDeviceGetHandleByIndex(index))
+                    found = read(nvml.nvmlDeviceGetHandleByIndex(index))
                 except nvml.NVMLError as error:
                     if error.value != nvml.NVML_ERROR_NOT_SUPPORTED:
                         self._tell(str(error))
-        return [used, total, utilization]
+                else:
+                    readings += [(series, {"gpu": str(index)}, (value,)) for series, value in found.items()]
+        return readings
 
     def _tell(self, problem: str) -> None:
         if not self._told:

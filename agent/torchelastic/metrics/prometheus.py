@@ -4,13 +4,11 @@ Any program can use it::
 
     metrics.configure(PrometheusMetricHandler(port=9100), group="my_app")
 
-The agent attaches it to the registry for its ``/metrics``.
+The agent has one for its own series.
 """
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -18,17 +16,16 @@ from prometheus_client.registry import Collector
 
 from torchelastic.metrics.api import REGISTRY
 from torchelastic.metrics.collectors import families_of
-from torchelastic.metrics.series import DROPPED, NameRegistry, forms_of
+from torchelastic.metrics.series import DROPPED, SeriesNames, Source, forms_of
 from torchelastic.metrics.server import unusable_port
-from torchelastic.metrics.validation import DROPPED_AT, MAX_NAMES, REASONS, SeriesHandler
+from torchelastic.metrics.validation import REASONS, SeriesHandler
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from prometheus_client import Metric
 
-    from torchelastic.metrics.api import MetricRegistry
-    from torchelastic.metrics.series import Form, Series
+    from torchelastic.metrics.series import Series
     from torchelastic.metrics.validation import Sink
 
 
@@ -42,8 +39,6 @@ class PrometheusMetricHandler(SeriesHandler, Collector):
             :func:`torchelastic.metrics.declare` declares.
         histograms: names whose values are counted in buckets, with the upper bounds of the buckets. If a name ends in
             ``.ms`` or ``_ms``, the series and the bounds are in seconds.
-        max_series: maximum number of names.
-        declared: the registry with the declarations.
 
     Attributes:
         registry: has only this handler's series. ``registry.register(handler)`` adds them to another registry.
@@ -60,21 +55,13 @@ class PrometheusMetricHandler(SeriesHandler, Collector):
         address: str = "0.0.0.0",  # noqa: S104 - Prometheus scrapes from another machine
         counters: Collection[str] = (),
         histograms: Mapping[str, Sequence[float]] | None = None,
-        max_series: int = MAX_NAMES,
-        declared: MetricRegistry = REGISTRY,
     ) -> None:
-        forms = forms_of(counters, {} if histograms is None else histograms)
-
-        def form(group: str, name: str) -> Form | Series:
-            return forms.get(name) or declared.form(group, name)
-
-        self._values = array("d", [0.0] * (DROPPED_AT + len(REASONS)))
-        super().__init__(self._values, form, max_series)
+        super().__init__([0.0] * len(REASONS))
+        self._forms = forms_of(counters, {} if histograms is None else histograms)
+        self._names = SeriesNames()
+        self._series: dict[Series, tuple[list[float], Sink]] = {}
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self._series: list[tuple[Series, int]] = []  # each with the index of its first word
-        self._states: dict[tuple[str, tuple[tuple[str, str], ...]], dict[str, int]] = {}
-        self._taken = NameRegistry()
         try:
             self._server = None if port is None else start_http_server(port, address, self.registry)
         except (OSError, OverflowError, UnicodeError) as error:
@@ -82,48 +69,30 @@ class PrometheusMetricHandler(SeriesHandler, Collector):
 
     @property
     def port(self) -> int | None:
-        """The port of the server; None without one."""
+        """The port of the server, which runs until the process ends; None without one."""
         return None if self._server is None else self._server[0].server_port
 
-    def close(self) -> None:
-        """Stop the server; the series stay."""
-        if self._server is not None:
-            server, thread = self._server
-            self._server = None
-            server.shutdown()
-            server.server_close()
-            thread.join()
+    def add(self, series: Series, value: float) -> None:
+        """Add one value to a series of the platform."""
+        self._sink(series)(value)
 
     def collect(self) -> Iterable[Metric]:
         """Return the families with their current values; the registry calls this at each scrape."""
         with self._lock:
-            words = tuple(self._values)
-            shown = [(series, words[place : place + series.size]) for series, place in self._series]
-        for number, reason in enumerate(REASONS, DROPPED_AT):
-            if words[number]:
-                shown.append((DROPPED.labelled(reason=reason), words[number : number + 1]))
-        return families_of((series, dict(series.labels), values) for series, values in shown)
+            shown = [(series, dict(series.labels), tuple(words)) for series, (words, _) in self._series.items()]
+            shown += [
+                (DROPPED, {"reason": reason}, (count,))
+                for reason, count in zip(REASONS, self._dropped, strict=True)
+                if count
+            ]
+        return families_of(shown)
 
-    def _open(self, series: Series, group: str, name: str, *, of_platform: bool) -> Sink:
-        if not of_platform:
-            series = self._taken.take(series, (group, name))
-        if not series.one_of:
-            return self._sink_at(self._added(series), series)
-        *others, (label, state) = series.labels
-        key = series.name, tuple(others)
-        if key not in self._states:
-            each = {one: replace(series, labels=(*others, (label, one))) for one in series.one_of}
-            self._states[key] = {one: self._added(its) for one, its in each.items()}
-        places, words = self._states[key], self._values
+    def _open(self, group: str, name: str) -> Sink:
+        return self._sink(self._names.of(Source(group, name, self._forms.get(name) or REGISTRY.form(group, name))))
 
-        def switch(_: float) -> None:
-            for one, place in places.items():
-                words[place] = one == state
-
-        return switch
-
-    def _added(self, series: Series) -> int:
-        place = len(self._values)
-        self._values.extend([0.0] * series.size)
-        self._series.append((series, place))
-        return place
+    def _sink(self, series: Series) -> Sink:
+        with self._lock:
+            if series not in self._series:
+                words = [0.0] * series.form.size
+                self._series[series] = words, self._sink_of(series, words)
+            return self._series[series][1]

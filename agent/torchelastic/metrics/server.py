@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import socket
 from contextlib import asynccontextmanager
@@ -62,13 +61,8 @@ def _listen(host: str | None, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise OverflowError  # the system would use the number modulo 65536
     if host is None:
-        if socket.has_dualstack_ipv6():
-            try:
-                return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    raise
-        return socket.create_server(("", port))
+        both = socket.has_dualstack_ipv6()
+        return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     return socket.create_server(address[:2], family=family)
 
@@ -76,15 +70,9 @@ def _listen(host: str | None, port: int) -> socket.socket:
 def unusable_port(port: int, error: Exception, *, host: str | None = None) -> SettingsError:
     """Return the error to raise if /metrics cannot be served."""
     where = f"port {port}" if host is None else f"port {port} of {host}"
-    if isinstance(error, OverflowError):
-        why = "a port is a number from 0 to 65535"
-    elif isinstance(error, OSError) and not isinstance(error, socket.gaierror):
+    why = "a port is a number from 0 to 65535" if isinstance(error, OverflowError) else str(error)
+    if isinstance(error, OSError) and not isinstance(error, socket.gaierror):
         why = os.strerror(error.errno or 0)
-    else:
-        why = str(error)
-    port_is_wrong = isinstance(error, OverflowError) or getattr(error, "errno", None) in (
-        errno.EADDRINUSE,
-        errno.EACCES,
+    return SettingsError(
+        f"/metrics cannot be served on {where}: {why}. Choose another port, or 0 for any free one, or another address."
     )
-    change = "port, or 0 for any free one" if port_is_wrong else "address, or 0.0.0.0 for all of this machine"
-    return SettingsError(f"/metrics cannot be served on {where}: {why}. Choose another {change}.")

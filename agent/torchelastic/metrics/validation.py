@@ -12,15 +12,16 @@ import sys
 import threading
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, SupportsFloat, SupportsIndex
 
 from torchelastic.metrics.api import MetricHandler
-from torchelastic.metrics.series import Form, Kind, Series, to_number, user_series
+from torchelastic.metrics.series import Kind
 
 if TYPE_CHECKING:
-    from array import array
-
     from torchelastic.metrics.api import MetricData
+    from torchelastic.metrics.series import Series
+
+    Words = memoryview[float] | list[float]
 
 _log: Final = logging.getLogger(__name__)
 
@@ -34,9 +35,6 @@ NEGATIVE: Final = "negative"
 REASONS: Final = (NOT_A_NUMBER, TOO_MANY_NAMES, NOT_FINITE, NEGATIVE)
 """Reasons to drop a value."""
 
-DROPPED_AT: Final = 1
-"""Index of the first of the words that count dropped values, by reason."""
-
 MAX_NAMES: Final = 1000
 """Maximum number of names of a worker or a handler."""
 
@@ -48,22 +46,15 @@ class SeriesHandler(MetricHandler):
     one for values above the last bound, and one for the sum.
 
     Args:
-        words: the words of all series.
-        form: returns the form of a name of a group, or the series of a platform name.
-        max_series: maximum number of names.
+        dropped: the words that count dropped values, by reason.
     """
 
-    def __init__(
-        self, words: memoryview[float] | array[float], form: Callable[[str, str], Form | Series], max_series: int
-    ) -> None:
-        self._words = words
-        self._form = form
-        self._max_series = max_series
+    def __init__(self, dropped: Words) -> None:
+        self._dropped = dropped
         # Reentrant, because a signal handler or a log handler may measure too.
         self._lock = threading.RLock()
         self._sinks: dict[tuple[str, str], Sink] = {}
         self._opening = False
-        self._waiting: list[MetricData] = []
         self._told: set[str] = set()
 
     def emit(self, metric_data: MetricData) -> None:
@@ -72,82 +63,71 @@ class SeriesHandler(MetricHandler):
         kind: type[object] = type(value)
         if kind is not float:
             try:
-                value = float(value) if kind is int else to_number(value)
-            except OverflowError:
-                self._drop(NOT_A_NUMBER, f"The value of {name!r:.100} is too large for a float")
-                return
-            except (TypeError, ValueError, RuntimeError):  # the last one is torch's
-                self._drop(NOT_A_NUMBER, f"The value of {name!r:.100} is of the type {kind.__qualname__} and no number")
+                value = float(value) if kind is int else _to_number(value)
+            except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's
+                self._drop(
+                    NOT_A_NUMBER, f"The value of {name!r:.100} ({kind.__qualname__}) is not a number, or too large"
+                )
                 return
         if type(name) is not str:
             name = str(name)
-        sink = self._sinks.get((group, name))
+        sink = self._sinks.get((group, name)) or self._new_sink(group, name)
         if sink is not None:
             sink(value)
-            return
-        with self._lock:
-            if self._opening:  # a signal handler inside another call, which adds this value too
-                self._waiting.append(metric_data)
-                return
-            if (sink := self._sinks.get((group, name)) or self._new_sink(group, name)) is not None:
-                sink(value)
-            while self._waiting:
-                self.emit(self._waiting.pop(0))
 
     @abc.abstractmethod
-    def _open(self, series: Series, group: str, name: str, *, of_platform: bool) -> Sink | None:
-        """Open a series; None if there is no space for it. The lock is held."""
+    def _open(self, group: str, name: str) -> Sink | None:
+        """Return the sink of a new name; None if there is no space for it. The lock is held."""
 
     def _new_sink(self, group: str, name: str) -> Sink | None:
-        """Return the sink of a new name; None if no more names are allowed. The lock is held."""
-        sink: Sink | None = None
-        count = len(self._sinks)
-        if count < self._max_series:
-            form = self._form(group, name)
-            series = form if isinstance(form, Series) else user_series(group, name, form)
+        """Return the sink of a name; None if no more names are allowed."""
+        with self._lock:
+            if self._opening:  # a signal handler inside another call: its value is lost, the memory stays valid
+                return None
+            count = len(self._sinks)
             self._opening = True
             try:
-                sink = self._open(series, group, name, of_platform=series is form)
+                if (group, name) in self._sinks:  # another thread was faster
+                    return self._sinks[group, name]
+                if count < MAX_NAMES and (sink := self._open(group, name)) is not None:
+                    self._sinks[group, name] = sink
+                    return sink
             finally:
                 self._opening = False
-        if sink is None:
             self._drop(
                 TOO_MANY_NAMES,
                 f"There are {count} different names already, and {name!r:.100} of the group {group!r:.100} is one "
                 "more; put what changes all the time (a step, a file) into the value and not into the name",
             )
             return None
-        self._sinks[group, name] = sink
-        return sink
 
-    def _sink_at(self, place: int, series: Series) -> Sink:
-        """Return the sink for a series whose words begin at an index."""
-        words, lock, divisor, bounds = self._words, self._lock, series.divisor, series.buckets
-        total = place + len(bounds) + 1
+    def _sink_of(self, series: Series, words: Words) -> Sink:
+        """Return the sink that adds values to the words of a series."""
+        lock, divisor, bounds = self._lock, series.divisor, series.form.buckets
         least = -sys.float_info.max if bounds and bounds[0] < 0 else 0.0
         most = sys.float_info.max
 
         def hold(number: float) -> None:
-            words[place] = number / divisor
+            words[0] = number / divisor
 
         def add(number: float) -> None:
             if least <= number <= most:
                 with lock:
-                    words[place] += number / divisor
+                    words[0] += number / divisor
             else:
                 self._refuse(series.name, number)
 
         def observe(number: float) -> None:
             if least <= number <= most:
                 number /= divisor
-                bucket = place + bisect_left(bounds, number)
+                bucket = bisect_left(bounds, number)
                 with lock:
                     words[bucket] += 1
-                    words[total] += number
+                    words[-1] += number
             else:
                 self._refuse(series.name, number)
 
-        return {Kind.GAUGE: hold, Kind.COUNTER: add, Kind.HISTOGRAM: observe}[series.kind]
+        return {Kind.GAUGE: hold, Kind.COUNTER: add, Kind.HISTOGRAM: observe}[series.form.kind]
 
     def _refuse(self, series: str, number: float) -> None:
         if math.isfinite(number):
@@ -157,7 +137,16 @@ class SeriesHandler(MetricHandler):
 
     def _drop(self, reason: str, what: str) -> None:
         with self._lock:
-            self._words[DROPPED_AT + REASONS.index(reason)] += 1
+            self._dropped[REASONS.index(reason)] += 1
         if reason not in self._told:
             self._told.add(reason)
             _log.warning("%s. It is dropped; further ones like it are counted but not reported.", what)
+
+
+def _to_number(value: object) -> float:
+    """Return a number, array or tensor with one element as a float; text is refused."""
+    if callable(item := getattr(value, "item", None)):
+        value = item()  # torch and numpy may warn about a plain conversion
+    if not isinstance(value, SupportsFloat | SupportsIndex):  # float() would parse text
+        raise TypeError
+    return float(value)

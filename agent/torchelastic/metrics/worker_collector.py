@@ -7,23 +7,15 @@ next round, or a worker of a new rank if the ranks have changed. The gauges of a
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from torchelastic.agent_socket import METRICS_FILE
-from torchelastic.metrics.series import (
-    DROPPED,
-    PLATFORM_GROUP,
-    PLATFORM_SERIES,
-    Form,
-    Kind,
-    NameRegistry,
-    Series,
-    user_series,
-)
-from torchelastic.metrics.shared_memory import MemoryReader
-from torchelastic.metrics.validation import REASONS, TOO_MANY_NAMES
+from torchelastic.metrics.series import DROPPED, Kind, Series, SeriesNames, Source
+from torchelastic.metrics.validation import MAX_NAMES, REASONS
+from torchelastic.metrics.worker import MEMORY_SIZE, NAMES_AT, SharedMemory, places_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -31,56 +23,73 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
-    from torchelastic.metrics.shared_memory import Source
-
 _log: Final = logging.getLogger(__name__)
-
-MAX_INHERITED: Final = 2000
-"""Maximum number of counters and histograms that a worker inherits from its predecessors."""
 
 
 class WorkerMemory:
-    """The metrics of one worker.
+    """The memory of one worker, as its agent reads it. It is allocated completely, so that no later write fails.
 
     Args:
-        rank: its global rank.
-        reader: reads its memory; None if it has no memory.
-        before: the worker whose counters continue in this one.
+        path: the path of the new file, which may be removed later.
+        rank: the worker's global rank.
+        before: the worker whose counters and histograms continue in this one; it has exited.
+
+    Raises:
+        OSError: there is no space, the folder does not exist, or the file exists.
     """
 
-    def __init__(self, rank: int, reader: MemoryReader | None, before: WorkerMemory | None) -> None:
+    def __init__(self, path: Path, rank: int, before: WorkerMemory | None = None) -> None:
+        self.path = path
         self.rank = rank
-        self._reader = reader
         self._ended = False
-        self._inherited: dict[Source, tuple[float, ...]] = {}
-        self._dropped: tuple[float, ...] = (0.0,) * len(REASONS)
+        self._places: list[tuple[Source, int, int]] = []
+        self._names_end = 0
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        weakref.finalize(self, os.close, self._descriptor)
+        try:
+            os.posix_fallocate(self._descriptor, 0, MEMORY_SIZE)
+        except BaseException:
+            path.unlink()
+            raise
         if before is not None:
             before.ended()
-            counts = [(source, tuple(words)) for source, words in before.values()]
-            dropped = list(before.dropped())
-            # Without the limit, a program that uses new names after each start would let them grow without end.
-            dropped[REASONS.index(TOO_MANY_NAMES)] += len(counts[MAX_INHERITED:])
-            self._inherited, self._dropped = dict(counts[:MAX_INHERITED]), tuple(dropped)
+            memory = SharedMemory(self._descriptor)
+            memory.dropped[:] = before.dropped()
+            for source, values in before.values()[:MAX_NAMES]:
+                if (words := memory.words(source)) is not None:
+                    words[:] = values
 
     def ended(self) -> None:
         """Note that the worker has exited: its gauges are no longer shown."""
         self._ended = True
 
-    def values(self) -> Iterable[tuple[Source, Sequence[float]]]:
-        """Return the current values, including the inherited ones."""
-        read = [] if self._reader is None else self._reader.values()
-        if self._ended:
-            read = [(source, words) for source, words in read if source.form.kind is not Kind.GAUGE]
-        if not self._inherited:
-            return read
-        found: dict[Source, Sequence[float]] = dict(self._inherited)
-        for source, words in read:
-            found[source] = _sum(found[source], words) if source in found else words
-        return found.items()
+    def values(self) -> list[tuple[Source, memoryview[float]]]:
+        """Return the words of each source, in the order of their creation. Not thread-safe."""
+        memory = self._read(NAMES_AT)
+        missing = memory.cast("Q")[0] - self._names_end
+        if 0 < missing <= MEMORY_SIZE:
+            places, read = places_of(os.pread(self._descriptor, missing, 8 * NAMES_AT + self._names_end))
+            self._places += [(source, first, first + source.form.size) for source, first in places.items()]
+            self._names_end += read
+        words = memory.cast("d")
+        return [
+            (source, words[first:end])
+            for source, first, end in self._places
+            if not self._ended or source.form.kind is not Kind.GAUGE
+        ]
 
-    def dropped(self) -> tuple[float, ...]:
-        """Return how many values were dropped, by reason, including those of its predecessors."""
-        return self._dropped if self._reader is None else _sum(self._dropped, self._reader.dropped())
+    def dropped(self) -> memoryview[float]:
+        """Return how many values were dropped, by :data:`~torchelastic.metrics.validation.REASONS`."""
+        return self._read(1 + len(REASONS)).cast("d")[1:]
+
+    def remove(self) -> None:
+        """Remove the file; the values stay readable."""
+        with suppress(OSError):  # the program has replaced it
+            self.path.unlink()
+
+    def _read(self, words: int) -> memoryview:
+        # Read and not mapped: if a worker truncates its file, the missing words are zeros.
+        return memoryview(os.pread(self._descriptor, 8 * words, 0).ljust(8 * words, b"\0"))
 
 
 class WorkerMetrics:
@@ -92,43 +101,33 @@ class WorkerMetrics:
 
     def __init__(self, *folders: Path) -> None:
         self._folders = folders
-        self._workers: tuple[WorkerMemory, ...] = ()
-        self._paths: list[Path] = []
+        self._workers: Mapping[int, WorkerMemory] = {}
         self._lock = threading.Lock()
-        self._series: dict[Source, Series] = {}
-        self._taken = NameRegistry()
+        self._names = SeriesNames()
         self._told = False
 
-    def begin(
-        self, round: int, ranks: Mapping[int, int]
-    ) -> tuple[Mapping[int, Mapping[str, str]], Sequence[WorkerMemory]]:
-        """Create memory for the workers of a round; the workers of the previous round have exited.
+    def begin(self, round: int, ranks: Mapping[int, int]) -> Mapping[int, WorkerMemory]:
+        """Return the memory of the workers of a round by local rank; the workers of the previous round have exited.
 
         A worker for which there is no space has no metrics.
 
         Args:
             round: the number of the round.
             ranks: global ranks by local rank.
-
-        Returns:
-            The environment variables of each worker by local rank, and the memory of the workers in the given order.
         """
-        for path in self._paths:
-            with suppress(OSError):  # the program has replaced it
-                path.unlink()
-        self._paths = []
-        before = {worker.rank: worker for worker in self._workers}
+        before = {worker.rank: worker for worker in self._workers.values()}
+        for worker in before.values():
+            worker.remove()
         # Counters continue in the same rank, or in a rank that is new on this node, so no series decreases or is lost.
         left = sorted(before.keys() - set(ranks.values()))
         heirs = dict(zip(sorted(set(ranks.values()) - before.keys()), left, strict=False))
-        workers: list[WorkerMemory] = []
-        variables: dict[int, Mapping[str, str]] = {}
         with self._lock:
-            for local_rank, rank in ranks.items():
-                reader, variables[local_rank] = self._made(f"{round}.{local_rank}")
-                workers.append(WorkerMemory(rank, reader, before.get(heirs.get(rank, rank))))
-            self._workers = tuple(workers)
-        return variables, workers
+            made = {
+                local_rank: self._made(f"{round}.{local_rank}", rank, before.get(heirs.get(rank, rank)))
+                for local_rank, rank in ranks.items()
+            }
+            self._workers = {local_rank: memory for local_rank, memory in made.items() if memory is not None}
+        return self._workers
 
     def collect(self) -> Iterable[Metric]:
         """Return the families with their current values; a registry calls this at each scrape, from any thread."""
@@ -136,44 +135,28 @@ class WorkerMetrics:
 
         shown: list[tuple[Series, dict[str, str], Sequence[float]]] = []
         with self._lock:
-            for worker in self._workers:
+            for worker in self._workers.values():
                 rank = {"rank": str(worker.rank)}
                 for source, words in worker.values():
-                    series = self._series.get(source) or self._named(source)
+                    series = self._names.of(source)
                     shown.append((series, {**dict(series.labels), **rank}, words))
                 for reason, count in zip(REASONS, worker.dropped(), strict=True):
                     if count:
                         shown.append((DROPPED, {"reason": reason, **rank}, (count,)))
         return families_of(shown)
 
-    def _named(self, source: Source) -> Series:
-        series = PLATFORM_SERIES.get(source.name) if source.group == PLATFORM_GROUP else None
-        if series is None or Form(series.kind, series.buckets) != source.form:
-            plain = user_series(source.group, source.name, source.form)
-            series = self._taken.take(plain, (source.group, source.name, str(source.form)))
-        self._series[source] = series
-        return series
-
-    def _made(self, name: str) -> tuple[MemoryReader | None, Mapping[str, str]]:
+    def _made(self, name: str, rank: int, before: WorkerMemory | None) -> WorkerMemory | None:
         problems = []
         for folder in self._folders:
-            path = folder / name
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                reader = MemoryReader(path)
+                return WorkerMemory(folder / name, rank, before)
             except OSError as error:
                 problems.append(f"below {folder}: {error.strerror}")
-            else:
-                self._paths.append(path)
-                return reader, {METRICS_FILE: str(path)}
         if not self._told:
             self._told = True
             _log.warning(
                 "What workers measure does not appear under /metrics: no memory can be had for it (%s).",
                 "; ".join(problems),
             )
-        return None, {}
-
-
-def _sum(one: Sequence[float], other: Sequence[float]) -> tuple[float, ...]:
-    return tuple(a + b for a, b in zip(one, other, strict=True))
+        return None

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Self
 from torchelastic.agent_socket import CHANNEL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import TracebackType
 
 
@@ -26,20 +25,16 @@ class NonRetryableException(Exception):  # noqa: N818 - the name that torchelast
 
 
 def _install_hook() -> None:
-    if isinstance(getattr(sys.excepthook, "__self__", None), _Hook) or not os.environ.get(CHANNEL):
+    before = sys.excepthook
+    if hasattr(before, "reports_to_agent") or not os.environ.get(CHANNEL):
         return
-    sys.excepthook = _Hook(sys.excepthook).tell
 
-
-class _Hook:
-    """An excepthook that reports the exception to the agent and calls the previous hook."""
-
-    def __init__(self, before: Callable[[type[BaseException], BaseException, TracebackType | None], object]) -> None:
-        self._before = before
-
-    def tell(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, NonRetryableException):
             from torchelastic.agent.failures import record_exception
 
             record_exception(error)
-        self._before(kind, error, trace)
+        before(kind, error, trace)
+
+    report.reports_to_agent = True  # type: ignore[attr-defined]
+    sys.excepthook = report

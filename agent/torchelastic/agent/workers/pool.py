@@ -406,17 +406,18 @@ class Workers:
         heartbeats = None
         if self._heartbeat_timeout is not None:
             heartbeats = hang.Heartbeats(self._shared / "heartbeats" / str(round), self._heartbeat_timeout)
-        metrics: Mapping[int, Mapping[str, str]] = {}
-        memories: Sequence[WorkerMemory] = ()
+        memories: Mapping[int, WorkerMemory] = {}
         if self.metrics is not None:
-            metrics, memories = self.metrics.begin(round, {start.local_rank: start.rank for start in workers})
+            memories = self.metrics.begin(round, {start.local_rank: start.rank for start in workers})
         killed_before = self._memory_kills.count()
         base = self._base_environment()
         outputs, environments = [], []
         with contextlib.ExitStack() as stack:
             for start in workers:
                 output = stack.enter_context(contextlib.closing(self._open_output(round, start)))
-                environment = {**base, **start.env, **metrics.get(start.local_rank, {})}
+                environment = {**base, **start.env}
+                if start.local_rank in memories:
+                    environment[METRICS_FILE] = str(memories[start.local_rank].path)
                 if heartbeats is not None:
                     environment[HEARTBEAT_FILE] = str(heartbeats.file(start.local_rank))
                 environment[ERROR_FILE] = str(output.error_file)
@@ -443,8 +444,9 @@ class Workers:
             mark=self._mark,
             heartbeats=heartbeats,
         )
-        for child, of_worker in zip(children, memories, strict=False):
-            child.ended.add_done_callback(lambda _, memory=of_worker: memory.ended())  # type: ignore[misc]
+        for start, child in zip(workers, children, strict=True):
+            if start.local_rank in memories:
+                child.ended.add_done_callback(lambda _, memory=memories[start.local_rank]: memory.ended())  # type: ignore[misc]
         return self._group
 
     def _open_output(self, round: int, start: WorkerStart) -> WorkerOutput:
