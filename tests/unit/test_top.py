@@ -11,10 +11,16 @@ from elastic_operator.cli.top import Screen
 from elastic_operator.client import ScrapedJob
 from elastic_operator.errors import ClusterError
 from elastic_operator.views import formatting
-from elastic_operator.views.job_metrics import JobMetrics, MetricsPage, Tally
+from elastic_operator.views.job_metrics import (
+    JobMetrics,
+    MetricsPage,
+    RateTracker,
+    ScrapeForbidden,
+    Tally,
+    scrape,
+    scrape_leaders,
+)
 from elastic_operator.views.job_view import PodView
-from elastic_operator.views.rates import RateTracker
-from elastic_operator.views.scrape import ScrapeForbidden, scrape, scrape_leaders
 from elastic_operator.views.top import Reading, job_lines, jobs_table
 from tests.support.agent_pages import LEADS, agent_page, own_counter, own_gauge
 from tests.support.cluster_objects import START
@@ -24,7 +30,7 @@ NOW = START + 100
 
 
 def combined(*texts: str) -> JobMetrics:
-    return JobMetrics.of(MetricsPage(f"digits-{number}-aaaaa", text) for number, text in enumerate(texts))
+    return JobMetrics(MetricsPage(f"digits-{number}-aaaaa", text) for number, text in enumerate(texts))
 
 
 def reading(metrics: JobMetrics, *, notes: list[str] | None = None, **about: Any) -> Reading:
@@ -75,7 +81,7 @@ def test_an_invalid_rank_is_left_out(rank: str) -> None:
     page = agent_page(0, steps=(2.0, 100), own=own_gauge("train.loss", {0: 0.5}))
     metrics = combined(page.replace('rank="0"', f'rank="{rank}"'), agent_page(1))
     assert [each.rank for each in metrics.ranks] == [1]
-    assert metrics.custom == ()
+    assert metrics.custom == []
 
 
 # -- rates between two readings

@@ -7,10 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_operator.errors import ClusterError
-from elastic_operator.views.job_metrics import JobMetrics, MetricsPage
-from elastic_operator.views.job_view import PodView
-from elastic_operator.views.rates import RateTracker
-from elastic_operator.views.scrape import MAX_PAGE
+from elastic_operator.views.job_metrics import MAX_PAGE, JobMetrics, MetricsPage, RateTracker
 from elastic_operator.views.top import Reading, job_lines, jobs_table
 from tests.support.agent_pages import LEADS, agent_page, own_counter, own_gauge
 from tests.support.cluster_objects import START
@@ -24,16 +21,9 @@ def seen(*pages: MetricsPage) -> list[str]:
     """The job, and its line in the list of jobs, after two readings of these pages."""
     tracker = RateTracker()
     for at in (NOW - 2, NOW):
-        metrics = JobMetrics.of(pages)
+        metrics = JobMetrics(pages)
         reading = Reading(job=view(), metrics=metrics, rates=tracker.update(metrics, at), now=at)
     return [*job_lines(reading), *jobs_table([reading])]
-
-
-def pods(*names: str) -> list[PodView]:
-    return [
-        PodView(name=name, index=number, ready=True, phase="Running", created=number, metrics_url="http://x:1/metrics")
-        for number, name in enumerate(names)
-    ]
 
 
 @pytest.mark.timeout(60)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from elastic_operator.cli.options import Commands
-    from elastic_operator.client import JobClient, ScrapedJob
-    from elastic_operator.views.rates import RateTracker
+    from elastic_operator.client import JobClient
+    from elastic_operator.views.job_metrics import RateTracker
     from elastic_operator.views.top import Reading
 
 _INTERVAL: Final = 2.0
@@ -65,37 +65,32 @@ class Screen:
         self._jobs = jobs
         self._name = name
         self._namespaces = namespaces
-        self._trackers: dict[tuple[str, str], RateTracker] = {}
+        self._rates: dict[tuple[str, str], RateTracker] = {}
         self.readings: list[Reading] = []
 
     @property
     def over(self) -> bool:
         """Whether the one job has ended."""
-        return self._name is not None and all(
-            reading.job.status.finished or not reading.job.run.alive for reading in self.readings
-        )
+        jobs = [reading.job for reading in self.readings]
+        return self._name is not None and all(job.status.finished or not job.run.alive for job in jobs)
 
     def read(self) -> None:
         """Take a reading."""
-        jobs = self._jobs.scrape_leaders() if self._name is None else [self._jobs.scrape(self._name)]
-        self.readings = [self._reading(each) for each in jobs]
-
-    def _reading(self, scraped: ScrapedJob) -> Reading:
-        from elastic_operator.views.job_metrics import JobMetrics
-        from elastic_operator.views.rates import RateTracker
+        from elastic_operator.views.job_metrics import JobMetrics, RateTracker
         from elastic_operator.views.top import Reading
 
-        job, now = scraped.job, time.time()
-        metrics = JobMetrics.of(scraped.pages)
-        rates = self._trackers.setdefault((job.namespace, job.name), RateTracker()).update(metrics, now)
-        return Reading(job=job, metrics=metrics, rates=rates, now=now, notes=scraped.notes)
+        self.readings = []
+        for job, pages, notes in self._jobs.scrape_leaders() if self._name is None else [self._jobs.scrape(self._name)]:
+            metrics, now = JobMetrics(pages), time.time()
+            rates = self._rates.setdefault((job.namespace, job.name), RateTracker()).update(metrics, now)
+            self.readings.append(Reading(job=job, metrics=metrics, rates=rates, now=now, notes=notes))
 
     def lines(self) -> list[str]:
         """Return the lines to print."""
         from elastic_operator.views.top import job_lines, jobs_table
 
         if self._name is not None:
-            return [line for reading in self.readings for line in job_lines(reading)]
+            return job_lines(self.readings[0])
         return jobs_table(self.readings, namespaces=self._namespaces) if self.readings else ["no jobs"]
 
     def text(self, width: int) -> Text:

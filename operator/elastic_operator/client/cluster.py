@@ -20,8 +20,8 @@ from elastic_operator.kubernetes.client import CONFIG_MAPS, DEPLOYMENTS, ELASTIC
 from elastic_operator.kubernetes.pod_status import event_time, pod_of
 from elastic_operator.kubernetes.store import etcd_state
 from elastic_operator.resources.etcd import etcd_endpoint, etcd_name
+from elastic_operator.views.job_metrics import MAX_PAGE, ScrapeForbidden, scrape, scrape_leaders
 from elastic_operator.views.job_view import EtcdView, EventView, JobView, PodView, RunView
-from elastic_operator.views.scrape import MAX_PAGE, ScrapeForbidden, scrape, scrape_leaders
 from torchelastic.protocol import bracketed
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from elastic_operator.client import Tell
     from elastic_operator.client.user_api import UserApi
     from elastic_operator.kubernetes.client import Resource
+    from elastic_operator.views.job_metrics import Fetch
     from elastic_operator.views.log_selector import LogSelector
-    from elastic_operator.views.scrape import Fetch
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")

@@ -80,7 +80,7 @@ class LocalJobs:
         """Read the metrics of all agents of a job."""
         import asyncio
 
-        from elastic_operator.views.scrape import scrape
+        from elastic_operator.views.job_metrics import scrape
 
         job = self.describe(name)
         return ScrapedJob(job, *asyncio.run(scrape(_live_pods(job), _fetch)))
@@ -89,7 +89,7 @@ class LocalJobs:
         """Read for each job the metrics of its leader."""
         import asyncio
 
-        from elastic_operator.views.scrape import scrape_leaders
+        from elastic_operator.views.job_metrics import scrape_leaders
 
         jobs = self.jobs()
         pages = asyncio.run(scrape_leaders([(_live_pods(job), _fetch) for job in jobs]))

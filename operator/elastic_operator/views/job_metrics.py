@@ -1,14 +1,18 @@
-"""Combine the metrics that a job's agents serve into the metrics of the job.
+"""Fetch the metrics that a job's agents serve, and combine them into the metrics of the job.
 
 Each agent serves one page; the page of the leader also has the metrics of the whole job. A page may be missing, come
-from another version or hold anything that a program measures: missing values are None.
+from another version or hold anything that a program measures: missing values are None. A reading takes a few seconds at
+most: agents that have not answered by then are left out.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import io
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple, TextIO, cast
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Final, NamedTuple, Self, TextIO, cast
 
 from prometheus_client.parser import text_fd_to_metric_families
 
@@ -16,11 +20,24 @@ from elastic_operator.errors import ClusterError
 from elastic_operator.views import formatting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from prometheus_client import Metric
 
+    from elastic_operator.views.job_view import PodView
+
+    Fetch = Callable[[PodView], Awaitable[str]]
+    """Fetches a pod's page; raises ClusterError."""
+
 TRAINING: Final = "training"
+STRAGGLER_RATIO: Final = 1.1
+"""A rank straggles if its steps take this many times the median of the others."""
+MAX_PAGE: Final = 8 << 20
+"""Bytes; 16 workers with a hundred histograms and a thousand other metrics each make 6 MiB."""
+TIMEOUT: Final = 4.0
+"""Seconds for all agents together; one agent may take half of it."""
+_CONCURRENCY: Final = 64
+_MAX_LEADER_CANDIDATES: Final = 3
 
 _MAX_LINE: Final = 2048
 """The parser's time grows with the square of a line's length; an agent's longest lines have 1200 characters."""
@@ -50,11 +67,6 @@ class Tally:
         return Tally(self.total + other.total, self.count + other.count)
 
 
-class _Sample(NamedTuple):
-    labels: Mapping[str, str]
-    value: float
-
-
 class MetricsPage:
     """The metrics of one agent, parsed from Prometheus' text format.
 
@@ -69,7 +81,7 @@ class MetricsPage:
     def __init__(self, pod: str, text: str) -> None:
         self.pod = pod
         self.custom: list[Metric] = []
-        self._samples: dict[str, list[_Sample]] = {}
+        self._samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
         lines = (
             line
             for line in io.StringIO(text)
@@ -81,7 +93,7 @@ class MetricsPage:
                     number = float(str(value))  # the parser returns some values as int, even larger ones than any float
                     if 0 <= number <= _MAX_VALUE or not name.startswith("torchelastic_"):
                         shown = {key: formatting.printed(label)[:_MAX_LABEL] for key, label in labels.items()}
-                        self._samples.setdefault(name, []).append(_Sample(shown, number))
+                        self._samples.setdefault(name, []).append((shown, number))
                 if family.documentation.endswith(_CUSTOM_HELP_END) and _CUSTOM_HELP in family.documentation:
                     self.custom.append(family)
         except (ValueError, IndexError, KeyError, OverflowError) as error:
@@ -95,7 +107,7 @@ class MetricsPage:
 
     def value(self, name: str) -> float | None:
         """Return the value of this name, the smallest if there are several; None if there is none."""
-        return min((sample.value for sample in self._samples.get(name, ())), default=None)
+        return min((value for _, value in self._samples.get(name, ())), default=None)
 
     def by_label(self, name: str, label: str, **only: str) -> dict[str, float]:
         """Return the values of this name whose labels include ``only``, by the value of a label."""
@@ -110,32 +122,18 @@ class MetricsPage:
         sums, counts = (self.by_label(f"{name}_{part}", label, **only) for part in ("sum", "count"))
         return {key: Tally(sums[key], counts[key]) for key in sums.keys() & counts.keys()}
 
-    def samples(self, name: str) -> Sequence[_Sample]:
-        """Return all samples of this name."""
-        return self._samples.get(name, ())
 
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
-
-
-def _is_rank(label: str) -> bool:
-    return label.isdecimal() and len(label) <= 9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankMetrics:
+class RankMetrics(NamedTuple):
     """Metrics of one worker; ``memory`` in bytes, the others in seconds."""
 
     rank: int
     pod: str
-    steps: Tally | None = None
-    memory: float | None = None
-    checkpoints: Tally | None = None
+    steps: Tally | None
+    memory: float | None
+    checkpoints: Tally | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CustomMetric:
+class CustomMetric(NamedTuple):
     """A gauge, counter or histogram of the program's own, by rank; ``seconds`` says whether that is its unit."""
 
     group: str
@@ -145,65 +143,43 @@ class CustomMetric:
     values: Mapping[int, float | Tally]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuMetrics:
-    """Metrics of one GPU; memory in bytes, utilization between 0 and 1."""
-
-    pod: str
-    gpu: str
-    used: float | None = None
-    total: float | None = None
-    utilization: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class JobMetrics:
-    """Metrics of a job; unknown values are None or empty.
+    """Metrics of a job, from the pages of its agents; unknown values are None or empty.
 
     Attributes:
+        pages: the pages, the latest round last.
         seconds: the job's time by run state.
         lost: seconds of training that no checkpoint holds.
         restarts: restarts of workers that are charged to ``maxRestarts``; ``uncharged_restarts`` are not.
         recoveries: duration of recoveries by cause.
     """
 
-    round: int | None = None
-    world_size: int | None = None
-    nodes: int | None = None
-    desired_nodes: int | None = None
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    lost: float | None = None
-    restarts: int | None = None
-    uncharged_restarts: int | None = None
-    remaining_restarts: int | None = None
-    recoveries: Mapping[str, Tally] = field(default_factory=dict)
-    ranks: tuple[RankMetrics, ...] = ()
-    custom: tuple[CustomMetric, ...] = ()
-    gpus: tuple[GpuMetrics, ...] = ()
-
-    @classmethod
-    def of(cls, pages: Iterable[MetricsPage]) -> JobMetrics:
-        """Combine the pages of a job's agents."""
+    def __init__(self, pages: Iterable[MetricsPage] = ()) -> None:
         # If several agents have the same value, that of the latest round is right.
-        known = sorted(pages, key=lambda page: page.value("torchelastic_round") or 0)
-        latest = known[-1] if known else MetricsPage("", "")
-        leader = max(known, key=lambda page: sum(_job_seconds(page).values()), default=latest)
+        self.pages = sorted(pages, key=lambda page: page.value("torchelastic_round") or 0)
+        latest = self.pages[-1] if self.pages else MetricsPage("", "")
+        leader = max(self.pages, key=lambda page: sum(_job_seconds(page).values()), default=latest)
         restarts = leader.by_label("torchelastic_job_restarts_total", "charged")
-        return cls(
-            round=_whole(latest.value("torchelastic_round")),
-            world_size=_whole(latest.value("torchelastic_world_size")),
-            nodes=_whole(leader.value("torchelastic_job_nodes")),
-            desired_nodes=_whole(leader.value("torchelastic_job_wanted_nodes")),
-            seconds=_job_seconds(leader),
-            lost=leader.value("torchelastic_job_lost_seconds_total"),
-            restarts=_whole(restarts.get("yes")),
-            uncharged_restarts=_whole(restarts.get("no")),
-            remaining_restarts=_whole(latest.value("torchelastic_remaining_restarts")),
-            recoveries=_recoveries(known),
-            ranks=_ranks(known),
-            custom=_custom(known),
-            gpus=_gpus(known),
-        )
+        self.round = _whole(latest.value("torchelastic_round"))
+        self.world_size = _whole(latest.value("torchelastic_world_size"))
+        self.nodes = _whole(leader.value("torchelastic_job_nodes"))
+        self.desired_nodes = _whole(leader.value("torchelastic_job_wanted_nodes"))
+        self.seconds = _job_seconds(leader)
+        self.lost = leader.value("torchelastic_job_lost_seconds_total")
+        self.restarts = _whole(restarts.get("yes"))
+        self.uncharged_restarts = _whole(restarts.get("no"))
+        self.remaining_restarts = _whole(latest.value("torchelastic_remaining_restarts"))
+        self.recoveries = _recoveries(self.pages)
+        self.ranks = _ranks(self.pages)
+        self.custom = _custom(self.pages)
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _is_rank(label: str) -> bool:
+    return label.isdecimal() and len(label) <= 9
 
 
 def goodput(seconds: Mapping[str, float], lost: float | None) -> float | None:
@@ -230,7 +206,7 @@ def _recoveries(pages: Iterable[MetricsPage]) -> dict[str, Tally]:
     return recoveries
 
 
-def _ranks(pages: Iterable[MetricsPage]) -> tuple[RankMetrics, ...]:
+def _ranks(pages: Iterable[MetricsPage]) -> list[RankMetrics]:
     found: dict[int, RankMetrics] = {}
     for page in pages:
         steps = page.tallies("torchelastic_operation_duration_seconds", "rank", operation="train_step")
@@ -241,48 +217,149 @@ def _ranks(pages: Iterable[MetricsPage]) -> tuple[RankMetrics, ...]:
             known = found.get(int(rank))
             if rank in memory or known is None or known.memory is None:
                 found[int(rank)] = RankMetrics(
-                    rank=int(rank),
-                    pod=page.pod,
-                    steps=steps.get(rank),
-                    memory=memory.get(rank),
-                    checkpoints=checkpoints.get(rank),
+                    int(rank), page.pod, steps.get(rank), memory.get(rank), checkpoints.get(rank)
                 )
     living = [rank for rank in found.values() if rank.memory is not None]
-    return tuple(sorted(living or found.values(), key=lambda each: each.rank))
+    return sorted(living or found.values(), key=lambda each: each.rank)
 
 
-def _custom(pages: Iterable[MetricsPage]) -> tuple[CustomMetric, ...]:
+def _custom(pages: Iterable[MetricsPage]) -> list[CustomMetric]:
     found: dict[tuple[str, str, str, bool], dict[int, float | Tally]] = {}
     for page in pages:
         for family in page.custom:
             name, _, group = family.documentation.removesuffix(_CUSTOM_HELP_END).rpartition(_CUSTOM_HELP)
-            values = dict(_custom_values(page, family))
-            if values:
-                found.setdefault((group, name, family.type, family.name.endswith("_seconds")), {}).update(values)
-    return tuple(
-        CustomMetric(group=group, name=name, kind=kind, seconds=seconds, values=dict(sorted(values.items())))
-        for (group, name, kind, seconds), values in sorted(found.items())
-    )
+            values: Mapping[str, float | Tally] = (
+                page.tallies(family.name, "rank")
+                if family.type == "histogram"
+                else page.by_label(f"{family.name}_total" if family.type == "counter" else family.name, "rank")
+            )
+            if by_rank := {int(rank): value for rank, value in values.items() if _is_rank(rank)}:
+                found.setdefault((group, name, family.type, family.name.endswith("_seconds")), {}).update(by_rank)
+    return [CustomMetric(*which, dict(sorted(values.items()))) for which, values in sorted(found.items())]
 
 
-def _custom_values(page: MetricsPage, family: Metric) -> Iterator[tuple[int, float | Tally]]:
-    values: Iterable[tuple[str, float | Tally]] = ()
-    if family.type == "histogram":
-        values = page.tallies(family.name, "rank").items()
-    elif family.type in ("gauge", "counter"):
-        name = f"{family.name}_total" if family.type == "counter" else family.name
-        values = [(labels.get("rank", ""), value) for labels, value in page.samples(name)]
-    return ((int(rank), value) for rank, value in values if _is_rank(rank))
+class RateTracker:
+    """The rates at the latest reading.
+
+    Attributes:
+        steps: mean seconds per step by rank, since the last reading in which one ended.
+        recoveries: seconds of the latest recovery by cause, if it was observed.
+        counters: growth per second of the program's own counters, by group and name.
+        straggler: the rank whose steps take much longer than the others'.
+    """
+
+    def __init__(self) -> None:
+        self.steps: Mapping[int, float] = {}
+        self.recoveries: dict[str, float] = {}
+        self.counters: Mapping[tuple[str, str], float] = {}
+        self.straggler: int | None = None
+        self._time: float | None = None
+        self._last: dict[tuple[str, object], tuple[Tally, float | None]] = {}
+        self._totals: dict[tuple[str, str], float] = {}
+
+    def update(self, metrics: JobMetrics, now: float) -> Self:
+        """Take a reading of a job's metrics at a time in seconds."""
+        for cause, tally in metrics.recoveries.items():
+            mean = self._mean(("recovery", cause), tally)
+            if self._time is None and tally.count > 1:  # the duration of the latest of several is unknown
+                self._last["recovery", cause] = tally, None
+            elif mean is not None:
+                self.recoveries[cause] = mean
+        means = {each.rank: self._mean((each.pod, each.rank), each.steps) for each in metrics.ranks if each.steps}
+        self.steps = {rank: mean for rank, mean in means.items() if mean is not None}
+        self.straggler = _straggler(self.steps)
+        passed = now - self._time if self._time is not None else 0.0
+        before, self._totals = (
+            self._totals,
+            {
+                (each.group, each.name): sum(value for value in each.values.values() if isinstance(value, float))
+                for each in metrics.custom
+                if each.kind == "counter"
+            },
+        )
+        # A counter that became smaller started again, in another pod.
+        self.counters = {
+            key: (total - before[key]) / passed
+            for key, total in self._totals.items()
+            if passed > 0 and key in before and before[key] <= total
+        }
+        self._time = now
+        return self
+
+    def _mean(self, key: tuple[str, object], now: Tally) -> float | None:
+        """Return the mean of the values by which a histogram last grew."""
+        before, mean = self._last.get(key, (None, None))
+        if before is None or now.count < before.count:
+            mean = now.mean
+        elif now.count > before.count:
+            mean = (now.total - before.total) / (now.count - before.count)
+        self._last[key] = now, mean
+        return mean
 
 
-def _gpus(pages: Iterable[MetricsPage]) -> tuple[GpuMetrics, ...]:
-    found = []
-    for page in pages:
-        used = page.by_label("torchelastic_gpu_memory_used_bytes", "gpu")
-        total = page.by_label("torchelastic_gpu_memory_total_bytes", "gpu")
-        busy = page.by_label("torchelastic_gpu_utilization_ratio", "gpu")
-        found += [
-            GpuMetrics(pod=page.pod, gpu=gpu, used=used.get(gpu), total=total.get(gpu), utilization=busy.get(gpu))
-            for gpu in used.keys() | total.keys() | busy.keys()
-        ]
-    return tuple(sorted(found, key=lambda each: (each.pod, each.gpu)))
+def _straggler(steps: Mapping[int, float]) -> int | None:
+    if len(steps) < 2:
+        return None
+    slowest = max(steps, key=lambda rank: steps[rank])
+    others = median(seconds for rank, seconds in steps.items() if rank != slowest)
+    return slowest if steps[slowest] > STRAGGLER_RATIO * others else None
+
+
+class ScrapeForbidden(ClusterError):  # noqa: N818 - as PermissionError
+    """The user may not read the metrics of any pod."""
+
+
+async def scrape(
+    pods: Sequence[PodView],
+    fetch: Fetch,
+    *,
+    timeout: float = TIMEOUT,  # noqa: ASYNC109 - for all requests together
+) -> tuple[list[MetricsPage], list[str]]:
+    """Fetch the pages of all pods of a job; return them and a sentence for each problem."""
+    serving = sorted(_serving(pods), key=lambda pod: (pod.index, pod.name))
+    gate, deadline = asyncio.Semaphore(_CONCURRENCY), asyncio.get_running_loop().time() + timeout
+
+    async def read(pod: PodView) -> MetricsPage | ClusterError | TimeoutError:
+        try:
+            async with asyncio.timeout_at(deadline), gate, asyncio.timeout(timeout / 2):
+                return MetricsPage(pod.name, await fetch(pod))
+        except (ClusterError, TimeoutError) as error:
+            return error
+
+    found = dict(zip((pod.name for pod in serving), await asyncio.gather(*map(read, serving)), strict=True))
+    notes = [str(error) for error in found.values() if isinstance(error, ScrapeForbidden)][:1]
+    for name, error in found.items():
+        if isinstance(error, ClusterError) and not isinstance(error, ScrapeForbidden):
+            notes.append(f"{name}: {error}")
+    late = [name for name, error in found.items() if isinstance(error, TimeoutError)]
+    if len(late) == 1:
+        notes.append(f"{late[0]}: its agent does not answer in time")
+    elif late:
+        notes.append(f"{len(late)} pods do not answer in time, {late[0]} for one")
+    return [page for page in found.values() if isinstance(page, MetricsPage)], notes
+
+
+async def scrape_leaders(
+    jobs: Sequence[tuple[Sequence[PodView], Fetch]],
+    *,
+    timeout: float = TIMEOUT,  # noqa: ASYNC109
+) -> list[list[MetricsPage]]:
+    """Fetch for each job the page of its leader, usually the oldest pod, or of a few others if it is not found soon."""
+    gate, deadline = asyncio.Semaphore(_CONCURRENCY), asyncio.get_running_loop().time() + timeout
+
+    async def read(pods: Sequence[PodView], fetch: Fetch) -> list[MetricsPage]:
+        pages: list[MetricsPage] = []
+        for pod in sorted(_serving(pods), key=lambda pod: pod.created)[:_MAX_LEADER_CANDIDATES]:
+            with contextlib.suppress(ClusterError, TimeoutError):
+                async with asyncio.timeout_at(deadline), gate, asyncio.timeout(timeout / _MAX_LEADER_CANDIDATES):
+                    text = await fetch(pod)
+                pages.append(MetricsPage(pod.name, text))
+                if MetricsPage.is_leader(text):
+                    break
+        return pages
+
+    return await asyncio.gather(*(read(*job) for job in jobs))
+
+
+def _serving(pods: Sequence[PodView]) -> list[PodView]:
+    return [pod for pod in pods if pod.metrics_url and not pod.over]

@@ -14,9 +14,8 @@ from torchelastic.protocol import RunState
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from elastic_operator.views.job_metrics import CustomMetric
+    from elastic_operator.views.job_metrics import CustomMetric, RateTracker
     from elastic_operator.views.job_view import JobView
-    from elastic_operator.views.rates import Rates
 
 STATE_COLORS: Final[Mapping[str, str]] = {
     RunState.TRAINING: "green",
@@ -38,7 +37,7 @@ class Reading:
 
     job: JobView
     metrics: JobMetrics
-    rates: Rates
+    rates: RateTracker
     now: float
     notes: Sequence[str] = ()
 
@@ -94,7 +93,7 @@ def job_lines(reading: Reading) -> list[str]:
         *_ranks(reading),
         *_gpus(reading),
         *_custom(reading),
-        *(["", *_limited(notes, "note")] if notes else []),
+        *(["", *notes] if notes else []),
     ]
 
 
@@ -160,31 +159,31 @@ def _recoveries(reading: Reading) -> list[str]:
 
 
 def _ranks(reading: Reading) -> list[str]:
-    rates, ranks = reading.rates, list(reading.metrics.ranks)
-    if len(ranks) > _MAX_ROWS:
-        ranks.sort(key=lambda each: each.rank != rates.straggler)  # the straggler is shown in any case
-    rows = []
-    for each in ranks:
-        saved = each.checkpoints
-        rows.append(
-            (
-                str(each.rank),
-                each.pod,
-                _seconds(rates.steps.get(each.rank)),
-                "-" if each.memory is None else formatting.size(each.memory),
-                "-" if saved is None or saved.mean is None else f"{saved.count:.0f}, {short_duration(saved.mean)} each",
-                "straggles" if each.rank == rates.straggler else "",
-            )
+    rates, ranks = reading.rates, reading.metrics.ranks
+    if len(ranks) > _MAX_ROWS:  # the straggler is shown in any case
+        ranks = sorted(ranks, key=lambda each: each.rank != rates.straggler)
+    rows = [
+        (
+            str(each.rank),
+            each.pod,
+            _seconds(rates.steps.get(each.rank)),
+            "-" if each.memory is None else formatting.size(each.memory),
+            f"{each.checkpoints.count:.0f}, {_seconds(each.checkpoints.mean)} each" if each.checkpoints else "-",
+            "straggles" if each.rank == rates.straggler else "",
         )
+        for each in ranks
+    ]
     return _table(("RANK", "POD", "STEP", "MEMORY", "CHECKPOINTS", ""), rows, "rank")
 
 
 def _gpus(reading: Reading) -> list[str]:
     rows = []
-    for each in reading.metrics.gpus:
-        memory = " of ".join(formatting.size(amount) for amount in (each.used, each.total) if amount is not None)
-        busy = "-" if each.utilization is None else percent(each.utilization)
-        rows.append((each.gpu, each.pod, memory or "-", busy))
+    for page in sorted(reading.metrics.pages, key=lambda page: page.pod):
+        used, total = (page.by_label(f"torchelastic_gpu_memory_{which}_bytes", "gpu") for which in ("used", "total"))
+        busy = page.by_label("torchelastic_gpu_utilization_ratio", "gpu")
+        for gpu in sorted(used.keys() | total.keys() | busy.keys()):
+            memory = " of ".join(formatting.size(each[gpu]) for each in (used, total) if gpu in each)
+            rows.append((gpu, page.pod, memory or "-", percent(busy[gpu]) if gpu in busy else "-"))
     return _table(("GPU", "POD", "MEMORY", "BUSY"), rows, "GPU")
 
 
@@ -209,22 +208,17 @@ def _custom_value(metric: CustomMetric, rate: float | None) -> tuple[str, str]:
     values = [value for value in metric.values.values() if isinstance(value, float)]
     if metric.kind == "counter":
         return written(sum(values)), "" if rate is None else f"{formatting.number(rate)} in a second"
-    first, *rest = values
-    differ = any(value != first for value in rest)
-    return written(first), f"{written(min(values))} to {written(max(values))} over the ranks" if differ else ""
+    differ = any(value != values[0] for value in values)
+    return written(values[0]), f"{written(min(values))} to {written(max(values))} over the ranks" if differ else ""
 
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else short_duration(value)
 
 
-def _limited(lines: Sequence[str], thing: str) -> list[str]:
-    left = len(lines) - _MAX_ROWS
-    return [*lines[:_MAX_ROWS], *([f"and {count(left, f'more {thing}')}"] if left > 0 else [])]
-
-
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], thing: str) -> list[str]:
     if not rows:
         return []
     head, *lines = formatting.columns([header, *rows])
-    return ["", head, *_limited(lines, thing)]
+    left = len(lines) - _MAX_ROWS
+    return ["", head, *lines[:_MAX_ROWS], *([f"and {count(left, f'more {thing}')}"] if left > 0 else [])]
