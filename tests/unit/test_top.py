@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,30 +12,32 @@ from elastic_operator.client import ScrapedJob
 from elastic_operator.errors import ClusterError
 from elastic_operator.views import formatting
 from elastic_operator.views.job_metrics import (
-    JobMetrics,
     MetricsPage,
     RateTracker,
+    Reading,
     ScrapeForbidden,
     Tally,
     scrape,
     scrape_leaders,
 )
 from elastic_operator.views.job_view import PodView
-from elastic_operator.views.top import Reading, job_lines, jobs_table
+from elastic_operator.views.top import job_lines, jobs_table
 from tests.support.agent_pages import LEADS, agent_page, own_counter, own_gauge
 from tests.support.cluster_objects import START
 from tests.support.snapshots import view
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 NOW = START + 100
 
 
-def combined(*texts: str) -> JobMetrics:
-    return JobMetrics(MetricsPage(f"digits-{number}-aaaaa", text) for number, text in enumerate(texts))
-
-
-def reading(metrics: JobMetrics, *, notes: list[str] | None = None, **about: Any) -> Reading:
-    rates = RateTracker().update(metrics, NOW)
-    return Reading(job=view(**about), metrics=metrics, rates=rates, now=NOW, notes=notes or ())
+def combined(
+    *texts: str, at: float = NOW, rates: RateTracker | None = None, notes: Sequence[str] = (), **about: Any
+) -> Reading:
+    """A reading of agents with these pages."""
+    pages = [MetricsPage(f"digits-{number}-aaaaa", text) for number, text in enumerate(texts)]
+    return Reading(view(**about), pages, at, rates or RateTracker(), notes)
 
 
 # -- combining the pages of the agents
@@ -89,16 +91,19 @@ def test_an_invalid_rank_is_left_out(rank: str) -> None:
 
 def test_the_step_time_is_that_since_the_last_reading() -> None:
     tracker = RateTracker()
-    assert tracker.update(combined(agent_page(0, steps=(10.0, 10))), 0.0).steps == {0: 1.0}, "at first the mean of all"
-    assert tracker.update(combined(agent_page(0, steps=(11.0, 14))), 2.0).steps == {0: 0.25}
-    assert tracker.update(combined(agent_page(0, steps=(11.0, 14))), 4.0).steps == {0: 0.25}, "no step ended"
-    assert tracker.update(combined(agent_page(0, steps=(1.0, 2))), 6.0).steps == {0: 0.5}, "another pod"
+
+    def mean(*steps: float) -> float:
+        return combined(agent_page(0, steps=steps), rates=tracker).rates.steps[0]
+
+    assert mean(10.0, 10) == 1.0, "at first the mean of all"
+    assert mean(11.0, 14) == 0.25
+    assert mean(11.0, 14) == 0.25, "no step ended"
+    assert mean(1.0, 2) == 0.5, "another pod"
 
 
 def test_a_rank_that_takes_much_longer_than_the_others_straggles() -> None:
     def straggler(*steps: float) -> int | None:
-        metrics = combined(*(agent_page(rank, steps=(step, 1)) for rank, step in enumerate(steps)))
-        return RateTracker().update(metrics, 0.0).straggler
+        return combined(*(agent_page(rank, steps=(step, 1)) for rank, step in enumerate(steps))).rates.straggler
 
     assert straggler(1.0, 1.0, 1.3) == 2
     assert straggler(1.0, 1.05) is None
@@ -110,7 +115,7 @@ def test_a_counter_that_starts_again_has_no_rate() -> None:
     tracker = RateTracker()
 
     def rates(at: float, value: float) -> Any:
-        return tracker.update(combined(agent_page(0, own=own_counter("samples", {0: value}))), at).counters
+        return combined(agent_page(0, own=own_counter("samples", {0: value})), at=at, rates=tracker).rates.counters
 
     assert [rates(0.0, 100.0), rates(2.0, 300.0), rates(4.0, 10.0), rates(6.0, 10.0)] == [
         {},
@@ -122,10 +127,9 @@ def test_a_counter_that_starts_again_has_no_rate() -> None:
 
 def test_the_latest_recovery_is_known_if_it_was_observed() -> None:
     tracker = RateTracker()
-    for at in (0.0, 1.0):
-        assert tracker.update(combined(agent_page(0, recoveries=(1.0, 2))), at).recoveries == {}
-    rates = tracker.update(combined(agent_page(0, recoveries=(1.5, 3))), 2.0)
-    assert rates.recoveries == {"worker_failed": 0.5}
+    for _ in range(2):
+        assert combined(agent_page(0, recoveries=(1.0, 2)), rates=tracker).rates.recoveries == {}
+    assert combined(agent_page(0, recoveries=(1.5, 3)), rates=tracker).rates.recoveries == {"worker_failed": 0.5}
 
 
 # -- the output
@@ -136,8 +140,9 @@ def test_a_job_is_shown_with_all_its_metrics() -> None:
     metrics = combined(
         agent_page(0, seconds=LEADS, lost=4.0, steps=(2.0, 100), own=own, recoveries=(0.3, 1)),
         agent_page(1, steps=(3.0, 100), memory=2e9),
+        notes=["digits-2-ddddd: its agent does not answer in time"],
     )
-    assert job_lines(reading(metrics, notes=["digits-2-ddddd: its agent does not answer in time"])) == [
+    assert job_lines(metrics) == [
         "digits  Running  1m40s",
         "round 3   world size 2 on 2 nodes, 3 wanted   pods ready 2/3   restarts 2 charged, 3 uncharged, 98 left",
         "",
@@ -163,7 +168,7 @@ def test_escape_sequences_in_labels_do_not_reach_the_terminal() -> None:
     odd = "\x1b[31mred\x1b[0m\\n\x1b]0;title\x07\x9b2J" + "x" * 100
     page = agent_page(0, seconds={"training": 90.0, odd: 10.0}, recoveries=(0.4, 2)).replace("worker_failed", odd)
     page += f'# TYPE torchelastic_gpu_utilization_ratio gauge\ntorchelastic_gpu_utilization_ratio{{gpu="{odd}"}} 0.5\n'
-    found = job_lines(reading(combined(page)))
+    found = job_lines(combined(page))
     cut = ("red2J" + "x" * 100)[:60]
     assert len([line for line in found if cut in line]) == 3
     assert not [line for line in found if not line.isprintable()]
@@ -178,7 +183,7 @@ def test_gpus_are_shown_if_there_are_any() -> None:
             f'torchelastic_gpu_{name}{{elasticjob="digits",gpu="0"}} {value}',
         )
     ]
-    assert job_lines(reading(combined(agent_page(own=own))))[3:] == [
+    assert job_lines(combined(agent_page(own=own)))[3:] == [
         "GPU   POD              MEMORY                 BUSY",
         "0     digits-0-aaaaa   7.45 GiB of 74.5 GiB   93.0 %",
     ]
@@ -190,21 +195,19 @@ BREAKDOWN = {"asOf": "2023-11-14T22:13:40Z", "seconds": {"training": 10.0, "susp
 
 def test_a_suspended_job_has_the_time_breakdown_of_its_status() -> None:
     suspended = {"state": "Suspended", "conditions": [{"type": "Suspended", "status": "True"}]}
-    assert job_lines(
-        reading(JobMetrics(), status={**suspended, "timeBreakdown": BREAKDOWN, "unchargedRestarts": 7})
-    ) == [
+    assert job_lines(combined(status={**suspended, "timeBreakdown": BREAKDOWN, "unchargedRestarts": 7})) == [
         "digits  Suspended  1m40s",
         "round 4   world size 2   pods ready 2/3   restarts 1 charged, 7 uncharged",
         "",
         "goodput 9.5 %   lost 1s",
         "training 10s (10.5 %)   suspended 1m25s (89.5 %)",
     ]
-    assert len(job_lines(reading(JobMetrics()))) == 2
+    assert len(job_lines(combined())) == 2
 
 
 def test_a_finished_job_has_the_time_breakdown_of_its_status() -> None:
     ended = {"state": "Succeeded", "completionTime": "2023-11-14T22:13:40Z", "timeBreakdown": BREAKDOWN}
-    assert job_lines(reading(JobMetrics(), status=ended))[2:] == [
+    assert job_lines(combined(status=ended))[2:] == [
         "",
         "goodput 60.0 %   lost 1s",
         "training 10s (66.7 %)   suspended 5s (33.3 %)",
@@ -214,7 +217,7 @@ def test_a_finished_job_has_the_time_breakdown_of_its_status() -> None:
 @pytest.mark.parametrize("state", ["Pending", "Waiting", "Running", "Suspended"])
 def test_the_time_breakdown_from_before_a_resumption_is_not_shown(state: str) -> None:
     stopping = {"type": "Suspended", "status": "False", "reason": "Stopping"}
-    shown = reading(JobMetrics(), status={"state": state, "timeBreakdown": BREAKDOWN, "conditions": [stopping]})
+    shown = combined(status={"state": state, "timeBreakdown": BREAKDOWN, "conditions": [stopping]})
     assert job_lines(shown) == [
         f"digits  {state}  1m40s",
         "round 4   world size 2   pods ready 2/3   restarts 1 charged, 0 uncharged",
@@ -223,7 +226,7 @@ def test_the_time_breakdown_from_before_a_resumption_is_not_shown(state: str) ->
 
 
 def test_of_many_ranks_the_first_and_the_straggler_are_shown() -> None:
-    lines = job_lines(reading(combined(agent_page(*range(100), steps=(2.0, 100)), agent_page(100, steps=(9.0, 100)))))
+    lines = job_lines(combined(agent_page(*range(100), steps=(2.0, 100)), agent_page(100, steps=(9.0, 100))))
     ranks = lines[lines.index(next(line for line in lines if line.startswith("RANK"))) + 1 :]
     assert (len(ranks), ranks[-1]) == (65, "and 37 more ranks")
     assert ranks[0].startswith("100 ")
@@ -246,8 +249,8 @@ def test_a_bar_as_wide_as_the_terminal_shows_the_time_by_state() -> None:
 
 
 def test_all_jobs_have_a_line_each() -> None:
-    listed = reading(combined(agent_page(0, seconds=LEADS, lost=4.0, steps=(2.0, 100))))
-    header, first, second = jobs_table([listed, reading(JobMetrics())])
+    listed = combined(agent_page(0, seconds=LEADS, lost=4.0, steps=(2.0, 100)))
+    header, first, second = jobs_table([listed, combined()])
     assert header.split() == ["NAME", "STATE", "READY", "ROUND", "WORLD", "GOODPUT", "LOST", "RESTARTS", "STEP", "AGE"]
     assert first.split() == ["digits", "Running", "2/3", "3", "2", "86.0", "%", "4s", "2+3", "20ms", "1m40s"]
     assert second.split() == ["digits", "Running", "2/3", "4", "2", "-", "-", "1", "-", "1m40s"]

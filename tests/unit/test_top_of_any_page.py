@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_operator.errors import ClusterError
-from elastic_operator.views.job_metrics import MAX_PAGE, JobMetrics, MetricsPage, RateTracker
-from elastic_operator.views.top import Reading, job_lines, jobs_table
+from elastic_operator.views.job_metrics import MAX_PAGE, MetricsPage, RateTracker, Reading
+from elastic_operator.views.top import job_lines, jobs_table
 from tests.support.agent_pages import LEADS, agent_page, own_counter, own_gauge
 from tests.support.cluster_objects import START
 from tests.support.snapshots import view
@@ -21,8 +21,7 @@ def seen(*pages: MetricsPage) -> list[str]:
     """The job, and its line in the list of jobs, after two readings of these pages."""
     tracker = RateTracker()
     for at in (NOW - 2, NOW):
-        metrics = JobMetrics(pages)
-        reading = Reading(job=view(), metrics=metrics, rates=tracker.update(metrics, at), now=at)
+        reading = Reading(view(), pages, at, tracker)
     return [*job_lines(reading), *jobs_table([reading])]
 
 

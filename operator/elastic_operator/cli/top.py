@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from elastic_operator.cli.options import Commands
     from elastic_operator.client import JobClient
-    from elastic_operator.views.job_metrics import RateTracker
-    from elastic_operator.views.top import Reading
+    from elastic_operator.views.job_metrics import RateTracker, Reading
 
 _INTERVAL: Final = 2.0
 """Seconds between two readings."""
@@ -76,14 +75,13 @@ class Screen:
 
     def read(self) -> None:
         """Take a reading."""
-        from elastic_operator.views.job_metrics import JobMetrics, RateTracker
-        from elastic_operator.views.top import Reading
+        from elastic_operator.views.job_metrics import RateTracker, Reading
 
-        self.readings = []
-        for job, pages, notes in self._jobs.scrape_leaders() if self._name is None else [self._jobs.scrape(self._name)]:
-            metrics, now = JobMetrics(pages), time.time()
-            rates = self._rates.setdefault((job.namespace, job.name), RateTracker()).update(metrics, now)
-            self.readings.append(Reading(job=job, metrics=metrics, rates=rates, now=now, notes=notes))
+        scraped = self._jobs.scrape_leaders() if self._name is None else [self._jobs.scrape(self._name)]
+        self.readings = [
+            Reading(job, pages, time.time(), self._rates.setdefault((job.namespace, job.name), RateTracker()), notes)
+            for job, pages, notes in scraped
+        ]
 
     def lines(self) -> list[str]:
         """Return the lines to print."""
@@ -97,18 +95,18 @@ class Screen:
         """Return the lines in colors, with a bar for where the job's time went."""
         from rich.text import Text
 
-        from elastic_operator.views.top import STATE_COLORS
+        from elastic_operator.views.top import STATE_COLORS, states
 
         text = Text(no_wrap=True, overflow="ellipsis")
-        states = self.readings[0].states if self._name is not None else {}
+        spent = states(self.readings[0]) if self._name is not None else {}
         for line in self.lines():
             text.append(f"{line}\n", "dim" if line.partition(" ")[0].isupper() else "")
             if line.startswith("goodput "):
-                ends = [round(end / sum(states.values()) * width) for end in accumulate(states.values())]
-                for state, begin, end in zip(states, [0, *ends], ends, strict=False):
+                ends = [round(end / sum(spent.values()) * width) for end in accumulate(spent.values())]
+                for state, begin, end in zip(spent, [0, *ends], ends, strict=False):
                     text.append("█" * (end - begin), STATE_COLORS.get(state, "white"))
                 text.append("\n")
-        for state in states:
+        for state in spent:
             text.highlight_words([f"{state} "], STATE_COLORS.get(state, "white"))
         text.rstrip()
         return text

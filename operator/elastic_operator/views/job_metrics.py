@@ -12,24 +12,26 @@ import contextlib
 import io
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Final, NamedTuple, Self, TextIO, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, Self, TextIO, TypeVar, cast
 
 from prometheus_client.parser import text_fd_to_metric_families
 
 from elastic_operator.errors import ClusterError
 from elastic_operator.views import formatting
+from torchelastic.protocol import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from prometheus_client import Metric
 
-    from elastic_operator.views.job_view import PodView
+    from elastic_operator.views.job_view import JobView, PodView
 
     Fetch = Callable[[PodView], Awaitable[str]]
     """Fetches a pod's page; raises ClusterError."""
 
-TRAINING: Final = "training"
+Default = TypeVar("Default")
+
 STRAGGLER_RATIO: Final = 1.1
 """A rank straggles if its steps take this many times the median of the others."""
 MAX_PAGE: Final = 8 << 20
@@ -105,9 +107,9 @@ class MetricsPage:
         """Return whether a page that is not parsed yet is the leader's."""
         return "torchelastic_job_seconds_total" in text
 
-    def value(self, name: str) -> float | None:
-        """Return the value of this name, the smallest if there are several; None if there is none."""
-        return min((value for _, value in self._samples.get(name, ())), default=None)
+    def value(self, name: str, default: Default) -> float | Default:
+        """Return the value of this name, the smallest if there are several."""
+        return min((value for _, value in self._samples.get(name, ())), default=default)
 
     def by_label(self, name: str, label: str, **only: str) -> dict[str, float]:
         """Return the values of this name whose labels include ``only``, by the value of a label."""
@@ -143,39 +145,54 @@ class CustomMetric(NamedTuple):
     values: Mapping[int, float | Tally]
 
 
-class JobMetrics:
-    """Metrics of a job, from the pages of its agents; unknown values are None or empty.
+class Reading:
+    """A job at a moment, with the metrics of its agents; unknown values are None or empty.
+
+    Args:
+        job: the job.
+        pages: the pages of its agents.
+        now: the moment, in seconds since the Unix epoch.
+        rates: the rates at the reading before, which become those of this one.
+        notes: sentences about what is missing.
 
     Attributes:
-        pages: the pages, the latest round last.
         seconds: the job's time by run state.
         lost: seconds of training that no checkpoint holds.
         restarts: restarts of workers that are charged to ``maxRestarts``; ``uncharged_restarts`` are not.
         recoveries: duration of recoveries by cause.
     """
 
-    def __init__(self, pages: Iterable[MetricsPage] = ()) -> None:
+    def __init__(
+        self, job: JobView, pages: Iterable[MetricsPage], now: float, rates: RateTracker, notes: Sequence[str] = ()
+    ) -> None:
+        self.job, self.now, self.notes = job, now, notes
         # If several agents have the same value, that of the latest round is right.
-        self.pages = sorted(pages, key=lambda page: page.value("torchelastic_round") or 0)
+        self.pages = sorted(pages, key=lambda page: page.value("torchelastic_round", 0))
         latest = self.pages[-1] if self.pages else MetricsPage("", "")
         leader = max(self.pages, key=lambda page: sum(_job_seconds(page).values()), default=latest)
         restarts = leader.by_label("torchelastic_job_restarts_total", "charged")
-        self.round = _whole(latest.value("torchelastic_round"))
-        self.world_size = _whole(latest.value("torchelastic_world_size"))
-        self.nodes = _whole(leader.value("torchelastic_job_nodes"))
-        self.desired_nodes = _whole(leader.value("torchelastic_job_wanted_nodes"))
-        self.seconds = _job_seconds(leader)
-        self.lost = leader.value("torchelastic_job_lost_seconds_total")
-        self.restarts = _whole(restarts.get("yes"))
-        self.uncharged_restarts = _whole(restarts.get("no"))
-        self.remaining_restarts = _whole(latest.value("torchelastic_remaining_restarts"))
+        self.round = int(latest.value("torchelastic_round", 0)) or job.status.round
+        self.world_size = int(latest.value("torchelastic_world_size", job.status.world_size))
+        self.nodes = leader.value("torchelastic_job_nodes", None)
+        self.desired_nodes = leader.value("torchelastic_job_wanted_nodes", None)
+        self.restarts = int(restarts.get("yes", job.status.restarts))
+        self.uncharged_restarts = int(restarts.get("no", job.status.uncharged_restarts))
+        self.remaining_restarts = latest.value("torchelastic_remaining_restarts", None)
+        self.seconds: Mapping[str, float] = _job_seconds(leader)
+        self.lost = leader.value("torchelastic_job_lost_seconds_total", None)
+        kept = job.status.time_breakdown
+        # While pods run, the status has the values from before the last resumption.
+        if not self.seconds and kept is not None and (job.status.finished or job.status.suspended):
+            since = max(0.0, now - kept.until) if job.state == "Suspended" and kept.until else 0.0
+            suspended = kept.seconds.get(RunState.SUSPENDED, 0.0) + since
+            self.seconds = {str(state): spent for state, spent in kept.seconds.items()}
+            self.seconds |= {str(RunState.SUSPENDED): suspended} if suspended else {}
+            self.lost = kept.lost
+        self.goodput = goodput(self.seconds, self.lost)
         self.recoveries = _recoveries(self.pages)
         self.ranks = _ranks(self.pages)
         self.custom = _custom(self.pages)
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
+        self.rates = rates.update(self)
 
 
 def _is_rank(label: str) -> bool:
@@ -185,7 +202,7 @@ def _is_rank(label: str) -> bool:
 def goodput(seconds: Mapping[str, float], lost: float | None) -> float | None:
     """Return the ratio of kept training to all time (by run state); None if no time has passed."""
     total = sum(seconds.values())
-    return min(1.0, max(0.0, seconds.get(TRAINING, 0.0) - (lost or 0.0)) / total) if total > 0 else None
+    return min(1.0, max(0.0, seconds.get(RunState.TRAINING, 0.0) - (lost or 0.0)) / total) if total > 0 else None
 
 
 def _job_seconds(page: MetricsPage) -> dict[str, float]:
@@ -257,8 +274,8 @@ class RateTracker:
         self._last: dict[tuple[str, object], tuple[Tally, float | None]] = {}
         self._totals: dict[tuple[str, str], float] = {}
 
-    def update(self, metrics: JobMetrics, now: float) -> Self:
-        """Take a reading of a job's metrics at a time in seconds."""
+    def update(self, metrics: Reading) -> Self:
+        """Take a reading."""
         for cause, tally in metrics.recoveries.items():
             mean = self._mean(("recovery", cause), tally)
             if self._time is None and tally.count > 1:  # the duration of the latest of several is unknown
@@ -268,7 +285,7 @@ class RateTracker:
         means = {each.rank: self._mean((each.pod, each.rank), each.steps) for each in metrics.ranks if each.steps}
         self.steps = {rank: mean for rank, mean in means.items() if mean is not None}
         self.straggler = _straggler(self.steps)
-        passed = now - self._time if self._time is not None else 0.0
+        passed = metrics.now - self._time if self._time is not None else 0.0
         before, self._totals = (
             self._totals,
             {
@@ -283,7 +300,7 @@ class RateTracker:
             for key, total in self._totals.items()
             if passed > 0 and key in before and before[key] <= total
         }
-        self._time = now
+        self._time = metrics.now
         return self
 
     def _mean(self, key: tuple[str, object], now: Tally) -> float | None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from elastic_operator.controller.messages import count
 from elastic_operator.views import formatting
 from elastic_operator.views.formatting import percent, short_duration
-from elastic_operator.views.job_metrics import JobMetrics, Tally, goodput
+from elastic_operator.views.job_metrics import Tally
 from torchelastic.protocol import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from elastic_operator.views.job_metrics import CustomMetric, RateTracker
-    from elastic_operator.views.job_view import JobView
+    from elastic_operator.views.job_metrics import CustomMetric, Reading
 
 STATE_COLORS: Final[Mapping[str, str]] = {
     RunState.TRAINING: "green",
@@ -29,58 +27,6 @@ STATE_COLORS: Final[Mapping[str, str]] = {
 """The states in the order in which they are shown."""
 _SEPARATOR: Final = "   "
 _MAX_ROWS: Final = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """A job at a moment, in seconds since the Unix epoch; ``notes`` are sentences about what is missing."""
-
-    job: JobView
-    metrics: JobMetrics
-    rates: RateTracker
-    now: float
-    notes: Sequence[str] = ()
-
-    @property
-    def time_breakdown(self) -> tuple[Mapping[str, float], float | None]:
-        """Seconds by run state and seconds of lost training: from the leader, or from the status if nothing runs.
-
-        While pods run, the status has the values from before the last resumption.
-        """
-        status = self.job.status
-        kept = status.time_breakdown
-        if self.metrics.seconds or kept is None or not (status.finished or status.suspended):
-            return self.metrics.seconds, self.metrics.lost
-        since = self.now - kept.until if self.job.state == "Suspended" and kept.until else 0.0
-        suspended = kept.seconds.get(RunState.SUSPENDED, 0.0) + max(0.0, since)
-        seconds = {str(state): spent for state, spent in kept.seconds.items()}
-        return seconds | ({str(RunState.SUSPENDED): suspended} if suspended else {}), kept.lost
-
-    @property
-    def states(self) -> dict[str, float]:
-        """The seconds of the states in which the job has spent time, in the order in which they are shown."""
-        spent, _ = self.time_breakdown
-        order = (*STATE_COLORS, *sorted(spent.keys() - STATE_COLORS.keys()))
-        return {str(state): spent[state] for state in order if spent.get(state)}
-
-    @property
-    def goodput(self) -> float | None:
-        """The ratio of kept training to all time; None if unknown."""
-        return goodput(*self.time_breakdown)
-
-    @property
-    def world_size(self) -> int:
-        """Workers of the current round."""
-        return self.job.status.world_size if self.metrics.world_size is None else self.metrics.world_size
-
-    @property
-    def restarts(self) -> tuple[int, int]:
-        """Charged and uncharged restarts."""
-        status, metrics = self.job.status, self.metrics
-        return (
-            status.restarts if metrics.restarts is None else metrics.restarts,
-            status.uncharged_restarts if metrics.uncharged_restarts is None else metrics.uncharged_restarts,
-        )
 
 
 def job_lines(reading: Reading) -> list[str]:
@@ -102,18 +48,18 @@ def jobs_table(readings: Sequence[Reading], *, namespaces: bool = False) -> list
     first = ["NAMESPACE"] if namespaces else []
     rows = [[*first, "NAME", "STATE", "READY", "ROUND", "WORLD", "GOODPUT", "LOST", "RESTARTS", "STEP", "AGE"]]
     for reading in readings:
-        job, (charged, uncharged), (_, lost) = reading.job, reading.restarts, reading.time_breakdown
+        job, uncharged = reading.job, reading.uncharged_restarts
         rows.append(
             [
                 *([job.namespace] if namespaces else []),
                 job.name,
                 job.state,
                 job.status.ready,
-                str(reading.metrics.round or job.status.round or "-"),
+                str(reading.round or "-"),
                 str(reading.world_size),
                 "-" if reading.goodput is None else percent(reading.goodput),
-                _seconds(lost),
-                f"{charged}+{uncharged}" if uncharged else str(charged),
+                _seconds(reading.lost),
+                f"{reading.restarts}+{uncharged}" if uncharged else str(reading.restarts),
                 _seconds(max(reading.rates.steps.values(), default=None)),
                 formatting.since(job.created, reading.now),
             ]
@@ -121,45 +67,50 @@ def jobs_table(readings: Sequence[Reading], *, namespaces: bool = False) -> list
     return formatting.columns(rows)
 
 
+def states(reading: Reading) -> dict[str, float]:
+    """Return the seconds of the states in which the job has spent time, in the order in which they are shown."""
+    spent = reading.seconds
+    order = (*STATE_COLORS, *sorted(spent.keys() - STATE_COLORS.keys()))
+    return {str(state): spent[state] for state in order if spent.get(state)}
+
+
 def _header(reading: Reading) -> Iterator[str]:
-    job, metrics, status = reading.job, reading.metrics, reading.job.status
+    job, nodes, wanted, left = reading.job, reading.nodes, reading.desired_nodes, reading.remaining_restarts
     yield f"{job.name}  {job.state}  {formatting.duration(job.age(reading.now))}"
-    nodes = "" if metrics.nodes is None else f" on {count(metrics.nodes, 'node')}"
-    desired = "" if metrics.desired_nodes in (None, metrics.nodes) else f", {metrics.desired_nodes} wanted"
-    size, (charged, uncharged) = reading.world_size, reading.restarts
-    left = "" if metrics.remaining_restarts is None else f", {metrics.remaining_restarts} left"
     facts = [
-        f"round {metrics.round or status.round or '-'}",
-        f"world size {size}{nodes if size else ''}{desired}",
-        *([] if job.completed else [f"pods ready {status.ready}"]),
-        f"restarts {charged} charged, {uncharged} uncharged{left}",
+        f"round {reading.round or '-'}",
+        f"world size {reading.world_size}"
+        + ("" if nodes is None or not reading.world_size else f" on {count(int(nodes), 'node')}")
+        + ("" if wanted in (None, nodes) else f", {wanted:.0f} wanted"),
+        *([] if job.completed else [f"pods ready {job.status.ready}"]),
+        f"restarts {reading.restarts} charged, {reading.uncharged_restarts} uncharged"
+        + ("" if left is None else f", {left:.0f} left"),
     ]
     yield _SEPARATOR.join(facts)
 
 
 def _time(reading: Reading) -> Iterator[str]:
-    states, (_, lost), good = reading.states, reading.time_breakdown, reading.goodput
-    if good is None:
+    if reading.goodput is None:
         return
     yield ""
-    yield f"goodput {percent(good)}" + ("" if lost is None else f"{_SEPARATOR}lost {short_duration(lost)}")
-    total = sum(states.values())
-    yield _SEPARATOR.join(
-        f"{state} {short_duration(spent)} ({percent(spent / total)})" for state, spent in states.items()
-    )
+    lost = "" if reading.lost is None else f"{_SEPARATOR}lost {short_duration(reading.lost)}"
+    yield f"goodput {percent(reading.goodput)}{lost}"
+    spent = states(reading)
+    total = sum(spent.values())
+    yield _SEPARATOR.join(f"{state} {short_duration(each)} ({percent(each / total)})" for state, each in spent.items())
 
 
 def _recoveries(reading: Reading) -> list[str]:
     last = reading.rates.recoveries
     rows = [
         (cause.replace("_", " "), formatting.number(tally.count), _seconds(tally.mean), _seconds(last.get(cause)))
-        for cause, tally in reading.metrics.recoveries.items()
+        for cause, tally in reading.recoveries.items()
     ]
     return _table(("RECOVERIES AFTER", "COUNT", "MEAN", "LAST"), rows, "cause")
 
 
 def _ranks(reading: Reading) -> list[str]:
-    rates, ranks = reading.rates, reading.metrics.ranks
+    rates, ranks = reading.rates, reading.ranks
     if len(ranks) > _MAX_ROWS:  # the straggler is shown in any case
         ranks = sorted(ranks, key=lambda each: each.rank != rates.straggler)
     rows = [
@@ -178,7 +129,7 @@ def _ranks(reading: Reading) -> list[str]:
 
 def _gpus(reading: Reading) -> list[str]:
     rows = []
-    for page in sorted(reading.metrics.pages, key=lambda page: page.pod):
+    for page in sorted(reading.pages, key=lambda page: page.pod):
         used, total = (page.by_label(f"torchelastic_gpu_memory_{which}_bytes", "gpu") for which in ("used", "total"))
         busy = page.by_label("torchelastic_gpu_utilization_ratio", "gpu")
         for gpu in sorted(used.keys() | total.keys() | busy.keys()):
@@ -193,7 +144,7 @@ def _custom(reading: Reading) -> list[str]:
             formatting.printed(f"{each.group} {each.name}")[:60],
             *_custom_value(each, reading.rates.counters.get((each.group, each.name))),
         )
-        for each in reading.metrics.custom
+        for each in reading.custom
     ]
     return _table(("MEASURED", "VALUE", ""), rows, "name")
 
