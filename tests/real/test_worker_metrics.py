@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 import pytest
 
 from elastic_operator.client.local import LocalJobs
-from tests.support.agents import AgentProcess
 from tests.support.crew import eventually, told
 from tests.support.local_runs import LocalRun, manifest, training
 from tests.support.measured import Measured
@@ -104,29 +103,31 @@ async def test_counters_survive_a_sigkill_and_gauges_do_not(tmp_path: Path) -> N
         assert after.value("torchelastic_metrics_dropped_total", reason="negative", rank=rank) == 1
 
 
-async def test_a_finished_worker_leaves_its_counters_while_others_continue(tmp_path: Path) -> None:
+async def test_a_finished_worker_leaves_its_counters_and_a_killed_agent_no_memory(tmp_path: Path) -> None:
     measured = Measured(
         tmp_path,
         """
         from torchelastic import metrics
         metrics.declare("my_app", counters=["samples"])
-        rank = os.environ["RANK"]
         metrics.put_metric("samples", 5, "my_app")
         metrics.put_metric("loss", 1, "my_app")
-        if rank == "1":
+        if os.environ["RANK"] == "1":
             sys.exit()
-        print("measured", flush=True)
+        print("memory:", os.environ["TORCHELASTIC_METRICS_FILE"], flush=True)
         """,
         "--nproc-per-node=2",
     )
-    async with measured.agent:
-        page = await measured.after("measured")
-        while (
-            page.value("my_app_samples_total", rank="1") is None or page.value("my_app_loss", rank="1") is not None
-        ):  # until that worker has recorded values, and the agent has seen its end
-            page = await measured.page()
-    assert page.value("my_app_samples_total", rank="1") == 5
-    assert page.value("my_app_loss", rank="0") == 1
+    async with measured.agent as agent:
+        file = Path((await agent.said(r"memory: (\S+)"))[1])
+        page = await measured.until(
+            lambda page: (
+                page.value("my_app_samples_total", rank="1") == 5 and page.value("my_app_loss", rank="1") is None
+            )
+        )
+        assert page.value("my_app_loss", rank="0") == 1
+        assert file.exists()
+        agent.kill()
+        await eventually(lambda: not file.parent.exists())
 
 
 async def test_a_child_of_a_worker_does_not_write_into_its_metrics(tmp_path: Path) -> None:
@@ -252,20 +253,6 @@ async def test_programs_started_in_sequence_by_a_shell_script_are_one_worker(tmp
     }
 
 
-async def test_a_killed_agent_leaves_no_shared_memory(tmp_path: Path) -> None:
-    measured = Measured(
-        tmp_path,
-        """
-        print("memory:", os.environ["TORCHELASTIC_METRICS_FILE"], flush=True)
-        """,
-    )
-    async with measured.agent as agent:
-        file = Path((await agent.said(r"memory: (\S+)"))[1])
-        assert file.exists()
-        agent.kill()
-        await eventually(lambda: not file.parent.exists())
-
-
 async def test_a_worker_that_corrupts_its_metrics_harms_no_other_and_the_next_round_trains(
     tmp_path: Path,
 ) -> None:
@@ -294,18 +281,6 @@ async def test_a_worker_that_corrupts_its_metrics_harms_no_other_and_the_next_ro
     assert after.value("my_app_samples_total", rank="0") == 1
     assert after.value("my_app_samples_total", rank="1") == 2
     assert not any("cannot be shown" in line or "cannot be read" in line for line in agent.lines)
-
-
-async def test_values_are_dropped_without_metrics(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import os\nfrom torchelastic import metrics\nmetrics.put_metric('loss', 1)\n"
-        "print('memory:', os.environ.get('TORCHELASTIC_METRICS_FILE'))\n"
-    )
-    # As if an agent is itself part of another agent's worker.
-    async with AgentProcess("--standalone", program, env={"TORCHELASTIC_METRICS_FILE": "/of/another"}) as agent:
-        assert await agent.code() == 0
-    assert "[rank 0] memory: None" in agent.lines
 
 
 async def test_a_local_job_shows_worker_metrics_and_keeps_counters_when_scaled(tmp_path: Path) -> None:

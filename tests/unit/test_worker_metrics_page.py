@@ -67,30 +67,6 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path, AgentMetrics(MetricRegistry()))
 
 
-def test_gauges_end_with_their_worker_and_its_successor_continues_its_counters(node: Node) -> None:
-    (worker,) = node.begin(0)
-    worker.add_value("loss", 0.5)
-    worker.add_value("samples", 64)
-    worker.add_value("size", 5)
-    node.workers[0].ended()
-    counts = {
-        ("my_app_samples_total", (("rank", "0"),)): 64,
-        ("my_app_size_bucket", (("le", "1.0"), ("rank", "0"))): 0,
-        ("my_app_size_bucket", (("le", "10.0"), ("rank", "0"))): 1,
-        ("my_app_size_bucket", (("le", "+Inf"), ("rank", "0"))): 1,
-        ("my_app_size_count", (("rank", "0"),)): 1,
-        ("my_app_size_sum", (("rank", "0"),)): 5,
-    }
-    assert node.page().samples == counts
-    (successor,) = node.begin(0)
-    assert node.page().samples == counts
-    successor.add_value("samples", 1)
-    assert node.samples() == {"0": 65}
-    (third,) = node.begin(0)
-    third.add_value("samples", 1)
-    assert node.samples() == {"0": 66}
-
-
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
@@ -107,20 +83,6 @@ def test_counters_continue_after_a_change_of_ranks(
         worker.add_value("samples", number)
     node.begin(*after)
     assert node.samples() == expected
-
-
-def test_platform_metrics_of_workers_do_not_replace_the_agents_own(tmp_path: Path) -> None:
-    agent = AgentMetrics(MetricRegistry())
-    node = Node(tmp_path, agent)
-    agent.took("SimpleElasticAgent.run", 1.0, succeeded=True)
-    (stream,) = node.begin(0)
-    platform = MetricStream("torchelastic", stream._registry)
-    platform.add_value("train_step.duration.ms", 30)
-    platform.add_value("round", 7)
-    page = node.page()
-    assert page.value("torchelastic_operation_duration_seconds_sum", operation="run") == 1
-    assert page.value("torchelastic_operation_duration_seconds_sum", operation="train_step", rank="0") == 0.03
-    assert page.value("torchelastic_round", rank="0") == 7
 
 
 def test_names_with_the_same_series_name_get_separate_series_in_every_rank(node: Node) -> None:
