@@ -228,17 +228,6 @@ async def test_all_workers_save_before_a_node_leaves_unless_it_gets_a_second_sig
         assert "rank 0 goes" not in "\n".join(a.lines[seen:])
 
 
-async def test_a_single_node_leaves_after_its_workers_have_saved(program: Path, tmp_path: Path) -> None:
-    async with AgentProcess("--standalone", "--start-method=exec", "--notice=600", program, tmp_path, "300") as a:
-        worker = await a.trains(world=1)
-        a.kill(signal.SIGTERM)
-        await a.said("rank 0 is told node_left")
-        assert lives(worker)
-        (tmp_path / "save.0").touch()
-        assert await a.code() == 143
-    assert before(a, "rank 0 has saved", "rank 0 goes")
-
-
 async def test_a_node_leaves_without_the_store_when_its_workers_have_saved(
     own_etcd: EtcdServer, program: Path, tmp_path: Path
 ) -> None:

@@ -6,9 +6,10 @@ import asyncio
 import subprocess
 import sys
 import uuid
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
 from textwrap import dedent
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,9 +20,8 @@ from torchelastic.protocol import NodeRecord, RunKeys, decode
 from torchelastic.store import Listing, connect, follow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
-    from types import TracebackType
 
     from tests.support.etcd import EtcdServer
     from torchelastic.store.api import Store
@@ -39,35 +39,14 @@ round, rank = int(os.environ.get("TORCHELASTIC_ROUND", 0)), os.environ.get("RANK
 
 
 class Told:
-    """The node records of a run, in the order in which they were written.
+    """The node records of a run, in the order in which they were written."""
 
-    Args:
-        etcd: the server.
-        run: the run's id.
-    """
-
-    def __init__(self, etcd: EtcdServer, run: str) -> None:
-        self._etcd = etcd
-        self._nodes = RunKeys.of(run).nodes
+    def __init__(self) -> None:
         self._more = asyncio.Condition()
-        self._store: Store
-        self._reading: asyncio.Task[None]
         self.records: list[NodeRecord] = []
 
-    async def __aenter__(self) -> Self:
-        self._store = await connect(self._etcd.settings)
-        self._reading = asyncio.create_task(self._read())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._reading.cancel()
-        await asyncio.gather(self._reading, return_exceptions=True)
-        await self._store.close()
-
-    async def _read(self) -> None:
-        async with aclosing(follow(self._store, self._nodes)) as news:
+    async def read(self, store: Store, run: str) -> None:
+        async with aclosing(follow(store, RunKeys.of(run).nodes)) as news:
             async for batch in news:
                 entries = batch.entries if isinstance(batch, Listing) else [each.entry for each in batch]
                 async with self._more:
@@ -82,30 +61,31 @@ class Told:
             return found
 
 
+@dataclass(frozen=True)
 class Run:
-    """A run on a real etcd, and the records of its nodes.
+    """A run on a real etcd, and a folder for its program."""
 
-    Args:
-        etcd: the server.
-        folder: for the program.
-    """
-
-    def __init__(self, etcd: EtcdServer, folder: Path) -> None:
-        self.id = str(uuid.uuid4())
-        self.told = Told(etcd, self.id)
-        self._folder = folder
-        self._flags = (f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={self.id}", "--local-addr=127.0.0.1")
+    etcd: EtcdServer
+    folder: Path
+    id: str = field(default_factory=lambda: str(uuid.uuid4()))
 
     def agent(self, source: str, *flags: str) -> AgentProcess:
-        return AgentProcess(*self._flags, *flags, self.program(source))
-
-    def command(self, *command: str | Path) -> AgentProcess:
-        return AgentProcess(*self._flags, "--no-python", *command)
-
-    def program(self, source: str) -> Path:
-        program = self._folder / "program.py"
+        program = self.folder / "program.py"
         program.write_text(BEGINNING + dedent(source))
-        return program
+        place = (f"--rdzv-endpoint={self.etcd.endpoint}", f"--rdzv-id={self.id}", "--local-addr=127.0.0.1")
+        return AgentProcess(*place, *flags, program)
+
+    @property
+    @asynccontextmanager
+    async def told(self) -> AsyncIterator[Told]:
+        told, store = Told(), await connect(self.etcd.settings)
+        reading = asyncio.create_task(told.read(store, self.id))
+        try:
+            yield told
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            await store.close()
 
 
 @pytest.fixture
@@ -134,43 +114,6 @@ async def test_a_report_before_a_sigkill_is_kept_with_the_failure(run: Run) -> N
         anew = await told.until(lambda record: record.round == 2 and record.first_step_at)
         assert anew.first_step_at > failed.last_checkpoint_at
         assert anew.last_checkpoint_at == 0
-
-
-async def test_frequent_checkpoints_are_reported_in_the_background(run: Run) -> None:
-    source = """
-        for _ in range(5):
-            time.sleep(0.01)
-            began = time.time()
-            with torchelastic.checkpoint():
-                pass
-        print(f"checkpoint of {began}", flush=True)
-        signal.pause()
-        """
-    async with run.told as told, run.agent(source) as agent:
-        began = float((await agent.said(r"checkpoint of (\S+)"))[1])
-        await told.until(lambda record: record.last_checkpoint_at > began - ROUNDING)
-        assert 2 <= len({record.last_checkpoint_at for record in told.records} - {0}) < 5
-
-
-async def test_rank_0_reports_run_metrics_on_any_node(run: Run) -> None:
-    source = """
-        torchelastic.step()
-        with torchelastic.checkpoint():
-            pass
-        print("told", flush=True)
-        signal.pause()
-        """
-    flags = ("--nnodes=2", "--nproc-per-node=2")
-    async with (
-        run.told as told,
-        run.agent(source, "--node-name=one", *flags) as one,
-        run.agent(source, "--node-name=two", *flags) as two,
-    ):
-        for agent, local_rank in ((one, 0), (one, 1), (two, 0), (two, 1)):
-            await agent.said(rf"\[rank ({local_rank}|{local_rank + 2})\] told")
-        first = "one" if "[rank 0] told" in one.lines else "two"
-        assert (await told.until(lambda record: record.first_step_at and record.last_checkpoint_at)).name == first
-        assert {record.name for record in told.records if record.first_step_at or record.last_checkpoint_at} == {first}
 
 
 async def test_a_child_of_a_worker_cannot_report_for_it_but_an_executed_program_can(run: Run) -> None:
@@ -202,20 +145,6 @@ async def test_a_child_of_a_worker_cannot_report_for_it_but_an_executed_program_
         stepped = (await told.until(lambda record: record.first_step_at)).first_step_at
         assert {record.last_checkpoint_at for record in told.records} == {0}
         assert (await told.until(lambda record: record.last_checkpoint_at)).first_step_at == stepped
-
-
-async def test_a_program_started_by_a_shell_script_can_report(run: Run, tmp_path: Path) -> None:
-    source = """
-        torchelastic.step()
-        with torchelastic.checkpoint():
-            pass
-        signal.pause()
-        """
-    script = tmp_path / "program.sh"
-    script.write_text(f"set -e\n{sys.executable} {run.program(source)}\necho done\n")
-    async with run.told as told, run.command("sh", script):
-        record = await told.until(lambda record: record.last_checkpoint_at)
-        assert 0 < record.first_step_at <= record.last_checkpoint_at
 
 
 async def test_frequent_steps_are_measured_with_few_store_writes(run: Run) -> None:
@@ -281,26 +210,6 @@ async def test_signal_handlers_and_saving_threads_block_nothing(run: Run) -> Non
         said = await agent.said(r"(\d+) handled, the last began at (\S+)")
         assert int(said[1]) > 0
         await told.until(lambda record: record.last_checkpoint_at > float(said[2]) - ROUNDING)
-
-
-async def test_a_paused_agent_does_not_block_training(run: Run) -> None:
-    source = """
-        os.kill(os.getppid(), signal.SIGSTOP)
-        for _ in range(1000):
-            torchelastic.step()
-            with torchelastic.checkpoint():
-                pass
-        time.sleep(0.01)
-        began = time.time()
-        with torchelastic.checkpoint():
-            pass
-        print(f"checkpoint of {began}", flush=True)
-        os.kill(os.getppid(), signal.SIGCONT)
-        signal.pause()
-        """
-    async with run.told as told, run.agent(source) as agent:
-        began = float((await agent.said(r"checkpoint of (\S+)"))[1])
-        await told.until(lambda record: record.first_step_at and record.last_checkpoint_at > began - ROUNDING)
 
 
 def test_a_program_runs_unchanged_without_an_agent(tmp_path: Path) -> None:

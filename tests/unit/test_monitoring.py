@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from elastic_operator.controller.reconciler import ReconcileSettings
-from scripts.monitoring import __main__ as writing
 from scripts.monitoring.alerts import GROUPS, Alert
 from scripts.monitoring.files import DASHBOARDS, RULES, files
 from scripts.monitoring.fleet import FLEET_PAGE
@@ -38,29 +37,6 @@ def dashboard(page: Page) -> dict[str, Any]:
 def test_the_files_in_the_chart_are_up_to_date(path: Path) -> None:
     assert path.read_text() == files()[path], "run `python -m scripts.monitoring`"
     assert {*DASHBOARDS.iterdir(), *RULES.parent.iterdir()} == files().keys()
-
-
-def test_check_reports_differences_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = {tmp_path / name: f"new {name}\n" for name in ("same.json", "changed.json", "rules/missing.yaml")}
-    monkeypatch.setattr(writing, "ROOT", tmp_path)
-    monkeypatch.setattr(writing, "files", lambda: made)
-    (tmp_path / "same.json").write_text("new same.json\n")
-    (tmp_path / "changed.json").write_text("old\n")
-    assert writing.main(["--check"]) == 1
-    assert capsys.readouterr().out == "changed.json differs\nrules/missing.yaml is missing\n"
-    assert (tmp_path / "changed.json").read_text() == "old\n"
-    for argv, code in ((["--help"], 0), (["--chekc"], 2), (["all"], 2)):
-        with pytest.raises(SystemExit) as end:
-            writing.main(argv)
-        assert end.value.code == code
-    assert (tmp_path / "changed.json").read_text() == "old\n"
-    capsys.readouterr()
-    assert writing.main([]) == 0
-    assert capsys.readouterr().out == "same.json\nchanged.json\nrules/missing.yaml\n"
-    assert {path: path.read_text() for path in made} == made
-    assert (writing.main(["--check"]), capsys.readouterr().out) == (0, "")
 
 
 def test_the_runbook_states_the_retry_times() -> None:
@@ -117,26 +93,6 @@ def test_queries_use_only_defined_variables(page: Page) -> None:
         assert "$" not in filled_in(query.expr, chosen)
     for mark in page.marks:
         assert "$" not in filled_in(mark.query.expr, chosen)
-
-
-def test_the_dashboards_link_to_each_other() -> None:
-    tags = []
-    for page in PAGES:
-        made = dashboard(page)
-        [link] = made["links"]
-        assert (link["type"], link["keepTime"]) == ("dashboards", True)
-        tags.append((*link["tags"], *made["tags"]))
-    assert {*tags} == {("elasticjob", "elasticjob")}
-    [table] = [panel for panel in dashboard(FLEET_PAGE)["panels"] if panel["type"] == "table"]
-    [[link]] = [
-        found["value"]
-        for each in table["fieldConfig"]["overrides"]
-        for found in each["properties"]
-        if found["id"] == "links"
-    ]
-    assert link["url"].startswith(f"/d/{JOB_PAGE.uid}?")
-    for variable in ("datasource", "job_namespace", "elasticjob"):
-        assert f"var-{variable}=" in link["url"]
 
 
 def documented() -> set[str]:
