@@ -62,7 +62,7 @@ async def watched(
     async with (
         etcd.connected() as store,
         cluster_with_crd.namespace() as namespace,
-        Prometheus(folder / "prometheus") as prometheus,
+        Prometheus.running(folder / "prometheus") as prometheus,
     ):
         place = Place(api, cluster_with_crd, namespace)
         async with place.operator(folder) as operator:
@@ -150,7 +150,7 @@ async def test_promtool_accepts_the_metrics_page_of_the_operator(watched: Watche
 
 
 async def test_an_operator_without_list_permission_raises_an_alert(cluster_with_crd: Cluster, tmp_path: Path) -> None:
-    async with cluster_with_crd.namespace() as namespace, Prometheus(tmp_path / "prometheus") as prometheus:
+    async with cluster_with_crd.namespace() as namespace, Prometheus.running(tmp_path / "prometheus") as prometheus:
         await cluster_with_crd.kubectl("create", "serviceaccount", "nobody", f"--namespace={namespace}")
         kubeconfig = await cluster_with_crd.kubeconfig_for(namespace, "nobody")
         async with OperatorProcess(tmp_path, kubeconfig, f"--namespace={namespace}", wait=False) as operator:

@@ -159,12 +159,6 @@ STORIES = (
     ),
     Story(
         "ElasticJobRestartStorm",
-        "the size changes now and then",
-        restarts("0x30 1x30 2x30 3x100", "free"),
-        quiet=(31, 61, 91, 100),
-    ),
-    Story(
-        "ElasticJobRestartStorm",
         "its pods come one by one",
         restarts("0x9 1 1 2 2 3 4 4 5 5 6 7 7 8x100", "free"),
         quiet=(15, 20, 22, 24, 60),
@@ -227,12 +221,6 @@ STORIES = (
         {STEPS: "0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3 4 4 4 4 5 5 5 5 6 6 6 6 7 7 7 7 8 8 8 8 9 9 9 9 10 10 10 10"},
         quiet=(20, 30, 40),
     ),
-    Story(
-        "ElasticJobNoSteps",
-        "too few nodes are there, which is told by another alert",
-        {STEPS: "0+50x20 1000x180", f"torchelastic_world_size{{{WHOSE}}}": "4x20 0x180"},
-        quiet=(55, 90),
-    ),
     Story("ElasticJobNoSteps", "the program tells of no steps", {STEPS: NONE}, quiet=(30, 60)),
     Story(
         "ElasticJobBudgetNearlySpent",
@@ -242,15 +230,6 @@ STORIES = (
         fires=(21, 60),
         about=OF_THE_JOB | {"budget": "maxRestarts"},
         value="2",
-    ),
-    Story(
-        "ElasticJobBudgetNearlySpent",
-        "one of two has happened",
-        restarts("0x9 1x180") | {f"elastic_operator_job_max_restarts{{{WHOSE}}}": "2x200"},
-        quiet=(9,),
-        fires=(11,),
-        about=OF_THE_JOB | {"budget": "maxRestarts"},
-        value="1",
     ),
     Story(
         "ElasticJobBudgetNearlySpent",
@@ -318,12 +297,6 @@ STORIES = (
     ),
     Story(
         "ElasticOperatorDown",
-        "it is replaced",
-        {"elastic_operator_queue_depth": "0x9 _x3 0x180", "elastic_operator_leader": "1x9 0x3 1x180"},
-        quiet=(11, 13, 25),
-    ),
-    Story(
-        "ElasticOperatorDown",
         "it runs, and may not list what there is",
         {name: NONE for name in HEALTHY if name.startswith("elastic_operator_job_")}
         | {"elastic_operator_leader": "0x200", "elastic_operator_elasticjobs": "0x200"}
@@ -356,24 +329,9 @@ STORIES = (
     ),
     Story(
         "ElasticOperatorNotReconciling",
-        "all looks at jobs fail",
-        reconciled(success="0+1x20 20x180", error="0x20 0+1x180") | {"elastic_operator_elasticjobs": "2x200"},
-        quiet=(20,),
-        fires=(60,),
-        about={},
-    ),
-    Story(
-        "ElasticOperatorNotReconciling",
         "looks at one of three idle jobs fail",
         reconciled(success="0x4 1x4 3x4 3x4 5x4 7x4 7x4 9x4 11x4 11x4 13x4 15x100", error="0+1x200")
         | {"elastic_operator_elasticjobs": "3x200"},
-        quiet=(20, 30, 45),
-    ),
-    Story(
-        "ElasticOperatorNotReconciling",
-        "looks at one of two idle jobs fail",
-        reconciled(success="0x4 1x4 2x4 3x4 4x4 5x4 6x4 7x4 8x4 9x4 10x4 11x100", error="0 1 2 3 4 5+1.2x195")
-        | {"elastic_operator_elasticjobs": "2x200"},
         quiet=(20, 30, 45),
     ),
     Story(
@@ -386,12 +344,6 @@ STORIES = (
         "ElasticOperatorNotReconciling",
         "there are no jobs",
         reconciled(success="0x200") | {"elastic_operator_elasticjobs": "0x200"},
-        quiet=(45,),
-    ),
-    Story(
-        "ElasticOperatorNotReconciling",
-        "some looks at jobs fail",
-        reconciled(success="0+3x200", error="0+1x200"),
         quiet=(45,),
     ),
 )

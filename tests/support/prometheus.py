@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import subprocess
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -18,7 +18,7 @@ from tests.support.ports import free_range
 from tests.support.testbed.packages import unpacked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
 LIMIT: Final = 120.0
@@ -86,52 +86,50 @@ def prometheus_command(
 
 
 class Prometheus:
-    """One Prometheus on loopback; within ``async with`` it runs.
+    """One Prometheus on loopback.
 
     Args:
         folder: for its data, its configuration and its log; it is not removed.
-        rules: files of rules that it evaluates.
+        port: its port.
+        session: for requests to it.
     """
 
-    def __init__(self, folder: Path, *, rules: Iterable[Path] = ()) -> None:
-        self._folder = folder
-        self._rules = tuple(rules)
-        self._port = 0
-        self._process: asyncio.subprocess.Process | None = None
-        self._session: aiohttp.ClientSession | None = None
+    def __init__(self, folder: Path, port: int, session: aiohttp.ClientSession) -> None:
+        self.targets = folder / "targets.json"
+        self._url = f"http://127.0.0.1:{port}/"
+        self._session = session
 
-    async def __aenter__(self) -> Self:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._port = free_range(1).first
-        self.scrape([])
-        targets = {"job_name": "elastic", "file_sd_configs": [{"files": [str(self._targets)]}]}
-        command = prometheus_command(self._folder, self._port, [targets], rules=self._rules)
-        self._log = self._folder / "prometheus.log"
-        with self._log.open("wb") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *with_pdeathsig(command),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        self._session = aiohttp.ClientSession(base_url=f"http://127.0.0.1:{self._port}")
-        try:
-            await self._becomes_ready()
-        except BaseException:
-            await self._end()
-            raise
-        return self
+    @classmethod
+    @asynccontextmanager
+    async def running(cls, folder: Path, *, rules: Iterable[Path] = ()) -> AsyncIterator[Self]:
+        """Run it, with files of rules that it evaluates."""
+        folder.mkdir(parents=True, exist_ok=True)
+        port, log = free_range(1).first, folder / "prometheus.log"
+        async with aiohttp.ClientSession() as session:
+            prometheus = cls(folder, port, session)
+            prometheus.scrape([])
+            targets = {"job_name": "elastic", "file_sd_configs": [{"files": [str(prometheus.targets)]}]}
+            command = with_pdeathsig(prometheus_command(folder, port, [targets], rules=rules))
+            with log.open("wb") as output:
+                process = await asyncio.create_subprocess_exec(
+                    *command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                )
+            try:
+                async with asyncio.timeout(LIMIT):
+                    while READY not in log.read_text():
+                        assert process.returncode is None, log.read_text()
+                        await asyncio.sleep(EVERY / 10)
+                yield prometheus
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._end()
-
-    def scrape(self, targets: Iterable[str | tuple[str, Mapping[str, str]]]) -> None:
-        """Scrape only these targets: host:port, or that with labels."""
-        entries = [(target, {}) if isinstance(target, str) else target for target in targets]
-        unfinished = self._targets.with_suffix(".new")
-        unfinished.write_text(json.dumps([{"targets": [where], "labels": dict(labels)} for where, labels in entries]))
-        unfinished.rename(self._targets)
+    def scrape(self, targets: Iterable[str]) -> None:
+        """Scrape only these targets: host:port."""
+        unfinished = self.targets.with_suffix(".new")
+        unfinished.write_text(json.dumps([{"targets": [*targets]}]))
+        unfinished.rename(self.targets)
 
     async def query(self, expr: str, *, at: float | None = None) -> Answer:
         """The answer to a query.
@@ -143,27 +141,14 @@ class Prometheus:
         Raises:
             AssertionError: the query is invalid.
         """
-        found = await self._get("/api/v1/query", query=expr, **({} if at is None else {"time": str(at)}))
+        found = await self._get("query", query=expr, **({} if at is None else {"time": str(at)}))
         if found["resultType"] == "scalar":
             return [Sample({}, float(found["result"][1]))]
         return answer_of(found["result"])
 
-    async def value(self, expr: str, *, at: float | None = None) -> float:
-        """The value of a query with at most one series; NaN without a series."""
-        answer = await self.query(expr, at=at)
-        assert len(answer) <= 1, f"{expr} has {len(answer)} answers"
-        return answer[0].value if answer else math.nan
-
     async def moments(self, expr: str, *, since: float, until: float, step: float) -> list[float]:
-        """The moments at which a query has an answer.
-
-        Args:
-            expr: in PromQL; one series is enough.
-            since: the first moment, in seconds since the Unix epoch.
-            until: the last moment.
-            step: seconds from one moment to the next.
-        """
-        found = await self._get("/api/v1/query_range", query=expr, start=str(since), end=str(until), step=str(step))
+        """The moments, from one to another in steps of seconds, at which at least one series answers a query."""
+        found = await self._get("query_range", query=expr, start=str(since), end=str(until), step=str(step))
         return sorted({float(moment) for series in found["result"] for moment, _ in series["values"]})
 
     async def until(self, expr: str, condition: Callable[[Answer], object] = bool) -> Answer:
@@ -172,13 +157,11 @@ class Prometheus:
         Raises:
             AssertionError: it took too long.
         """
-
         answer: Answer = []
         try:
             async with asyncio.timeout(LIMIT):
                 while True:
-                    answer = await self.query(expr)
-                    if condition(answer):
+                    if condition(answer := await self.query(expr)):
                         return answer
                     await asyncio.sleep(EVERY)
         except TimeoutError:
@@ -186,40 +169,10 @@ class Prometheus:
 
     async def series(self, selector: str) -> set[str]:
         """The names of all series so far."""
-        found = await self._get("/api/v1/series", **{"match[]": selector})
-        return {labels["__name__"] for labels in found}
+        return {labels["__name__"] for labels in await self._get("series", **{"match[]": selector})}
 
-    async def firing(self) -> dict[str, Mapping[str, str]]:
-        """The labels of the firing alerts, by name."""
-        found = await self._get("/api/v1/alerts")
-        return {
-            alert["labels"]["alertname"]: alert["labels"] for alert in found["alerts"] if alert["state"] == "firing"
-        }
-
-    @property
-    def _targets(self) -> Path:
-        return self._folder / "targets.json"
-
-    async def _get(self, path: str, **parameters: str) -> Any:
-        assert self._session is not None
-        async with self._session.post(path, data=parameters) if parameters else self._session.get(path) as response:
+    async def _get(self, what: str, **parameters: str) -> Any:
+        async with self._session.post(f"{self._url}api/v1/{what}", data=parameters) as response:
             answer = await response.json()
         assert answer["status"] == "success", f"{parameters}: {answer}"
         return answer["data"]
-
-    async def _becomes_ready(self) -> None:
-        assert self._process is not None
-        async with asyncio.timeout(LIMIT):
-            while True:
-                assert self._process.returncode is None, self._log.read_text()
-                if READY in self._log.read_text():
-                    return
-                await asyncio.sleep(EVERY / 10)
-
-    async def _end(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
