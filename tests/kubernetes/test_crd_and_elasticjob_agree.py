@@ -11,10 +11,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_operator.api.constants import ConditionType, Reason
-from elastic_operator.api.spec import ElasticJobSpec
-from elastic_operator.api.status import Condition, JobState, JobStatus, LastFailure, status_to_json
-from elastic_operator.controller.messages import MESSAGE_LIMIT
+from elastic_operator.api.status import JobStatus, status_to_json
 from elastic_operator.manifest import crd
 from tests.support import any_job
 from tests.support.api_server import Answer, ElasticJobs
@@ -200,58 +197,11 @@ def test_any_other_change_is_judged_the_same(server: ElasticJobs) -> None:
     assert set(verdicts) == {True, False}
 
 
-TIMES = st.none() | st.integers(0, 4_000_000_000).map(float)
-COUNTS = st.integers(0, 1_000_000)
-WORDS = st.text(max_size=40) | st.sampled_from([character * MESSAGE_LIMIT for character in "x😀"])
-STATUSES = st.builds(
-    JobStatus,
-    state=st.sampled_from(JobState),
-    observed_generation=COUNTS,
-    replicas=COUNTS,
-    ready_replicas=COUNTS,
-    desired=COUNTS,
-    round=st.integers(0, 2**53),
-    world_size=COUNTS,
-    restarts=COUNTS,
-    uncharged_restarts=COUNTS,
-    pod_failures=COUNTS,
-    counted_pod_uids=st.frozensets(st.uuids().map(str), max_size=4),
-    size_generation=st.integers(0, 2**53),
-    started=TIMES,
-    active=TIMES,
-    completed=TIMES,
-    last_failure=st.none()
-    | st.builds(
-        LastFailure,
-        message=WORDS,
-        pod=st.sampled_from(["", "digits-0-abcde", "x" * 253]),
-        rank=st.none() | COUNTS,
-        exit_code=st.none() | st.sampled_from([-(2**31), -1, 0, 255, 2**31 - 1]),
-        signal=st.sampled_from(["", "SIGKILL", "SIGRTMIN+15"]),
-        time=st.integers(0, 4_000_000_000).map(float),
-    ),
-    excluded_nodes=st.lists(st.sampled_from(["node-1", "n" * 253]), max_size=100).map(tuple),
-    applied_spec=st.none() | st.just(ElasticJobSpec.of({"minReplicas": 1, **any_job.FULL}).applied),
-    conditions=st.lists(
-        st.builds(
-            Condition,
-            type=st.sampled_from(ConditionType),
-            status=st.booleans(),
-            reason=st.sampled_from(Reason),
-            message=WORDS,
-            since=st.integers(0, 4_000_000_000).map(float),
-        ),
-        max_size=3,
-        unique_by=lambda condition: condition.type,
-    ).map(tuple),
-)
-
-
 def test_every_possible_status_is_accepted(server: ElasticJobs) -> None:
     created = server.create(job("spoken-of")).body
 
     @examples(300)
-    @given(STATUSES)
+    @given(any_job.STATUSES)
     def check(status: JobStatus) -> None:
         answer = server.replace_status({**created, "status": status_to_json(status)}, dry_run=True)
         assert answer.accepted, answer.words

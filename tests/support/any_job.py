@@ -1,4 +1,4 @@
-"""Specs and metadata of ElasticJobs: valid ones, ones at the bounds, and invalid ones.
+"""Specs, statuses and metadata of ElasticJobs: valid ones, ones at the bounds, and invalid ones.
 
 :func:`edges` has each field of the schema at each of its bounds, one at a time; :func:`specs` any mixture.
 """
@@ -9,6 +9,12 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
+
+from elastic_operator.api.constants import ConditionType, Reason
+from elastic_operator.api.spec import ElasticJobSpec
+from elastic_operator.api.status import Condition, JobState, JobStatus, LastFailure
+from elastic_operator.controller.messages import MESSAGE_LIMIT
+from torchelastic.protocol import NodeEnd, RunState, TimeBreakdown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -152,6 +158,67 @@ ODD_AT: dict[Place, tuple[Any, ...]] = {
     ("replicaSpecs", "Worker", "restartPolicy"): ("Always", "OnFailure", "Never", "Sometimes"),
 }
 """Values at the bounds of a rule or a pattern."""
+
+
+def _thousandth(number: int) -> float:
+    return number / 1000
+
+
+_TIMES = st.none() | st.integers(0, 4_000_000_000).map(float)
+_COUNTS = st.integers(0, 1_000_000)
+_WORDS = st.text(max_size=40) | st.sampled_from([character * MESSAGE_LIMIT for character in "x😀"])
+STATUSES = st.builds(
+    JobStatus,
+    state=st.sampled_from(JobState),
+    observed_generation=_COUNTS,
+    replicas=_COUNTS,
+    ready_replicas=_COUNTS,
+    desired=_COUNTS,
+    round=st.integers(0, 2**53),
+    world_size=_COUNTS,
+    restarts=_COUNTS,
+    uncharged_restarts=_COUNTS,
+    pod_failures=_COUNTS,
+    counted_pod_uids=st.frozensets(st.uuids().map(str), max_size=4),
+    size_generation=st.integers(0, 2**53),
+    started=_TIMES,
+    active=_TIMES,
+    completed=_TIMES,
+    last_failure=st.none()
+    | st.builds(
+        LastFailure,
+        message=_WORDS,
+        pod=st.sampled_from(["", "digits-0-abcde", "x" * 253]),
+        rank=st.none() | _COUNTS,
+        exit_code=st.none() | st.sampled_from([-(2**31), -1, 0, 255, 2**31 - 1]),
+        signal=st.sampled_from(["", "SIGKILL", "SIGRTMIN+15"]),
+        time=st.integers(0, 4_000_000_000).map(float),
+    ),
+    excluded_nodes=st.lists(st.sampled_from(["node-1", "n" * 253]), max_size=100).map(tuple),
+    time_breakdown=st.none()
+    | st.builds(
+        TimeBreakdown,
+        until=st.integers(0, 4 * 10**12).map(_thousandth),
+        seconds=st.dictionaries(st.sampled_from(RunState), st.integers(0, 10**9).map(_thousandth)),
+        lost=st.none() | st.integers(0, 10**9).map(_thousandth),
+        joined=_COUNTS,
+        gone=st.dictionaries(st.sampled_from(NodeEnd), _COUNTS),
+    ),
+    applied_spec=st.none() | st.just(ElasticJobSpec.of({"minReplicas": 1, **FULL}).applied),
+    conditions=st.lists(
+        st.builds(
+            Condition,
+            type=st.sampled_from(ConditionType),
+            status=st.booleans(),
+            reason=st.sampled_from(Reason),
+            message=_WORDS,
+            since=st.integers(0, 4_000_000_000).map(float),
+        ),
+        max_size=3,
+        unique_by=lambda condition: condition.type,
+    ).map(tuple),
+)
+"""Any status that the operator may write."""
 
 
 def edges(schema: Manifest) -> Iterator[Manifest]:

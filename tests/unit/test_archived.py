@@ -89,10 +89,6 @@ def test_archived_replicas_are_the_default_maximum() -> None:
     assert ElasticJobSpec.of(given).max_replicas == 2
 
 
-def test_scaled_replicas_win() -> None:
-    assert ElasticJobSpec.of(archived("train.py", spec={"replicas": 3})).desired == 3
-
-
 def test_archived_replicas_are_written_to_the_spec() -> None:
     spec = ElasticJobSpec.of(archived("train.py"))
     assert spec.replicas is None
@@ -100,13 +96,6 @@ def test_archived_replicas_are_written_to_the_spec() -> None:
     assert plan(job, a_world(), now=NOW).replicas == 2
     written = ElasticJobSpec.of(archived("train.py", spec={"replicas": 2}))
     assert plan(replace(job, spec=written), a_world(), now=NOW).replicas is None
-
-
-def test_archived_replicas_may_be_missing() -> None:
-    given = archived("train.py")
-    del given["replicaSpecs"]["Worker"]["replicas"]
-    spec = ElasticJobSpec.of(given)
-    assert (spec.replicas, spec.desired) == (None, 4)
 
 
 # Policies

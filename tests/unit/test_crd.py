@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from elastic_operator.api.spec import GROUP, KIND, PLURAL, VERSION, AppliedSpec, ElasticJobSpec, changed_fields
-from elastic_operator.api.status import Condition, JobState, JobStatus, LastFailure, status_to_json
+from elastic_operator.api.spec import GROUP, KIND, PLURAL, VERSION, ElasticJobSpec, changed_fields
 from elastic_operator.api.validation import in_words
 from elastic_operator.manifest import crd
 
@@ -156,26 +155,6 @@ def test_the_typed_spec_has_each_field_of_the_spec() -> None:
     typed = set(ElasticJobSpec.__struct_encode_fields__)
     declared = FIELDS[".spec"]["properties"].keys() - {"rdzvEndpoint", "replicaSpecs", "RunPolicy"}
     assert declared == typed - {"firstReplicas", "objection"}
-
-
-def test_a_status_that_the_operator_writes_is_accepted() -> None:
-    status = JobStatus(
-        state=JobState.FAILED,
-        counted_pod_uids=frozenset({"4e9fba34-17a5-4ad8-8a0c-4d7a5e6c9a0b"}),
-        started=1e9,
-        active=1e9,
-        completed=1e9,
-        last_failure=LastFailure(
-            "rank 3 on digits-2 exited with ValueError: not enough", "digits-2-abcde", 3, 1, "SIGKILL", 1e9
-        ),
-        excluded_nodes=("node-7",),
-        applied_spec=AppliedSpec(image="elastic-agent:dev", template={"spec": {"nodeSelector": {"gpu": "h100"}}}),
-        conditions=(Condition(type="Failed", status=True, reason="RestartsExhausted", message="It failed."),),
-    )
-    written = status_to_json(status)
-    assert [*crd.violations(written, FIELDS[".status"])] == []
-    assert [*crd.unknown_fields(written, FIELDS[".status"])] == []
-    assert FIELDS[".status.state"]["enum"] == [state.value for state in JobState]
 
 
 def test_reading_the_definition_does_not_import_cel() -> None:
@@ -418,17 +397,6 @@ def test_these_examples_break_every_rule_of_the_definition() -> None:
     assert {*of_spec, *of_job} == {f".spec.{field}" for _, _, field in STAYS}
 
 
-def test_rules_use_the_syntax_that_api_server_and_local_check_support() -> None:
-    rules = [rule for schema in FIELDS.values() for rule in schema.get("x-kubernetes-validations", ())]
-    assert [rule["rule"] for rule in rules if re.search(r"\.\?|\[\?|optional|orValue", rule["rule"])] == []
-    assert [rule for rule in rules if "messageExpression" in rule] == []
-    optional = [rule for rule in rules if rule.get("optionalOldSelf")]
-    assert all("oldSelf.hasValue()" in rule["rule"] for rule in optional)
-    assert all(
-        re.search(r"oldSelf\.(hasValue|value)\(\)", rule["rule"]) is None for rule in rules if is_about_changes(rule)
-    )
-
-
 def test_all_problems_are_reported_at_once() -> None:
     problems = crd.validate(job(maxReplicas="3", minReplica=1, args="x"))
     assert {problem.path for problem in problems} == {"spec.maxReplicas", "spec.minReplica", "spec.args"}
@@ -535,35 +503,6 @@ def test_a_field_that_pods_are_made_from_can_change_while_the_job_is_suspended(
     assert len(crd.validate(new, old=running(old, **trained))) == 1
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ({"etcd": {"endpoint": "a:1"}}, {"etcd": {"endpoint": "a:1"}}),
-        ({"etcd": {"image": "i"}}, {"etcd": {"image": "i", "resources": {"limits": {"cpu": 1}}}}),
-        ({}, {"etcd": {}}),
-        ({}, {"managedBy": "elastic.pytorch.org/elastic-operator"}),
-        ({}, {"nprocPerNode": 1, "nodeLossSeconds": 15, "disruptionBudget": True, "cleanPodPolicy": "All"}),
-        *[
-            (
-                {
-                    "metricsPort": 9000,
-                    "gracePeriodSeconds": 3,
-                    "rendezvous": {"leaseSeconds": 5},
-                    "schedulingPolicy": {"gang": "Volcano"},
-                    "failurePolicy": {"rules": [{"action": "Ignore", "onPodReasons": ["Evicted"]}]},
-                },
-            )
-            * 2
-        ],
-        ({"args": ["a"]}, {"args": ["b"]}),  # a list: it waits, and the operator says so
-        ({}, {"suspend": True, "backoffLimit": 1, "activeDeadlineSeconds": 60, "ttlSecondsAfterFinished": 60}),
-    ],
-    ids=str,
-)
-def test_a_field_that_does_not_change_pods_can_change_at_any_time(before: Any, after: Any) -> None:
-    assert crd.validate(job(**after, maxReplicas=2), old=running(job(**before))) == []
-
-
 # Manifests of the first controller
 
 
@@ -572,15 +511,6 @@ def test_an_archived_manifest_is_accepted_and_its_replicas_can_change() -> None:
     worker = ARCHIVED["replicaSpecs"]["Worker"]
     assert crd.validate(archived(replicaSpecs={"Worker": {**worker, "replicas": 3}}), old=archived()) == []
     assert crd.validate(archived(maxReplicas=1), old=archived()) == []  # as with replicas
-
-
-def test_the_replicas_of_an_archived_manifest_are_its_upper_bound_by_default() -> None:
-    assert changed(fixed(), minReplicas=2) == []
-    assert changed(fixed(), minReplicas=3) == ["spec.minReplicas"]
-    for live in (fixed(), fixed(replicas=2)):
-        assert changed(live, replicas=1) == []
-        assert changed(live, replicas=20) == ["spec.replicas"]
-        assert changed(live, replicas=20, maxReplicas=20) == []
 
 
 def test_the_replicas_of_an_archived_manifest_are_changed_in_spec_replicas_after_the_operator_set_it() -> None:

@@ -596,14 +596,6 @@ def test_a_job_is_read_with_its_status() -> None:
     assert (job.spec.min_replicas, job.spec.max_replicas, job.spec.etcd.endpoint) == (1, 3, "e:1")
 
 
-def test_a_job_of_the_first_controller_is_read_as_what_it_means() -> None:
-    container = {"name": "elasticjob-worker", "image": "i", "args": ["--nproc_per_node=2", "x.py"]}
-    worker = {"replicas": 2, "restartPolicy": "ExitCode", "template": {"spec": {"containers": [container]}}}
-    spec = {"rdzvEndpoint": "e:1", "minReplicas": 1, "maxReplicas": 3, "replicaSpecs": {"Worker": worker}}
-    job = job_of({**a_stored_job(), "spec": spec})
-    assert (job.spec.desired, job.spec.etcd.endpoint, job.spec.nproc_per_node) == (2, "e:1", 2)
-
-
 @pytest.mark.parametrize(
     "spec",
     [
@@ -612,19 +604,12 @@ def test_a_job_of_the_first_controller_is_read_as_what_it_means() -> None:
         {},
         {"minReplicas": 1, "maxReplicas": "many"},
         {"minReplicas": 1, "maxReplicas": 2, "etcd": 7},
-        {"minReplicas": 1, "maxReplicas": 2, "cleanPodPolicy": "Some"},
         {"minReplicas": 1, "maxReplicas": 2, "failurePolicy": {"rules": [{"action": "Shrug"}]}},
-        {"minReplicas": 1, "maxReplicas": 2, "schedulingPolicy": {"gang": "Other"}},
     ],
 )
 def test_a_job_of_another_definition_is_refused(spec: Any) -> None:
     with pytest.raises(BadInput, match="the spec of the job digits is not as this operator's definition has it"):
         job_of({**a_stored_job(), "spec": spec})
-
-
-def test_an_unreadable_status_is_refused() -> None:
-    with pytest.raises(BadInput, match="status"):
-        job_of({**a_stored_job(), "status": {"replicas": "two"}})
 
 
 # etcd

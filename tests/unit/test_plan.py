@@ -147,12 +147,6 @@ def test_wrong_node_clock_does_not_change_the_back_off(ended: float) -> None:
     assert [pod.index for pod in plan(later, a_world(running(0), dead), NOW + 20).create] == [1]
 
 
-def test_clock_that_was_set_back_delays_nothing() -> None:
-    dead = died(1, failures=4, created=NOW + 3600, started=NOW + 3600, ended=NOW + 3605)
-    [another] = plan(that_trained(a_job(replicas=2)), a_world(running(0), dead), NOW).create
-    assert (another.failures, another.failed) == (5, NOW)
-
-
 def test_pod_ended_by_its_own_deadline_is_charged() -> None:
     late = left(1, reasons=frozenset({"DeadlineExceeded", "Error"}))
     status = plan(that_trained(a_job(replicas=2)), a_world(running(0), late), NOW).status
@@ -210,28 +204,6 @@ def test_completion_time_in_the_future_delays_nothing() -> None:
 # -- charges
 
 
-def test_uids_of_vanished_pods_are_dropped_with_the_next_status() -> None:
-    world = a_world(running(0), running(1), round=a_round(running(0), running(1)))
-    settled = plan(TRAINED, world, NOW).status
-    assert settled is not None
-    remembering = replace(TRAINED, status=replace(settled, counted_pod_uids=frozenset({"somebody"})))
-
-    assert plan(remembering, world, NOW).status is None
-    rewritten = plan(replace(remembering, generation=9), world, NOW).status
-    assert rewritten.counted_pod_uids == frozenset()
-
-
-def test_pod_that_stays_after_all_is_forgotten_as_counted() -> None:
-    world = a_world(running(1), round=a_round(running(1)))
-    job = that_trained(a_job(replicas=1, generation=2))
-    settled = plan(job, replace(world, size=size(1, generation=2)), NOW).status
-    assert settled is not None
-    sent_away = replace(job, status=replace(settled, counted_pod_uids=frozenset({running(1).uid})))
-    status = plan(sent_away, replace(world, size=size(1, generation=2)), NOW).status
-
-    assert status == settled
-
-
 def test_exceeded_backoff_limit_fails_the_job() -> None:
     job = that_trained(a_job(replicas=2, backoff_limit=3), pod_failures=3)
     made = plan(job, a_world(running(0), died(1, 139)), NOW)
@@ -249,16 +221,6 @@ def test_exceeded_backoff_limit_fails_the_job() -> None:
 
 
 # -- history
-
-
-def test_ended_pod_is_kept_until_it_has_a_successor() -> None:
-    waiting = died(0, failures=9, ended=NOW - 5)
-    ended = [died(index, ended=NOW, started=NOW - 200) for index in range(1, 4)]
-    alive = [running(index, after=ended[index - 1]) for index in range(1, 4)]
-    made = plan(that_trained(a_job(replicas=4)), a_world(waiting, *ended, *alive), NOW)
-
-    assert len(made.remove) == 1
-    assert made.remove[0].uid != waiting.uid
 
 
 # -- the end
@@ -431,14 +393,6 @@ def test_workers_yield_to_a_blocked_etcd() -> None:
     assert len(plan(job, there, NOW).create) == 3
 
 
-def test_trained_pods_do_not_yield_to_etcd() -> None:
-    job = that_trained(a_job(minimum=1, maximum=4, replicas=4))
-    world = a_world(running(0), running(1), blocked="exceeded quota", etcd_blocked=True, store_read=False)
-    made = plan(job, replace(world, etcd=EtcdState.STARTING), NOW)
-    assert (made.remove, made.create) == ((), ())
-    assert len(plan(job, replace(world, etcd=EtcdState.READY), NOW).create) == 2
-
-
 def test_blocked_objects_are_reported_while_all_pods_train() -> None:
     pods = (running(0), running(1))
     world = a_world(
@@ -520,14 +474,6 @@ def test_invalid_spec_is_reported_until_it_is_corrected() -> None:
     mended = plan(replace(a_job(), status=made.status), a_world(store_read=False), NOW)
     assert [pod.index for pod in mended.create] == [0, 1]
     assert condition(mended.status, ConditionType.INVALID).status is False
-
-
-def test_status_keeps_what_the_store_lost() -> None:
-    job = with_status(TRAINED, round=7, restarts=3)
-    pods = (running(0), running(1))
-    status = plan(job, a_world(*pods), NOW).status
-
-    assert (status.round, status.restarts, status.world_size, status.state) == (7, 3, 2, JobState.RUNNING)
 
 
 # -- events

@@ -229,12 +229,6 @@ def test_live_pods_keep_the_applied_spec_on_resumption() -> None:
     assert condition(made.status, ConditionType.RESTART_REQUIRED).status is True
 
 
-def test_applied_spec_stays_after_all_pods_vanished() -> None:
-    job = replace(with_spec_applied(a_job(args=("old.py",))), spec=a_job(args=("new.py",)).spec)
-
-    assert with_applied_spec(job, plan(job, a_world(), NOW)).spec.args == ("old.py",)
-
-
 def test_change_before_the_first_pod_takes_effect_at_once() -> None:
     refused = followed(a_job(image="no/such:image:at:all"), replace(NO_STORE, rejected="no such image"))
     mended = replace(refused, spec=a_job(image="digits:1").spec, generation=2)

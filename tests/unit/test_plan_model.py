@@ -497,25 +497,3 @@ TestAnyLife.settings = settings(
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-
-
-def test_before_the_first_round_too_a_pod_that_vanishes_costs_one_write_of_the_status() -> None:
-    cluster = SimulatedCluster(a_job(minimum=1, maximum=1, replicas=None))
-
-    def writes() -> int:
-        """How often the status is written until there is nothing more to do."""
-        cluster.look()
-        for written in range(9):
-            job, observed = cluster.observe()
-            todo = plan(job, observed, cluster.now)
-            cluster.apply(job, observed, todo)
-            if todo.status is None:
-                return written
-        return 9
-
-    writes()
-    for pod in list(cluster.pods.values()):
-        cluster.change(pod, phase=PodPhase.RUNNING, ready=True, started=cluster.now)
-    assert writes() == 1
-    cluster.pods.clear()
-    assert writes() == 1

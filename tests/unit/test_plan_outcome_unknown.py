@@ -185,12 +185,3 @@ def test_pod_that_gave_up_on_its_store_is_uncharged_and_the_last_failure() -> No
 
 
 # -- what is said of the spec
-
-
-def test_disruption_budget_condition_names_why_it_is_false() -> None:
-    asked = with_spec_applied(a_job(disruption_budget=True))
-    asked, _ = carried_out(asked, a_world(running(0), running(1), disruption_budget_error="no right"), NOW)
-    mended = plan(asked, a_world(running(0), running(1)), NOW).status
-    assert condition(mended, ConditionType.DISRUPTION_BUDGET_FAILED).reason == Reason.BUDGET_CREATED
-    without = plan(replace(asked, spec=a_job().spec, generation=2), a_world(running(0), running(1)), NOW).status
-    assert condition(without, ConditionType.DISRUPTION_BUDGET_FAILED).reason == Reason.NOT_REQUESTED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -18,34 +19,34 @@ from elastic_operator.api.spec import (
     PortRange,
     RendezvousSpec,
     program_of,
-    user_env,
 )
-from elastic_operator.api.validation import RESERVED, problem_of
+from elastic_operator.api.validation import problem_of
 from elastic_operator.controller.model import NewPod
-from elastic_operator.resources.agent_command import AgentCommand, Surroundings, agent_command, ending_of, resolved
+from elastic_operator.resources.agent_command import agent_arguments, agent_variables, ending_of, resolved
 from tests.support.builders import UID, a_job, size
 from torchelastic.config.main import parse
 from torchelastic.config.settings import AgentSettings, ProgramKind
 from torchelastic.protocol import PROTOCOL_VERSION, Env, ResumeRecord, SizeRecord, decode
 
+if TYPE_CHECKING:
+    from elastic_operator.controller.model import Job
+
 POD = NewPod(name="digits-1-abcde", index=1, size=size(2, generation=3, minimum=1, maximum=4))
-HERE = Surroundings(
-    store="10.0.0.9:2379",
-    checkpoints="/checkpoints/digits/1",
-    termination_log="/dev/termination-log",
-    address="10.0.0.7",
-    metrics_port=9100,
-)
 
 
-def as_the_agent_reads_it(command: AgentCommand) -> AgentSettings:
-    return parse(command.argv[1:], command.env)
+def variables_of(job: Job, pod: NewPod = POD) -> dict[str, str]:
+    where = {"checkpoints": "/checkpoints/digits/1", "termination_log": "/dev/termination-log"}
+    return agent_variables(job, pod, store="10.0.0.9:2379", metrics_port=9100, **where)
+
+
+def as_the_agent_reads_it(job: Job, pod: NewPod = POD) -> AgentSettings:
+    return parse(agent_arguments(job.spec), {**variables_of(job, pod), Env.NODE_ADDRESS: "10.0.0.7"})
 
 
 def test_agent_parses_its_command(tmp_path: Path) -> None:
     (script := tmp_path / "train.py").touch()
     job = a_job(maximum=4, nproc_per_node=3, max_restarts=7, args=(str(script), "--epochs", "10"))
-    settings = as_the_agent_reads_it(agent_command(job, POD, HERE))
+    settings = as_the_agent_reads_it(job)
 
     rendezvous = settings.rendezvous
     assert (rendezvous.run_id, rendezvous.unique_run, rendezvous.max_restarts) == (UID, True, 7)
@@ -59,7 +60,7 @@ def test_agent_parses_its_command(tmp_path: Path) -> None:
 
 def test_args_without_a_command_may_be_launcher_flags() -> None:
     job = a_job(args=("--nproc-per-node=5", "-m", "json.tool", "--nnodes"))
-    settings = as_the_agent_reads_it(agent_command(job, POD, HERE))
+    settings = as_the_agent_reads_it(job)
 
     assert settings.workers == 5
     assert (settings.program.kind, settings.program.argv) == (ProgramKind.MODULE, ("json.tool", "--nnodes"))
@@ -69,15 +70,12 @@ def test_args_without_a_command_may_be_launcher_flags() -> None:
     ("command", "args"),
     [
         (("/bin/echo",), ("--nproc-per-node=5", "--", "-m")),
-        (("/bin/echo", "--standalone"), ()),
         (("/bin/echo", "--"), ("x",)),
     ],
 )
 def test_command_is_not_parsed_for_flags(command: tuple[str, ...], args: tuple[str, ...]) -> None:
-    started = agent_command(a_job(command=command, args=args), POD, HERE)
-    settings = as_the_agent_reads_it(started)
+    settings = as_the_agent_reads_it(a_job(command=command, args=args))
 
-    assert started.argv == ("torchelastic-run", "--no-python", "--", *command, *args)
     assert (settings.program.kind, settings.program.argv) == (ProgramKind.COMMAND, (*command, *args))
     assert settings.workers == 1
 
@@ -97,16 +95,11 @@ def test_command_that_only_mentions_a_launcher_is_valid(command: tuple[str, ...]
 
 
 def test_size_is_passed_as_a_record() -> None:
-    env = agent_command(a_job(), POD, HERE).env
+    env = variables_of(a_job())
 
     assert decode(env[Env.SIZE].encode(), SizeRecord) == POD.size
     assert env[Env.PROTOCOL] == str(PROTOCOL_VERSION)
     assert env[Env.CHECKPOINT_DIR] == "/checkpoints/digits/1"
-
-
-def test_every_given_variable_is_reserved() -> None:
-    resumed = replace(POD, resume=ResumeRecord(round=1))
-    assert set(agent_command(a_job(), resumed, HERE).env) == RESERVED
 
 
 def exit_rule(action: FailureAction, *codes: int, negated: bool = False) -> FailureRule:
@@ -134,7 +127,7 @@ FAIL, IGNORE, COUNT = FailureAction.FAIL_JOB, FailureAction.IGNORE, FailureActio
 def test_exit_code_rules_are_passed_to_the_agents(
     rules: tuple[FailureRule, ...], final: str | None, free: str | None
 ) -> None:
-    env = agent_command(a_job(failure_rules=rules), POD, HERE).env
+    env = variables_of(a_job(failure_rules=rules))
 
     assert (env.get("PET_FINAL_EXIT_CODES"), env.get("PET_FREE_EXIT_CODES")) == (final, free)
 
@@ -142,12 +135,12 @@ def test_exit_code_rules_are_passed_to_the_agents(
 def test_rendezvous_settings_are_passed_to_the_agents(tmp_path: Path) -> None:
     (script := tmp_path / "train.py").touch()
     job = a_job(args=(str(script),), rendezvous=RendezvousSpec(30, 1200, 10))
-    settings = as_the_agent_reads_it(agent_command(job, POD, HERE))
+    settings = as_the_agent_reads_it(job)
 
     meeting = settings.rendezvous
     assert (meeting.last_call_timeout, meeting.join_timeout, meeting.lease) == (30.0, 1200.0, 10.0)
-    assert "PET_RDZV_CONF" not in agent_command(a_job(), POD, HERE).env
-    ports = agent_command(a_job(rendezvous=RendezvousSpec(ports=PortRange(20000, 20031))), POD, HERE).env
+    assert "PET_RDZV_CONF" not in variables_of(a_job())
+    ports = variables_of(a_job(rendezvous=RendezvousSpec(ports=PortRange(20000, 20031))))
     assert (ports["PET_PORT_RANGE"], "PET_RDZV_CONF" in ports) == ("20000-20031", False)
 
 
@@ -156,7 +149,7 @@ def test_agent_parses_failure_rules_and_the_resume_record(tmp_path: Path) -> Non
     rules = (exit_rule(FAIL, 3, 64, 65), exit_rule(IGNORE, 1, 3, negated=True))
     job = a_job(args=(str(script),), failure_rules=rules, rendezvous=RendezvousSpec(ports=PortRange(20000, 20031)))
     resumed = replace(POD, resume=ResumeRecord(round=12, restarts=3, uncharged_restarts=5))
-    settings = as_the_agent_reads_it(agent_command(job, resumed, HERE))
+    settings = as_the_agent_reads_it(job, resumed)
 
     assert settings.final_exit_codes == {3, 64, 65}
     assert settings.free_exit_codes == {*range(1, 256)} - {1, 3, 64, 65}
@@ -168,7 +161,7 @@ def test_agent_parses_failure_rules_and_the_resume_record(tmp_path: Path) -> Non
 def test_tls_secret_is_passed_to_the_agents() -> None:
     job = a_job(etcd=EtcdSpec(endpoint="https://etcd", tls_secret="etcd-client"), rendezvous=RendezvousSpec(lease=9))
 
-    assert agent_command(job, POD, HERE).env["PET_RDZV_CONF"] == "lease=9,tls=/etc/torchelastic/etcd"
+    assert variables_of(job)["PET_RDZV_CONF"] == "lease=9,tls=/etc/torchelastic/etcd"
 
 
 @pytest.mark.parametrize(("period", "grace"), [(None, 60), (120, 60), (120, 0), (80, 60), (100, 75)])
@@ -176,7 +169,7 @@ def test_grace_period_is_passed_to_the_agents(tmp_path: Path, period: int | None
     (script := tmp_path / "train.py").touch()
     template = {} if period is None else pod_template(terminationGracePeriodSeconds=period)
     job = a_job(args=(str(script),), grace_period=grace, template=template)
-    settings = as_the_agent_reads_it(agent_command(job, POD, HERE))
+    settings = as_the_agent_reads_it(job)
 
     assert settings.stop_grace == grace
     assert problem_of(msgspec.structs.replace(job.spec, image="i")) is None
@@ -186,13 +179,6 @@ def test_grace_period_is_passed_to_the_agents(tmp_path: Path, period: int | None
         assert settings.rendezvous.notice == max(0, period - min(25, period / 4) - grace)
 
 
-def test_launcher_can_be_replaced() -> None:
-    launcher = ("/usr/bin/python3", "-m", "torchelastic.run")
-    started = agent_command(a_job(args=("x.py",)), POD, replace(HERE, launcher=launcher))
-
-    assert started.argv == (*launcher, "x.py")
-
-
 def template(**container: object) -> dict[str, object]:
     containers = [{"name": "sidecar", "args": ["no"]}, {"name": "worker", **container}]
     return {"spec": {"containers": containers}}
@@ -200,16 +186,6 @@ def template(**container: object) -> dict[str, object]:
 
 def pod_template(**fields: object) -> dict[str, object]:
     return {"spec": fields}
-
-
-def test_the_template_may_name_the_program_and_more_variables() -> None:
-    job = a_job(
-        template=template(command=["python"], args=["x.py"], env=[{"name": "A", "value": "1"}]),
-        env=({"name": "B", "value": "2"},),
-    )
-
-    assert program_of(job.spec) == (("python",), ("x.py",))
-    assert [entry["name"] for entry in user_env(job.spec)] == ["A", "B"]
 
 
 @pytest.mark.parametrize("shape", [{}, {"spec": None}, {"spec": {"containers": None}}, {"spec": {"containers": []}}])
@@ -252,42 +228,6 @@ def test_template_may_be_empty(shape: dict[str, object]) -> None:
         (
             {"env": ({"name": "PET_RDZV_BACKEND", "value": "etcd-v2"},)},
             "the environment variable PET_RDZV_BACKEND is the operator's to set; remove it",
-        ),
-        *(
-            (
-                {fields: command, "args": ("--nproc-per-node=2", "x.py")}
-                if fields == "command"
-                else {"template": template(image="i", command=[*command])},
-                (
-                    f'the command "{command[0]}" starts a launcher such as torchrun, but each pod is the launcher '
-                    "itself, and the command is what each worker is; remove it, and give the launcher's flags and the "
-                    "program in args"
-                ),
-            )
-            for fields, command in (
-                ("command", ("torchrun",)),
-                ("command", ("/opt/bin/torchelastic-run", "x.py")),
-                ("template", ("python3", "-m", "torch.distributed.run", "x.py")),
-                ("command", ("python", "-mtorch.distributed.run", "x.py")),
-                ("command", ("python", "-um", "torch.distributed.launch", "x.py")),
-                ("command", ("bash", "-c", "torchrun --nproc_per_node=4 x.py")),
-                ("command", ("/bin/sh", "-e", "-xc", "cd /data && exec python -m torch.distributed.run x.py")),
-            )
-        ),
-        *(
-            (
-                {"args": args},
-                (
-                    "the program in args starts a launcher, but each pod is the launcher itself; name the program "
-                    "alone, and before it the launcher's flags"
-                ),
-            )
-            for args in (
-                ("torchrun", "--nproc_per_node=4", "x.py"),
-                ("--tee=3", "--no-python", "--", "python", "-mtorch.distributed.run", "x.py"),
-                ("-m", "torch.distributed.run", "x.py"),
-                ("--no-python", "bash", "-c", "torchrun x.py"),
-            )
         ),
         (
             {"args": ("--max-restarts=3", "x.py")},
@@ -338,6 +278,30 @@ def test_template_may_be_empty(shape: dict[str, object]) -> None:
 )
 def test_invalid_spec_is_rejected(fields: dict[str, object], words: str) -> None:
     assert problem_of(a_job(**fields).spec) == words  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("torchrun",),
+        ("/opt/python3", "-m", "torch.distributed.run", "x.py"),
+        ("python", "-um", "torch.distributed.launch", "x.py"),
+        ("bash", "-c", "torchrun --nproc_per_node=4 x.py"),
+        ("/bin/sh", "-e", "-xc", "cd /data && exec python -m torch.distributed.run x.py"),
+    ],
+)
+def test_command_that_starts_a_launcher_is_rejected(command: tuple[str, ...]) -> None:
+    for fields in ({"command": command}, {"template": template(image="i", command=[*command])}):
+        assert str(problem_of(a_job(**fields).spec)).startswith(
+            f'the command "{command[0]}" starts a launcher such as torchrun, but each pod is the launcher itself'
+        )
+    for args in (command, ("--tee=3", "--no-python", "--", *command)):
+        assert str(problem_of(a_job(args=args).spec)).startswith("the program in args starts a launcher, but each pod")
+
+
+def test_module_that_is_a_launcher_is_rejected() -> None:
+    problem = problem_of(a_job(args=("-m", "torch.distributed.run", "x.py")).spec)
+    assert str(problem).startswith("the program in args starts a launcher, but each pod")
 
 
 @pytest.mark.parametrize(
@@ -415,7 +379,7 @@ def test_flags_take_precedence_over_fields(tmp_path: Path) -> None:
     rules = (exit_rule(FAIL, 3),)
     ports = RendezvousSpec(ports=PortRange(2000, 2015))
     job = a_job(args=(*flags, str(script)), nproc_per_node=2, grace_period=3, rendezvous=ports, failure_rules=rules)
-    settings = as_the_agent_reads_it(agent_command(job, POD, HERE))
+    settings = as_the_agent_reads_it(job)
 
     assert problem_of(msgspec.structs.replace(job.spec, image="i")) is None
     assert (settings.workers, settings.stop_grace, settings.final_exit_codes) == (4, 90, {4})
@@ -425,7 +389,7 @@ def test_flags_take_precedence_over_fields(tmp_path: Path) -> None:
 
 
 def test_references_are_resolved_as_by_a_kubelet() -> None:
-    started = AgentCommand(("run", "$(A)-$(B)", "$(NOBODY)", "$$(A)", "$A"), {"A": "1"})
+    arguments = ("run", "$(A)-$(B)", "$(NOBODY)", "$$(A)", "$A")
     entries = [
         {"name": "B", "value": "<$(A)>"},
         {"name": "EARLY", "value": "$(LATE)"},
@@ -433,10 +397,10 @@ def test_references_are_resolved_as_by_a_kubelet() -> None:
         {"name": "EMPTY"},
         {"name": "SECRET", "valueFrom": {"secretKeyRef": {}}},
     ]
-    result = resolved(started, entries)
+    resolved_arguments, variables = resolved(arguments, {"A": "1"}, entries)
 
-    assert result.argv == ("run", "1-<1>", "$(NOBODY)", "$(A)", "$A")
-    assert result.env == {"A": "1", "B": "<1>", "EARLY": "$(LATE)", "LATE": "x", "EMPTY": ""}
+    assert resolved_arguments == ("run", "1-<1>", "$(NOBODY)", "$(A)", "$A")
+    assert variables == {"A": "1", "B": "<1>", "EARLY": "$(LATE)", "LATE": "x", "EMPTY": ""}
 
 
 @pytest.mark.parametrize(

@@ -7,73 +7,14 @@ import math
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.json_values import moment, rfc3339
-from elastic_operator.api.spec import AppliedSpec
 from elastic_operator.api.status import Condition, JobState, JobStatus, LastFailure, status_from_json, status_to_json
 from elastic_operator.errors import BadInput
+from tests.support.any_job import STATUSES
 from tests.support.builders import NOW
 from torchelastic.protocol import NodeEnd, RunState, TimeBreakdown
-
-COUNTS = st.integers(0, 1_000_000)
-TIMES = st.integers(0, 4_000_000_000).map(float)
-CONDITIONS = st.builds(
-    Condition,
-    type=st.sampled_from(ConditionType),
-    status=st.booleans(),
-    reason=st.sampled_from(Reason),
-    message=st.text(max_size=40),
-    since=TIMES,
-)
-FAILURES = st.builds(
-    LastFailure,
-    message=st.text(max_size=40),
-    pod=st.text(max_size=9),
-    rank=st.none() | COUNTS,
-    exit_code=st.none() | st.integers(0, 255),
-    signal=st.sampled_from(["", "SIGKILL"]),
-    time=TIMES,
-)
-SPENT = st.integers(0, 10**9).map(lambda milliseconds: milliseconds / 1000)
-SPLITS = st.builds(
-    TimeBreakdown,
-    until=st.integers(0, 4 * 10**12).map(lambda milliseconds: milliseconds / 1000),
-    seconds=st.dictionaries(st.sampled_from(RunState), SPENT),
-    lost=st.none() | SPENT,
-    joined=COUNTS,
-    gone=st.dictionaries(st.sampled_from(NodeEnd), COUNTS),
-)
-APPLIED = st.sampled_from(
-    [
-        AppliedSpec(),
-        AppliedSpec(args=("train.py",), template={"metadata": {"labels": {"a": "b"}}}, nproc_per_node="gpu"),
-    ]
-)
-STATUSES = st.builds(
-    JobStatus,
-    state=st.sampled_from(JobState),
-    observed_generation=COUNTS,
-    replicas=COUNTS,
-    ready_replicas=COUNTS,
-    desired=COUNTS,
-    round=COUNTS,
-    world_size=COUNTS,
-    restarts=COUNTS,
-    pod_failures=COUNTS,
-    counted_pod_uids=st.frozensets(st.uuids().map(str), max_size=4),
-    size_generation=COUNTS,
-    started=st.none() | TIMES,
-    completed=st.none() | TIMES,
-    uncharged_restarts=COUNTS,
-    active=st.none() | TIMES,
-    last_failure=st.none() | FAILURES,
-    excluded_nodes=st.lists(st.text(max_size=9), max_size=3).map(tuple),
-    applied_spec=st.none() | APPLIED,
-    time_breakdown=st.none() | SPLITS,
-    conditions=st.lists(CONDITIONS, max_size=4).map(tuple),
-)
 
 
 @settings(database=None, derandomize=True)

@@ -49,6 +49,7 @@ REPORT_LIMIT: Final = 900_000
 
 _LONGEST_TEXT: Final = 16384
 _SHORTEST_TEXT: Final = 256
+"""Characters with which the rounds of the longest history fit into a ConfigMap."""
 _OF_JOB: Final = ("namespace", "name", "uid", "created", "state", "message")
 
 
@@ -116,13 +117,10 @@ def report_from_json(document: Mapping[str, Any]) -> Report:
 
 
 def encode_report(report: Report, limit: int = REPORT_LIMIT) -> bytes:
-    """The report as text of at most ``limit`` bytes: sentences are shortened and, if need be, rounds left out."""
+    """The report as text of at most ``limit`` bytes; if need be, its sentences are shortened."""
     longest = _LONGEST_TEXT
-    while len(text := _text_of(report, longest)) > limit and (longest > _SHORTEST_TEXT or report.history.rounds):
-        if longest > _SHORTEST_TEXT:
-            longest //= 2
-        else:
-            report = replace(report, history=bounded(report.history, len(report.history.rounds) // 2))
+    while len(text := _text_of(report, longest)) > limit and longest > _SHORTEST_TEXT:
+        longest //= 2
     return text
 
 

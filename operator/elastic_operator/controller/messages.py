@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from elastic_operator.api.status import JobStatus
     from elastic_operator.controller.failures import Completion, FailureCount
-    from elastic_operator.controller.model import EndedPod, Observed, Pod, Snapshot, SpecInEffect
+    from elastic_operator.controller.model import EndedPod, Observed, Pod, Snapshot
     from elastic_operator.controller.scaling import EmptySlot, PlannedPods
     from torchelastic.protocol import FailureRecord, OutcomeRecord
 
@@ -43,12 +43,10 @@ _UNKNOWN: Final = "whether the run has ended is not known while the store cannot
 _HELD: Final = "no pod is started until it can be read"
 
 
-def running_conditions(
-    snapshot: Snapshot, status: JobStatus, effect: SpecInEffect, planned: PlannedPods
-) -> tuple[Condition, ...]:
+def running_conditions(snapshot: Snapshot, status: JobStatus, planned: PlannedPods) -> tuple[Condition, ...]:
     """The conditions of a job that is neither suspended nor finished."""
     observed, before = snapshot.observed, snapshot.job.status
-    missing = _missing(snapshot, effect, planned)
+    missing = _missing(snapshot, planned)
     waiting = _waiting(snapshot, status, planned, missing)
     values: dict[str, Value] = {
         ConditionType.RUNNING: _running(observed, status, waiting),
@@ -58,9 +56,13 @@ def running_conditions(
     budget_ok = Reason.BUDGET_CREATED if snapshot.job.spec.disruption_budget else Reason.NOT_REQUESTED
     # These are set once they are true, and kept from then on.
     rare: dict[str, tuple[Reason, str | None, Reason]] = {
-        ConditionType.INVALID: (*_rejection(snapshot, effect, planned), Reason.SPEC_VALID),
+        ConditionType.INVALID: (*_rejection(snapshot, planned), Reason.SPEC_VALID),
         ConditionType.SUSPENDED: (Reason.SUSPENDED, None, Reason.RESUMED),
-        ConditionType.RESTART_REQUIRED: (Reason.SPEC_CHANGED, _restart_required(effect), Reason.SPEC_IN_EFFECT),
+        ConditionType.RESTART_REQUIRED: (
+            Reason.SPEC_CHANGED,
+            _restart_required(snapshot.changes),
+            Reason.SPEC_IN_EFFECT,
+        ),
         ConditionType.STORE_UNREACHABLE: (
             Reason.NOT_ALLOWED if observed.store_forbidden else Reason.UNREACHABLE,
             observed.store_error and clause(observed.store_error),
@@ -86,9 +88,7 @@ def running_conditions(
     return with_times(before, values, snapshot.now)
 
 
-def suspended_conditions(
-    snapshot: Snapshot, problem: str | None, *, stopping: bool, unread: bool
-) -> tuple[Condition, ...]:
+def suspended_conditions(snapshot: Snapshot, *, stopping: bool, unread: bool) -> tuple[Condition, ...]:
     """The conditions of a suspended job; see :func:`~elastic_operator.controller.status.suspended_status`."""
     before = snapshot.job.status
     no: Value = (False, Reason.SUSPENDED, "")
@@ -107,8 +107,8 @@ def suspended_conditions(
     }
     for condition in before.conditions:
         values.setdefault(condition.type, no)
-    if problem is not None:
-        values[ConditionType.INVALID] = (True, Reason.SPEC_INVALID, problem)
+    if snapshot.job.problem is not None:
+        values[ConditionType.INVALID] = (True, Reason.SPEC_INVALID, snapshot.job.problem)
     elif ConditionType.INVALID in values:
         values[ConditionType.INVALID] = (False, Reason.SPEC_VALID, "")
     if unread and before.state is not JobState.SUSPENDED:
@@ -147,15 +147,15 @@ def with_times(before: JobStatus, values: Mapping[str, Value], now: float) -> tu
     )
 
 
-def _rejection(snapshot: Snapshot, effect: SpecInEffect, planned: PlannedPods) -> tuple[Reason, str | None]:
+def _rejection(snapshot: Snapshot, planned: PlannedPods) -> tuple[Reason, str | None]:
     """Why the spec is invalid; None for its message if it is valid.
 
     That the cluster rejects its pods is remembered until a pod was accepted, or is not created for another reason: an
     operator that has just started tries once more, which is no news.
     """
     job, observed = snapshot.job, snapshot.observed
-    if effect.problem is not None:
-        return Reason.SPEC_INVALID, effect.problem
+    if job.problem is not None:
+        return Reason.SPEC_INVALID, job.problem
     if observed.rejected is not None:
         return Reason.REFUSED, clause(observed.rejected)
     if planned.slots and observed.blocked is None and job.status.observed_generation == job.generation:
@@ -204,11 +204,11 @@ def _degraded(observed: Observed, status: JobStatus, missing: str) -> Value:
     return (True, reason, _clauses(there, missing))
 
 
-def _restart_required(effect: SpecInEffect) -> str | None:
-    if not effect.changes:
+def _restart_required(changes: Sequence[str]) -> str | None:
+    if not changes:
         return None
-    has = "has" if len(effect.changes) == 1 else "have"
-    return f"{listed(effect.changes)} {has} changed; suspend the job and resume it to have that take effect"
+    has = "has" if len(changes) == 1 else "have"
+    return f"{listed(changes)} {has} changed; suspend the job and resume it to have that take effect"
 
 
 def _clauses(*parts: str) -> str:
@@ -221,7 +221,7 @@ def _why_unread(observed: Observed) -> str:
     return clause(observed.blocked or observed.store_error or observed.etcd_error or "")
 
 
-def _missing(snapshot: Snapshot, effect: SpecInEffect, planned: PlannedPods) -> str:
+def _missing(snapshot: Snapshot, planned: PlannedPods) -> str:
     """Which pods are missing, and why."""
     blocked = snapshot.observed.blocked
     starting = [(pod.index, pod.name, clause(pod.waiting)) for pod in planned.staying if not pod.ready]
@@ -242,8 +242,8 @@ def _missing(snapshot: Snapshot, effect: SpecInEffect, planned: PlannedPods) -> 
     parts.append(listed(waits))
     if planned.held:
         parts += [_UNKNOWN, _HELD, _why_unread(snapshot.observed)]
-    if effect.problem is not None:
-        parts.append(f"no pod is created from this spec: {clause(effect.problem)}")
+    if (problem := snapshot.job.problem) is not None:
+        parts.append(f"no pod is created from this spec: {clause(problem)}")
     elif snapshot.observed.rejected is not None:
         parts.append("no more pods are created from this spec, which the cluster rejects")
     return _clauses(*parts)

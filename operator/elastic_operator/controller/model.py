@@ -251,7 +251,7 @@ class Snapshot:
     """The input of a plan.
 
     Attributes:
-        job: the job, with the spec in effect and the status that was written last.
+        job: the job, with the spec in effect, its problem, and the status that was written last.
         observed: what was observed of it.
         now: seconds since the Unix epoch.
         desired: how many pods there should be.
@@ -263,6 +263,8 @@ class Snapshot:
         outcome_unknown: whether the run may have ended without the operator knowing: the job had pods, has none, and
             its store has not been read.
         store_wait: seconds for which to wait for the store before deciding on something that happened.
+        applied: the part of the spec that the status is to keep; None if nothing is applied.
+        changes: the fields in which the user's spec differs from it.
     """
 
     job: Job
@@ -276,6 +278,8 @@ class Snapshot:
     never_read: bool
     outcome_unknown: bool
     store_wait: float
+    applied: AppliedSpec | None = None
+    changes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, job: Job, observed: Observed, now: float) -> Self:
@@ -315,23 +319,6 @@ class Snapshot:
         if waiting is not None and waiting.status and waiting.reason == Reason.STORE_UNREADABLE:
             since = waiting.since
         return since + PATIENCE if self.store_may_tell(since) else None
-
-
-@dataclass(frozen=True, slots=True)
-class SpecInEffect:
-    """The spec that applies to a job.
-
-    Attributes:
-        spec: the user's spec with the applied values.
-        applied: what the status is to keep; None if nothing is applied.
-        changes: the fields in which the user's spec differs from it.
-        problem: why no pod can be made of it; None if one can.
-    """
-
-    spec: ElasticJobSpec
-    applied: AppliedSpec | None
-    changes: tuple[str, ...] = ()
-    problem: str | None = None
 
 
 def _had_pods(job: Job, observed: Observed) -> bool:

@@ -28,7 +28,7 @@ from elastic_operator.api.spec import MANAGER, CleanPodPolicy, changed_fields
 from elastic_operator.api.status import JobState
 from elastic_operator.controller.failures import count_failures, find_completion
 from elastic_operator.controller.messages import completion_event, running_events, suspension_events
-from elastic_operator.controller.model import PATIENCE, EtcdState, Plan, PodPhase, Snapshot, SpecInEffect
+from elastic_operator.controller.model import PATIENCE, EtcdState, Plan, PodPhase, Snapshot
 from elastic_operator.controller.scaling import plan_pods, removals
 from elastic_operator.controller.status import (
     breakdown_at_change,
@@ -85,51 +85,51 @@ def plan(job: Job, observed: Observed, now: float) -> Plan:
     read_until = snapshot.store_needed_until() if suspended else None
     if suspended:
         applied = job.status.applied_spec if snapshot.unfinished or read_until is not None else None
-        effect = SpecInEffect(job.spec.with_applied(applied), applied, problem=job.problem)
+        snapshot = replace(snapshot, job=replace(job, spec=job.spec.with_applied(applied)), applied=applied)
     else:
-        effect = _spec_in_effect(snapshot, is_resumed=is_resumed)
-    snapshot = replace(snapshot, job=replace(job, spec=effect.spec))
+        snapshot = _with_spec_in_effect(snapshot, is_resumed=is_resumed)
     count = count_failures(snapshot)
     completion = find_completion(snapshot, count)
     if completion is not None:
         status = finished_status(snapshot, count, completion)
         return replace(_clean_up(snapshot, status), events=(completion_event(status),))
     if suspended:
-        return _suspend(snapshot, count, effect, read_until)
-    return _run(snapshot, count, effect)
+        return _suspend(snapshot, count, read_until)
+    return _run(snapshot, count)
 
 
-def _spec_in_effect(snapshot: Snapshot, *, is_resumed: bool) -> SpecInEffect:
-    """The spec that applies to a job that is neither suspended nor finished."""
+def _with_spec_in_effect(snapshot: Snapshot, *, is_resumed: bool) -> Snapshot:
+    """The input with the spec that applies to a job that is neither suspended nor finished."""
     job, spec, applied = snapshot.job, snapshot.job.spec, snapshot.job.status.applied_spec
     had_pods = bool(snapshot.gone) or job.status.size_generation > 0
     if applied is None or not (snapshot.live or (had_pods and not is_resumed)):
-        return SpecInEffect(spec, None if job.problem else spec.applied, problem=job.problem)
+        return replace(snapshot, applied=None if job.problem else spec.applied)
     # What is applied was valid when it was applied; beside it, only the bounds can be wrong.
     problem = None if 1 <= spec.min_replicas <= spec.max_replicas else job.problem
-    return SpecInEffect(spec.with_applied(applied), applied, changed_fields(spec, applied), problem)
+    job = replace(job, spec=spec.with_applied(applied), problem=problem)
+    return replace(snapshot, job=job, applied=applied, changes=changed_fields(spec, applied))
 
 
-def _run(snapshot: Snapshot, count: FailureCount, effect: SpecInEffect) -> Plan:
+def _run(snapshot: Snapshot, count: FailureCount) -> Plan:
     """Bring the job to its size; if its spec is invalid, what runs continues, and nothing is created."""
     spec, before, observed = snapshot.job.spec, snapshot.job.status, snapshot.observed
-    breakdown = before.time_breakdown
-    if effect.problem is None and before.active is None and before.condition(ConditionType.SUSPENDED) is not None:
+    valid, breakdown = snapshot.job.problem is None, before.time_breakdown
+    if valid and before.active is None and before.condition(ConditionType.SUSPENDED) is not None:
         breakdown = breakdown_at_change(snapshot.job, observed, snapshot.now)  # it is resumed
-    planned = plan_pods(snapshot, count, breakdown, can_create=effect.problem is None)
-    status = running_status(snapshot, count, effect, planned, breakdown)
-    has_objects = effect.problem is None or bool(snapshot.live)
+    planned = plan_pods(snapshot, count, breakdown)
+    status = running_status(snapshot, count, planned, breakdown)
+    has_objects = valid or bool(snapshot.live)
     times = [count.next_due, *(slot.due for slot in planned.slots)]
     if status.active is not None and spec.active_deadline is not None:
         deadline = status.active + spec.active_deadline
         times += [deadline, deadline + PATIENCE]  # then it counts although the store could not be read
     return Plan(
-        replicas=snapshot.desired if effect.problem is None and spec.replicas is None else None,
+        replicas=snapshot.desired if valid and spec.replicas is None else None,
         status=_unless_the_same(before, status, planned.staying),
         events=running_events(snapshot, status, count, planned),
         ended=count.ended,
         # Without pods to create it is kept while it may be needed, and not created.
-        etcd=(effect.problem is None and observed.rejected is None)
+        etcd=(valid and observed.rejected is None)
         or observed.etcd is not EtcdState.ABSENT
         or bool(snapshot.unfinished),
         min_member=spec.min_replicas if has_objects and spec.scheduling.gang is not None else None,
@@ -141,7 +141,7 @@ def _run(snapshot: Snapshot, count: FailureCount, effect: SpecInEffect) -> Plan:
     )
 
 
-def _suspend(snapshot: Snapshot, count: FailureCount, effect: SpecInEffect, read_until: float | None) -> Plan:
+def _suspend(snapshot: Snapshot, count: FailureCount, read_until: float | None) -> Plan:
     """Delete all that a suspended job has, or one that was resumed before its pods were gone.
 
     Its store stays while agents may want to leave there, and until it has said whether the run has ended.
@@ -149,7 +149,7 @@ def _suspend(snapshot: Snapshot, count: FailureCount, effect: SpecInEffect, read
     job, now, observed = snapshot.job, snapshot.now, snapshot.observed
     unread = not snapshot.unfinished and (read_until is not None or bool(count.pending))
     stopped = not snapshot.unfinished and not unread
-    status = suspended_status(snapshot, count, effect, unread=unread)
+    status = suspended_status(snapshot, count, unread=unread)
     pods = [pod for pod in snapshot.live + snapshot.ended if pod.uid not in count.pending]
     times = [read_until, count.next_due, now + _AT_ONCE if stopped and not job.spec.suspend else None]
     return Plan(

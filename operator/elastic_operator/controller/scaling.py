@@ -86,20 +86,19 @@ class PlannedPods:
     announce: SizeRecord | None = None
 
 
-def plan_pods(
-    snapshot: Snapshot, count: FailureCount, breakdown: TimeBreakdown | None, *, can_create: bool
-) -> PlannedPods:
+def plan_pods(snapshot: Snapshot, count: FailureCount, breakdown: TimeBreakdown | None) -> PlannedPods:
     """Bring the job to its size: tell the agents, delete surplus pods, fill empty indices.
+
+    If no pods can be made of the spec, the job stays as it is.
 
     Args:
         snapshot: the input of the plan.
         count: the pods that ended.
         breakdown: where the job's time went, up to its last resumption.
-        can_create: whether pods can be made of the spec; if not, the job stays as it is.
     """
     job, observed, now = snapshot.job, snapshot.observed, snapshot.now
     gone = frozenset([each.pod.uid for each in count.judged])
-    if not can_create:
+    if job.problem is not None:
         return PlannedPods(staying=snapshot.live, gone=gone)
     size, announce, surplus = _settle_size(snapshot)
     staying = _without(snapshot.live, surplus)

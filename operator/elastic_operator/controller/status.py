@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from elastic_operator.api.status import JobStatus
     from elastic_operator.controller.failures import Completion, FailureCount
-    from elastic_operator.controller.model import Job, Observed, Pod, Snapshot, SpecInEffect
+    from elastic_operator.controller.model import Job, Observed, Pod, Snapshot
     from elastic_operator.controller.scaling import PlannedPods
     from torchelastic.protocol import RoundRecord
 
@@ -45,7 +45,6 @@ for most of it."""
 def running_status(
     snapshot: Snapshot,
     count: FailureCount,
-    effect: SpecInEffect,
     planned: PlannedPods,
     breakdown: TimeBreakdown | None,
 ) -> JobStatus:
@@ -64,7 +63,7 @@ def running_status(
         started = snapshot.now
     world_size = before.world_size if round is None else _world_size(round, planned.staying)
     trains = started is not None and enough and (world_size > 0 or unheard)
-    writes_replicas = effect.problem is None and job.spec.replicas is None
+    writes_replicas = job.problem is None and job.spec.replicas is None
     status = replace(
         _counted(snapshot, count, planned.gone),
         state=JobState.RUNNING if trains else JobState.PENDING if started is None else JobState.WAITING,
@@ -74,20 +73,19 @@ def running_status(
         world_size=world_size if ready else 0,
         size_generation=size_generation,
         started=started,
-        active=snapshot.now if before.active is None and effect.problem is None else before.active,
-        applied_spec=effect.applied,
+        active=snapshot.now if before.active is None and job.problem is None else before.active,
+        applied_spec=snapshot.applied,
         time_breakdown=breakdown,
     )
-    return replace(status, conditions=running_conditions(snapshot, status, effect, planned))
+    return replace(status, conditions=running_conditions(snapshot, status, planned))
 
 
-def suspended_status(snapshot: Snapshot, count: FailureCount, effect: SpecInEffect, *, unread: bool) -> JobStatus:
+def suspended_status(snapshot: Snapshot, count: FailureCount, *, unread: bool) -> JobStatus:
     """The status of a job that is suspended.
 
     Args:
         snapshot: the input of the plan.
         count: the pods that ended.
-        effect: the spec in effect.
         unread: whether its store has to be read before it may be deleted.
     """
     job, before = snapshot.job, snapshot.job.status
@@ -106,9 +104,9 @@ def suspended_status(snapshot: Snapshot, count: FailureCount, effect: SpecInEffe
         world_size=0,
         active=None,
         size_generation=max(before.size_generation, 1 if gone else 0) if stopping or unread else 0,
-        applied_spec=effect.applied,
+        applied_spec=snapshot.applied,
         time_breakdown=breakdown,
-        conditions=suspended_conditions(snapshot, effect.problem, stopping=stopping, unread=unread),
+        conditions=suspended_conditions(snapshot, stopping=stopping, unread=unread),
     )
 
 

@@ -19,9 +19,9 @@ from elastic_operator.api.spec import user_env
 from elastic_operator.controller.model import NewPod, Pod, PodPhase
 from elastic_operator.errors import BadInput
 from elastic_operator.local.pdeathsig import with_pdeathsig
-from elastic_operator.resources.agent_command import Surroundings, agent_command, resolved
+from elastic_operator.resources.agent_command import agent_arguments, agent_variables, resolved
 from torchelastic.errors import MalformedRecord
-from torchelastic.protocol import TERMINATION_MESSAGE_LIMIT, ExitCode, SizeRecord, TerminationMessage, decode
+from torchelastic.protocol import TERMINATION_MESSAGE_LIMIT, Env, ExitCode, SizeRecord, TerminationMessage, decode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -89,18 +89,19 @@ def pod_command(
         launcher: the command that starts an agent.
     """
     logs, checkpoints = run.logs / pod.name, run.checkpoints / job.name / str(pod.index)
-    surroundings = Surroundings(
+    variables = agent_variables(
+        job,
+        pod,
         store=store,
         checkpoints=str(checkpoints),
         termination_log=str(logs / "termination-log"),
-        address=_LOOPBACK,
         metrics_port=0,
-        launcher=launcher,
     )
-    agent = resolved(agent_command(job, pod, surroundings), user_env(job.spec))
+    variables[Env.NODE_ADDRESS] = _LOOPBACK
+    arguments, variables = resolved(agent_arguments(job.spec), variables, user_env(job.spec))
     inherited = {name: value for name, value in environ.items() if not name.startswith(_NOT_INHERITED)}
-    env = {**inherited, **agent.env, "PET_LOG_DIR": str(logs)}
-    return PodCommand(agent.argv, env, base, checkpoints, logs)
+    env = {**inherited, **variables, "PET_LOG_DIR": str(logs)}
+    return PodCommand((*launcher, *arguments), env, base, checkpoints, logs)
 
 
 async def check_program(job: Job, *, run: RunDir, base: Path, environ: Mapping[str, str]) -> None:

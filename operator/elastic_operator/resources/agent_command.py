@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from elastic_operator.api.constants import ETCD_TLS_FOLDER
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from elastic_operator.api.spec import AppliedSpec, FailureRule, Json
     from elastic_operator.controller.model import Job, NewPod
 
-LAUNCHER: Final = ("torchelastic-run",)
+LAUNCHER: Final = "torchelastic-run"
 """The agent's executable in an image."""
 
 NOTICE: Final = 30.0
@@ -44,51 +43,27 @@ _LONGEST: Final = 7 * 24 * 3600.0
 _REFERENCE: Final = re.compile(r"\$\$|\$\(([-._a-zA-Z][-._a-zA-Z0-9]*)\)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """The environment in which a pod runs.
+def agent_arguments(spec: AppliedSpec) -> tuple[str, ...]:
+    """The arguments of the agent: flags, the program, and the program's arguments."""
+    command, args = program_of(spec)
+    return ("--no-python", "--", *command, *args) if command else args
 
-    Attributes:
+
+def agent_variables(
+    job: Job, pod: NewPod, *, store: str, checkpoints: str, termination_log: str, metrics_port: int
+) -> dict[str, str]:
+    """The operator's variables for the agent of a pod, without the address of its node; the user's are added to them.
+
+    Args:
+        job: the owner.
+        pod: what the plan asks for.
         store: host:port of the store, several with commas.
         checkpoints: the folder for the program's checkpoints.
         termination_log: the file for the agent's termination message.
-        address: under which its peers reach it; None if it is known only once the pod runs.
-        metrics_port: of the agent's /metrics, 0 for any free one; None for no /metrics.
-        launcher: the agent's executable, and words before its flags.
+        metrics_port: of the agent's /metrics, 0 for any free one.
     """
-
-    store: str
-    checkpoints: str
-    termination_log: str
-    address: str | None = None
-    metrics_port: int | None = None
-    launcher: tuple[str, ...] = LAUNCHER
-
-
-@dataclass(frozen=True, slots=True)
-class AgentCommand:
-    """The command line of an agent, and the variables that it gets in addition to its environment.
-
-    Attributes:
-        argv: the command line.
-        env: the variables.
-    """
-
-    argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
-
-
-def agent_command(job: Job, pod: NewPod, surroundings: Surroundings) -> AgentCommand:
-    """The command and the operator's variables for a pod; the user's variables are added to them.
-
-    References such as ``$(NAME)`` are resolved by the kubelet on Kubernetes, and by :func:`resolved` elsewhere.
-    """
-    command, args = program_of(job.spec)
-    argv = (
-        (*surroundings.launcher, "--no-python", "--", *command, *args) if command else (*surroundings.launcher, *args)
-    )
     env = {
-        "PET_RDZV_ENDPOINT": surroundings.store,
+        "PET_RDZV_ENDPOINT": store,
         "PET_RDZV_ID": job.uid,
         "PET_NNODES": f"{job.spec.min_replicas}:{job.spec.max_replicas}",
         "PET_NPROC_PER_NODE": str(job.spec.nproc_per_node),
@@ -98,19 +73,14 @@ def agent_command(job: Job, pod: NewPod, surroundings: Surroundings) -> AgentCom
         Env.JOB: f"{job.namespace}/{job.name}",
         Env.JOB_CREATED: f"{job.created:.3f}",
         Env.UNIQUE_RUN: "1",
-        Env.CHECKPOINT_DIR: surroundings.checkpoints,
-        Env.TERMINATION_LOG: surroundings.termination_log,
+        Env.CHECKPOINT_DIR: checkpoints,
+        Env.TERMINATION_LOG: termination_log,
         Env.PROTOCOL: str(PROTOCOL_VERSION),
+        Env.METRICS_PORT: str(metrics_port),
         **_optional_variables(job.spec),
         **ending_of(job.spec)[1],
     }
-    if pod.resume is not None:
-        env[Env.RESUME] = encode(pod.resume).decode()
-    if surroundings.address is not None:
-        env[Env.NODE_ADDRESS] = surroundings.address
-    if surroundings.metrics_port is not None:
-        env[Env.METRICS_PORT] = str(surroundings.metrics_port)
-    return AgentCommand(argv, env)
+    return env if pod.resume is None else {**env, Env.RESUME: encode(pod.resume).decode()}
 
 
 def _optional_variables(spec: AppliedSpec) -> dict[str, str]:
@@ -175,21 +145,24 @@ def _given_time(spec: AppliedSpec, flag: str) -> float | None:
     return min(seconds, _LONGEST) if 0 <= seconds < math.inf else None
 
 
-def resolved(command: AgentCommand, entries: Iterable[Json]) -> AgentCommand:
-    """The command with the user's literal variables and all references resolved, as by a kubelet.
+def resolved(
+    arguments: Iterable[str], variables: Mapping[str, str], entries: Iterable[Json]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The arguments and all literal variables with their references resolved, as by a kubelet.
 
     ``$(NAME)`` stands for a variable that was defined before, ``$$`` for a dollar sign; unknown references stay as they
     are. Entries with ``valueFrom`` are left out, as only a cluster can resolve them.
 
     Args:
-        command: the operator's part.
+        arguments: of the agent.
+        variables: the operator's.
         entries: the user's variables.
     """
-    env = dict(command.env)
+    env = dict(variables)
     for entry in entries:
         if "valueFrom" not in entry:
             env[str(entry.get("name"))] = _expand(str(entry.get("value") or ""), env)
-    return AgentCommand(tuple(_expand(argument, env) for argument in command.argv), env)
+    return tuple(_expand(argument, env) for argument in arguments), env
 
 
 def _expand(text: str, env: Mapping[str, str]) -> str:

@@ -30,7 +30,7 @@ from elastic_operator.api.constants import (
 from elastic_operator.api.json_values import listing, mapping, mappings, rfc3339, text
 from elastic_operator.api.legacy import WORKER
 from elastic_operator.api.spec import NEVER, mounted_folders, user_env
-from elastic_operator.resources.agent_command import Surroundings, agent_command, ending_of
+from elastic_operator.resources.agent_command import LAUNCHER, agent_arguments, agent_variables, ending_of
 from elastic_operator.resources.metadata import common_labels, for_prometheus, own_labels, owner_reference
 from elastic_operator.resources.podgroup import gang_marks, scheduler_of
 from torchelastic.protocol import PROTOCOL_VERSION, Env, encode
@@ -254,21 +254,22 @@ def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: PodSettings
         given, {"terminationMessagePath": _TERMINATION_LOG, "terminationMessagePolicy": "FallbackToLogsOnError"}
     )
     metrics_port = _metrics_port(job, settings)
-    surroundings = Surroundings(
+    variables = agent_variables(
+        job,
+        new,
         store=store,
         checkpoints=f"{CHECKPOINT_FOLDER}/{job.name}/{new.index}",
         termination_log=str(container["terminationMessagePath"]),
         metrics_port=metrics_port,
     )
-    started = agent_command(job, new, surroundings)
     container |= {
         "name": WORKER,
         "image": job.spec.image or given.get("image"),
-        "command": [started.argv[0]],
-        "args": list(started.argv[1:]),
+        "command": [LAUNCHER],
+        "args": list(agent_arguments(job.spec)),
         # The user's come last, so that they may refer to ours.
         "env": [
-            *({"name": name, "value": value} for name, value in started.env.items()),
+            *({"name": name, "value": value} for name, value in variables.items()),
             {"name": Env.NODE_ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             *copy.deepcopy([dict(entry) for entry in user_env(job.spec)]),
         ],
