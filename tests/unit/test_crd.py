@@ -228,9 +228,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"kind": KIND}, "apiVersion: this field is missing; write apiVersion: elastic.pytorch.org/v1alpha1"),
     ({**job(), "apiVersion": "apps/v1"}, "apiVersion: is apps/v1, expected elastic.pytorch.org/v1alpha1"),
     ({**job(), "kind": "Deployment"}, "kind: is Deployment, expected ElasticJob"),
-    ({**job(), "kind": ["ElasticJob"]}, 'kind: is ["ElasticJob"], expected ElasticJob'),
     ({key: value for key, value in job().items() if key != "spec"}, "spec: this field is missing; it must be given"),
-    ({**job(), "spec": None}, "spec: this field is missing; it must be given"),
     ({**job(), "spec": "x"}, "spec: 'x' is not of type 'object'"),
     # Metadata
     (
@@ -240,7 +238,6 @@ REFUSED: list[tuple[Any, str]] = [
     ({**job(), "metadata": []}, "metadata: [] is not of type 'object'"),
     (named(""), "metadata.name: must begin with a small letter"),
     (named("Digits"), "metadata.name: must begin with a small letter"),
-    (named("digits-"), "metadata.name: must begin with a small letter"),
     (named("a", lables={}), "metadata.lables: there is no such field; did you mean labels?"),
     (named("a", labels={"x/y": 1}), "metadata.labels[x/y]: 1 is not a text; write it in quotes"),
     # Unknown fields
@@ -251,13 +248,9 @@ REFUSED: list[tuple[Any, str]] = [
     # Types and bounds
     (without("maxReplicas"), "spec.maxReplicas: must be given; more pods than this are never created"),
     (job(maxReplicas="3"), "spec.maxReplicas: '3' is not of type 'integer'"),
-    (job(maxReplicas=0), "spec.maxReplicas: 0 is less than the minimum of 1"),
     (job(image=""), "spec.image: '' should be non-empty"),
-    (job(image="a" * 1025), "spec.image: 'aaa…aaa' is too long"),
     (job(args="--lr 1"), "spec.args: '--lr 1' is not of type 'array'"),
-    (job(args=[None]), "spec.args[0]: None is not of type 'string'"),
     (job(env=[{"name": "A", "value": True}]), "spec.env[0].value: true is not a text; write it in quotes"),
-    (job(env=[{"value": "x"}]), "spec.env[0].name: this field is missing; it must be given"),
     (
         job(env=[{"name": "A"}, {"name": "A"}]),
         'spec.env[1]: {"name": "A"} is in this list already; remove one of the two',
@@ -283,29 +276,20 @@ REFUSED: list[tuple[Any, str]] = [
         job(replicas=4),
         "spec.replicas: must be between minReplicas and maxReplicas;",
     ),
-    (job(replicas=0), "spec.replicas: must be between minReplicas and maxReplicas"),
     (without("image"), "spec.image: must be given: the image that has the program and the agent"),
     (without("args"), "spec.args: must be given: the program and its arguments"),
-    (job(args=[]), "spec.args: must be given: the program and its arguments"),
     (job(env=[{"name": "1A"}]), "spec.env[0].name: must consist of"),
     (
         job(env=[{"name": "A", "value": "x", "valueFrom": {"fieldRef": {}}}]),
         "spec.env[0].value: cannot be combined with",
     ),
     (job(nprocPerNode="tpu"), "spec.nprocPerNode: must be a number from 1 to 4096"),
-    (job(nprocPerNode=0), "spec.nprocPerNode: must be a number from 1 to 4096"),
     (
         job(etcd={"endpoint": "a:1", "image": "b"}),
         "spec.etcd.endpoint: cannot be combined with image, resources",
     ),
-    (job(etcd={"endpoint": "a:1", "storage": {"x": 1}}), "spec.etcd.endpoint: cannot be combined with image"),
     (job(etcd={"endpoint": "a b"}), "spec.etcd.endpoint: must be host:port"),
-    (job(etcd={"endpoint": ""}), "spec.etcd.endpoint: must be host:port"),
     (job(etcd={"tlsSecret": "s"}), "spec.etcd.tlsSecret: applies only to an endpoint that begins with https://"),
-    (
-        job(etcd={"endpoint": "http://a", "tlsSecret": "s"}),
-        "spec.etcd.tlsSecret: applies only to an endpoint that begins",
-    ),
     # The life of the job
     (job(managedBy="kueue"), "spec.managedBy: must be a domain, a slash and a name, such as kueue.x-k8s.io/multikueue"),
     (
@@ -313,10 +297,6 @@ REFUSED: list[tuple[Any, str]] = [
         "spec.cleanPodPolicy: 'Never' is not one of ['All', 'Running', 'None']",
     ),
     (rule(), "spec.failurePolicy.rules[0]: must have exactly one of onExitCodes, onPodReasons and onPodConditions"),
-    (
-        rule(onExitCodes={"operator": "In", "values": [1]}, onPodReasons=["Evicted"]),
-        "spec.failurePolicy.rules[0]: must have exactly one of onExitCodes, onPodReasons and onPodConditions",
-    ),
     (
         rule(onExitCodes={"operator": "In", "values": [1]}, excludeNode=True),
         "spec.failurePolicy.rules[0].excludeNode: cannot be combined with onExitCodes: a worker that fails is started",
@@ -326,10 +306,6 @@ REFUSED: list[tuple[Any, str]] = [
         "spec.failurePolicy.rules[0].onExitCodes.values[1]: 3 is in this list already; remove one of the two",
     ),
     (job(schedulingPolicy={"queue": "q"}), "spec.schedulingPolicy.queue: applies only to Volcano's PodGroup"),
-    (
-        job(schedulingPolicy={"gang": "SchedulerPlugins", "queue": "q"}),
-        "spec.schedulingPolicy.queue: applies only to Volcano's PodGroup; set gang to Volcano, or remove it",
-    ),
     (
         job(rendezvous={"ports": {"first": 2000, "last": 2014}}),
         "spec.rendezvous.ports.last: must be at least 15 above first:",

@@ -253,36 +253,13 @@ def test_forbidden_store_makes_the_time_breakdown_unknown() -> None:
     assert status.time_breakdown is None
 
 
-@pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("end", ["finishes", "rests"])
-def test_time_of_a_resumed_job_with_an_unreadable_store_is_unknown(trains: bool, end: str) -> None:
-    life = Life()
-    life.passes(10, RunState.TRAINING)
-    life.is_counted()
-    life.is_suspended(5)
-    life.passes(100, RunState.SUSPENDED)
-    life.is_resumed()
-    life.passes(20, RunState.WAITING)
-    if trains:
-        round = a_round(*life.pods, number=2)
-        life.job = replace(life.job, status=plan(life.job, a_world(*life.pods, round=round), life.now).status)
-        life.passes(3000, RunState.TRAINING)
-    unread = a_world(*life.pods, store_read=False, store_error="it does not answer")
-    life.job = replace(life.job, status=plan(life.job, unread, life.now).status or life.status)
-    if end == "rests":
-        life.job = replace(life.job, spec=msgspec.structs.replace(life.job.spec, suspend=True))
-        for world in (unread, replace(unread, pods=()), replace(unread, pods=())):
-            life.job = replace(life.job, status=plan(life.job, world, life.now).status or life.status)
-            life.passes(61, RunState.WAITING)
-        assert any(each.type == "Suspended" and each.status for each in life.status.conditions)
-    else:
-        life.job = replace(life.job, status=plan(life.job, replace(unread, outcome=success()), life.now).status)
-        assert life.status.state is JobState.SUCCEEDED
-    if trains:
-        assert life.status.time_breakdown is None
-    else:
-        assert life.status.time_breakdown is not None
-        assert RunState.TRAINING in life.status.time_breakdown.seconds
+def test_training_that_no_leader_has_recorded_makes_the_time_unknown() -> None:
+    known = TimeBreakdown(until=NOW, seconds={RunState.SUSPENDED: 10.0})
+    unread = a_world(store_read=False, store_error="it does not answer", outcome=success())
+    for world_size, state in ((2, None), (0, RunState.WAITING)):
+        job = with_status(with_spec_applied(a_job()), time_breakdown=known, world_size=world_size)
+        found = plan(job, unread, NOW + 30).status.time_breakdown
+        assert (found and [*found.seconds][-1]) == state
 
 
 @pytest.mark.parametrize(("after", "state"), [(60, RunState.STOPPING), (61, RunState.WAITING)])

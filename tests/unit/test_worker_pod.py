@@ -413,31 +413,14 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=8,
 )
+OF_CONTAINERS = ("securityContext", "volumeMounts", "ports", "env", "args", "resources", "terminationMessagePath")
 CONTAINERS = st.fixed_dictionaries(
-    {"name": st.sampled_from(["worker", "log"])},
-    optional={
-        "securityContext": JSON,
-        "volumeMounts": JSON | st.lists(st.fixed_dictionaries({"name": JSON, "mountPath": st.just("/tmp") | JSON})),
-        "ports": JSON,
-        "env": JSON,
-        "args": JSON,
-        "resources": JSON,
-        "terminationMessagePath": JSON,
-    },
+    {"name": st.sampled_from(["worker", "log"])}, optional=dict.fromkeys(OF_CONTAINERS, JSON)
 )
+OF_PODS = ("volumes", "securityContext", "hostNetwork", "affinity", "tolerations", "schedulerName", "unheard_of")
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    **dict.fromkeys(OF_PODS, JSON),
     "containers": JSON | st.lists(CONTAINERS, max_size=3),
-    "volumes": JSON
-    | st.lists(st.fixed_dictionaries({"name": st.sampled_from(["tmp", "dshm", "x"]) | JSON}), max_size=2),
-    "securityContext": JSON,
-    "enableServiceLinks": JSON,
-    "hostNetwork": JSON,
-    "affinity": JSON | st.fixed_dictionaries({"nodeAffinity": JSON}),
-    "tolerations": JSON | st.lists(st.fixed_dictionaries({"key": JSON}), max_size=2),
-    "schedulerName": JSON,
-    "priorityClassName": JSON,
-    "nodeSelector": JSON,
-    "unheard_of": JSON,
 }
 TEMPLATES = st.fixed_dictionaries(
     {},

@@ -166,7 +166,7 @@ _PREEMPTION: Final = re.compile(r"\s*(no new claims to deallocate, )?preemption:
 _REMOTE: Final = re.compile(r"rpc error: code = \w+ desc = ")
 _COULD_NOT_START: Final = frozenset({"StartError", "ContainerCannotRun", "CreateContainerError", "RunContainerError"})
 """Reasons for a container whose command cannot be executed."""
-_LAUNCHER: Final = re.compile(rf"""["'`/]{re.escape(LAUNCHER[0])}["'`:]""")
+_LAUNCHER: Final = re.compile(rf"""["'`/]{re.escape(LAUNCHER)}["'`:]""")
 """How container runtimes quote the command; a pod's name may contain the same word."""
 _NO_SUCH_FILE: Final = re.compile(r"not found|no such file|ENOENT|error finding", re.IGNORECASE)
 _SELF_EVIDENT: Final = frozenset({"", "Completed", "Error"})
@@ -223,7 +223,7 @@ def incompatible_image(pod: Json, worker: ContainerState) -> IncompatibleImage |
         if _LAUNCHER.search(message) and _NO_SUCH_FILE.search(message):
             return IncompatibleImage(
                 Reason.NO_AGENT,
-                f"the image {image} has no {LAUNCHER[0]}, with which every worker pod starts: install the agent in it, "
+                f"the image {image} has no {LAUNCHER}, with which every worker pod starts: install the agent in it, "
                 f"as {OWN_IMAGE_GUIDE} shows, or name an image that has it",
             )
     spoken = _protocol_of(text(worker.terminated, "message"))
