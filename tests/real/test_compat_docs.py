@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-import shlex
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.agents import MEETING, AgentProcess
+from tests.support.agents import AgentProcess
 from tests.support.launchers import Launcher
 from tests.support.ports import free_range
 from tests.support.scraping import scraped
@@ -58,18 +56,6 @@ async def test_the_multi_node_example_trains_on_two_nodes(tmp_path: Path, etcd: 
     async with Launcher(path, etcd.endpoint, run_id) as a, Launcher(path, etcd.endpoint, run_id) as b:
         assert [await a.code(), await b.code()] == [0, 0]
     assert {a.lines[-1], b.lines[-1]} == {"{0: 0}", "{1: 1}"}
-
-
-async def test_the_torchrun_command_line_works(tmp_path: Path, etcd: EtcdServer) -> None:
-    [line] = re.findall(r"^```sh\n(torchrun .*)\n```$", PAGE, re.MULTILINE)
-    (tmp_path / "train.py").write_text(MEETING)
-    stop = tmp_path / "stop"
-    _, *words = shlex.split(line.replace("etcd:2379", etcd.endpoint).replace("digits-7", str(uuid.uuid4())))
-    command = ["-m", "torch.distributed.run", "--rdzv-conf=last_call_timeout=2", *words, stop]
-    async with Launcher(*command, cwd=tmp_path) as a, Launcher(*command, cwd=tmp_path) as b:
-        await asyncio.gather(a.trains(world=2), b.trains(world=2))
-        stop.touch()
-        assert [await a.code(), await b.code()] == [0, 0]
 
 
 @pytest.mark.parametrize(("number", "ranks", "said"), [(0, 1, "trained"), (1, 2, "written")])

@@ -128,13 +128,6 @@ def agent(etcd: EtcdServer, run_id: str) -> Iterator[Callable[..., PretendAgent]
         yield make
 
 
-def test_agents_that_start_one_after_another_end_up_in_one_round(agent: Callable[..., PretendAgent]) -> None:
-    agents = [agent(name, last_call_timeout=0, join_debounce=0) for name in "abcd"]
-    for each in agents:
-        each.met(*"abcd")
-    assert {each.worlds[-1][0] for each in agents} == {agents[0].worlds[-1][0]}
-
-
 def test_a_failure_regroups_all_workers_and_is_not_charged(agent: Callable[..., PretendAgent]) -> None:
     agents = {name: agent(name, least=3, most=3) for name in "abc"}
     for failing in "abcabc":

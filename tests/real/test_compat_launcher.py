@@ -184,12 +184,12 @@ async def test_a_failed_run_raises_torchs_exception_with_the_root_cause_after_al
     assert "ValueError: the data are broken" in told.read_text()
 
 
-async def test_picklable_objects_travel_to_the_workers_and_back(tmp_path: Path) -> None:
+async def test_objects_of_the_program_travel_to_workers_their_child_processes_and_back(tmp_path: Path) -> None:
     output = await output_of(
         script(
             tmp_path,
             """
-            import enum
+            import enum, functools, multiprocessing, pickle
             from dataclasses import dataclass
             from torchelastic import LocalElasticAgent, WorkerSpec
 
@@ -198,8 +198,21 @@ async def test_picklable_objects_travel_to_the_workers_and_back(tmp_path: Path) 
 
             @dataclass
             class Point:
-                x: object
+                x: int
                 def all(self, colour, data): return self, colour, data * 2
+
+            def decorated(function):
+                return functools.wraps(function)(lambda *args: function(*args))
+
+            @decorated
+            def twice(point):
+                return Point(2 * point.x)
+
+            def work(point):
+                for method in ("spawn", "forkserver"):
+                    with multiprocessing.get_context(method).Pool(1) as pool:
+                        point = pool.apply_async(twice, [point]).get(timeout=60)
+                return pickle.loads(pickle.dumps(point))
 
             def returned(function, *args):
                 spec = WorkerSpec(entrypoint=function, args=args)
@@ -210,46 +223,13 @@ async def test_picklable_objects_travel_to_the_workers_and_back(tmp_path: Path) 
                 print("closure", returned(lambda by: far + by, 2))
                 point, colour, data = returned(Point(1).all, Colour.RED, b"x" * 50_000_000)
                 print("objects", point == Point(1), colour is Colour.RED, len(data))
+                print("processes", returned(work, Point(3)) == Point(12))
                 print("exit", returned(sys.exit, 0))
             """,
         )
     )
     said = [line for line in output.splitlines() if not line.startswith("[")]
-    assert said == ["closure 42", "objects True True 100000000", "exit None"]
-
-
-async def test_objects_of_the_program_can_be_pickled_and_sent_to_child_processes_of_a_worker(tmp_path: Path) -> None:
-    output = await output_of(
-        script(
-            tmp_path,
-            """
-            import functools, multiprocessing, pickle
-            from torchelastic import LocalElasticAgent, WorkerSpec
-
-            class Settings:
-                size = 3
-
-            def decorated(function):
-                return functools.wraps(function)(lambda *args: function(*args))
-
-            @decorated
-            def twice(settings):
-                settings.size *= 2
-                return settings
-
-            def work(settings):
-                for method in ("spawn", "forkserver"):
-                    with multiprocessing.get_context(method).Pool(1) as pool:
-                        settings = pool.apply_async(twice, [settings]).get(timeout=60)
-                return pickle.loads(pickle.dumps(settings))
-
-            if __name__ == "__main__":
-                settings = LocalElasticAgent(WorkerSpec(entrypoint=work, args=(Settings(),))).run().return_values[0]
-                print(isinstance(settings, Settings), settings.size)
-            """,
-        )
-    )
-    assert output.splitlines()[-1] == "True 12"
+    assert said == ["closure 42", "objects True True 100000000", "processes True", "exit None"]
 
 
 async def test_a_program_that_launches_workers_on_import_gets_an_error(tmp_path: Path) -> None:
@@ -376,66 +356,26 @@ async def test_workers_die_with_a_program_that_is_killed(tmp_path: Path, stop: P
         assert await launcher.code() == -signal.SIGTERM
 
 
-async def test_unsupported_use_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    output = await output_of(
-        script(
-            tmp_path,
-            """
-            from torchelastic import LaunchConfig, LocalElasticAgent, RendezvousHandler, WorkerSpec, elastic_launch
-
-            class Broken(RendezvousHandler):
-                def next_rendezvous(self):
-                    raise LookupError("nowhere to be found")
-
-            class Odd(RendezvousHandler):
-                def next_rendezvous(self):
-                    return "somewhere"
-
-            class Spare(RendezvousHandler):
-                def next_rendezvous(self):
-                    from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
-                    raise RendezvousGracefulExitError("not needed")
-
-            def said(doing):
-                try:
-                    doing()
-                except Exception as error:
-                    print(f"{type(error).__name__}: {error}")
-
-            if __name__ == "__main__":
-                said(lambda: LocalElasticAgent(WorkerSpec(fn=print, args=(threading.Lock(),))).run())
-                said(lambda: LocalElasticAgent(WorkerSpec(fn=print, rdzv_handler=Broken())).run())
-                said(lambda: LocalElasticAgent(WorkerSpec(fn=print, rdzv_handler=Odd())).run())
-                print(LocalElasticAgent(WorkerSpec(fn=print, rdzv_handler=Spare())).run())
-                said(lambda: LocalElasticAgent(WorkerSpec(fn=print), start_method="thread"))
-                said(lambda: elastic_launch(LaunchConfig(1, 2, 1), print)())
-                said(lambda: elastic_launch(LaunchConfig(1, 2, 1, rdzv_endpoint="127.0.0.1:1"), print)())
-                config = LaunchConfig(2, 2, 1, run_id="x", rdzv_endpoint="127.0.0.1:1", rdzv_timeout=0.1)
-                said(lambda: elastic_launch(config, print)())
-            """,
-        )
-    )
-    lines = output.splitlines()
-    for wanted in (
-        r"SettingsError: The function print or what it is called with cannot be carried to a worker: TypeError: .*lock",
-        r"LookupError: nowhere to be found",
-        r"RendezvousStateError: next_rendezvous\(\) has to return .*'somewhere'",
-        r"RunResult\(state=<WorkerState.STOPPED: 'STOPPED'>, return_values=\{\}, failures=\{\}\)",
-        r"SettingsError: start_method=thread: this is fork-server or exec",
-        r"SettingsError: A run of up to 2 nodes needs an etcd",
-        r"SettingsError: --rdzv-id is missing",
-        r"RendezvousConnectionError: .*127\.0\.0\.1:1",
-    ):
-        assert any(re.match(wanted, line) for line in lines), (wanted, output)
-
-
-ON_OWN_HANDLER = """
-    from torchelastic import LocalElasticAgent, RendezvousHandler, WorkerSpec
+ON_OTHER_HANDLERS = """
+    from torchelastic import LaunchConfig, LocalElasticAgent, RendezvousHandler, WorkerSpec, elastic_launch
 
     class Own(RendezvousHandler):
         def next_rendezvous(self):
             from torch.distributed import HashStore
             return HashStore(), 0, 1
+
+    class Broken(RendezvousHandler):
+        def next_rendezvous(self):
+            raise LookupError("nowhere to be found")
+
+    class Odd(RendezvousHandler):
+        def next_rendezvous(self):
+            return "somewhere"
+
+    class Spare(RendezvousHandler):
+        def next_rendezvous(self):
+            from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
+            raise RendezvousGracefulExitError("not needed")
 
     class Endless(RendezvousHandler):
         def next_rendezvous(self):
@@ -457,6 +397,12 @@ ON_OWN_HANDLER = """
         threading.Thread(target=stop).start()
         return agent.run().state.name
 
+    def said(doing):
+        try:
+            doing()
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}")
+
     if __name__ == "__main__":
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         result = LocalElasticAgent(WorkerSpec(fn=fail, rdzv_handler=Own(), max_restarts=0)).run()
@@ -464,16 +410,30 @@ ON_OWN_HANDLER = """
         marker = sys.argv[1]
         print("while workers run:", stopped(WorkerSpec(fn=stay, args=(marker,), rdzv_handler=Own()), marker))
         print("while it waits:", stopped(WorkerSpec(fn=print, rdzv_handler=Endless()), __file__))
-        try:
-            LocalElasticAgent(WorkerSpec(fn=print, rdzv_handler=Own(), heartbeat_timeout=1)).run()
-        except Exception as error:
-            print(f"{type(error).__name__}: {error}")
+        print(LocalElasticAgent(WorkerSpec(fn=print, rdzv_handler=Spare())).run())
+        for spec in (
+            WorkerSpec(fn=print, rdzv_handler=Broken()),
+            WorkerSpec(fn=print, rdzv_handler=Odd()),
+            WorkerSpec(fn=print, rdzv_handler=Own(), heartbeat_timeout=1),
+            WorkerSpec(fn=print, args=(threading.Lock(),)),
+        ):
+            said(LocalElasticAgent(spec).run)
+        config = LaunchConfig(2, 2, 1, run_id="x", rdzv_endpoint="127.0.0.1:1", rdzv_timeout=0.1)
+        said(elastic_launch(config, print))
 """
 
 
-async def test_a_custom_handler_prints_failures_and_its_agent_can_be_stopped(tmp_path: Path) -> None:
-    output = await output_of(script(tmp_path, ON_OWN_HANDLER), tmp_path / "marker")
-    assert re.search(r"(?s)rank +: 0 \(local_rank: 0\).*ValueError: the data are broken", output), output
-    assert "while workers run: STOPPED" in output
-    assert "while it waits: STOPPED" in output
-    assert "SettingsError: WorkerSpec.heartbeat_timeout and final_exit_codes need" in output
+async def test_failures_stops_and_unsupported_use_are_reported_in_one_sentence(tmp_path: Path) -> None:
+    output = await output_of(script(tmp_path, ON_OTHER_HANDLERS), tmp_path / "marker")
+    for wanted in (
+        r"(?s)rank +: 0 \(local_rank: 0\).*ValueError: the data are broken",
+        r"while workers run: STOPPED",
+        r"while it waits: STOPPED",
+        r"RunResult\(state=<WorkerState.STOPPED: 'STOPPED'>, return_values=\{\}, failures=\{\}\)",
+        r"LookupError: nowhere to be found",
+        r"RendezvousStateError: next_rendezvous\(\) has to return .*'somewhere'",
+        r"SettingsError: WorkerSpec.heartbeat_timeout and final_exit_codes need",
+        r"SettingsError: The function print or what it is called with cannot be carried to a worker: TypeError: .*lock",
+        r"RendezvousConnectionError: .*127\.0\.0\.1:1",
+    ):
+        assert re.search(wanted, output), (wanted, output)

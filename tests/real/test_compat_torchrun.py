@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,11 +16,13 @@ from tests.support.agents import MEETING, AgentProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from tests.support.etcd import EtcdServer
 
 pytestmark = pytest.mark.real
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "python-api.md"
 
 
 class Torchrun(AgentProcess):
@@ -44,16 +48,10 @@ def stop(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def line(etcd: EtcdServer) -> list[str]:
-    """Flags for nodes of one run on a real etcd; agents poll their workers 50 times a second."""
-    return [
-        "--rdzv-backend=torchelastic",
-        f"--rdzv-endpoint={etcd.endpoint}",
-        f"--rdzv-id={uuid.uuid4()}",
-        "--local-addr=127.0.0.1",
-        "--rdzv-conf=last_call_timeout=20,lease=2",
-        "--monitor-interval=0.02",
-        "--max-restarts=3",
-    ]
+    """Documented flags, for nodes of one run on a real etcd; agents poll their workers 50 times a second."""
+    [documented] = re.findall(r"^```sh\ntorchrun (.*) train.py\n```$", PAGE.read_text(), re.MULTILINE)
+    flags = documented.replace("etcd:2379", etcd.endpoint).replace("digits-7", str(uuid.uuid4())).split()
+    return [*flags, "--local-addr=127.0.0.1", "--rdzv-conf=last_call_timeout=20,lease=2", "--monitor-interval=0.02"]
 
 
 @pytest.mark.usefixtures("each_torch")

@@ -8,36 +8,5 @@ For launchers: :mod:`.api` has the interface of handlers, :mod:`.registry` choos
 for callers that block, and :mod:`.torchrun` is that one with torch's types.
 """
 
-from torchelastic.rendezvous.api import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousGracefulExitError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStateError,
-    RendezvousStoreInfo,
-    RendezvousTimeoutError,
-)
-from torchelastic.rendezvous.registry import (
-    RendezvousHandlerCreator,
-    RendezvousHandlerRegistry,
-    rendezvous_handler_registry,
-)
-
-__all__ = [
-    "RendezvousClosedError",
-    "RendezvousConnectionError",
-    "RendezvousError",
-    "RendezvousGracefulExitError",
-    "RendezvousHandler",
-    "RendezvousHandlerCreator",
-    "RendezvousHandlerRegistry",
-    "RendezvousInfo",
-    "RendezvousParameters",
-    "RendezvousStateError",
-    "RendezvousStoreInfo",
-    "RendezvousTimeoutError",
-    "rendezvous_handler_registry",
-]
+from torchelastic.rendezvous.api import *  # noqa: F403
+from torchelastic.rendezvous.registry import *  # noqa: F403

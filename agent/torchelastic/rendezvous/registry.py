@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchelastic.rendezvous.api import RendezvousHandler, RendezvousParameters
+
+__all__ = ["RendezvousHandlerCreator", "RendezvousHandlerRegistry", "rendezvous_handler_registry"]
 
 RendezvousHandlerCreator: TypeAlias = "Callable[[RendezvousParameters], RendezvousHandler]"
 
@@ -40,21 +42,11 @@ class RendezvousHandlerRegistry:
             from torchelastic.rendezvous.handler import ElasticRendezvousHandler
 
             return ElasticRendezvousHandler(params)
-        # torch's own handlers (c10d, static), those registered there, and those of other packages for torchrun.
-        from torch.distributed.elastic.rendezvous import RendezvousParameters as TorchParameters
-        from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+        # torch's own handlers (c10d, static), and those that are registered there. They are not subclasses, and our
+        # parameters are not torch's, but all have the same methods.
+        from torch.distributed.elastic.rendezvous import registry
 
-        given = TorchParameters(
-            params.backend,
-            params.endpoint,
-            params.run_id,
-            params.min_nodes,
-            params.max_nodes,
-            params.local_addr,
-            **params.config,
-        )
-        # It has all methods, but is not a subclass.
-        return cast("RendezvousHandler", get_rendezvous_handler(given))
+        return cast("RendezvousHandler", registry.get_rendezvous_handler(cast("Any", params)))
 
 
 rendezvous_handler_registry = RendezvousHandlerRegistry()
