@@ -7,10 +7,8 @@ of the restarts, which the workers find in their environment.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
-import threading
 from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
@@ -27,7 +25,7 @@ from torchelastic.errors import SettingsError
 from torchelastic.rendezvous.api import RendezvousGracefulExitError, RendezvousStateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch.distributed import Store  # type: ignore[attr-defined] # likewise
     from torch.distributed.elastic.agent.server.api import RunResult as TorchResult
@@ -41,8 +39,8 @@ if TYPE_CHECKING:
 _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
-class TorchAgent:
-    """Runs a node's workers under torch's agent.
+class TorchAgent(LocalElasticAgent):
+    """torch's agent, with numbers on which all nodes agree.
 
     Args:
         spec: what to run; its handler is not ours.
@@ -65,12 +63,15 @@ class TorchAgent:
         os.environ.setdefault(_NO_SHARED_STORE, "1")
         program = spec.entrypoint
         self._is_function = not isinstance(program, str)
-        self._handler = _Handler(spec, stopped)
-        self._agent = _Agent(
+        self._stopped = stopped
+        self._stopping = False
+        self._blocked = False
+        self._round = 0
+        super().__init__(
             TorchSpec(
                 role=spec.role,
                 local_world_size=spec.local_world_size,
-                rdzv_handler=cast("torch_rendezvous.RendezvousHandler", self._handler),
+                rdzv_handler=cast("torch_rendezvous.RendezvousHandler", _Handler(spec)),
                 entrypoint=program if isinstance(program, str) else _call,
                 args=tuple(map(str, spec.args)) if isinstance(program, str) else (pickled(program, spec.args),),
                 max_restarts=spec.max_restarts,
@@ -90,7 +91,7 @@ class TorchAgent:
 
     def launch(self) -> RunResult:
         """Run the workers to their end; raises what the handler raises."""
-        result: TorchResult | None = self._agent.run()
+        result: TorchResult | None = self.run()
         if result is None:  # the handler does not need this node, or it was asked to stop
             return RunResult(WorkerState.STOPPED)
         values = result.return_values
@@ -102,19 +103,23 @@ class TorchAgent:
 
     def stop(self) -> None:
         """Leave the run; from any thread."""
-        self._handler.stop()
+        self._stopping = True
+        if self._blocked:
+            self._stopped()
 
-
-class _Agent(LocalElasticAgent):
-    """torch's agent, with numbers on which all nodes agree."""
-
-    _round = 0
+    def _check(self) -> None:
+        if self._stopping:
+            raise torch_rendezvous.RendezvousGracefulExitError("this agent was asked to stop")
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        handler = cast("_Handler", worker_group.spec.rdzv_handler)
-        with handler.blocking():
+        self._blocked = True  # and no worker runs
+        try:
+            self._check()
             super()._rendezvous(worker_group)
             self._agree(worker_group)
+        finally:
+            self._blocked = False
+        self._check()
 
     def _agree(self, worker_group: WorkerGroup) -> None:
         store: Any = worker_group.store
@@ -127,7 +132,7 @@ class _Agent(LocalElasticAgent):
         os.environ["TORCHELASTIC_ROUND"] = str(self._round)  # the workers inherit it
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> TorchResult:
-        cast("_Handler", worker_group.spec.rdzv_handler).check()
+        self._check()
         return cast("TorchResult", super()._monitor_workers(worker_group))
 
 
@@ -136,33 +141,9 @@ class _Handler:
 
     use_agent_store = False
 
-    def __init__(self, spec: WorkerSpec, stopped: Callable[[], None]) -> None:
+    def __init__(self, spec: WorkerSpec) -> None:
         self._handler: Any = spec.rdzv_handler
         self._local_addr = spec.local_addr
-        self._stopped = stopped
-        self._stopping = threading.Event()
-        self._blocked = False
-
-    def stop(self) -> None:
-        self._stopping.set()
-        if self._blocked:
-            self._stopped()
-
-    def check(self) -> None:
-        """End torch's agent if it was asked to stop."""
-        if self._stopping.is_set():
-            raise torch_rendezvous.RendezvousGracefulExitError("this agent was asked to stop")
-
-    @contextlib.contextmanager
-    def blocking(self) -> Iterator[None]:
-        """While calls block and no worker runs, a request to stop does not wait for the calls."""
-        self._blocked = True
-        try:
-            self.check()
-            yield
-        finally:
-            self._blocked = False
-        self.check()
 
     def next_rendezvous(self) -> torch_rendezvous.RendezvousInfo:
         try:
