@@ -136,36 +136,29 @@ def test_documented_make_targets_exist() -> None:
     assert {"run", "test", "check"} <= named <= targets
 
 
-def test_other_systems_than_linux_are_refused(programs: Path) -> None:
-    program(programs / "uname", "echo Darwin")
-    run = bootstrap(programs)
-    assert (run.returncode, run.stdout) == (2, "")
-    assert "Linux is needed" in run.stderr
-    assert "Darwin" in run.stderr
-
-
-def test_a_missing_python_is_reported_with_the_package_to_install(programs: Path) -> None:
-    run = bootstrap(programs, VENV="nowhere")
+@pytest.mark.parametrize(
+    ("fakes", "environment", "said"),
+    [
+        ({"uname": "echo Darwin"}, {}, "Linux is needed"),
+        ({}, {"VENV": "nowhere"}, "Python 3.11 to 3.14 is needed"),
+        ({}, {"VENV": "nowhere"}, "apt install"),
+        ({"python3": "echo 9"}, {"VENV": "nowhere"}, "Python 3.11 to 3.14 is needed. python3 is 3.9."),
+        ({"python3": "echo 9"}, {"PYTHON": "{}/python3"}, "/python3 is Python 3.9"),
+        ({}, {"PYTHON": "{}/python"}, "/python cannot be run as a Python"),
+        ({}, {"PYTHON": sys.executable, "VENV": "{}"}, "already exists and was not created by this project"),
+        ({}, {"PYTHON": sys.executable, "VENV": "{}/sh/venv"}, "make run VENV="),
+    ],
+)
+def test_an_unsuitable_machine_python_or_folder_is_named_and_not_changed(
+    fakes: dict[str, str], environment: dict[str, str], said: str, programs: Path
+) -> None:
+    for name, script in fakes.items():
+        program(programs / name, script)
+    before = sorted(programs.iterdir())
+    run = bootstrap(programs, **{name: value.format(programs) for name, value in environment.items()})
     assert run.returncode == 2
-    assert "Python 3.11 to 3.14 is needed" in run.stderr
-    assert "apt install" in run.stderr
-
-
-def test_an_unsupported_python_version_is_named(programs: Path) -> None:
-    program(programs / "python3", "echo 9")
-    run = bootstrap(programs, VENV="nowhere")
-    assert run.returncode == 2
-    assert "Python 3.11 to 3.14 is needed. python3 is 3.9." in run.stderr
-
-    run = bootstrap(programs, PYTHON=programs / "python3")
-    assert run.returncode == 2
-    assert f"PYTHON={programs / 'python3'} is Python 3.9" in run.stderr
-
-
-def test_an_unusable_python_is_named(tmp_path: Path) -> None:
-    run = bootstrap(PYTHON=tmp_path / "python")
-    assert run.returncode == 2
-    assert f"PYTHON={tmp_path / 'python'} cannot be run as a Python" in run.stderr
+    assert said in run.stderr
+    assert sorted(programs.iterdir()) == before
 
 
 def test_a_python_without_ensurepip_is_skipped_and_debians_package_is_named(programs: Path) -> None:
@@ -178,23 +171,6 @@ def test_a_python_without_ensurepip_is_skipped_and_debians_package_is_named(prog
     program(programs / "python3.12", 'case "$2" in *version*) echo 12;; *ensurepip*) ;; *) echo "$@";; esac')
     run = bootstrap(programs, VENV="nowhere")
     assert (run.returncode, run.stdout) == (0, "scripts/install.py local --venv nowhere\n")
-
-
-def test_an_unrelated_folder_is_not_changed(tmp_path: Path) -> None:
-    theirs = tmp_path / "notes.txt"
-    theirs.write_text("mine")
-    run = bootstrap(VENV=tmp_path, PYTHON=sys.executable)
-    assert run.returncode == 2
-    assert f"{tmp_path} already exists and was not created by this project" in run.stderr
-    assert theirs.read_text() == "mine"
-
-
-def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    run = bootstrap(VENV=tmp_path / "file" / "venv", PYTHON=sys.executable)
-    assert run.returncode == 2
-    assert str(tmp_path / "file" / "venv") in run.stderr
-    assert "make run VENV=" in run.stderr
 
 
 def test_too_little_disk_space_is_reported_in_numbers(installer: Any, tmp_path: Path) -> None:
