@@ -250,7 +250,7 @@ async def test_a_program_that_launches_workers_on_import_gets_an_error(tmp_path:
             """,
         )
     )
-    assert 'has to stand below `if __name__ == "__main__":`' in output
+    assert 'Put the code that launches workers below `if __name__ == "__main__":`' in output
     assert output.splitlines()[-1] == "{0: 1}"
 
 

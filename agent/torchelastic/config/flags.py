@@ -162,15 +162,15 @@ _AS_WRITTEN: Final = {
     **{f"--{name}": flag for flag in _BY_NAME.values() for name in (flag.name, flag.name.replace("-", "_"))},
     **{f"-{flag.short}": flag for flag in _BY_NAME.values() if flag.short},
 }
-_NOTHING_LIKE_IT: Final = (
+_UNSUPPORTED: Final = (
     "duplicate-stderr-filters duplicate-stdout-filters event-log-handler local-ranks-filter log-line-prefix-template "
     "numa-binding print-completion signals-to-handle virtual-local-rank"
 )
-NOT_HERE: Final = dict.fromkeys(_NOTHING_LIKE_IT.split(), "there is nothing like it here") | {
-    "run-path": "the program is __main__ here in any case",
-    "use-env": "LOCAL_RANK is in the workers' environment in any case",
-    "logs-specs": "say where output goes with --log-dir, --redirects and --tee",
-    "shutdown-timeout": "say it with --stop-grace",
+NOT_HERE: Final = dict.fromkeys(_UNSUPPORTED.split(), "it is not supported") | {
+    "run-path": "the program is always __main__",
+    "use-env": "LOCAL_RANK is always in the workers' environment",
+    "logs-specs": "use --log-dir, --redirects and --tee",
+    "shutdown-timeout": "use --stop-grace",
 }
 """Flags of torchrun that are not accepted, and why."""
 
@@ -290,8 +290,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Train elastically: run PROGRAM in several workers on each of one or more nodes, and go on when "
         "nodes or workers come, go or fail.",
         epilog="Every flag can also be given by an environment variable: PET_ and its name, as in PET_NNODES=1:4 or "
-        "PET_STANDALONE=1; the command line wins. Underscores do as well as dashes. Everything after PROGRAM belongs "
-        "to it. Example: %(prog)s --nnodes 1:4 --nproc-per-node gpu --rdzv-endpoint etcd-server --rdzv-id digits-7 "
+        "PET_STANDALONE=1; the command line wins. Underscores and dashes are equivalent. Everything after PROGRAM "
+        "belongs to it. Example: %(prog)s --nnodes 1:4 --nproc-per-node gpu --rdzv-endpoint etcd-server --rdzv-id digits-7 "
         "train.py --lr 0.1",
     )
     version = importlib.metadata.version("elastic-operator")

@@ -108,7 +108,7 @@ def _program(line: CommandLine) -> Program:
     method = line.values.get("start-method", StartMethod.FORK_SERVER)
     is_command, is_module = line.values.get("no-python", False), line.values.get("module", False)
     if is_command and is_module:
-        raise SettingsError("--no-python and --module can't be given together: a module is always Python.")
+        raise SettingsError("--no-python and --module cannot be combined: a module is always Python.")
     if is_command:
         # Imported here, because only this form needs it.
         from torchelastic.config.program import program_of_command

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 BACKENDS: Final[Mapping[str, int | None]] = {"torchelastic": None, "etcd": None, "etcd-v3": 3, "etcd-v2": 2}
 """The names of our rendezvous, and the version of etcd's API that a name selects."""
 
-_NAME_AN_ETCD: Final = "leave the flag out, and name an etcd with --rdzv-endpoint or, for one node, nothing at all"
+_NAME_AN_ETCD: Final = "leave the flag out, and name an etcd with --rdzv-endpoint unless there is only one node"
 _INSTEAD: Final = {
-    "c10d": f"torch's own rendezvous is not spoken here; {_NAME_AN_ETCD}",
+    "c10d": f"this agent does not support torch's own rendezvous; {_NAME_AN_ETCD}",
     "static": f"the nodes agree on ranks and addresses by themselves; {_NAME_AN_ETCD}",
 }
 
@@ -68,7 +68,7 @@ def _read_store(line: CommandLine) -> StoreSettings | None:
     """Return the settings of the store; None if no endpoint is given."""
     backend = line.given.get("rdzv-backend", Given("", "torchelastic"))
     if (name := backend.text.strip().lower().replace("_", "-")) not in BACKENDS:
-        instead = "there is no such rendezvous here; leave the flag out to get ours, on etcd"
+        instead = "unknown rendezvous; leave the flag out to use etcd"
         raise backend.refused(_INSTEAD.get(name, instead))
     if (endpoint := line.given.get("rdzv-endpoint")) is None:
         return None
@@ -83,7 +83,7 @@ def _read_store(line: CommandLine) -> StoreSettings | None:
     if protocol != (written or protocol):
         raise line.given["protocol"].refused(f"{endpoint.source} says {written}://; leave one of the two out")
     if files and protocol == "http":
-        raise SettingsError(f"{', '.join(files)} in --rdzv-conf: certificates are of use with protocol=https only.")
+        raise SettingsError(f"{', '.join(files)} in --rdzv-conf: certificates need protocol=https.")
     for one, other in (("key", "cert"), ("username", "password"), ("password", "username")):
         if one in values and other not in {*values, *files}:
             raise line.given[one].refused(f"{one} needs {other} beside it", secret=True)

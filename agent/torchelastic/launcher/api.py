@@ -43,23 +43,23 @@ class LaunchConfig:
     Attributes:
         min_nodes: the smallest number of nodes.
         max_nodes: the largest number of nodes.
-        nproc_per_node: workers on this node.
-        logs_specs: torch's way to name a folder for output, used if ``log_dir`` is not given.
-        run_id: nodes with the same one train together; may be left out for one node.
-        role: of the workers.
-        rdzv_endpoint: where the nodes meet; for our rendezvous an etcd, needed for several nodes.
+        nproc_per_node: number of workers on this node.
+        logs_specs: torch's way to name the log folder; used if ``log_dir`` is not given.
+        run_id: nodes with the same id train together; optional for one node.
+        role: the role of the workers.
+        rdzv_endpoint: the address of the rendezvous; for ours that of an etcd, required for several nodes.
         rdzv_backend: "torchelastic" (or "etcd") is ours; c10d, static and others that torch knows are torch's.
         rdzv_configs: more settings of the rendezvous, with the keys of ``--rdzv-conf``.
-        rdzv_timeout: seconds for which too few nodes wait for more; -1 to leave that to ``rdzv_configs``.
-        max_restarts: how many failures of workers the run may have.
-        monitor_interval: seconds between two looks at a rendezvous that is not ours.
+        rdzv_timeout: seconds to wait for the minimum of nodes; -1 to use ``rdzv_configs``.
+        max_restarts: the maximum number of worker failures in the run.
+        monitor_interval: seconds between two polls, with a rendezvous that is not ours.
         start_method: see :class:`~torchelastic.agent.server.LocalElasticAgent`.
         metrics_cfg: for :func:`torchelastic.metrics.initialize_metrics`.
-        local_addr: where the other nodes reach this one; None to find it out.
+        local_addr: the address at which other nodes reach this node; None to detect it.
         log_dir: a folder for the workers' output; None for no files.
         redirects: see :class:`~torchelastic.agent.server.WorkerSpec`.
-        tee: likewise.
-        shutdown_timeout: seconds between SIGTERM and SIGKILL when workers are ended because this node leaves.
+        tee: see there.
+        shutdown_timeout: seconds between SIGTERM and SIGKILL when this node leaves.
     """
 
     min_nodes: int
@@ -115,7 +115,7 @@ def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arg
     Raises:
         ChildFailedError: the run has failed; torch's exception, with the root cause as its first failure.
         RendezvousError: this node cannot meet the others.
-        SettingsError: what is asked for cannot be done; the message says what to change.
+        SettingsError: a setting is invalid; the message says what to change.
     """
     from torchelastic import metrics
 
@@ -174,7 +174,7 @@ def _shut_down(handler: RendezvousHandler) -> None:
 
 
 def _child_failed(name: str, failures: Mapping[int, ProcessFailure]) -> ChildFailedError:
-    """Torch's exception, whose failures have a file each: ``@record`` copies the first one to this program's own."""
+    """Return torch's exception; each failure has a file, because ``@record`` copies that of the first failure."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     folder = Path(tempfile.mkdtemp(prefix="torchelastic-"))

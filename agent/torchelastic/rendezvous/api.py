@@ -129,11 +129,11 @@ class RendezvousParameters:
         run_id: the id of the run.
         min_nodes: the smallest number of nodes.
         max_nodes: the largest number of nodes.
-        local_addr: where the other nodes reach this one; None to find it out.
-        kwargs: more parameters of that handler, as ``--rdzv-conf`` gives them; kept in ``config``.
+        local_addr: the address at which other nodes reach this node; None to detect it.
+        kwargs: other parameters of the handler, those of ``--rdzv-conf``; available as ``config``.
 
     Raises:
-        ValueError: there is no name, or the numbers contradict each other.
+        ValueError: the name is empty, or the numbers of nodes are invalid.
     """
 
     def __init__(
@@ -161,11 +161,11 @@ class RendezvousParameters:
         self.config = kwargs
 
     def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - whatever was given
-        """Return the further parameter of this name."""
+        """Return another parameter by its name."""
         return self.config.get(key, default)
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
-        """Return the further parameter of this name as a bool; raise ValueError if it is not a bool."""
+        """Return another parameter as a bool; raise ValueError if it is not a bool."""
         value = self.get(key, default)
         text = f"{value}".lower()
         if text in {"1", "true", "t", "yes", "y"}:
@@ -177,9 +177,9 @@ class RendezvousParameters:
         raise ValueError(f"The rendezvous' {key}={value!r} is neither true nor false.")
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
-        """Return the further parameter of this name as an int; raise ValueError if it is not an int."""
+        """Return another parameter as an int; raise ValueError if it is not an int."""
         value = self.get(key, default)
         try:
             return None if value is None else int(value)
         except ValueError:
-            raise ValueError(f"The rendezvous' {key}={value!r} is no whole number.") from None
+            raise ValueError(f"The rendezvous' {key}={value!r} is not a whole number.") from None

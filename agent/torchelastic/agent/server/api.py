@@ -31,22 +31,21 @@ class WorkerSpec:
         local_world_size: the number of workers on this node.
         rdzv_handler: the rendezvous handler; None for a run of one node.
         fn: the function that each worker calls; the older name of ``entrypoint``.
-        entrypoint: that function, or a command. A function and its arguments are carried over by cloudpickle, so it may
-            be a lambda or stand in ``__main__``.
+        entrypoint: the function, or a command. cloudpickle serializes a function and its arguments, so it may be a
+            lambda or defined in ``__main__``.
         args: its arguments, the same for all workers.
-        max_restarts: how many failures of workers the run may have, on all nodes together.
-        monitor_interval: with a handler that is not ours, seconds between two looks at workers and handler.
-        master_port: with such a handler, the port of the store in which the workers meet; None for any free one.
+        max_restarts: the maximum number of worker failures in the whole run, on all nodes.
+        monitor_interval: with a handler that is not ours, seconds between two polls of workers and handler.
+        master_port: with such a handler, the port of the store in which the workers meet; None for any free port.
         master_addr: likewise, its host; None for the address of the first node.
-        local_addr: where the other nodes reach this one; None to find it out.
-        redirects: streams that go to files only, with a folder for them: 0 none, 1 stdout, 2 stderr, 3 both; or such a
-            number by local rank.
-        tee: streams that go to files and on, likewise.
-        final_exit_codes: exit codes of workers after which the run fails at once, whatever restarts are left.
-        heartbeat_timeout: seconds without a heartbeat after which a worker counts as hung; None for no such limit.
+        local_addr: the address at which other nodes reach this node; None to detect it.
+        redirects: streams that go to files only: 0 none, 1 stdout, 2 stderr, 3 both; or such a number by local rank.
+        tee: streams that go to files and to the console, in the same form.
+        final_exit_codes: exit codes of workers after which the run fails at once, even if restarts are left.
+        heartbeat_timeout: seconds without a heartbeat after which a worker counts as hung; None for no limit.
 
     Raises:
-        SettingsError: a value cannot be; the message says what to change.
+        SettingsError: a value is invalid; the message says what to change.
     """
 
     role: str = DEFAULT_ROLE

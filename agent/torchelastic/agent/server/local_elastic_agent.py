@@ -58,17 +58,17 @@ class LocalElasticAgent:
     """Runs the workers of one node until they have succeeded or the run has failed.
 
     Args:
-        spec: what they run, how many there are, and how the nodes meet.
+        spec: the program and number of the workers, and the rendezvous.
         start_method: "fork-server" (also "forkserver", "fork"): workers are forked from a process that has torch
-            imported; "exec" (also "spawn"): each is a new interpreter, as always with a handler that is not ours.
-        exit_barrier_timeout: with a handler that is not ours, seconds for which this node waits for the other nodes
-            after its workers have succeeded. With ours it waits as long as any of them runs.
+            imported; "exec" (also "spawn"): each is a new interpreter, as it always is with a handler that is not ours.
+        exit_barrier_timeout: with a handler that is not ours, seconds to wait for the other nodes after the workers
+            of this node have succeeded. With our handler there is no limit.
         log_dir: a folder for the workers' output; None for no files.
-        logs_specs: torch's way to name that folder, used if ``log_dir`` is not given.
-        shutdown_timeout: seconds between SIGTERM and SIGKILL when workers are ended because this node leaves.
+        logs_specs: torch's way to name that folder; used if ``log_dir`` is not given.
+        shutdown_timeout: seconds between SIGTERM and SIGKILL when this node leaves.
 
     Raises:
-        SettingsError: what is asked for cannot be done; the message says what to change.
+        SettingsError: a setting is invalid or unsupported; the message says what to change.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class LocalElasticAgent:
         """Run the workers, in as many rounds as it takes.
 
         Raises:
-            RendezvousError: this node cannot meet the others.
-            SettingsError: what is asked for cannot be done; the message says what to change.
+            RendezvousError: this node cannot join the run.
+            SettingsError: a setting is invalid or unsupported; the message says what to change.
             RuntimeError: another agent runs in this process, or this is a process of multiprocessing that still starts.
             Exception: what a handler that is not ours raises, or a signal handler of the program.
         """
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise RuntimeError(
-                "A process that multiprocessing has started imports this program: what launches workers has to stand "
+                "A process that multiprocessing has started imports this program. Put the code that launches workers "
                 'below `if __name__ == "__main__":`, or each such process would launch workers, too.'
             )
         if not _one_at_a_time.acquire(blocking=False):
@@ -155,7 +155,7 @@ class LocalElasticAgent:
             while not result.done():
                 try:
                     wait([result])
-                except BaseException:  # noqa: BLE001 - a second signal; what the first one raised is on its way
+                except BaseException:  # noqa: BLE001 - a second signal; the exception of the first one is raised
                     agent.stop()
             thread.join(_JOIN_TIMEOUT)
 
@@ -189,8 +189,8 @@ class _OurAgent(Agent):
     """One node of a run in a program that does other things, too: it handles no signals.
 
     Args:
-        settings: what to do.
-        call: what the workers call, see :func:`~torchelastic.agent.function_call.call_of`; None if they run a command.
+        settings: the settings of the agent.
+        call: made by :func:`~torchelastic.agent.function_call.call_of`; None if the workers run a command.
     """
 
     def __init__(self, settings: AgentSettings, call: bytes | None) -> None:
@@ -203,8 +203,8 @@ class _OurAgent(Agent):
         """Run the workers to their end, with an event loop of its own.
 
         Raises:
-            RendezvousConnectionError: this node cannot meet the others.
-            SettingsError: what is asked for cannot be done; the message says what to change.
+            RendezvousConnectionError: this node cannot join the run.
+            SettingsError: a setting is invalid or unsupported; the message says what to change.
         """
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             return runner.run(self._result())

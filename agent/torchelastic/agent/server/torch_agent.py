@@ -43,10 +43,10 @@ class TorchAgent(LocalElasticAgent):
     """torch's agent, with numbers on which all nodes agree.
 
     Args:
-        spec: what to run; its handler is not ours.
-        logs: where the output goes.
+        spec: the workers, with a handler that is not ours.
+        logs: the destinations of the output.
         exit_barrier_timeout: seconds for which a node whose workers have succeeded waits for the others.
-        stopped: called when this is asked to stop while the handler blocks, which nothing can interrupt.
+        stopped: called if :meth:`stop` is called while the handler blocks, because nothing can interrupt a handler.
 
     Raises:
         SettingsError: the spec asks for what torch's agent cannot do.
@@ -90,7 +90,7 @@ class TorchAgent(LocalElasticAgent):
         )
 
     def launch(self) -> RunResult:
-        """Run the workers to their end; raises what the handler raises."""
+        """Run the workers to their end; exceptions of the handler are passed on."""
         result: TorchResult | None = self.run()
         if result is None:  # the handler does not need this node, or it was asked to stop
             return RunResult(WorkerState.STOPPED)
@@ -137,7 +137,7 @@ class TorchAgent(LocalElasticAgent):
 
 
 class _Handler:
-    """What torch's agent asks of a handler, from one that has only ``next_rendezvous``."""
+    """The methods that torch's agent calls, for a handler that may have only ``next_rendezvous``."""
 
     use_agent_store = False
 
