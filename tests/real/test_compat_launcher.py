@@ -32,9 +32,11 @@ def stop(tmp_path: Path) -> Iterator[Path]:
     path.touch()
 
 
-async def output_of(path: Path, *arguments: str | Path, code: int = 0, env: dict[str, str] | None = None) -> str:
-    """Run a launcher to its end."""
-    async with Launcher(path, *arguments, env=env) as launcher:
+async def output_of(
+    folder: Path, source: str, *arguments: str | Path, code: int = 0, env: dict[str, str] | None = None
+) -> str:
+    """Run a launcher of this source to its end."""
+    async with Launcher(script(folder, source), *arguments, env=env) as launcher:
         assert await launcher.code() == code, launcher.output
     return launcher.output
 
@@ -76,7 +78,7 @@ GUIDE = """
 
 @pytest.mark.usefixtures("each_torch")
 async def test_a_launcher_from_the_torch_customization_guide_runs(tmp_path: Path) -> None:
-    output = await output_of(script(tmp_path, GUIDE))
+    output = await output_of(tmp_path, GUIDE)
     assert "worker 0 return value is: hello from hello from 0" in output
     assert "all are: {0: 'hello from hello from 0', 1: 'hello from hello from 1'}, state SUCCEEDED" in output
     assert "Warning" not in output
@@ -175,8 +177,7 @@ FAILING = """
 async def test_a_failed_run_raises_torchs_exception_with_the_root_cause_after_all_restarts(tmp_path: Path) -> None:
     folder, told = tmp_path / "ran", tmp_path / "error.json"
     folder.mkdir()
-    path = script(tmp_path, FAILING)
-    output = await output_of(path, folder, code=1, env={"TORCHELASTIC_ERROR_FILE": str(told)})
+    output = await output_of(tmp_path, FAILING, folder, code=1, env={"TORCHELASTIC_ERROR_FILE": str(told)})
     assert re.search(r"rank 1 first: ValueError: the data are broken.*, exit code 1, of \[1\]", output)
     assert sorted(each.name for each in folder.iterdir()) == sorted(
         f"{rank}.{restart}" for rank in range(3) for restart in range(3)
@@ -186,9 +187,8 @@ async def test_a_failed_run_raises_torchs_exception_with_the_root_cause_after_al
 
 async def test_objects_of_the_program_travel_to_workers_their_child_processes_and_back(tmp_path: Path) -> None:
     output = await output_of(
-        script(
-            tmp_path,
-            """
+        tmp_path,
+        """
             import enum, functools, multiprocessing, pickle
             from dataclasses import dataclass
             from torchelastic import LocalElasticAgent, WorkerSpec
@@ -226,7 +226,6 @@ async def test_objects_of_the_program_travel_to_workers_their_child_processes_an
                 print("processes", returned(work, Point(3)) == Point(12))
                 print("exit", returned(sys.exit, 0))
             """,
-        )
     )
     said = [line for line in output.splitlines() if not line.startswith("[")]
     assert said == ["closure 42", "objects True True 100000000", "processes True", "exit None"]
@@ -234,9 +233,8 @@ async def test_objects_of_the_program_travel_to_workers_their_child_processes_an
 
 async def test_a_program_that_launches_workers_on_import_gets_an_error(tmp_path: Path) -> None:
     output = await output_of(
-        script(
-            tmp_path,
-            """
+        tmp_path,
+        """
             import multiprocessing
             from torchelastic import LocalElasticAgent, WorkerSpec
 
@@ -248,7 +246,6 @@ async def test_a_program_that_launches_workers_on_import_gets_an_error(tmp_path:
 
             print(LocalElasticAgent(WorkerSpec(entrypoint=work)).run().return_values)
             """,
-        )
     )
     assert 'Put the code that launches workers below `if __name__ == "__main__":`' in output
     assert output.splitlines()[-1] == "{0: 1}"
@@ -258,9 +255,8 @@ async def test_a_command_runs_like_a_function(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import os, sys; print('ran', sys.argv[1:], os.environ['RANK']); sys.exit(int(sys.argv[1]))")
     output = await output_of(
-        script(
-            tmp_path,
-            """
+        tmp_path,
+        """
             from torchelastic import LaunchConfig, LocalElasticAgent, WorkerSpec, elastic_launch
 
             if __name__ == "__main__":
@@ -270,7 +266,6 @@ async def test_a_command_runs_like_a_function(tmp_path: Path) -> None:
                 failure = LocalElasticAgent(spec).run().failures[0]
                 print("failed with", failure.exitcode)
             """,
-        ),
         program,
     )
     assert "returned {0: None, 1: None}" in output
@@ -289,10 +284,9 @@ LIBRARY = """
 async def test_an_agent_runs_in_any_thread_and_beside_a_running_event_loop(tmp_path: Path, stop: Path) -> None:
     stop.touch()
     output = await output_of(
-        script(
-            tmp_path,
-            LIBRARY
-            + """
+        tmp_path,
+        LIBRARY
+        + """
     async def main():
         print("in a loop", LocalElasticAgent(spec).run().return_values)
         agents = [LocalElasticAgent(spec) for _ in range(2)]
@@ -302,7 +296,6 @@ async def test_an_agent_runs_in_any_thread_and_beside_a_running_event_loop(tmp_p
     if __name__ == "__main__":
         asyncio.run(main())
 """,
-        ),
         stop,
     )
     assert "in a loop {0: 0, 1: 1}" in output
@@ -424,7 +417,7 @@ ON_OTHER_HANDLERS = """
 
 
 async def test_failures_stops_and_unsupported_use_are_reported_in_one_sentence(tmp_path: Path) -> None:
-    output = await output_of(script(tmp_path, ON_OTHER_HANDLERS), tmp_path / "marker")
+    output = await output_of(tmp_path, ON_OTHER_HANDLERS, tmp_path / "marker")
     for wanted in (
         r"(?s)rank +: 0 \(local_rank: 0\).*ValueError: the data are broken",
         r"while workers run: STOPPED",

@@ -291,7 +291,7 @@ def _parser() -> argparse.ArgumentParser:
         "nodes or workers come, go or fail.",
         epilog="Every flag can also be given by an environment variable: PET_ and its name, as in PET_NNODES=1:4 or "
         "PET_STANDALONE=1; the command line wins. Underscores and dashes are equivalent. Everything after PROGRAM "
-        "belongs to it. Example: %(prog)s --nnodes 1:4 --nproc-per-node gpu --rdzv-endpoint etcd-server --rdzv-id digits-7 "
+        "belongs to it. Example: %(prog)s --nnodes 1:4 --nproc-per-node gpu --rdzv-endpoint etcd --rdzv-id digits-7 "
         "train.py --lr 0.1",
     )
     version = importlib.metadata.version("elastic-operator")
