@@ -204,7 +204,9 @@ async def test_signal_handlers_and_saving_threads_block_nothing(run: Run) -> Non
         with torchelastic.checkpoint():
             pass
         print(f"{handled} handled, the last began at {began}", flush=True)
-        signal.pause()
+        while True:
+            torchelastic.step()
+            time.sleep(0.1)
         """
     async with run.told as told, run.agent(source) as agent:
         said = await agent.said(r"(\d+) handled, the last began at (\S+)")

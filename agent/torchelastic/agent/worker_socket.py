@@ -245,7 +245,6 @@ class WorkerSocket:
         if message.ask is not None:
             first = process.seconds == 0
             process.seconds = message.ask
-            process.send(heard=message.ask)
             if first and message.ask > 0 and self._notice is not None:
                 self._send_notice(process, self._notice)
         if message.saved is not None:

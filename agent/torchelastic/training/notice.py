@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 _LONGEST: Final = 1e6
 """Maximum of a request in seconds; the agent also has its own limit."""
 
-_PATIENCE: Final = 5.0
-"""Seconds to wait for the agent to acknowledge a request."""
-
 
 @dataclass(frozen=True, slots=True)
 class Notice:
@@ -89,7 +86,6 @@ class Notices:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant for a signal handler that answers
         self._callback: Callable[[Notice], object] | None = None
-        self._heard = threading.Event()
         self._signals: set[int] = set()
         self._standing: tuple[int, Notice] | None = None
         self._shown = 0
@@ -98,8 +94,7 @@ class Notices:
     def ask_for_notice(self, seconds: float = 30.0, callback: Callable[[Notice], object] | None = None) -> None:
         """Ask for time to save before a planned change of the round.
 
-        The request is valid until the worker ends; another call replaces it. The agent's ``--notice`` limits it. When
-        this function returns, the agent has received the request.
+        The request is valid until the worker ends; another call replaces it. The agent's ``--notice`` limits it.
 
         Args:
             seconds: maximum time that the change waits for this worker; 0 withdraws the request.
@@ -116,10 +111,8 @@ class Notices:
         with self._lock:
             self._callback = callback
             self._signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-            heard = self._heard = threading.Event()
         if AGENT.send({"ask": min(seconds, _LONGEST)}):
             AGENT.read(self._take, self._closed)
-            heard.wait(_PATIENCE)
 
     def notice(self) -> Notice | None:
         """Return the notice that this worker has not answered yet, or None. The call is cheap enough to poll.
@@ -139,12 +132,8 @@ class Notices:
 
     def _closed(self) -> None:
         self._standing = None
-        self._heard.set()
 
     def _take(self, message: dict[str, Any]) -> None:
-        if "heard" in message:
-            self._heard.set()
-            return
         number, seconds = int(message["notice"]), float(message["seconds"])
         with self._lock:
             if seconds == 0:

@@ -3,8 +3,8 @@
 Both record metrics (see :mod:`torchelastic.metrics`). On rank 0 they also report the time of the first step and of the
 last checkpoint to the agent, for the time breakdown of the run.
 
-Messages are sent without blocking the training. A checkpoint is reported at once; of several within a second, a thread
-reports the last one at the end of the second. The thread also resends messages that the agent did not accept.
+Messages are sent without blocking the training. A checkpoint is reported at once; of several within a second, the last
+one is reported later, like a message that the agent did not accept: at the next call after the second, or at the exit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from torchelastic.agent_socket import AGENT, is_worker, run_beside
+from torchelastic.agent_socket import AGENT, is_worker
 from torchelastic.metrics import put_metric
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def step() -> None:
     before, REPORTS.step_began = REPORTS.step_began, now
     if before:
         put_metric("train_step.duration.ms", (now - before) * 1000)
+        REPORTS.send()
     else:
         REPORTS.tell("stepped", time.time())
 
@@ -104,49 +105,32 @@ class Reports:
         self._lock = threading.RLock()  # reentrant for a signal handler that saves; never held while waiting
         self._unsent: dict[str, float] = {}
         self._next = -math.inf
-        self._sends_later = False
 
     def tell(self, what: str, when: float) -> None:
-        """Report to the agent, now or within the interval.
+        """Report to the agent.
 
         Args:
             what: ``stepped``, which is reported once, or ``kept``, of which the last one counts.
             when: in seconds since the Unix epoch.
         """
-        if not is_worker() or os.environ.get("RANK") != "0":
+        if is_worker() and os.environ.get("RANK") == "0":
+            with self._lock:
+                self._unsent[what] = max(when, self._unsent.get(what, 0.0))
+            self.send()
+
+    def send(self, *, at_exit: bool = False) -> None:
+        """Send the unsent reports, unless the interval is not over."""
+        if not self._unsent or (time.perf_counter() < self._next and not at_exit) or not is_worker():
             return
         with self._lock:
-            self._unsent[what] = max(when, self._unsent.get(what, 0.0))
-            early = what == "kept" and time.perf_counter() < self._next
-            if self._sends_later or (not early and self.send()):
-                return
-            self._sends_later = True
-        try:
-            run_beside(self._send_later)
-        except RuntimeError:  # a later report tries again
-            self._sends_later = False
-
-    def send(self) -> bool:
-        """Send the unsent reports; return whether all were sent."""
-        if not is_worker():
-            return True
-        with self._lock:
             unsent, self._unsent = self._unsent, {}
-            sent = not unsent or AGENT.send(unsent)
-            if not sent:
+            if not (sent := AGENT.send(unsent)):
                 self._unsent = unsent | self._unsent
             if "kept" in unsent or not sent:
                 self._next = time.perf_counter() + INTERVAL
-            return sent
-
-    def _send_later(self) -> None:
-        while self._sends_later:
-            time.sleep(max(self._next - time.perf_counter(), 0.0))
-            with self._lock:
-                self._sends_later = not self.send()
 
 
 REPORTS: Final = Reports()
 """The reports of this process."""
 
-atexit.register(REPORTS.send)
+atexit.register(REPORTS.send, at_exit=True)
