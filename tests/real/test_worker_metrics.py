@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from elastic_operator.client.local import LocalJobs
-from tests.support.crew import eventually, told
+from tests.support.crew import told
 from tests.support.local_runs import LocalRun, manifest, training
 from tests.support.measured import Measured
 from tests.support.scraping import scraped
@@ -103,7 +103,7 @@ async def test_counters_survive_a_sigkill_and_gauges_do_not(tmp_path: Path) -> N
         assert after.value("torchelastic_metrics_dropped_total", reason="negative", rank=rank) == 1
 
 
-async def test_a_finished_worker_leaves_its_counters_and_a_killed_agent_no_memory(tmp_path: Path) -> None:
+async def test_a_finished_worker_leaves_its_counters(tmp_path: Path) -> None:
     measured = Measured(
         tmp_path,
         """
@@ -113,21 +113,16 @@ async def test_a_finished_worker_leaves_its_counters_and_a_killed_agent_no_memor
         metrics.put_metric("loss", 1, "my_app")
         if os.environ["RANK"] == "1":
             sys.exit()
-        print("memory:", os.environ["TORCHELASTIC_METRICS_FILE"], flush=True)
         """,
         "--nproc-per-node=2",
     )
-    async with measured.agent as agent:
-        file = Path((await agent.said(r"memory: (\S+)"))[1])
+    async with measured.agent:
         page = await measured.until(
             lambda page: (
                 page.value("my_app_samples_total", rank="1") == 5 and page.value("my_app_loss", rank="1") is None
             )
         )
         assert page.value("my_app_loss", rank="0") == 1
-        assert file.exists()
-        agent.kill()
-        await eventually(lambda: not file.parent.exists())
 
 
 async def test_a_child_of_a_worker_does_not_write_into_its_metrics(tmp_path: Path) -> None:
@@ -264,8 +259,12 @@ async def test_a_worker_that_corrupts_its_metrics_harms_no_other_and_the_next_ro
         metrics.declare("my_app", counters=["samples"])
         metrics.put_metric("samples", 1, "my_app")
         if round == 1 and rank == 0:
-            path = os.environ["TORCHELASTIC_METRICS_FILE"]
-            open(path, "w").close()
+            descriptor = os.open(os.environ["TORCHELASTIC_METRICS_FILE"], os.O_RDWR)
+            os.pwrite(descriptor, b"[" * (512 << 10), 0)
+            try:
+                os.truncate(descriptor, 0)
+            except PermissionError:
+                print("cannot truncate", flush=True)
             print(f"spoiled by {os.getpid()}", flush=True)
         print(f"round {round} measured", flush=True)
         """,
@@ -276,10 +275,9 @@ async def test_a_worker_that_corrupts_its_metrics_harms_no_other_and_the_next_ro
         before = await measured.after("round 1 measured", count=2)
         os.kill(int((await agent.said(r"spoiled by (\d+)"))[1]), signal.SIGKILL)
         after = await measured.after("round 2 measured", count=2)
-    assert before.value("my_app_samples_total", rank="0") is None
     assert before.value("my_app_samples_total", rank="1") == 1
-    assert after.value("my_app_samples_total", rank="0") == 1
     assert after.value("my_app_samples_total", rank="1") == 2
+    assert "[rank 0] cannot truncate" in agent.lines
     assert not any("cannot be shown" in line or "cannot be read" in line for line in agent.lines)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchelastic import metrics
 from torchelastic.metrics.series import PLATFORM_SAMPLES, RESERVED_BEGINNINGS, Form, Source, user_series
-from torchelastic.metrics.validation import MAX_NAMES, REASONS
+from torchelastic.metrics.series_handler import MAX_NAMES, REASONS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "metrics.md").read_text()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +21,8 @@ from tests.support.scraping import Page
 from torchelastic.metrics import MetricStream
 from torchelastic.metrics.agent import AgentMetrics
 from torchelastic.metrics.api import MetricRegistry
-from torchelastic.metrics.validation import MAX_NAMES
-from torchelastic.metrics.worker import SharedMemory, WorkerMetricHandler
+from torchelastic.metrics.series_handler import MAX_NAMES, Memory, SeriesHandler
+from torchelastic.metrics.worker import opened
 from torchelastic.metrics.worker_collector import WorkerMetrics
 
 if TYPE_CHECKING:
@@ -32,15 +34,13 @@ if TYPE_CHECKING:
 class Node:
     """One node and its workers' metric streams."""
 
-    def __init__(self, folder: Path, agent: AgentMetrics) -> None:
-        self.metrics = WorkerMetrics(folder / "memory", folder / "beside")
-        self.registry = agent.page(self.metrics)
-        self._round = 0
+    def __init__(self) -> None:
+        self.agent, self.metrics = AgentMetrics(MetricRegistry()), WorkerMetrics()
+        self.registry = self.agent.page(self.metrics)
 
     def begin(self, *ranks: int) -> Sequence[MetricStream]:
         """Start a round with workers of these ranks; the workers of the previous round end."""
-        self._round += 1
-        self.workers = self.metrics.begin(self._round, dict(enumerate(ranks)))
+        self.workers = self.metrics.begin(dict(enumerate(ranks)))
         return [_stream(self.workers[local_rank].path) for local_rank in range(len(ranks))]
 
     def page(self) -> Page:
@@ -55,16 +55,16 @@ class Node:
         return {dict(labels)["rank"]: value for (_, labels), value in self.page().named("my_app_samples").items()}
 
 
-def _stream(path: Path) -> MetricStream:
+def _stream(path: str) -> MetricStream:
     registry = MetricRegistry()
     registry.declare("my_app", counters=["samples"], histograms={"size": [1, 10]})
-    registry.attach(WorkerMetricHandler(str(path), registry))
+    registry.attach(SeriesHandler(opened(path), registry.form))
     return MetricStream("my_app", registry)
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(tmp_path, AgentMetrics(MetricRegistry()))
+def node() -> Node:
+    return Node()
 
 
 @pytest.mark.parametrize(
@@ -129,12 +129,11 @@ NAMES = st.text(max_size=8) | st.sampled_from(
     )
 )
 def test_the_page_is_well_formed_for_any_names(
-    tmp_path_factory: pytest.TempPathFactory, rounds: list[list[tuple[str, str, Callable[[str], dict[str, Any]]]]]
+    rounds: list[list[tuple[str, str, Callable[[str], dict[str, Any]]]]],
 ) -> None:
-    agent = AgentMetrics(MetricRegistry())
-    agent.round(1, 2)
-    agent.run_ended("a", succeeded=True, restarts=0)
-    node = Node(tmp_path_factory.mktemp("node"), agent)
+    node = Node()
+    node.agent.round(1, 2)
+    node.agent.run_ended("a", succeeded=True, restarts=0)
     for measured in rounds:
         for worker in node.begin(0, 1):
             for group, name, declaration in measured:
@@ -145,11 +144,11 @@ def test_the_page_is_well_formed_for_any_names(
         assert sum(("rank", rank) in labels for _, labels in page.samples) >= len(rounds[-1])
 
 
-def test_rounds_leak_no_file_descriptors(tmp_path: Path) -> None:
-    metrics = WorkerMetrics(tmp_path / "memory")
+def test_rounds_leak_no_file_descriptors() -> None:
+    metrics = WorkerMetrics()
     open_after = []
-    for round in range(5):
-        metrics.begin(round, {0: 0, 1: 1})
+    for _ in range(5):
+        metrics.begin({0: 0, 1: 1})
         open_after.append(sum(1 for _ in Path("/proc/self/fd").iterdir()))
     assert len(set(open_after)) == 1
 
@@ -172,15 +171,15 @@ def test_dropped_values_are_counted_by_rank_and_logged_once(node: Node, caplog: 
 
 def test_a_signal_handler_may_measure_a_new_name(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     (worker,) = node.begin(0)
-    words, came = SharedMemory.words, []
+    words, came = Memory.words, []
 
-    def interrupted(memory: SharedMemory, source: Source) -> object:
+    def interrupted(memory: Memory, source: Source) -> object:
         if not came:
             came.append(source)
             worker.add_value("of.handler", 7)  # is lost, if it comes while another new name is written
         return words(memory, source)
 
-    monkeypatch.setattr(SharedMemory, "words", interrupted)
+    monkeypatch.setattr(Memory, "words", interrupted)
     worker.add_value("loss", 1)
     worker.add_value("of.handler", 8)
     rank = (("rank", "0"),)
@@ -191,13 +190,14 @@ def test_a_partly_written_name_is_read_when_it_is_complete(node: Node) -> None:
     (worker,) = node.begin(0)
     worker.add_value("loss", 1)
     worker.add_value("samples", 64)
-    path = node.workers[0].path
+    path = Path(node.workers[0].path)
     whole = path.read_bytes()
     with path.open("r+b") as file:
         file.seek(whole.index(b"samples"))
         file.write(bytes(40))
     assert (len(node.page().samples), node.samples()) == (1, {})
-    path.write_bytes(whole)
+    with path.open("r+b") as file:
+        file.write(whole)
     assert node.samples() == {"0": 64}
 
 
@@ -225,13 +225,16 @@ def test_inherited_counters_have_a_limit(node: Node) -> None:
     assert len(node.page().named("my_app")) == MAX_NAMES
 
 
-def test_a_worker_without_memory_has_no_metrics(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").touch()
-    metrics = WorkerMetrics(tmp_path / "file" / "folder", tmp_path / "other")
-    assert metrics.begin(0, {0: 0})[0].path == tmp_path / "other" / "0.0"
-    metrics = WorkerMetrics(tmp_path / "file" / "folder")
-    for round in (1, 2):
-        assert metrics.begin(round, {0: 0, 1: 1}) == {}
+def test_a_worker_without_memory_has_no_metrics(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    metrics = WorkerMetrics()
+    for _ in range(2):
+        assert metrics.begin({0: 0, 1: 1}) == {}
     assert list(metrics.collect()) == []
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "no memory can be had" in caplog.text
+    assert "No space left" in caplog.text

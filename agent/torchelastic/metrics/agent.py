@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
     from torchelastic.metrics.api import MetricRegistry
-    from torchelastic.metrics.prometheus import PrometheusMetricHandler
+    from torchelastic.metrics.collectors import PlatformCollector
     from torchelastic.metrics.series import Series
     from torchelastic.protocol import RoundReason
     from torchelastic.rendezvous.node import RendezvousNode
@@ -38,7 +38,7 @@ class AgentMetrics:
         self._registry = registry
         self._job = job
         self._run: RendezvousNode | None = None
-        self._shown: PrometheusMetricHandler | None = None
+        self._shown: PlatformCollector | None = None
 
     def page(self, *beside: Collector) -> CollectorRegistry:
         """Return the series of the agent's /metrics: those of the agent from now on, of the run, and of others.
@@ -49,13 +49,12 @@ class AgentMetrics:
         """
         from prometheus_client import CollectorRegistry
 
-        from torchelastic.metrics.collectors import MetricsPage, RunCollector
-        from torchelastic.metrics.prometheus import PrometheusMetricHandler
+        from torchelastic.metrics.collectors import MetricsPage, PlatformCollector, RunCollector
 
         labels = {}
         if self._job is not None:
             labels = dict(zip(("job_namespace", "elasticjob"), map(printable, self._job), strict=True))
-        self._shown = PrometheusMetricHandler()
+        self._shown = PlatformCollector()
         registry = CollectorRegistry()
         registry.register(MetricsPage((self._shown, RunCollector(lambda: self._run), *beside), labels))
         return registry

@@ -94,11 +94,15 @@ class MetricsConfig:
 
 
 class MetricRegistry:
-    """The handlers of each group, and the declared forms. Values may be added in any thread."""
+    """The handlers of each group, and the declared forms. Values may be added in any thread.
+
+    Attributes:
+        attached: the handlers that receive every value.
+    """
 
     def __init__(self) -> None:
         self._configured: dict[str | None, MetricHandler] = {}
-        self._attached: tuple[MetricHandler, ...] = ()
+        self.attached: tuple[MetricHandler, ...] = ()
         # Replaced at each change and never modified, because other threads read it.
         self._routes: Mapping[str | None, tuple[MetricHandler, ...]] = {None: ()}
         self._failed: list[MetricHandler] = []
@@ -119,20 +123,15 @@ class MetricRegistry:
             what = f"the class {handler.__name__}; make an object of it" if isinstance(handler, type) else repr(handler)
             raise TypeError(f"A metric handler is an object with a method emit(metric_data), not {what}.")
         self._configured[None if group is None else str(group)] = handler
-        self._route(self._attached)
+        self._route(self.attached)
 
     def attach(self, handler: MetricHandler) -> None:
         """Send every value also to this handler, in addition to the configured ones."""
-        self._route((*self._attached, handler))
+        self._route((*self.attached, handler))
 
     def detach(self, handler: MetricHandler) -> None:
         """Undo :meth:`attach`."""
-        self._route(tuple(attached for attached in self._attached if attached is not handler))
-
-    @property
-    def attached(self) -> tuple[MetricHandler, ...]:
-        """The handlers that receive every value."""
-        return self._attached
+        self._route(tuple(attached for attached in self.attached if attached is not handler))
 
     def declare(
         self, group: str, *, counters: Collection[str] = (), histograms: Mapping[str, Sequence[float]] | None = None
@@ -184,7 +183,7 @@ class MetricRegistry:
                     self._report(handler, data)
 
     def _route(self, attached: tuple[MetricHandler, ...]) -> None:
-        self._attached = attached
+        self.attached = attached
         routes: dict[str | None, tuple[MetricHandler, ...]] = {None: attached}
         for group, handler in self._configured.items():
             routes[group] = attached if type(handler) is NullMetricHandler else (handler, *attached)

@@ -1,9 +1,11 @@
-"""The collectors of an agent's ``/metrics``: the whole page, and the totals of the run."""
+"""The collectors of an agent's ``/metrics``: the whole page, the agent's own series, and the totals of the run."""
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
+from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import Metric
@@ -11,10 +13,11 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from torchelastic.metrics import series
+from torchelastic.metrics.series_handler import REASONS
 from torchelastic.protocol import NodeEnd, RunState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from torchelastic.protocol import TimeBreakdown
     from torchelastic.rendezvous.node import RendezvousNode
@@ -46,6 +49,45 @@ def families_of(values: Iterable[tuple[series.Series, dict[str, str], Sequence[f
             if one.form.buckets[0] >= 0:  # Prometheus expects that a sum never decreases
                 family.add_sample(f"{name}_sum", dict(labels), words[-1])
     return families.values()
+
+
+def shown(
+    sources: Mapping[series.Source, Sequence[float]],
+    dropped: Sequence[float],
+    names: series.SeriesNames,
+    **labels: str,
+) -> Iterator[tuple[series.Series, dict[str, str], Sequence[float]]]:
+    """Yield the series of what a handler has measured."""
+    for source, words in sources.items():
+        one = names.of(source)
+        yield one, {**dict(one.labels), **labels}, words
+    for reason, count in zip(REASONS, dropped, strict=True):
+        if count:
+            yield series.DROPPED, {"reason": reason, **labels}, (count,)
+
+
+class PlatformCollector(Collector):
+    """Series of the platform, to which the agent adds values."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._words: dict[series.Series, list[float]] = {}
+
+    def add(self, one: series.Series, value: float) -> None:
+        """Add one value to a series."""
+        value /= one.divisor
+        with self._lock:
+            words = self._words.setdefault(one, [0.0] * one.form.size)
+            if one.form.kind is series.Kind.HISTOGRAM:
+                words[bisect_left(one.form.buckets, value)] += 1
+                words[-1] += value
+            else:
+                words[0] = value + (words[0] if one.form.kind is series.Kind.COUNTER else 0.0)
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the families with their current values; called by a registry at each scrape, from any thread."""
+        with self._lock:
+            return families_of((one, dict(one.labels), words) for one, words in self._words.items())
 
 
 class MetricsPage(Collector):

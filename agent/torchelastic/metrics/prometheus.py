@@ -3,8 +3,6 @@
 Any program can use it::
 
     metrics.configure(PrometheusMetricHandler(port=9100), group="my_app")
-
-The agent has one for its own series.
 """
 
 from __future__ import annotations
@@ -15,18 +13,15 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.registry import Collector
 
 from torchelastic.metrics.api import REGISTRY
-from torchelastic.metrics.collectors import families_of
-from torchelastic.metrics.series import DROPPED, SeriesNames, Source, forms_of
+from torchelastic.metrics.collectors import families_of, shown
+from torchelastic.metrics.series import SeriesNames, forms_of
+from torchelastic.metrics.series_handler import Memory, SeriesHandler
 from torchelastic.metrics.server import unusable_port
-from torchelastic.metrics.validation import REASONS, SeriesHandler
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from prometheus_client import Metric
-
-    from torchelastic.metrics.series import Series
-    from torchelastic.metrics.validation import Sink
 
 
 class PrometheusMetricHandler(SeriesHandler, Collector):
@@ -56,10 +51,9 @@ class PrometheusMetricHandler(SeriesHandler, Collector):
         counters: Collection[str] = (),
         histograms: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
-        super().__init__([0.0] * len(REASONS))
-        self._forms = forms_of(counters, {} if histograms is None else histograms)
+        forms = forms_of(counters, {} if histograms is None else histograms)
+        super().__init__(Memory(), lambda group, name: forms.get(name) or REGISTRY.form(group, name))
         self._names = SeriesNames()
-        self._series: dict[Series, tuple[list[float], Sink]] = {}
         self.registry = CollectorRegistry()
         self.registry.register(self)
         try:
@@ -72,27 +66,7 @@ class PrometheusMetricHandler(SeriesHandler, Collector):
         """The port of the server, which runs until the process ends; None without one."""
         return None if self._server is None else self._server[0].server_port
 
-    def add(self, series: Series, value: float) -> None:
-        """Add one value to a series of the platform."""
-        self._sink(series)(value)
-
     def collect(self) -> Iterable[Metric]:
         """Return the families with their current values; the registry calls this at each scrape."""
         with self._lock:
-            shown = [(series, dict(series.labels), tuple(words)) for series, (words, _) in self._series.items()]
-            shown += [
-                (DROPPED, {"reason": reason}, (count,))
-                for reason, count in zip(REASONS, self._dropped, strict=True)
-                if count
-            ]
-        return families_of(shown)
-
-    def _open(self, group: str, name: str) -> Sink:
-        return self._sink(self._names.of(Source(group, name, self._forms.get(name) or REGISTRY.form(group, name))))
-
-    def _sink(self, series: Series) -> Sink:
-        with self._lock:
-            if series not in self._series:
-                words = [0.0] * series.form.size
-                self._series[series] = words, self._sink_of(series, words)
-            return self._series[series][1]
+            return families_of(shown(self._memory.sources(), self._memory.dropped, self._names))

@@ -277,7 +277,7 @@ class Workers:
         async with contextlib.AsyncExitStack() as stack:
             make_folder(self._logs)
             self.scratch = self._shared = _temporary_folder()
-            if self._heartbeat_timeout is not None or self._measured:
+            if self._heartbeat_timeout is not None:
                 with contextlib.suppress(OSError):  # a folder in memory, where no write waits for a disk
                     self._shared = Path(tempfile.mkdtemp(prefix="torchelastic-", dir="/dev/shm"))
             folders = [self.scratch, self._shared]
@@ -295,7 +295,7 @@ class Workers:
             if self._measured:  # imported while the fork server imports torch
                 from torchelastic.metrics.worker_collector import WorkerMetrics
 
-                self.metrics = WorkerMetrics(self._shared / "metrics", self.scratch / "metrics")
+                self.metrics = WorkerMetrics()
             self._stack = stack.pop_all()
         return self
 
@@ -408,7 +408,7 @@ class Workers:
             heartbeats = hang.Heartbeats(self._shared / "heartbeats" / str(round), self._heartbeat_timeout)
         memories: Mapping[int, WorkerMemory] = {}
         if self.metrics is not None:
-            memories = self.metrics.begin(round, {start.local_rank: start.rank for start in workers})
+            memories = self.metrics.begin({start.local_rank: start.rank for start in workers})
         killed_before = self._memory_kills.count()
         base = self._base_environment()
         outputs, environments = [], []
@@ -417,7 +417,7 @@ class Workers:
                 output = stack.enter_context(contextlib.closing(self._open_output(round, start)))
                 environment = {**base, **start.env}
                 if start.local_rank in memories:
-                    environment[METRICS_FILE] = str(memories[start.local_rank].path)
+                    environment[METRICS_FILE] = memories[start.local_rank].path
                 if heartbeats is not None:
                     environment[HEARTBEAT_FILE] = str(heartbeats.file(start.local_rank))
                 environment[ERROR_FILE] = str(output.error_file)

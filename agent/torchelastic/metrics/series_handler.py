@@ -1,32 +1,36 @@
-"""A handler that checks values and adds them to the words of their series.
+"""A handler that checks values and adds them to the words of their series, in a memory that the agent can read.
+
+A value is an aligned double. Layout of the memory, in words of 8 bytes::
+
+    0        number of complete bytes of names
+    1 …      dropped values, by reason
+    16 …     the words of each series: its value, or for a histogram one word per bucket (each value is counted in one
+             bucket), one for values above the last bound, and one for the sum
+    16384 …  names, one line of JSON each
 
 Invalid values are dropped, counted, and logged once per reason.
 """
 
 from __future__ import annotations
 
-import abc
+import json
 import logging
 import math
+import mmap
 import sys
 import threading
 from bisect import bisect_left
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, SupportsFloat, SupportsIndex
 
 from torchelastic.metrics.api import MetricHandler
-from torchelastic.metrics.series import Kind
+from torchelastic.metrics.series import Form, Kind, Source, series_of
 
 if TYPE_CHECKING:
-    from torchelastic.metrics.api import MetricData
-    from torchelastic.metrics.series import Series
+    from collections.abc import Callable
 
-    Words = memoryview[float] | list[float]
+    from torchelastic.metrics.api import MetricData
 
 _log: Final = logging.getLogger(__name__)
-
-Sink = Callable[[float], None]
-"""Adds a value to its series."""
 
 NOT_A_NUMBER: Final = "not_a_number"
 TOO_MANY_NAMES: Final = "too_many_names"
@@ -38,22 +42,73 @@ REASONS: Final = (NOT_A_NUMBER, TOO_MANY_NAMES, NOT_FINITE, NEGATIVE)
 MAX_NAMES: Final = 1000
 """Maximum number of names of a worker or a handler."""
 
+MEMORY_SIZE: Final = 512 << 10
+"""The size of a memory in bytes."""
+_VALUES: Final = 16
+_NAMES: Final = 16384
+
+
+class Memory:
+    """The memory of a handler, mapped into this process. Only one process writes to it.
+
+    Args:
+        descriptor: of a file of this size, which may be closed later; -1 for memory of this process.
+
+    Attributes:
+        dropped: the words that count dropped values, by reason.
+    """
+
+    def __init__(self, descriptor: int = -1) -> None:
+        memory = memoryview(mmap.mmap(descriptor, MEMORY_SIZE))
+        self._words = memory.cast("d")
+        self._numbers = memory.cast("Q")
+        self._names = memory[8 * _NAMES :]
+        self._names_end = 0
+        self._free = _VALUES
+        self._sources: dict[Source, memoryview[float]] = {}
+        self.dropped = self._words[1 : 1 + len(REASONS)]
+
+    def sources(self) -> dict[Source, memoryview[float]]:
+        """Return the words of each source, in the order of their creation. Not thread-safe."""
+        for line in bytes(self._names[self._names_end : self._numbers[0]]).splitlines(keepends=True):
+            try:
+                group, name, kind, buckets, first = json.loads(line)
+                source = Source(str(group), str(name), Form(Kind(kind), tuple(map(float, buckets))))
+                end = first + source.form.size
+                if first >= _VALUES and end <= _NAMES:
+                    self._sources[source] = self._words[first:end]
+                    self._free = max(self._free, end)
+            except (ValueError, TypeError, RecursionError):  # the line is not complete yet, or spoiled
+                break
+            self._names_end += len(line)
+        return self._sources
+
+    def words(self, source: Source) -> memoryview[float] | None:
+        """Return the words of a source, which may be new; None if there is no space for it."""
+        if source not in self.sources():
+            line = json.dumps((source.group, source.name, *source.form, self._free)).encode() + b"\n"
+            end = self._names_end + len(line)
+            if self._free + source.form.size > _NAMES or end > len(self._names):
+                return None
+            self._names[self._names_end : end] = line
+            self._numbers[0] = end
+        return self.sources()[source]
+
 
 class SeriesHandler(MetricHandler):
     """A handler that checks values and adds them to the words of their series.
 
-    The words of a series are its value, or for a histogram one word per bucket (each value is counted in one bucket),
-    one for values above the last bound, and one for the sum.
-
     Args:
-        dropped: the words that count dropped values, by reason.
+        memory: has the words.
+        form: returns the form of a name of a group.
     """
 
-    def __init__(self, dropped: Words) -> None:
-        self._dropped = dropped
+    def __init__(self, memory: Memory, form: Callable[[str, str], Form]) -> None:
+        self._memory = memory
+        self._form = form
         # Reentrant, because a signal handler or a log handler may measure too.
         self._lock = threading.RLock()
-        self._sinks: dict[tuple[str, str], Sink] = {}
+        self._sinks: dict[tuple[str, str], Callable[[float], None]] = {}
         self._opening = False
         self._told: set[str] = set()
 
@@ -75,23 +130,19 @@ class SeriesHandler(MetricHandler):
         if sink is not None:
             sink(value)
 
-    @abc.abstractmethod
-    def _open(self, group: str, name: str) -> Sink | None:
-        """Return the sink of a new name; None if there is no space for it. The lock is held."""
-
-    def _new_sink(self, group: str, name: str) -> Sink | None:
-        """Return the sink of a name; None if no more names are allowed."""
+    def _new_sink(self, group: str, name: str) -> Callable[[float], None] | None:
+        """Return the function that adds values to a new name; None if no more names are allowed."""
         with self._lock:
             if self._opening:  # a signal handler inside another call: its value is lost, the memory stays valid
                 return None
             count = len(self._sinks)
+            source = Source(group, name, self._form(group, name))
             self._opening = True
             try:
                 if (group, name) in self._sinks:  # another thread was faster
                     return self._sinks[group, name]
-                if count < MAX_NAMES and (sink := self._open(group, name)) is not None:
-                    self._sinks[group, name] = sink
-                    return sink
+                if count < MAX_NAMES and (words := self._memory.words(source)) is not None:
+                    return self._sinks.setdefault((group, name), self._sink(source, words))
             finally:
                 self._opening = False
             self._drop(
@@ -101,9 +152,9 @@ class SeriesHandler(MetricHandler):
             )
             return None
 
-    def _sink_of(self, series: Series, words: Words) -> Sink:
-        """Return the sink that adds values to the words of a series."""
-        lock, divisor, bounds = self._lock, series.divisor, series.form.buckets
+    def _sink(self, source: Source, words: memoryview[float]) -> Callable[[float], None]:
+        lock, bounds, series = self._lock, source.form.buckets, series_of(source)
+        divisor = series.divisor
         least = -sys.float_info.max if bounds and bounds[0] < 0 else 0.0
         most = sys.float_info.max
 
@@ -127,7 +178,7 @@ class SeriesHandler(MetricHandler):
             else:
                 self._refuse(series.name, number)
 
-        return {Kind.GAUGE: hold, Kind.COUNTER: add, Kind.HISTOGRAM: observe}[series.form.kind]
+        return {Kind.GAUGE: hold, Kind.COUNTER: add, Kind.HISTOGRAM: observe}[source.form.kind]
 
     def _refuse(self, series: str, number: float) -> None:
         if math.isfinite(number):
@@ -137,7 +188,7 @@ class SeriesHandler(MetricHandler):
 
     def _drop(self, reason: str, what: str) -> None:
         with self._lock:
-            self._dropped[REASONS.index(reason)] += 1
+            self._memory.dropped[REASONS.index(reason)] += 1
         if reason not in self._told:
             self._told.add(reason)
             _log.warning("%s. It is dropped; further ones like it are counted but not reported.", what)
