@@ -185,12 +185,6 @@ async def test_a_large_template_can_be_applied_repeatedly(kubectl: User) -> None
     assert (await kubectl.get("large"))["spec"]["template"] == template
 
 
-async def test_a_misspelt_field_is_refused_and_the_template_is_not_checked(kubectl: User) -> None:
-    refusal = await kubectl.refusal("apply", "--filename=-", stdin=yaml.safe_dump(job("misspelt", maxReplica=3)))
-    assert 'unknown field "spec.maxReplica"' in refusal
-    await kubectl.apply(job("misspelt", template={"spec": {"container": []}}))
-
-
 async def test_elasticjob_refuses_what_the_api_server_refuses_with_the_same_sentence(kubectl: User) -> None:
     wrong = job("twice", minReplicas=4)
     refusal = await kubectl.refusal("apply", "--filename=-", stdin=yaml.safe_dump(wrong))

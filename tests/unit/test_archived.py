@@ -159,13 +159,10 @@ def test_the_container_may_have_any_name(names: tuple[str, ...], own: int) -> No
         (("--nproc-per-node=gpu", "-m", "train"), ("-m", "train"), "gpu"),
         (("--nproc_per_node=$(GPUS)", "train.py"), ("--nproc_per_node=$(GPUS)", "train.py"), 1),
         (("--nnodes=1:8", "--rdzv_id=mine", "--rdzv_backend", "etcd", "train.py"), ("train.py",), 1),
-        (("--rdzv_endpoint=a:1", "--standalone", "--node_rank", "0", "train.py"), ("train.py",), 1),
         (("--rdzv_conf=lease=6", "--role", "r", "train.py"), ("--rdzv_conf=lease=6", "--role", "r", "train.py"), 1),
         (("--use_env", "--no_python", "--", "echo", "--nnodes=1"), ("--no_python", "--", "echo", "--nnodes=1"), 1),
         (("-t", "3", "-r3", "train.py"), ("-t", "3", "-r3", "train.py"), 1),
-        (("train.py", "--rdzv_id=mine"), ("train.py", "--rdzv_id=mine"), 1),
         (("--nnodes",), (), 1),
-        (("s3://bucket/main.py", "--epochs", "10"), ("s3://bucket/main.py", "--epochs", "10"), 1),
     ],
 )  # fmt: skip
 def test_flags_that_the_operator_sets_are_removed(
@@ -189,10 +186,8 @@ def test_flag_that_no_field_can_hold_is_rejected() -> None:
     "command",
     [
         ["torchrun"],
-        ["/opt/conda/bin/torchrun"],
         ["python", "-m", "torch.distributed.run"],
         ["python3.8", "-u", "-m", "torchelastic.distributed.launch"],
-        ["/usr/bin/python3", "-m", "torch.distributed.launch"],
         [],
     ],
 )

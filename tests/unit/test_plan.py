@@ -363,19 +363,6 @@ def test_blocked_pods_are_reported_once() -> None:
     assert (free.replicas, condition(free, ConditionType.WAITING).reason) == (2, Reason.BELOW_MINIMUM)
 
 
-def test_blocked_etcd_is_reported_although_all_pods_exist() -> None:
-    job = that_had_pods(a_job(minimum=2))
-    quota = 'pods "digits-etcd" is forbidden: exceeded quota: few.'
-    world = replace(a_world(unready(0), unready(1), blocked=quota, store_read=False), etcd=EtcdState.STARTING)
-    made = plan(job, world, NOW)
-
-    hindered = f"not all that the job needs can be created for now: {quota.rstrip('.')}"
-    waiting = condition(made.status, ConditionType.WAITING)
-    assert waiting.reason == Reason.RESOURCES_BLOCKED
-    assert waiting.message.endswith(f"; {hindered}")
-    assert told(made) == {EventReason.RESOURCES_BLOCKED: hindered}
-
-
 def test_workers_yield_to_a_blocked_etcd() -> None:
     job = that_had_pods(a_job(minimum=1, maximum=4, replicas=4))
     quota = 'pods "digits-etcd" is forbidden: exceeded quota: few'

@@ -249,14 +249,6 @@ def test_sizes_limits_and_times_change_at_any_time() -> None:
     assert not any(each.type == ConditionType.RESTART_REQUIRED for each in made.status.conditions)
 
 
-def test_applied_failure_policy_is_in_effect() -> None:
-    before = with_spec_applied(a_job(failure_rules=(on_reasons(FailureAction.IGNORE, "OOMKilled"),)))
-    after = replace(before, spec=a_job(failure_rules=(on_reasons(FailureAction.FAIL_JOB, "OOMKilled"),)).spec)
-    status = plan(after, a_world(running(0), out_of_memory(1)), NOW).status
-
-    assert (status.state.finished, status.pod_failures) == (False, 0)
-
-
 # -- failures
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from elastic_operator.api.constants import LABEL_JOB_UID, ROLE_ETCD
 from elastic_operator.api.json_values import mapping
 from elastic_operator.resources.metadata import common_labels, own_labels, own_metadata
-from elastic_operator.resources.worker_pod import RESTRICTED, SECCOMP, completed_mapping, tolerate_silent_node
+from elastic_operator.resources.worker_pod import RESTRICTED, SECCOMP, tolerate_silent_node
 from torchelastic.protocol import bracketed
 from torchelastic.store.endpoints import DEFAULT_PORT
 
@@ -87,7 +87,7 @@ def etcd_deployment(job: Job, settings: PodSettings) -> dict[str, Any]:
                     # Otherwise a service called "etcd" would set variables that etcd reads.
                     "enableServiceLinks": False,
                     "terminationGracePeriodSeconds": 5,
-                    "securityContext": completed_mapping(_UNPRIVILEGED, SECCOMP),
+                    "securityContext": {**_UNPRIVILEGED, **SECCOMP},
                 },
             },
         },
@@ -121,7 +121,7 @@ def _container(job: Job, settings: PodSettings) -> dict[str, Any]:
             "failureThreshold": 3,
         },
         "resources": etcd.resources or _RESOURCES,
-        "securityContext": completed_mapping({"readOnlyRootFilesystem": True}, RESTRICTED),
+        "securityContext": {**RESTRICTED, "readOnlyRootFilesystem": True},
         "volumeMounts": [{"name": "data", "mountPath": _FOLDER}],
     }
 

@@ -10,8 +10,8 @@ whether an agent serves, and no service sends anything to these pods.
 from __future__ import annotations
 
 import copy
+import itertools
 import posixpath
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_operator.api.constants import (
@@ -51,16 +51,6 @@ SECCOMP: Final[Json] = {"seccompProfile": {"type": "RuntimeDefault"}}
 """A pod's security context."""
 
 
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """A folder of a container that is on a volume; the name gets a number if the template uses it."""
-
-    path: str
-    name: str
-    source: Json
-    read_only: bool = False
-
-
 def completed(given: object, defaults: Json) -> object:
     """A mapping with defaults for missing and null values, recursively; another value is returned unchanged."""
     return given if given is not None and not isinstance(given, dict) else completed_mapping(given or {}, defaults)
@@ -82,22 +72,21 @@ def extended(given: object, more: Sequence[object]) -> object:
     return given if given is not None and not isinstance(given, list) else [*listing(given), *more]
 
 
-def with_folders(pod: dict[str, Any], container: dict[str, Any], folders: Sequence[Folder]) -> None:
-    """Add volumes to a pod's spec and mounts to one of its containers for folders that are not mounted yet."""
-    there = mounted_folders(container)
+def mount(
+    pod: dict[str, Any], container: dict[str, Any], folder: str, name: str, source: Json, *, read_only: bool = False
+) -> None:
+    """Mount a volume in a container of a pod's spec, unless the folder is mounted already.
+
+    The volume's name gets a number if the template uses it.
+    """
+    if posixpath.normpath(folder) in mounted_folders(container):
+        return
     taken = {text(volume, "name") for volume in mappings(pod, "volumes")}
-    for folder in folders:
-        if posixpath.normpath(folder.path) in there:
-            continue
-        name, number = folder.name, 2
-        while name in taken:
-            name, number = f"{folder.name}-{number}", number + 1
-        taken.add(name)
-        pod["volumes"] = extended(pod.get("volumes"), [{**folder.source, "name": name}])
-        mount: dict[str, Any] = {"name": name, "mountPath": folder.path}
-        if folder.read_only:
-            mount["readOnly"] = True
-        container["volumeMounts"] = extended(container.get("volumeMounts"), [mount])
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    unused = next(each for each in names if each not in taken)
+    pod["volumes"] = extended(pod.get("volumes"), [{**source, "name": unused}])
+    mounted = {"name": unused, "mountPath": folder, **({"readOnly": True} if read_only else {})}
+    container["volumeMounts"] = extended(container.get("volumeMounts"), [mounted])
 
 
 def restricted(context: object) -> object:
@@ -278,22 +267,10 @@ def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: PodSettings
     if metrics_port:
         port = {"name": METRICS_PORT, "containerPort": metrics_port, "protocol": "TCP"}
         container["ports"] = extended(given.get("ports"), [port])
-    with_folders(pod, container, _folders(job.spec))
+    if (secret := job.spec.etcd.tls_secret) is not None:  # the agent reads them, and the workers may
+        mount(pod, container, ETCD_TLS_FOLDER, "etcd-tls", {"secret": {"secretName": secret}}, read_only=True)
+    mount(pod, container, "/dev/shm", "dshm", {"emptyDir": {"medium": "Memory"}})  # noqa: S108 - in a container
+    mount(pod, container, "/tmp", "tmp", {"emptyDir": {}})  # noqa: S108
+    checkpoints: Json = job.spec.checkpoint.volume or {"emptyDir": {}}
+    mount(pod, container, CHECKPOINT_FOLDER, "checkpoints", copy.deepcopy(checkpoints))
     return container
-
-
-def _folders(spec: ElasticJobSpec) -> tuple[Folder, ...]:
-    checkpoints: Json = spec.checkpoint.volume or {"emptyDir": {}}
-    secret = spec.etcd.tls_secret
-    credentials = () if secret is None else (_credentials(secret),)
-    return (
-        *credentials,
-        Folder("/dev/shm", "dshm", {"emptyDir": {"medium": "Memory"}}),  # noqa: S108 - this is where it is in a container
-        Folder("/tmp", "tmp", {"emptyDir": {}}),  # noqa: S108
-        Folder(CHECKPOINT_FOLDER, "checkpoints", copy.deepcopy(dict(checkpoints))),
-    )
-
-
-def _credentials(secret: str) -> Folder:
-    """The credentials for etcd; the agent reads them, and the workers may."""
-    return Folder(ETCD_TLS_FOLDER, "etcd-tls", {"secret": {"secretName": secret}}, read_only=True)
