@@ -18,7 +18,7 @@ import yaml
 from packaging.version import Version
 
 from elastic_operator.kubernetes.main import LOG_FORMATS, LOG_LEVELS, Address, OperatorSettings, parse
-from elastic_operator.resources.metadata import PodSettings
+from elastic_operator.resources.owned_objects import PodSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

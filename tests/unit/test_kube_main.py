@@ -16,7 +16,7 @@ from elastic_operator.kubernetes.main import (
     main,
     parse,
 )
-from elastic_operator.resources.metadata import PodSettings
+from elastic_operator.resources.owned_objects import PodSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

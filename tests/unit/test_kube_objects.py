@@ -21,7 +21,7 @@ from elastic_operator.kubernetes.backend import job_of
 from elastic_operator.kubernetes.pod_status import etcd_address_of, pod_of, seconds, trimmed_pod
 from elastic_operator.kubernetes.store import etcd_blocked, etcd_state
 from elastic_operator.manifest.crd import apply_defaults
-from elastic_operator.resources.metadata import AGENT_METRICS_PORT, PodSettings
+from elastic_operator.resources.owned_objects import AGENT_METRICS_PORT, PodSettings
 from elastic_operator.resources.worker_pod import worker_pod
 from tests.support.builders import UID, a_job, says, size
 from torchelastic.protocol import (

@@ -16,7 +16,7 @@ from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.kubernetes.store import Store
 from elastic_operator.kubernetes.writer import Writer
 from elastic_operator.resources.etcd import etcd_deployment, etcd_service
-from elastic_operator.resources.metadata import PodSettings
+from elastic_operator.resources.owned_objects import PodSettings
 from tests.support import cluster_objects
 from tests.support.answering import answering
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_operator.api.spec import GangScheduler, SchedulingSpec
-from elastic_operator.resources.podgroup import disruption_budget, not_installed, pod_group
+from elastic_operator.resources.owned_objects import disruption_budget, not_installed, pod_group
 from tests.support.builders import UID, a_job
 
 LABELS = {

@@ -29,8 +29,7 @@ from elastic_operator.kubernetes.pod_status import MAX_PORT, etcd_address_of, is
 from elastic_operator.kubernetes.store import managed_etcd
 from elastic_operator.kubernetes.writer import Blocked, Rejected, raise_worst
 from elastic_operator.resources.etcd import etcd_deployment, etcd_name, etcd_service
-from elastic_operator.resources.metadata import metrics_notes
-from elastic_operator.resources.podgroup import disruption_budget, not_installed, pod_group
+from elastic_operator.resources.owned_objects import disruption_budget, metrics_notes, not_installed, pod_group
 from elastic_operator.resources.worker_pod import worker_pod
 from torchelastic.errors import StoreError
 
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from elastic_operator.kubernetes.job_store import JobStores
     from elastic_operator.kubernetes.store import Store
     from elastic_operator.kubernetes.writer import Writer
-    from elastic_operator.resources.metadata import PodSettings
+    from elastic_operator.resources.owned_objects import PodSettings
 
 
 _BASE_DELAY: Final = 0.5

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from elastic_operator.api.json_values import rfc3339
 from elastic_operator.errors import BadInput
-from elastic_operator.resources.metadata import AGENT_METRICS_PORT, ETCD_IMAGE, PodSettings
+from elastic_operator.resources.owned_objects import AGENT_METRICS_PORT, ETCD_IMAGE, PodSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

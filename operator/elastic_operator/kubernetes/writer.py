@@ -26,7 +26,7 @@ from elastic_operator.kubernetes.client import (
     with_hint,
 )
 from elastic_operator.kubernetes.store import owner_of
-from elastic_operator.resources.metadata import own_metadata
+from elastic_operator.resources.owned_objects import own_metadata
 from torchelastic.protocol import shorten
 
 if TYPE_CHECKING:

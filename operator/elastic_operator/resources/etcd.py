@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from elastic_operator.api.constants import LABEL_JOB_UID, ROLE_ETCD
 from elastic_operator.api.json_values import mapping
-from elastic_operator.resources.metadata import common_labels, own_labels, own_metadata
+from elastic_operator.resources.owned_objects import common_labels, own_labels, own_metadata
 from elastic_operator.resources.worker_pod import RESTRICTED, SECCOMP, tolerate_silent_node
 from torchelastic.protocol import bracketed
 from torchelastic.store.endpoints import DEFAULT_PORT
@@ -18,7 +18,7 @@ from torchelastic.store.endpoints import DEFAULT_PORT
 if TYPE_CHECKING:
     from elastic_operator.api.spec import Json
     from elastic_operator.controller.model import Job
-    from elastic_operator.resources.metadata import PodSettings
+    from elastic_operator.resources.owned_objects import PodSettings
 
 ETCD: Final = "etcd"
 """The name of its container."""

@@ -31,8 +31,14 @@ from elastic_operator.api.json_values import listing, mapping, mappings, rfc3339
 from elastic_operator.api.legacy import WORKER
 from elastic_operator.api.spec import NEVER, mounted_folders, user_env
 from elastic_operator.resources.agent_command import LAUNCHER, agent_arguments, agent_variables, ending_of
-from elastic_operator.resources.metadata import common_labels, for_prometheus, own_labels, owner_reference
-from elastic_operator.resources.podgroup import gang_marks, scheduler_of
+from elastic_operator.resources.owned_objects import (
+    common_labels,
+    for_prometheus,
+    gang_marks,
+    own_labels,
+    owner_reference,
+    scheduler_of,
+)
 from torchelastic.protocol import PROTOCOL_VERSION, Env, encode
 
 if TYPE_CHECKING:
@@ -40,7 +46,7 @@ if TYPE_CHECKING:
 
     from elastic_operator.api.spec import ElasticJobSpec, Json
     from elastic_operator.controller.model import Job, NewPod
-    from elastic_operator.resources.metadata import PodSettings
+    from elastic_operator.resources.owned_objects import PodSettings
 
 
 RESTRICTED: Final[Json] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
