@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -262,7 +261,7 @@ def test_a_description_has_status_pods_and_events() -> None:
 # -- an output that cannot be written
 
 
-def redirected(redirection: str, *argv: str, **environ: str) -> tuple[int, str]:
+def redirected(redirection: str, *argv: str) -> tuple[int, str]:
     """Run a command with its standard output redirected; return its exit code and its standard error."""
     done = subprocess.run(
         ["bash", "-c", f'"$@" {redirection}', "-", sys.executable, "-m", "elastic_operator.cli.main", *argv],
@@ -270,7 +269,6 @@ def redirected(redirection: str, *argv: str, **environ: str) -> tuple[int, str]:
         text=True,
         timeout=60,
         check=False,
-        env={**os.environ, **environ},
     )
     return done.returncode, done.stderr
 
@@ -282,19 +280,8 @@ def test_a_closed_pipe_causes_no_traceback() -> None:
     assert code in (0, 141)
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["get", "-o", "yaml"],
-        ["--help"],
-        ["report", "digits", "-o", "-"],
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("argv", [["get", "-o", "yaml"], ["report", "digits", "-o", "-"]], ids=" ".join)
 def test_an_output_that_cannot_be_written_gets_a_sentence(argv: list[str], finished: Path) -> None:
     (finished / "report.json").write_bytes(encode_report(long()))
-    said = "elasticjob: cannot write the output: {}; have it written elsewhere\n"
-    assert redirected(">/dev/full", *argv) == (1, said.format("No space left on device"))
-    if argv[0] == "get":
-        assert redirected(">/dev/full", *argv, PYTHONUNBUFFERED="1") == (1, said.format("No space left on device"))
-        assert redirected(">&-", *argv) == (1, said.format("Bad file descriptor"))
+    said = "elasticjob: cannot write the output: No space left on device; have it written elsewhere\n"
+    assert redirected(">/dev/full", *argv) == (1, said)

@@ -14,7 +14,6 @@ from elastic_operator.api.constants import ANNOTATION_METRICS_PORT
 from elastic_operator.cli import main as cli
 from elastic_operator.client.cluster import view_of
 from elastic_operator.views.job_metrics import MAX_PAGE
-from elastic_operator.views.job_view import EtcdView
 from elastic_operator.views.jobs import description
 from tests.support.agent_pages import LEADS, agent_page
 from tests.support.api_stand_in import ApiStandIn
@@ -256,8 +255,7 @@ def test_a_description_has_pods_events_and_conditions() -> None:
         pod(2, "ccccc", state=died(3, words)),
     ]
     events = [event(50, "later\nin two lines", type="Warning", count=3), event(3, "training started with 3 pods")]
-    etcd = EtcdView(endpoint="10.96.0.7:2379", state="service digits-etcd, ready")
-    lines = description(view_of(job(), pods, events, etcd), NOW)
+    lines = description(view_of(job(), pods, events), NOW)
     assert not any(line.startswith(("Run:", "Logs:", "Manifest:")) for line in lines)
     assert {
         "Namespace:     team",
@@ -265,7 +263,6 @@ def test_a_description_has_pods_events_and_conditions() -> None:
         "Pods:          2 ready of 3 wanted, 3 there",
         "Round:         4, world size 2",
         "Last Failure:  rank 1 on digits-1-bbbbb was killed by SIGKILL",
-        "Etcd:          10.96.0.7:2379 (service digits-etcd, ready)",
         "  maxReplicas: 3",
         "  Running   True     1m08s   Training   2 workers train in round 4.",
     } <= {*lines}
@@ -298,9 +295,7 @@ def test_a_status_older_than_the_spec_is_marked(observed: int | None, words: str
 
 
 async def test_a_description_omits_objects_that_the_user_may_not_read(server: ApiStandIn, terminal: Terminal) -> None:
-    server.failing = {
-        f"/api/v1/namespaces/team/{what}": (403, "no") for what in ("pods", "events", "services/digits-etcd")
-    }
+    server.failing = {f"/api/v1/namespaces/team/{what}": (403, "no") for what in ("pods", "events")}
     code, out, err = await terminal.run("describe", "digits")
     assert (code, "Name:          digits\n" in out) == (0, True)
     assert err.splitlines() == [

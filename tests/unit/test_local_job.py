@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,8 @@ def test_the_live_object_is_what_an_api_server_would_hold(file: Path) -> None:
     live.set_replicas(3)
     assert live.patch({"replicas": 2})
     assert not live.patch({"replicas": 2})
-    assert (live.job().generation, live.manifest["metadata"]["generation"]) == (3, 3)
-    assert live.job().spec.desired == 2
+    assert (live.job.generation, live.manifest["metadata"]["generation"]) == (3, 3)
+    assert live.job.spec.desired == 2
 
 
 @pytest.mark.parametrize(
@@ -81,24 +82,24 @@ def test_an_invalid_patch_is_refused_and_changes_nothing(file: Path, fields: dic
 def test_a_saved_file_is_applied_as_kubectl_apply_would(file: Path) -> None:
     live = live_of(file)
     assert not live.apply(load(write(file)))
-    assert live.job().generation == 1
+    assert live.job.generation == 1
     live.set_replicas(3)
     live.patch({"replicas": 1})
     assert live.apply(load(write(file, maxReplicas=5)))
-    assert (live.job().spec.replicas, live.job().spec.max_replicas) == (1, 5), "a field that the file never named stays"
+    assert (live.job.spec.replicas, live.job.spec.max_replicas) == (1, 5), "a field that the file never named stays"
     assert live.manifest["metadata"]["uid"] == UID
     for replicas in (4, None):  # named, and then no longer named: removed
         assert live.apply(load(write(file, maxReplicas=5, replicas=replicas)))
-        assert live.job().spec.replicas == replicas
+        assert live.job.spec.replicas == replicas
     live.apply(load(write(file, replicas=2)))
     live.patch({"replicas": 3})
     assert live.apply(load(write(file, replicas=2))), "the file wins over a patch"
-    assert live.job().spec.replicas == 2
+    assert live.job.spec.replicas == 2
 
 
 def test_a_change_that_an_api_server_would_refuse_is_refused_with_its_line(file: Path) -> None:
     live = live_of(file, replicas=2)
-    live.status = JobStatus(state=JobState.RUNNING, replicas=2)
+    live.job = replace(live.job, status=JobStatus(state=JobState.RUNNING, replicas=2))
     for change, sentence in (
         ({"nprocPerNode": 2}, "spec.nprocPerNode: cannot be changed, set or removed while the job runs"),
         ({"replicas": 9}, "spec.replicas: must be between minReplicas and maxReplicas"),
@@ -106,11 +107,11 @@ def test_a_change_that_an_api_server_would_refuse_is_refused_with_its_line(file:
     ):
         with pytest.raises(BadInput, match=rf"digits.yaml:\d+: {sentence}"):
             live.apply(load(write(file, **{"replicas": 3, **change})))
-        assert live.job().spec.replicas == 2
+        assert live.job.spec.replicas == 2
     assert live.apply(load(write(file, replicas=3)))
     # A field whose change waits for a restart is taken, and the plan says so in a condition.
     assert live.apply(load(write(file, replicas=3, args=["other.py"])))
-    assert live.job().spec.args == ("other.py",)
+    assert live.job.spec.args == ("other.py",)
 
 
 def test_a_field_that_would_have_another_effect_locally_is_ignored(file: Path) -> None:
@@ -128,13 +129,13 @@ def test_a_field_that_would_have_another_effect_locally_is_ignored(file: Path) -
         **plain,
     )
     same = live_of(file, rendezvous={"leaseSeconds": 9}, failurePolicy={"rules": [exit_codes]}, **plain)
-    assert given.job().spec == same.job().spec
+    assert given.job.spec == same.job.spec
     assert given.manifest["spec"]["managedBy"] == "example.org/other"
 
 
 def test_a_finished_or_deleted_job_does_not_change(file: Path) -> None:
     finished, deleted = live_of(file, replicas=2), live_of(file, replicas=2)
-    finished.status = JobStatus(state=JobState.SUCCEEDED)
+    finished.job = replace(finished.job, status=JobStatus(state=JobState.SUCCEEDED))
     deleted.delete()
     for live in (finished, deleted):
         with pytest.raises(BadInput, match="cannot be changed any more"):
@@ -147,7 +148,7 @@ def test_a_finished_or_deleted_job_does_not_change(file: Path) -> None:
 
 
 def test_a_pod_inherits_the_environment_but_not_settings_for_another_agent(tmp_path: Path, file: Path) -> None:
-    job = live_of(file, env=[{"name": "DATA", "value": "$(HOME_OF_DATA)/$(PET_NPROC_PER_NODE)"}]).job()
+    job = live_of(file, env=[{"name": "DATA", "value": "$(HOME_OF_DATA)/$(PET_NPROC_PER_NODE)"}]).job
     environ = {"PATH": "/bin", "HOME_OF_DATA": "/data", "PET_NNODES": "7", "TORCHELASTIC_SIZE": "{}", "DATA": "old"}
     pod = NewPod("digits-1-abcde", 1, SIZE)
     command = pod_command(job, pod, "127.0.0.1:2379", run=RunDir(tmp_path / "run"), base=tmp_path, environ=environ)
@@ -171,7 +172,7 @@ async def test_the_check_passes_for_a_script_beside_the_manifest_and_names_a_mis
     tmp_path: Path, file: Path
 ) -> None:
     async def check() -> None:
-        await check_program(live_of(file).job(), run=RunDir(tmp_path / "run"), base=tmp_path, environ=os.environ)
+        await check_program(live_of(file).job, run=RunDir(tmp_path / "run"), base=tmp_path, environ=os.environ)
 
     with pytest.raises(BadInput, match=r"There is no script train.py \(looked up from .*\)"):
         await check()
@@ -242,7 +243,7 @@ def test_the_fields_of_an_archived_manifest_have_their_current_names(file: Path)
         "cleanPodPolicy (no process outlives its run, and all logs stay)",
         "template.spec.containers[worker].resources",
     ]
-    assert live.job().spec.desired == 2
+    assert live.job.spec.desired == 2
 
 
 # Progress

@@ -25,7 +25,6 @@ BAD_INPUT: Final = 2
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
 
-_UNWRITABLE: Final = "cannot write the output: {}; have it written elsewhere"
 _OUTPUT_ERRORS: Final = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
 """An OSError does not say which file it is about; errors of other files are reported where they occur."""
 
@@ -102,8 +101,6 @@ def _installed(distribution: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Execute a command line (by default this process's own), and return its exit code."""
-    if sys.stdout is None:
-        return _complain(_UNWRITABLE.format(os.strerror(errno.EBADF)), FAILED)
     try:
         try:
             return _main(argv)
@@ -115,16 +112,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
-        cause: BaseException = error
-        while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
-            cause = cause.exceptions[0]
-        if not isinstance(cause, OSError) or cause.errno not in _OUTPUT_ERRORS:
-            error.add_note("This is a bug in elasticjob: please report it with all of the above.")
-            raise
-        _discard_output()
-        with contextlib.suppress(OSError):
-            _complain(_UNWRITABLE.format(cause.strerror), FAILED)
-        return FAILED
+        if isinstance(error, OSError) and error.errno in _OUTPUT_ERRORS:
+            _discard_output()
+            return _complain(f"cannot write the output: {error.strerror}; have it written elsewhere", FAILED)
+        error.add_note("This is a bug in elasticjob: please report it with all of the above.")
+        raise
 
 
 def _discard_output() -> None:

@@ -16,12 +16,10 @@ from elastic_operator.client import ScrapedJob
 from elastic_operator.client.cluster_logs import ClusterLogs, is_finished
 from elastic_operator.client.user_api import readable_errors
 from elastic_operator.errors import BadInput, ClusterError, NotFound
-from elastic_operator.kubernetes.client import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES, ApiError
+from elastic_operator.kubernetes.client import CONFIG_MAPS, ELASTIC_JOBS, EVENTS, PODS, ApiError
 from elastic_operator.kubernetes.pod_status import event_time, pod_of
-from elastic_operator.kubernetes.store import etcd_state
-from elastic_operator.resources.etcd import etcd_endpoint, etcd_name
 from elastic_operator.views.job_metrics import MAX_PAGE, ScrapeForbidden, scrape, scrape_leaders
-from elastic_operator.views.job_view import EtcdView, EventView, JobView, PodView, RunView
+from elastic_operator.views.job_view import EventView, JobView, PodView, RunView
 from torchelastic.protocol import bracketed
 
 if TYPE_CHECKING:
@@ -103,11 +101,11 @@ class ClusterJobs:
 
     @_blocking
     async def describe(self, name: str) -> JobView:
-        """Return a job with its pods, events and etcd."""
+        """Return a job with its pods and events."""
         job = await self._job(name)
         pods = await self._workers(name)
         events = await self._if_allowed("events", self._list(EVENTS, fields=f"involvedObject.uid={_uid(job)}"))
-        return view_of(job, pods, events, await self._etcd(job))
+        return view_of(job, pods, events)
 
     @_blocking
     async def scrape(self, name: str) -> ScrapedJob:
@@ -213,24 +211,6 @@ class ClusterJobs:
             (tell or self._tell)(f"you may not see the {what} of this namespace, so none are shown")
             return []
 
-    async def _etcd(self, job: Json) -> EtcdView | None:
-        """Return the endpoint and state of the job's etcd, as far as the user may see them."""
-        if given := text(job, "spec", "etcd", "endpoint"):
-            return EtcdView(endpoint=given)
-        name = etcd_name(job["metadata"]["name"])
-        service = await self._get_if_there(SERVICES, name)
-        address = text(service, "spec", "clusterIP")
-        if not address:
-            return None
-        state = etcd_state(service, await self._get_if_there(DEPLOYMENTS, name)).lower()
-        return EtcdView(endpoint=etcd_endpoint(address), state=f"service {name}, {state}")
-
-    async def _get_if_there(self, kind: Resource, name: str) -> Json | None:
-        try:
-            return await self._api.get(kind, self._api.namespace, name)
-        except ApiError:
-            return None
-
     def _fetch_from(self, namespace: str) -> Fetch:
         async def fetch(pod: PodView) -> str:
             url = urlsplit(pod.metrics_url or "")
@@ -275,8 +255,8 @@ class ClusterJobs:
         return readable_errors(f"there is no job {name} in the namespace {self._api.namespace}; {_SEE_LIST}")
 
 
-def view_of(job: Json, pods: Iterable[Json] = (), events: Iterable[Json] = (), etcd: EtcdView | None = None) -> JobView:
-    """Return the view of a job with its worker pods, its events and its etcd."""
+def view_of(job: Json, pods: Iterable[Json] = (), events: Iterable[Json] = ()) -> JobView:
+    """Return the view of a job with its worker pods and its events."""
     metadata = {key: value for key, value in job["metadata"].items() if key != "managedFields"}
     return JobView(
         manifest={key: value for key, value in job.items() if key != "status"} | {"metadata": metadata},
@@ -284,7 +264,6 @@ def view_of(job: Json, pods: Iterable[Json] = (), events: Iterable[Json] = (), e
         pods=tuple(map(_pod, pods)),
         events=tuple(sorted(map(_event, events), key=lambda event: event.time)),
         run=RunView(alive=True),
-        etcd=etcd,
     )
 
 

@@ -39,37 +39,29 @@ class SnapshotFeed:
 
     def __init__(self, make: Callable[[], JobView]) -> None:
         self._make = make
-        self._watchers: set[asyncio.Event] = set()
-        self._closed = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._closed = False
 
     def touch(self) -> None:
         """Say that something has changed."""
-        for changed in self._watchers:
-            changed.set()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def close(self) -> None:
         """Give each watcher a last snapshot."""
-        self._closed.set()
+        self._closed = True
         self.touch()
 
     async def watch(self, interval: float) -> AsyncGenerator[JobView, None]:
         """Yield a snapshot now, after each change (at most one per ``interval`` seconds), and a last one."""
-        changed = asyncio.Event()
-        changed.set()
-        self._watchers.add(changed)
-        try:
-            while True:
+        last = False
+        while not last:
+            changed, last = self._changed, self._closed
+            yield self._make()
+            if not self._closed:
+                await asyncio.sleep(interval)
+            if not last:
                 await changed.wait()
-                changed.clear()
-                last = self._closed.is_set()
-                yield self._make()
-                if last:
-                    return
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(interval):
-                        await self._closed.wait()
-        finally:
-            self._watchers.discard(changed)
 
 
 @contextlib.asynccontextmanager

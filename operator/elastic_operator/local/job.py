@@ -8,6 +8,7 @@ one, nor are labels, annotations, and what gives rights to a container or takes 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 from elastic_operator.api.json_values import at, mapping, mappings, rfc3339
 from elastic_operator.api.legacy import WORKER, modern
 from elastic_operator.api.spec import MANAGER, CleanPodPolicy, ElasticJobSpec, FailurePolicy, SchedulingSpec
-from elastic_operator.api.status import JobStatus, status_to_json
+from elastic_operator.api.status import status_to_json
 from elastic_operator.api.validation import in_words, problem_of
 from elastic_operator.controller.model import Job
 from elastic_operator.errors import BadInput
@@ -54,39 +55,20 @@ class LiveJob:
     """One job that runs here.
 
     Attributes:
-        name: the job's name.
+        job: the job as the plan sees it, with the status as the plan last wrote it.
         key: namespace/name, its key in the reconciler.
         manifest: the live object, without its status.
-        status: the status as the plan last wrote it.
     """
 
     def __init__(self, given: ElasticJobManifest, *, uid: str, created: float) -> None:
         """Create a job from a manifest, at ``created`` seconds since the Unix epoch."""
-        self.name = given.name
-        self.key = f"{given.namespace}/{given.name}"
-        self.status = JobStatus()
-        self._namespace = given.namespace
-        self._applied = given.source
-        self._spec = supported(given.spec)
-        self._uid = uid
-        self._created = created
-        self._generation = 1
-        self._deleting = False
-        self.manifest = self._as_object(given.job)
-
-    def job(self) -> Job:
-        """Return the job as the plan sees it."""
-        return Job(
-            name=self.name,
-            namespace=self._namespace,
-            uid=self._uid,
-            generation=self._generation,
-            spec=self._spec,
-            status=self.status,
-            created=self._created,
-            deleting=self._deleting,
-            problem=problem_of(self._spec),
+        spec = supported(given.spec)
+        self.job = Job(
+            given.name, given.namespace, uid, generation=1, spec=spec, created=created, problem=problem_of(spec)
         )
+        self.key = f"{given.namespace}/{given.name}"
+        self._applied = given.source
+        self.manifest = self._as_object(given.job)
 
     def patch(self, fields: Json) -> bool:
         """Set fields of the spec, as ``kubectl patch`` would; return whether that changes it.
@@ -112,7 +94,7 @@ class LiveJob:
         self._check_alive()
         named = self._applied.data["spec"]
         kept = {name: value for name, value in self.manifest["spec"].items() if named.get(name) is None}
-        live = {**self.manifest, "status": status_to_json(self.status)}
+        live = {**self.manifest, "status": status_to_json(self.job.status)}
         changed = check_change(file, live=live, kept=kept)
         self._applied = file
         return self._take(changed.job)
@@ -123,17 +105,18 @@ class LiveJob:
 
     def delete(self) -> None:
         """Begin its deletion."""
-        self._deleting = True
+        self.job = dataclasses.replace(self.job, deleting=True)
 
     def _check_alive(self) -> None:
-        if self._deleting or self.status.state.finished:
-            how = "being deleted" if self._deleting else f"over ({self.status.state})"
-            raise BadInput(f"the job {self.name} is {how} and cannot be changed any more")
+        job = self.job
+        if job.deleting or job.status.finished:
+            how = "being deleted" if job.deleting else f"over ({job.status.state})"
+            raise BadInput(f"the job {job.name} is {how} and cannot be changed any more")
 
     def _take(self, changed: Json) -> bool:
         if changed["spec"] != self.manifest["spec"]:
-            self._generation += 1
-            self._spec = supported(ElasticJobSpec.of(changed["spec"]))
+            spec, generation = supported(ElasticJobSpec.of(changed["spec"])), self.job.generation + 1
+            self.job = dataclasses.replace(self.job, spec=spec, generation=generation, problem=problem_of(spec))
         before, self.manifest = self.manifest, self._as_object(changed)
         return before != self.manifest
 
@@ -141,9 +124,9 @@ class LiveJob:
         """Return the object with the metadata that an API server writes."""
         written: dict[str, Any] = copy.deepcopy(dict(job))
         written["metadata"] |= {
-            "uid": self._uid,
-            "generation": self._generation,
-            "creationTimestamp": rfc3339(self._created),
+            "uid": self.job.uid,
+            "generation": self.job.generation,
+            "creationTimestamp": rfc3339(self.job.created),
         }
         return written
 

@@ -68,14 +68,7 @@ class PodCommand:
 
 
 def pod_command(
-    job: Job,
-    pod: NewPod,
-    store: str,
-    *,
-    run: RunDir,
-    base: Path,
-    environ: Mapping[str, str],
-    launcher: tuple[str, ...] = _LAUNCHER,
+    job: Job, pod: NewPod, store: str, *, run: RunDir, base: Path, environ: Mapping[str, str]
 ) -> PodCommand:
     """Return how to start a pod.
 
@@ -86,7 +79,6 @@ def pod_command(
         run: the run's directory.
         base: the manifest's directory.
         environ: the environment of ``elasticjob``.
-        launcher: the command that starts an agent.
     """
     logs, checkpoints = run.logs / pod.name, run.checkpoints / job.name / str(pod.index)
     variables = agent_variables(
@@ -101,7 +93,7 @@ def pod_command(
     arguments, variables = resolved(agent_arguments(job.spec), variables, user_env(job.spec))
     inherited = {name: value for name, value in environ.items() if not name.startswith(_NOT_INHERITED)}
     env = {**inherited, **variables, "PET_LOG_DIR": str(logs)}
-    return PodCommand((*launcher, *arguments), env, base, checkpoints, logs)
+    return PodCommand((*_LAUNCHER, *arguments), env, base, checkpoints, logs)
 
 
 async def check_program(job: Job, *, run: RunDir, base: Path, environ: Mapping[str, str]) -> None:
@@ -111,10 +103,11 @@ async def check_program(job: Job, *, run: RunDir, base: Path, environ: Mapping[s
         BadInput: it does not; the message is the agent's.
     """
     pod = NewPod(job.name, 0, SizeRecord(min=job.spec.min_replicas, max=job.spec.max_replicas))
-    launcher = (*_LAUNCHER, "--check")
-    command = pod_command(job, pod, f"{_LOOPBACK}:1", run=run, base=base, environ=environ, launcher=launcher)
+    command = pod_command(job, pod, f"{_LOOPBACK}:1", run=run, base=base, environ=environ)
     process = await asyncio.create_subprocess_exec(
-        *command.argv,
+        *_LAUNCHER,
+        "--check",
+        *command.argv[len(_LAUNCHER) :],
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,

@@ -128,7 +128,7 @@ class LocalRun:
         self._store_away = False
         self._pods: list[PodProcess] = []
         self._events: deque[EventView] = deque(maxlen=_MAX_EVENTS)
-        self._mirror = StoreMirror(live.job().uid, changed=self._mirror_changed, away=self._on_store_away)
+        self._mirror = StoreMirror(live.job.uid, changed=self._mirror_changed, away=self._on_store_away)
         self._etcd = None
         if etcd is not None:
             self._etcd = EtcdProcess(etcd, files.path, environ, changed=self._changed, tell=self._tell)
@@ -163,7 +163,7 @@ class LocalRun:
             progress = last_line(files.logs / pod / f"round_{round.number}" / "rank_0" / "output.log")
         return JobView(
             manifest=self._live.manifest,
-            status_json=status_to_json(self._live.status),
+            status_json=status_to_json(self._live.job.status),
             pods=tuple(map(view, sorted(self._pods, key=lambda each: (each.pod.index, each.pod.created)))),
             events=tuple(self._events),
             run=RunView(
@@ -184,9 +184,9 @@ class LocalRun:
     def report(self) -> bytes:
         """Return the report of the run as it would be now."""
         kept = self._files.read_report()
-        if kept is not None and self._live.status.state.finished:
+        if kept is not None and self._live.job.status.finished:
             return kept
-        job, observed = self._live.job(), self._observed()
+        job, observed = self._live.job, self._observed()
         breakdown = observed.time_breakdown or job.status.time_breakdown
         return self._merged(report_of(job, replace(job.status, time_breakdown=breakdown), observed))
 
@@ -256,14 +256,14 @@ class LocalRun:
             for pod in pods:
                 pod.remove(self._grace_period() if ending.how == "deleted" else STOP_GRACE + notice)
             await asyncio.gather(*(pod.wait() for pod in pods))
-        if not live.status.state.finished:
-            job, observed, now = live.job(), self._observed(), time.time()
+        if not live.job.status.finished:
+            job, observed, now = live.job, self._observed(), time.time()
             breakdown = breakdown_at_change(job, observed, now)
             report = report_of(job, replace(job.status, time_breakdown=breakdown), observed)
             self._keep_report(replace(report, rested=(round(now, 3),)))
         await self._end_store()
-        if not live.status.state.finished:
-            live.status = replace(live.status, replicas=0, ready_replicas=0)
+        if not live.job.status.finished:
+            live.job = replace(live.job, status=replace(live.job.status, replicas=0, ready_replicas=0))
 
     def _changed(self) -> None:
         """Plan again, and notify the watchers."""
@@ -274,8 +274,8 @@ class LocalRun:
 
     def _finished(self) -> EndView | None:
         """Return the ending of a job that has finished."""
-        status = self._live.status
-        if not status.state.finished:
+        status = self._live.job.status
+        if not status.finished:
             return None
         if status.state is JobState.SUCCEEDED:
             return _ending("succeeded")
@@ -286,7 +286,7 @@ class LocalRun:
 
     async def observe(self, key: str) -> tuple[Job, Observed] | None:
         """Return the job and its state; None for any other job."""
-        return (self._live.job(), self._observed()) if key == self._live.key else None
+        return (self._live.job, self._observed()) if key == self._live.key else None
 
     def _observed(self) -> Observed:
         mirror = self._mirror
@@ -318,7 +318,7 @@ class LocalRun:
             ClusterError: the store did not take the size; all else was done.
         """
         live = self._live
-        if job != live.job():
+        if job != live.job:
             self._changed()
             return
         if plan.report is not None:
@@ -326,7 +326,7 @@ class LocalRun:
         if plan.replicas is not None and "replicas" not in live.manifest["spec"]:
             live.set_replicas(plan.replicas)
         if plan.status is not None:
-            live.status = plan.status
+            live.job = replace(live.job, status=plan.status)
         for event in plan.events:
             self._tell(event)
         if plan.etcd and self._store is None:
@@ -380,12 +380,12 @@ class LocalRun:
                 return
 
     def _grace_period(self) -> float:
-        return ending_of(self._live.job().spec)[0]
+        return ending_of(self._live.job.spec)[0]
 
     # -- the store
 
     def _endpoint(self) -> str:
-        return self._live.job().spec.etcd.endpoint or (self._etcd.endpoint if self._etcd is not None else "")
+        return self._live.job.spec.etcd.endpoint or (self._etcd.endpoint if self._etcd is not None else "")
 
     async def _run_store(self) -> None:
         """Run the job's own etcd, if it has one, and follow the store."""

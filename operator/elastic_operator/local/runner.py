@@ -121,7 +121,7 @@ async def _prepare(request: RunRequest, files: RunDir, live: LiveJob) -> Path | 
     except OSError as error:
         raise BadInput(f"cannot write {files.manifest}: {error.strerror}") from None
     try:
-        await check_program(live.job(), run=files, base=source.path.absolute().parent, environ=request.environ)
+        await check_program(live.job, run=files, base=source.path.absolute().parent, environ=request.environ)
     except BadInput as error:
         sentence, field = str(error), "command" if spec.command else "args"
         if sentence.startswith("PET_NPROC_PER_NODE="):

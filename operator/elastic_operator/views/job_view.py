@@ -123,12 +123,11 @@ class RunView(_View, frozen=True):
 
 
 class EtcdView(_View, frozen=True):
-    """The job's etcd; ``pid`` is that of its process on this machine, ``state`` that of its Service on a cluster."""
+    """The etcd of a job on this machine; ``pid`` is that of its process."""
 
     pid: int | None = None
     endpoint: str | None = None
     restarts: int = 0
-    state: str = ""
 
 
 class ProgressView(_View, frozen=True):

@@ -114,8 +114,7 @@ def _facts(job: JobView, now: float) -> Iterator[tuple[str, str]]:
     yield "Checkpoints", run.checkpoints
     if etcd and etcd.endpoint:
         restarts = f", started again {count(etcd.restarts, 'time')}" if etcd.restarts else ""
-        state = f"process {etcd.pid}{restarts}" if etcd.pid else etcd.state
-        yield "Etcd", etcd.endpoint + (f" ({state})" if state else "")
+        yield "Etcd", etcd.endpoint + (f" (process {etcd.pid}{restarts})" if etcd.pid else "")
 
 
 def _last_failure(job: JobView, now: float) -> str:
