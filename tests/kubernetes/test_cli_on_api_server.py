@@ -13,16 +13,12 @@ import pytest
 import pytest_asyncio
 
 from elastic_operator.api.constants import ANNOTATION_METRICS_PORT
-from elastic_operator.api.report import encode_report
-from elastic_operator.kubernetes.client import CONFIG_MAPS, ELASTIC_JOBS, PODS, SERVICES, Api
-from elastic_operator.reports.page import page
+from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, SERVICES, Api
 from tests.support.cluster_objects import status
 from tests.support.cluster_user import ELASTICJOB
-from tests.support.reports import report
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
     from elastic_operator.api.spec import Json
     from elastic_operator.kubernetes.client import Resource
@@ -184,20 +180,6 @@ async def test_missing_permissions_get_one_sentence(team: Team) -> None:
     kubeconfig.write_text(kubeconfig.read_text().replace('"token": "', '"token": "x'))
     said = await team.refused("get", code=1, env=as_ada)
     assert said.startswith("the API server does not accept these credentials")
-
-
-async def test_a_report_is_made_from_the_data_kept_with_the_job(team: Team, tmp_path: Path) -> None:
-    job = await team.make_job()
-    await team.say("digits")
-    assert (await team.refused("report", "digits", code=1)).startswith("the job digits is still Running: ")
-    assert (await team.refused("report", "other", code=1)).startswith("there is no job other in the namespace ")
-    kept = {"report.json": encode_report(report()).decode()}
-    await team.make(CONFIG_MAPS, "digits-report", data=kept, metadata=_of(job))
-    file = tmp_path / "report.html"
-    told = await team.elasticjob("report", "digits", "-o", str(file))
-    assert told.stdout == f"the report of digits is in {file}\n"
-    assert file.read_text() == page(report())
-    assert (await team.elasticjob("report", "digits", "-o", "-")).stdout == page(report())
 
 
 def _of(job: Json) -> dict[str, Any]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -82,19 +80,6 @@ async def test_the_live_view_is_replaced_by_the_outcome(home: Path, tmp_path: Pa
         live, _, rest = terminal.screen.partition(FIRST_SCREEN)
         assert "digits succeeded after" not in live
         assert "checkpoints" in rest
-
-
-async def test_ctrl_c_ends_the_live_view_and_prints_where_everything_is(home: Path, tmp_path: Path) -> None:
-    async with Terminal(home, "run", str(manifest(tmp_path, "digits", replicas=1))) as terminal:
-        await terminal.shows("rank 0 of 1")
-        os.kill(terminal.process.pid, signal.SIGINT)
-        await terminal.shows("digits was interrupted after")
-        assert await terminal.exit_code() == 130
-        rest = terminal.screen.partition(FIRST_SCREEN)[2]
-        assert "Traceback" not in terminal.screen
-        for said in ("logs", "checkpoints", " run --resume digits-"):
-            assert said in rest
-    assert processes_of(home) == {}
 
 
 async def test_bad_input_is_shown_on_the_live_screen(home: Path, tmp_path: Path) -> None:

@@ -83,27 +83,9 @@ async def test_a_resumed_job_continues_with_the_changed_spec(home: Path, tmp_pat
         assert sum(split.seconds.values()) == pytest.approx(split.until - report.created, abs=0.01)
 
 
-async def test_a_suspended_job_starts_when_its_file_is_changed(home: Path, tmp_path: Path) -> None:
-    async with LocalRun(home, manifest(tmp_path, suspend=True, replicas=1)) as run:
-        asleep = await run.until(rests)
-        assert asleep["status"]["round"] == 0
-        assert [*processes_of(home)] == [run.process.pid]
-        (tmp_path / "finish").touch()
-        manifest(tmp_path, suspend=False, replicas=1)
-        assert await run.exit_code() == 0, run.output
-
-
 async def test_a_job_that_exceeds_its_deadline_fails(home: Path, tmp_path: Path) -> None:
     async with LocalRun(home, manifest(tmp_path, activeDeadlineSeconds=1, replicas=1)) as run:
         assert await run.exit_code() == 1, run.output
         status = run.record["status"]
         assert status["state"] == "Failed"
         assert {each["reason"] for each in status["conditions"] if each["type"] == "Failed"} == {"DeadlineExceeded"}
-
-
-async def test_a_non_retryable_exit_code_of_the_job_ends_it_at_once(home: Path, tmp_path: Path) -> None:
-    rules = [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [64]}}]
-    failing = manifest(tmp_path, replicas=1, command=["sh", "-c", "exit 64"], failurePolicy={"rules": rules})
-    async with LocalRun(home, failing) as run:
-        assert await run.exit_code() == 1, run.output
-        assert run.record["status"]["round"] == 1

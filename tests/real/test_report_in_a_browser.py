@@ -91,14 +91,3 @@ async def test_a_failure_in_the_timeline_links_to_its_table_row(browser: Browser
     assert "SIGKILL" in await row.inner_text()
     top = await row.evaluate("row => row.getBoundingClientRect().top")
     assert 0 <= top < 800
-
-
-async def test_the_printed_page_is_light_and_complete(browser: Browser, tmp_path: Path) -> None:
-    look = await Look.at(browser, written(tmp_path, failed()), dark=True)
-    assert await look.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
-    await look.page.emulate_media(media="print")
-    assert await look.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert await look.contrast("td.text") >= 4.5
-    printed = await look.page.pdf(path=tmp_path / "report.pdf")
-    assert printed.startswith(b"%PDF")
-    assert look.complaints == []

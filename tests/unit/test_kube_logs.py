@@ -169,13 +169,6 @@ async def test_a_round_without_workers_does_not_hide_the_one_before(server: ApiS
     assert await read(api) == [f"[rank 0 on {B}] three", f"[rank 1 on {A}] tres"]
 
 
-async def test_a_failed_pod_is_printed_up_to_its_last_round(server: ApiStandIn, api: UserApi) -> None:
-    server.add(pod(1, "bbbbb", state=died(1, "")))
-    await server.print(A, begun(A, 3, 0, world=1) + "[rank 0] alone\n")
-    assert await read(api) == [f"[rank 0 on {A}] alone"]
-    assert await read(api, pod=B) == ["[rank 0] three"]
-
-
 async def test_an_unreadable_log_is_named_and_the_others_are_printed(server: ApiStandIn, api: UserApi) -> None:
     server.failing[f"/api/v1/namespaces/team/pods/{A}/log"] = 500, "dial tcp 10.0.0.9:10250: i/o timeout"
     printing = Printing(api)

@@ -146,26 +146,8 @@ def test_a_rank_is_followed_through_new_rounds(logs: Path, following: Any) -> No
     assert followed.join() == b"three\nfour\nfive\nlast"
 
 
-def test_following_starts_with_the_tail_and_prints_all_new_lines(logs: Path, following: Any) -> None:
-    write(logs, "digits-1-bbbbb", 2, 0, "four\n")
-    followed = following(rank=0, tail=1)
-    followed.until(b"four\n")
-    write(logs, "digits-0-aaaaa", 3, 0, "five\nsix\n")
-    followed.until(b"six\n")
-    assert followed.output == b"four\nfive\nsix\n"
-
-
 def test_following_one_round_ends_with_the_round(logs: Path, following: Any) -> None:
     followed = following(round=2)
     followed.until(b"[rank 1] tres\n")
     write(logs, "digits-0-aaaaa", 3, 0, "five\n")
     assert followed.join() == b"[rank 0] three\n[rank 1] tres\n"
-
-
-def test_following_can_start_before_the_first_log_exists(tmp_path: Path) -> None:
-    followed = Following(tmp_path, rank=1)
-    write(tmp_path, "digits-0-aaaaa", 1, 1, "hello\n")
-    followed.until(b"hello\n")
-    followed.ended.set()
-    assert followed.join() == b"hello\n"
-    assert followed.messages == [], "the first round is not announced"
