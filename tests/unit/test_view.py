@@ -277,4 +277,4 @@ def test_ranks_are_written_as_ranges(numbers: tuple[int, ...], written: str) -> 
     ],
 )
 def test_the_activity_of_a_pod_is_a_word(changes: dict[str, Any], word: str) -> None:
-    assert formatting.activity(view(pods=[pod(0, "aaaaa", **changes)]).pods[0]).word == word
+    assert formatting.activity(view(pods=[pod(0, "aaaaa", **changes)]).pods[0])[0] == word

@@ -12,8 +12,8 @@ import os
 import sys
 import time
 import uuid
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from elastic_operator.api.spec import user_env
 from elastic_operator.controller.model import NewPod, Pod, PodPhase
@@ -34,12 +34,13 @@ _LAUNCHER: Final = (sys.executable, "-P", "-m", "torchelastic.run")
 """-P: a file beside the manifest must not replace a module of the agent's."""
 _NOT_INHERITED: Final = ("PET_", "TORCHELASTIC_")
 _LOOPBACK: Final = "127.0.0.1"
+_LOG: Final = "agent.log"
+_TERMINATION_LOG: Final = "termination-log"
 _LOG_TAIL: Final = 2048
 """Bytes that a kubelet takes of the log if there is no termination message (FallbackToLogsOnError)."""
 
 
-@dataclass(frozen=True, slots=True)
-class PodCommand:
+class PodCommand(NamedTuple):
     """How the process of a pod is started.
 
     Attributes:
@@ -55,16 +56,6 @@ class PodCommand:
     cwd: Path
     checkpoints: Path
     logs: Path
-
-    @property
-    def log(self) -> Path:
-        """The file for its output."""
-        return self.logs / "agent.log"
-
-    @property
-    def termination_log(self) -> Path:
-        """The file for its termination message."""
-        return self.logs / "termination-log"
 
 
 def pod_command(
@@ -86,7 +77,7 @@ def pod_command(
         pod,
         store=store,
         checkpoints=str(checkpoints),
-        termination_log=str(logs / "termination-log"),
+        termination_log=str(logs / _TERMINATION_LOG),
         metrics_port=0,
     )
     variables[Env.NODE_ADDRESS] = _LOOPBACK
@@ -186,13 +177,15 @@ class PodProcess:
             self.kill()
             await process.wait()
             raise
-        self._end(code if code >= 0 else 128 - code, _last_words(chosen, failed=code != 0))
+        self._end(code if code >= 0 else 128 - code, _last_words(chosen.logs, failed=code != 0))
 
     async def _start(self, command: PodCommand) -> asyncio.subprocess.Process:
         for directory in (command.logs, command.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
-        command.termination_log.unlink(missing_ok=True)  # after a resumption, pods have the names of earlier ones
-        with command.log.open("ab") as log:
+        (command.logs / _TERMINATION_LOG).unlink(
+            missing_ok=True
+        )  # after a resumption, pods have the names of earlier ones
+        with (command.logs / _LOG).open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *with_pdeathsig(command.argv),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -242,15 +235,15 @@ class PodProcess:
         self._changed()
 
 
-def _last_words(command: PodCommand, *, failed: bool) -> TerminationMessage | str | None:
+def _last_words(logs: Path, *, failed: bool) -> TerminationMessage | str | None:
     """Return the termination message, or the end of the log if there is none and the pod failed."""
-    data = tail(command.termination_log, TERMINATION_MESSAGE_LIMIT)
+    data = tail(logs / _TERMINATION_LOG, TERMINATION_MESSAGE_LIMIT)
     if data:
         try:
             return decode(data, TerminationMessage)
         except MalformedRecord:
             return data.decode(errors="replace").strip()
-    return tail(command.log, _LOG_TAIL).decode(errors="replace").strip() or None if failed else None
+    return tail(logs / _LOG, _LOG_TAIL).decode(errors="replace").strip() or None if failed else None
 
 
 def tail(path: Path, limit: int) -> bytes:

@@ -7,10 +7,8 @@ the kernel kills the others (:mod:`elastic_operator.local.pdeathsig`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import platform
 import secrets
 import shutil
 import time
@@ -26,7 +24,7 @@ from elastic_operator.local.processes import check_program
 from elastic_operator.local.run_dir import create_run, lock_name, private_dir, reopen_run, replace_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from elastic_operator.local.run_dir import RunDir
@@ -70,8 +68,6 @@ async def run_job(
     Raises:
         BadInput: the job cannot run here (exit code 2); nothing is left running.
     """
-    if platform.system() != "Linux":
-        raise BadInput("jobs can be run on Linux only; on another system, use a Linux machine or container")
     manifest, now = request.manifest, time.time()
     if problem := problem_of(manifest.spec):
         raise BadInput(f"{manifest.source.path}: {problem}")
@@ -85,25 +81,25 @@ async def run_job(
             files = reopen_run(request.home, request.resume, manifest.name)
         print(f"run {files.run_id}, process {os.getpid()}", end="", file=name, flush=True)
         live = LiveJob(manifest, uid=str(uuid.uuid4()), created=now)
-        with _logging_to(files.log):
-            preparing = asyncio.ensure_future(_prepare(request, files, live))
-            end.add_done_callback(lambda _: preparing.cancel())
-            await asyncio.wait((preparing,))
-            if (preparing.cancelled() or preparing.exception()) and request.resume is None:  # nothing was started
-                shutil.rmtree(files.path, ignore_errors=True)
-            if preparing.cancelled():
-                ending = end.result()
-            else:
-                run = LocalRun(
-                    live,
-                    files,
-                    socket,
-                    end,
-                    manifest=manifest.source.path.absolute(),
-                    environ=request.environ,
-                    etcd=preparing.result(),
-                )
-                ending = await run.main(name, on_snapshot, on_ending)
+        _log_to(files.log)
+        preparing = asyncio.ensure_future(_prepare(request, files, live))
+        end.add_done_callback(lambda _: preparing.cancel())
+        await asyncio.wait((preparing,))
+        if (preparing.cancelled() or preparing.exception()) and request.resume is None:  # nothing was started
+            shutil.rmtree(files.path, ignore_errors=True)
+        if preparing.cancelled():
+            ending = end.result()
+        else:
+            run = LocalRun(
+                live,
+                files,
+                socket,
+                end,
+                manifest=manifest.source.path.absolute(),
+                environ=request.environ,
+                etcd=preparing.result(),
+            )
+            ending = await run.main(name, on_snapshot, on_ending)
     if ending.how == "badInput":
         raise BadInput(ending.message)
     return ending.exit_code
@@ -116,10 +112,7 @@ async def _prepare(request: RunRequest, files: RunDir, live: LiveJob) -> Path | 
         BadInput: it cannot.
     """
     source, spec = request.manifest.source, request.manifest.spec
-    try:
-        replace_file(files.manifest, manifest_text(source))
-    except OSError as error:
-        raise BadInput(f"cannot write {files.manifest}: {error.strerror}") from None
+    replace_file(files.manifest, manifest_text(source))
     try:
         await check_program(live.job, run=files, base=source.path.absolute().parent, environ=request.environ)
     except BadInput as error:
@@ -130,17 +123,9 @@ async def _prepare(request: RunRequest, files: RunDir, live: LiveJob) -> Path | 
     return find_etcd(request.environ.get("PATH")) if spec.etcd.endpoint is None else None
 
 
-@contextlib.contextmanager
-def _logging_to(file: Path) -> Iterator[None]:
+def _log_to(file: Path) -> None:
     """Log into a file; the terminal is the view's."""
     try:
-        handler = logging.FileHandler(file)
+        logging.basicConfig(filename=file, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     except OSError as error:
         raise BadInput(f"cannot write {file}: {error.strerror}") from None
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    with contextlib.ExitStack() as stack:
-        stack.callback(handler.close)
-        for name in ("elastic_operator", "torchelastic", "aiohttp", "asyncio"):
-            logging.getLogger(name).addHandler(handler)
-            stack.callback(logging.getLogger(name).removeHandler, handler)
-        yield

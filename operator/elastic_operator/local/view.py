@@ -344,11 +344,11 @@ def _pods(job: JobView, now: float) -> RenderableType:
 
 
 def _pod(pod: PodView, now: float) -> tuple[Text, ...]:
-    doing, dim = formatting.activity(pod), "dim" if pod.over else ""
+    (word, good), dim = formatting.activity(pod), "dim" if pod.over else ""
     return (
         Text(pod.name, dim),
         Text(str(pod.pid) if pod.pid and not pod.over else "-", dim),
-        Text(doing.word, _TONE[doing.good]),
+        Text(word, _TONE[good]),
         Text(formatting.rank_list(() if pod.over else pod.ranks), dim),
         Text(formatting.duration((pod.ended or now) - pod.created), dim),
         Text(_message(pod), dim),

@@ -7,7 +7,7 @@ import re
 import shlex
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from elastic_operator.controller.messages import signal_name
 
@@ -97,34 +97,22 @@ def shortened(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1].rstrip()}…"
 
 
-class Activity(NamedTuple):
-    """What a pod is doing.
-
-    Attributes:
-        word: one or two words.
-        good: True if healthy, False if failed, None in between.
-    """
-
-    word: str
-    good: bool | None
-
-
-def activity(pod: PodView) -> Activity:
-    """Return what a pod is doing."""
+def activity(pod: PodView) -> tuple[str, bool | None]:
+    """Return what a pod is doing, in one or two words, and whether that is healthy: None for in between."""
     if pod.over:
         code = pod.exit_code
         if code == 0 or pod.phase == "Succeeded":
-            return Activity("done", good=True)
+            return "done", True
         if code is None or code == _TERMINATED:
-            return Activity("ended" if code is None else "left", good=None)
-        return Activity(signal_name(code) or f"failed ({code})", good=False)
+            return "ended" if code is None else "left", None
+        return signal_name(code) or f"failed ({code})", False
     if pod.terminating:
-        return Activity("leaving", good=None)
+        return "leaving", None
     if pod.phase == "Pending" or not pod.ready:
-        return Activity("starting", good=None)
+        return "starting", None
     if pod.ranks is None:
-        return Activity("running", good=True)
-    return Activity("training", good=True) if pod.ranks else Activity("joining", good=None)
+        return "running", True
+    return ("training", True) if pod.ranks else ("joining", None)
 
 
 def rank_list(ranks: Sequence[int] | None) -> str:

@@ -154,7 +154,7 @@ def _pods(job: JobView, now: float) -> list[str]:
 
 
 def _pod(pod: PodView, now: float) -> Iterator[tuple[str, str]]:
-    word = activity(pod).word
+    word, _ = activity(pod)
     yield "State", word if pod.exit_code is None or str(pod.exit_code) in word else f"{word}, exit code {pod.exit_code}"
     yield "Age", duration((pod.ended or now) - pod.created)
     yield "Node", pod.node + (f" (pod address {pod.address})" if pod.address else "")
