@@ -37,14 +37,9 @@ _Found = TypeVar("_Found")
 _RECOVERY_LIMIT: Final = 180.0
 """Seconds; with a cold disk the first import of torch alone can take half a minute."""
 _SUCCESS_LIMIT: Final = 900.0
-_SETTLE_LIMIT: Final = 20.0
-_SETTLED_LINES: Final = 4
-"""Lines of rank 0 that show that training goes on, and that give it time for a checkpoint."""
+_PAUSE: Final = 2.0
+"""Seconds before a step in which training visibly goes on, and has time for a checkpoint."""
 _POLL_INTERVAL: Final = 0.02
-
-
-class StepFailed(ElasticJobError):  # noqa: N818 - it names what happened
-    """A step of the demo did not have its effect."""
 
 
 class Resumed(NamedTuple):
@@ -116,7 +111,8 @@ class _Demo:
         for number, (title, act, pods) in enumerate(self._script):
             try:
                 if number and pods:
-                    await self._settled()
+                    until = time.monotonic() + _PAUSE
+                    await self._until(lambda: time.monotonic() > until or None, what="the next step")  # noqa: B023
                 self._mark(number, NOW)
                 before, since = self._job.status.round, time.monotonic()
                 note = await asyncio.to_thread(act)
@@ -146,7 +142,7 @@ class _Demo:
         file = self._rank_file(rank)
         pid = _writer(file.path) if file is not None else None
         if pid is None:
-            raise StepFailed(f"the process of rank {rank} was not found")
+            raise ElasticJobError(f"the process of rank {rank} was not found")
         os.kill(pid, signal.SIGKILL)
         return f"rank {rank}, process {pid}"
 
@@ -156,7 +152,7 @@ class _Demo:
             if pod.pid:
                 os.kill(pod.pid, signal.SIGKILL)
                 return f"pod {pod.name}"
-        raise StepFailed("no agent that could be killed was found")
+        raise ElasticJobError("no agent that could be killed was found")
 
     # What the steps wait for
 
@@ -170,21 +166,23 @@ class _Demo:
         files = log_files(Path(self._job.run.logs), LogSelector(rank)) if self._job.run.logs else []
         return files[-1] if files else None
 
-    async def _until(self, look: Callable[[], _Found | None], *, limit: float, what: str) -> _Found:
+    async def _until(self, look: Callable[[], _Found | None], *, what: str, limit: float = _RECOVERY_LIMIT) -> _Found:
         """Return what ``look`` finds, as soon as it finds something within ``limit`` seconds.
 
         Raises:
-            StepFailed: it found nothing in time, or the job ended first.
+            ElasticJobError: it found nothing in time, or the job ended first.
         """
         try:
             async with asyncio.timeout(limit):
                 while (found := look()) is None:
                     if self._job.status.finished or self._job.run.ended is not None:
-                        raise StepFailed(f"the job ended ({self._job.status.state}) while the demo waited for {what}")
+                        raise ElasticJobError(
+                            f"the job ended ({self._job.status.state}) while the demo waited for {what}"
+                        )
                     await asyncio.sleep(_POLL_INTERVAL)
                 return found
         except TimeoutError:
-            raise StepFailed(f"{what} did not come within {limit:.0f} s") from None
+            raise ElasticJobError(f"{what} did not come within {limit:.0f} s") from None
 
     async def _resumed(self, since: float, before: int, pods: int) -> list[Resumed]:
         """Return when training went on after round ``before``: first of all, and with this number of pods."""
@@ -204,7 +202,7 @@ class _Demo:
             return len(self._training_pods) == pods or None
 
         what = f"training with {messages.count(pods, 'pod')} in a round after {before}"
-        await self._until(look, limit=_RECOVERY_LIMIT, what=what)
+        await self._until(look, what=what)
         return found if found[0].round != found[-1].round else found[:1]
 
     async def _success(self) -> str:
@@ -215,21 +213,8 @@ class _Demo:
             what="the end of training",
         )
         if state != "Succeeded":
-            raise StepFailed(f"the job {state.lower()}: {self._job.status.what_failed}")
+            raise ElasticJobError(f"the job {state.lower()}: {self._job.status.what_failed}")
         return formatting.printed(self._job.progress.line) if self._job.progress else "the job succeeded"
-
-    async def _settled(self) -> None:
-        """Return when training has visibly gone on for a while, or has printed nothing for a longer while."""
-
-        def look() -> bool | None:
-            file = self._rank_file(0)
-            return (file is not None and file.path.read_bytes().count(b"\n") >= _SETTLED_LINES) or None
-
-        try:
-            await self._until(look, limit=_SETTLE_LIMIT, what="a few lines of progress")
-        except StepFailed:
-            if self._job.status.finished:
-                raise
 
     def _mark(self, number: int, mark: str, result: str = "") -> None:
         self._steps[number] = Step(self._script[number][0], mark, result)
