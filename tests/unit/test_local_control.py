@@ -121,13 +121,6 @@ async def test_an_invalid_request_is_refused(run: SimulatedRun, tmp_path: Path, 
     assert run.spec == {"replicas": 2, "suspend": False}
 
 
-async def test_deleting_returns_when_the_run_has_ended(run: SimulatedRun, jobs: LocalJobs) -> None:
-    await asyncio.to_thread(jobs.delete, "digits")
-    assert run.ended is not None
-    with pytest.raises(NotFound, match="no job digits is running here"):
-        jobs.scale("digits", 1)
-
-
 async def test_a_killed_run_is_described_by_its_last_record(tmp_path: Path, files: RunDir, jobs: LocalJobs) -> None:
     control_socket = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as killed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from elastic_operator.api.status import JobState, JobStatus
 from elastic_operator.controller.model import NewPod
 from elastic_operator.errors import BadInput
 from elastic_operator.local.job import LiveJob, unsupported_fields, warning_of
-from elastic_operator.local.processes import check_program, pod_command
+from elastic_operator.local.processes import pod_command
 from elastic_operator.local.run import last_line
 from elastic_operator.local.run_dir import RunDir
 from elastic_operator.manifest.loader import load, load_checked
@@ -166,20 +165,6 @@ def test_a_pod_inherits_the_environment_but_not_settings_for_another_agent(tmp_p
     assert {name: command.env[name] for name in expected} == expected
     assert command.cwd == tmp_path
     assert command.argv[-1] == "train.py"
-
-
-async def test_the_check_passes_for_a_script_beside_the_manifest_and_names_a_missing_one(
-    tmp_path: Path, file: Path
-) -> None:
-    async def check() -> None:
-        await check_program(live_of(file).job, run=RunDir(tmp_path / "run"), base=tmp_path, environ=os.environ)
-
-    with pytest.raises(BadInput, match=r"There is no script train.py \(looked up from .*\)"):
-        await check()
-    (tmp_path / "train.py").touch()
-    (tmp_path / "asyncio.py").write_text("raise SystemExit(7)")  # does not replace the agent's module
-    await check()
-    assert not (tmp_path / "run").exists()
 
 
 # Unsupported fields

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +11,7 @@ from elastic_operator.local.log_files import follow_logs, print_logs
 from elastic_operator.views.log_selector import LogSelector
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -89,65 +88,35 @@ def test_a_tail_is_the_last_lines_of_a_file(tmp_path: Path, text: str, lines: in
     assert read(tmp_path, rank=0, tail=lines) == tail
 
 
-class Following:
-    """``logs -f`` in a thread, and its output."""
+def follow(logs: Path, *changes: Callable[[], object], **selector: Any) -> tuple[str, list[str]]:
+    """What ``logs -f`` prints and says, if these changes happen between its looks, and then the run ends."""
+    left, output, said = [*changes], [], []
 
-    def __init__(self, logs: Path, **selector: Any) -> None:
-        self.output = b""
-        self.messages: list[str] = []
-        self.ended = threading.Event()
-        self._grown = threading.Condition()
-        self._thread = threading.Thread(
-            target=follow_logs,
-            args=(logs, LogSelector(**selector), self._write),
-            kwargs={"alive": lambda: not self.ended.is_set(), "tell": self.messages.append},
-        )
-        self._thread.start()
+    def alive() -> bool:
+        if left:
+            left.pop(0)()
+            return True
+        return False
 
-    def _write(self, output: bytes) -> None:
-        with self._grown:
-            self.output += output
-            self._grown.notify_all()
-
-    def until(self, text: bytes) -> None:
-        with self._grown:
-            assert self._grown.wait_for(lambda: text in self.output, timeout=20), self.output
-
-    def join(self) -> bytes:
-        self._thread.join(timeout=20)
-        assert not self._thread.is_alive()
-        return self.output
+    follow_logs(logs, LogSelector(**selector), output.append, alive=alive, tell=said.append)
+    return b"".join(output).decode(), said
 
 
-@pytest.fixture
-def following(logs: Path) -> Iterator[Any]:
-    started: list[Following] = []
-
-    def start(**selector: Any) -> Following:
-        started.append(Following(logs, **selector))
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.ended.set()
-        each.join()
+def test_a_rank_is_followed_through_new_rounds(logs: Path) -> None:
+    changes = (
+        lambda: write(logs, "digits-1-bbbbb", 2, 0, "four\n"),
+        lambda: write(logs, "digits-2-ccccc", 3, 0, "five\n"),
+        lambda: write(logs, "digits-2-ccccc", 3, 0, "last"),
+    )
+    assert follow(logs, *changes, rank=0, tail=2) == ("three\nfour\nfive\nlast", ["round 3 begins"])
 
 
-def test_a_rank_is_followed_through_new_rounds(logs: Path, following: Any) -> None:
-    followed = following(rank=0)
-    followed.until(b"three\n")
-    write(logs, "digits-1-bbbbb", 2, 0, "four\n")
-    followed.until(b"four\n")
-    write(logs, "digits-2-ccccc", 3, 0, "five\n")
-    followed.until(b"five\n")
-    assert followed.messages == ["round 3 begins"]
-    write(logs, "digits-2-ccccc", 3, 0, "last")
-    followed.ended.set()
-    assert followed.join() == b"three\nfour\nfive\nlast"
+def test_following_one_round_ends_with_the_round(logs: Path) -> None:
+    def forever() -> None:
+        write(logs, "digits-0-aaaaa", 3, 0, "five\n")
+
+    assert follow(logs, *[forever] * 9, round=2) == ("[rank 0] three\n[rank 1] tres\n", [])
 
 
-def test_following_one_round_ends_with_the_round(logs: Path, following: Any) -> None:
-    followed = following(round=2)
-    followed.until(b"[rank 1] tres\n")
-    write(logs, "digits-0-aaaaa", 3, 0, "five\n")
-    assert followed.join() == b"[rank 0] three\n[rank 1] tres\n"
+def test_following_can_start_before_the_first_log_exists(tmp_path: Path) -> None:
+    assert follow(tmp_path, lambda: write(tmp_path, "digits-0-aaaaa", 1, 1, "hello\n"), rank=1) == ("hello\n", [])

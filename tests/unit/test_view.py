@@ -152,13 +152,6 @@ def test_plain_lines_have_progress_at_most_every_five_seconds() -> None:
     assert [line for line in plain.printed() if line[0] == "|"] == ["| step 0", "| step 5", "| step 10"]
 
 
-def test_plain_lines_announce_each_step_of_the_demo() -> None:
-    plain = Plain()
-    plain.shown.on_steps([Step("scale to 3", ">"), Step("success")])
-    plain.shown.on_steps([Step("scale to 3", "+", "0.4 s"), Step("success", ">")])
-    assert plain.printed() == ["--- scale to 3", "--- scale to 3: 0.4 s", "--- success"]
-
-
 # The outcome
 
 
@@ -186,25 +179,6 @@ def test_the_outcome_has_its_reason_the_paths_and_the_command_to_resume() -> Non
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-def test_the_live_view_restores_the_terminal_and_leaves_the_outcome() -> None:
-    output = Terminal()
-    console = Console(file=output, force_terminal=True, width=80, height=30, color_system=None, legacy_windows=False)
-    live = LiveView(console, "elasticjob", lambda: NOW)
-    with live:
-        live.on_snapshot(view())
-    during = output.getvalue()
-    assert during.count("\x1b[?1049h") == during.count("\x1b[?1049l") == 1
-    assert during.rindex("\x1b[?25h") > during.rindex("\x1b[?25l"), "the cursor is back"
-    assert "second terminal" in during
-    live.on_snapshot(view(run=ended("interrupted", 130)))
-    live.say_outcome(130)
-    after = output.getvalue()[len(during) :]
-    assert after.split()[:3] == ["digits", "Interrupted", "1:12"]
-    assert "digits was interrupted after 1m12s" in after
-    assert f"{FOLDER}/checkpoints" in after
-    assert "second terminal" not in after
 
 
 @pytest.mark.parametrize(
