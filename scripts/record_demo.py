@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.text import Text
 
 from elastic_operator.cli.demo import perform
+from elastic_operator.local.run import RunRequest
 from elastic_operator.local.run_dir import home_dir
-from elastic_operator.local.runner import RunRequest
 from elastic_operator.local.view import NOW, LiveView, render
 from elastic_operator.manifest.loader import load_checked
 

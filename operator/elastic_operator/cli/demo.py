@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from elastic_operator.local.log_files import LogFile
-    from elastic_operator.local.runner import RunRequest
+    from elastic_operator.local.run import RunRequest
     from elastic_operator.local.view import View
     from elastic_operator.views.job_view import PodView
 

@@ -85,8 +85,9 @@ def _execute(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from elastic_operator.cli.demo import perform
+    from elastic_operator.local.run import RunRequest
     from elastic_operator.local.run_dir import home_dir
-    from elastic_operator.local.runner import RunRequest, run_job
+    from elastic_operator.local.runner import run_job
     from elastic_operator.local.view import own_command
     from elastic_operator.manifest.loader import load_checked
 

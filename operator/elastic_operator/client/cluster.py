@@ -24,7 +24,7 @@ from torchelastic.protocol import bracketed
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable
+    from collections.abc import Callable, Coroutine, Iterable
     from contextlib import AbstractAsyncContextManager
 
     from elastic_operator.api.spec import Json
@@ -95,23 +95,21 @@ class ClusterJobs:
     @_blocking
     async def jobs(self, name: str | None, *, every_run: bool, pods: bool) -> list[JobView]:  # noqa: ARG002
         """Return all jobs, or one."""
-        jobs = await self._jobs() if name is None else [await self._job(name)]
-        by_job = await self._workers_by_job(name) if pods and jobs else {}
-        return [view_of(job, by_job.get(_key(job), ())) for job in jobs]
+        return await self._views(name, pods=pods)
 
     @_blocking
     async def describe(self, name: str) -> JobView:
         """Return a job with its pods and events."""
         job = await self._job(name)
-        pods = await self._workers(name)
-        events = await self._if_allowed("events", self._list(EVENTS, fields=f"involvedObject.uid={_uid(job)}"))
+        pods = await self._list(PODS, labels=worker_selector(name))
+        events = await self._list(EVENTS, fields=f"involvedObject.uid={_uid(job)}")
         return view_of(job, pods, events)
 
     @_blocking
     async def scrape(self, name: str) -> ScrapedJob:
         """Read the metrics of all agents of a job."""
         notes: list[str] = []
-        job = view_of(await self._job(name), await self._workers(name, tell=notes.append))
+        [job] = await self._views(name, tell=notes.append)
         hidden = [pod for pod in job.living_pods if pod.ready and not pod.metrics_url]
         if hidden:
             notes.append(f"{hidden[0].name} does not say yet on which port its metrics are")
@@ -121,9 +119,7 @@ class ClusterJobs:
     @_blocking
     async def scrape_leaders(self) -> list[ScrapedJob]:
         """Read for each job the metrics of its leader."""
-        objects = await self._jobs()
-        pods = await self._workers_by_job(tell=lambda _: None)
-        jobs = [view_of(each, pods.get(_key(each), ())) for each in objects]
+        jobs = await self._views(None, tell=lambda _: None)
         pages = await scrape_leaders([(job.pods, self._fetch_from(job.namespace)) for job in jobs])
         return [ScrapedJob(*each) for each in zip(jobs, pages, strict=True)]
 
@@ -163,12 +159,7 @@ class ClusterJobs:
         """Delete a job; if ``wait``, return when all its pods are gone."""
         uid = _uid(await self._job(name))
         with self._readable_errors(name):
-            try:
-                await self._api.delete(ELASTIC_JOBS, self._api.namespace, name, uid=uid)
-            except ApiError as error:
-                if error.conflict:
-                    raise ClusterError(f"another job {name} has taken the place of this one; try again") from None
-                raise
+            await self._api.delete(ELASTIC_JOBS, self._api.namespace, name, uid=uid)
             if wait:
                 await self._wait_until_gone(name, uid)
 
@@ -185,31 +176,30 @@ class ClusterJobs:
         with self._readable_errors(name):
             return await self._api.get(ELASTIC_JOBS, self._api.namespace, name)
 
-    async def _workers(self, name: str | None, *, tell: Tell | None = None) -> list[Json]:
-        labels = f"{LABEL_JOB},{LABEL_ROLE}={ROLE_WORKER}" if name is None else worker_selector(name)
-        return await self._if_allowed("pods", self._list(PODS, labels=labels), tell=tell)
+    async def _views(self, name: str | None, *, pods: bool = True, tell: Tell | None = None) -> list[JobView]:
+        """Return all jobs, or one, with their worker pods."""
+        jobs = await self._jobs() if name is None else [await self._job(name)]
+        workers: dict[tuple[str, str], list[Json]] = {}
+        if pods and jobs:
+            labels = f"{LABEL_JOB},{LABEL_ROLE}={ROLE_WORKER}" if name is None else worker_selector(name)
+            for pod in await self._list(PODS, labels=labels, tell=tell):
+                key = text(pod, "metadata", "namespace"), text(pod, "metadata", "labels", LABEL_JOB)
+                workers.setdefault(key, []).append(pod)
+        return [view_of(job, workers.get(_key(job), ())) for job in jobs]
 
-    async def _workers_by_job(
-        self, name: str | None = None, *, tell: Tell | None = None
-    ) -> dict[tuple[str, str], list[Json]]:
-        found: dict[tuple[str, str], list[Json]] = {}
-        for pod in await self._workers(name, tell=tell):
-            key = text(pod, "metadata", "namespace"), text(pod, "metadata", "labels", LABEL_JOB)
-            found.setdefault(key, []).append(pod)
-        return found
-
-    async def _list(self, kind: Resource, *, labels: str = "", fields: str = "") -> list[Json]:
+    async def _list(
+        self, kind: Resource, *, labels: str = "", fields: str = "", tell: Tell | None = None
+    ) -> list[Json]:
+        """Return the objects, or none and say so if the user may not see them."""
         namespace = None if self._all_namespaces else self._api.namespace
-        return (await self._api.list(kind, namespace, labels=labels, fields=fields))[0]
-
-    async def _if_allowed(self, what: str, listing: Awaitable[list[Json]], *, tell: Tell | None = None) -> list[Json]:
         try:
-            return await listing
+            found, _ = await self._api.list(kind, namespace, labels=labels, fields=fields)
         except ApiError as error:
             if error.status != 403:
                 raise
-            (tell or self._tell)(f"you may not see the {what} of this namespace, so none are shown")
+            (tell or self._tell)(f"you may not see the {kind.plural} of this namespace, so none are shown")
             return []
+        return found
 
     def _fetch_from(self, namespace: str) -> Fetch:
         async def fetch(pod: PodView) -> str:
@@ -239,11 +229,10 @@ class ClusterJobs:
         """Wait until the job with this UID and its pods are gone, as far as the user may see them."""
         for look in itertools.count():
             jobs, _ = await self._api.list(ELASTIC_JOBS, self._api.namespace, name=name)
-            pods = self._list(PODS, labels=f"{LABEL_JOB}={name}")
+            pods = await self._list(PODS, labels=f"{LABEL_JOB}={name}", tell=lambda _: None)
             left = [each["metadata"]["name"] for each in jobs if _uid(each) == uid]
             # A new job of the same name has pods of its own.
-            seen = await self._if_allowed("pods", pods, tell=lambda _: None)
-            left += [each["metadata"]["name"] for each in seen if _belongs(each, uid)]
+            left += [each["metadata"]["name"] for each in pods if _belongs(each, uid)]
             if not left:
                 return
             if look == _SLOW_DELETION:

@@ -13,7 +13,7 @@ import re
 import signal
 import time
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from elastic_operator.controller.model import Job, NewPod, Pod, Removal
     from elastic_operator.local.processes import PodCommand
     from elastic_operator.local.run_dir import RunDir
-    from elastic_operator.manifest.loader import Manifest
+    from elastic_operator.manifest.loader import ElasticJobManifest, Manifest
     from torchelastic.protocol import SizeRecord
 
 STOP_GRACE: Final = 3.0
@@ -85,20 +85,28 @@ def on_signals(action: Callable[[], object]) -> None:
             asyncio.get_running_loop().add_signal_handler(number, action)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """What to run.
+
+    Attributes:
+        manifest: the job.
+        home: see :func:`elastic_operator.local.run_dir.home_dir`.
+        environ: the environment that the pods inherit.
+        resume: the id of an earlier run of this job, to continue in its directory and from its checkpoints.
+    """
+
+    manifest: ElasticJobManifest
+    home: Path
+    environ: Mapping[str, str]
+    resume: str | None = None
+
+
 class LocalRun:
     """One run: this machine as a backend of the reconciler.
 
     It makes no decisions about pods. It has the processes that it started, the mirror of the store and the live object;
     a change of any of them starts a reconcile.
-
-    Args:
-        live: the job.
-        files: the run's directory.
-        socket: the path of the control socket.
-        end: completed when something ends the run.
-        manifest: the file that is applied when it is saved.
-        environ: the environment that the pods inherit.
-        etcd: the program of the job's etcd; None if the manifest names one.
 
     Attributes:
         snapshots: gives snapshots to those who watch the run.
@@ -106,17 +114,15 @@ class LocalRun:
 
     def __init__(
         self,
-        live: LiveJob,
+        request: RunRequest,
         files: RunDir,
+        live: LiveJob,
+        etcd: Path | None,
         socket: Path,
         end: asyncio.Future[EndView],
-        *,
-        manifest: Path,
-        environ: Mapping[str, str],
-        etcd: Path | None,
     ) -> None:
-        self._manifest_path = manifest
-        self._environ = environ
+        self._manifest_path = request.manifest.source.path.absolute()
+        self._environ = environ = request.environ
         self._files = files
         self._live = live
         self._socket = socket

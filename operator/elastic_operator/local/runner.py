@@ -13,7 +13,6 @@ import secrets
 import shutil
 import time
 import uuid
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elastic_operator.api.validation import Problem, problem_of
@@ -24,32 +23,14 @@ from elastic_operator.local.processes import check_program
 from elastic_operator.local.run_dir import create_run, lock_name, private_dir, reopen_run, replace_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
     from elastic_operator.local.run_dir import RunDir
-    from elastic_operator.manifest.loader import ElasticJobManifest
     from elastic_operator.views.job_view import EndView, JobView
 
 
-from elastic_operator.local.run import LocalRun, begin_end, manifest_text, on_signals
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunRequest:
-    """What to run.
-
-    Attributes:
-        manifest: the job.
-        home: see :func:`elastic_operator.local.run_dir.home_dir`.
-        environ: the environment that the pods inherit.
-        resume: the id of an earlier run of this job, to continue in its directory and from its checkpoints.
-    """
-
-    manifest: ElasticJobManifest
-    home: Path
-    environ: Mapping[str, str]
-    resume: str | None = None
+from elastic_operator.local.run import LocalRun, RunRequest, begin_end, manifest_text, on_signals
 
 
 async def run_job(
@@ -90,15 +71,7 @@ async def run_job(
         if preparing.cancelled():
             ending = end.result()
         else:
-            run = LocalRun(
-                live,
-                files,
-                socket,
-                end,
-                manifest=manifest.source.path.absolute(),
-                environ=request.environ,
-                etcd=preparing.result(),
-            )
+            run = LocalRun(request, files, live, preparing.result(), socket, end)
             ending = await run.main(name, on_snapshot, on_ending)
     if ending.how == "badInput":
         raise BadInput(ending.message)
