@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from elastic_operator.client import JobClient
 
 _GET = """\
+List the jobs on this machine: all running jobs, and the latest run of each that has ended;
+or the jobs on a cluster.
+
 examples:
   elasticjob get                   all running jobs, and the latest run of each that has ended
   elasticjob get digits -o yaml    one job as kubectl would show it
@@ -28,12 +31,17 @@ examples:
   elasticjob get -A                the jobs in all its namespaces
 """
 _DESCRIBE = """\
+Show all that is known of a job: its spec, its status, its pods and its events.
+
 examples:
   elasticjob describe digits
   elasticjob describe digits-20260102-101500-3fa2    an earlier run, by its id
   elasticjob describe digits -n team                 a job on a cluster
 """
 _LOGS = """\
+Print the output of a job's workers in one round, by default the current one.
+On a cluster this is read from the logs of the job's pods, as far back as these are kept.
+
 examples:
   elasticjob logs digits                     all ranks in the current round, each line with its rank
   elasticjob logs digits --rank 0 -f         one rank as it goes on, over all rounds that come
@@ -42,27 +50,40 @@ examples:
   elasticjob logs digits -n team -f          all ranks of a job on a cluster, also of the pods that come
 """
 _REPORT = """\
+Write one HTML file about a job that has ended or is suspended: its rounds, its failures and
+their root causes, where its time went, and what was lost. The file needs no other files.
+
 examples:
   elasticjob report digits                    writes digits-report.html
   elasticjob report digits -n team -o a.html  of a job on a cluster, into another file
   elasticjob report digits -o - | gzip        to the standard output
 """
 _SCALE = """\
+Change the number of a running job's pods, within its minReplicas and maxReplicas.
+
 examples:
   elasticjob scale digits --replicas 3            on this machine
   elasticjob scale digits --replicas 3 -n team    on a cluster, as `kubectl scale` does it
 """
 _SUSPEND = """\
+Suspend a job. Its workers get the time to save; then all its pods and its etcd are deleted.
+Its counters stay, and while it is suspended nearly everything in its spec may be changed.
+
 examples:
   elasticjob suspend digits            on this machine
   elasticjob suspend digits -n team    on a cluster, as `kubectl patch` of spec.suspend does it
 """
 _RESUME = """\
+Resume a suspended job from its last checkpoint.
+
 examples:
   elasticjob resume digits            on this machine
   elasticjob resume digits -n team    on a cluster
 """
 _DELETE = """\
+End a job and wait until it is gone. On this machine its logs and checkpoints stay in the run's
+folder; on a cluster, files that its pods wrote to their own volumes are deleted with the pods.
+
 examples:
   elasticjob delete digits            on this machine
   elasticjob delete digits -n team    on a cluster; returns when its pods are gone
@@ -72,82 +93,29 @@ examples:
 def add_to(commands: Commands) -> None:
     """Declare the commands."""
     add = functools.partial(_add, commands)
-    get = add(
-        "get",
-        _get,
-        "list jobs",
-        _GET,
-        "List the jobs on this machine: all running jobs, and the latest run of each that has ended;\n"
-        "or the jobs on a cluster.",
-        every=True,
-    )
+    get = add("get", _get, "list jobs", _GET, every=True)
     get.add_argument("-o", "--output", choices=("wide", "json", "yaml"), help="more columns, or the whole objects")
     get.add_argument(
         "--all", action="store_true", help="on this machine every run that left a folder, not just each job's latest"
     )
-    add(
-        "describe",
-        _describe,
-        "show all that is known of a job",
-        _DESCRIBE,
-        "Show all that is known of a job: its spec, its status, its pods and its events.",
-    )
-    logs = add(
-        "logs",
-        _logs,
-        "print the output of a job's workers",
-        _LOGS,
-        "Print the output of a job's workers in one round, by default the current one.\n"
-        "On a cluster this is read from the logs of the job's pods, as far back as these are kept.",
-    )
+    add("describe", _describe, "show all that is known of a job", _DESCRIBE)
+    logs = add("logs", _logs, "print the output of a job's workers", _LOGS)
     logs.add_argument("--rank", type=_number, metavar="R", help="one rank; without it all, each line with its rank")
     logs.add_argument("--round", type=_number, metavar="E", help="another round than the current one")
     logs.add_argument("-f", "--follow", action="store_true", help="go on, from round to round, until the job has ended")
     logs.add_argument("--tail", type=_number, metavar="N", help="only the last N lines of each rank, or agent")
     logs.add_argument("--pod", metavar="POD", help="only the workers (or with --agent, the agent) of this pod")
     logs.add_argument("--agent", action="store_true", help="the agents' own logs, not those of the workers")
-    report = add(
-        "report",
-        _report,
-        "write a page about a job's run",
-        _REPORT,
-        "Write one HTML file about a job that has ended or is suspended: its rounds, its failures and\n"
-        "their root causes, where its time went, and what was lost. The file needs no other files.",
-    )
+    report = add("report", _report, "write a page about a job's run", _REPORT)
     report.add_argument(
         "-o", "--output", metavar="FILE", help="where to write it (default: NAME-report.html); - for standard output"
     )
-    scale = add(
-        "scale",
-        _scale,
-        "change a running job's size",
-        _SCALE,
-        "Change the number of a running job's pods, within its minReplicas and maxReplicas.",
-    )
+    scale = add("scale", _scale, "change a running job's size", _SCALE)
     scale.add_argument("--replicas", type=int, required=True, metavar="N", help="the number of pods")
-    add(
-        "suspend",
-        functools.partial(_suspend, suspended=True),
-        "suspend a job: delete its pods, keep its progress",
-        _SUSPEND,
-        "Suspend a job. Its workers get the time to save; then all its pods and its etcd are deleted.\n"
-        "Its counters stay, and while it is suspended nearly everything in its spec may be changed.",
-    )
-    add(
-        "resume",
-        functools.partial(_suspend, suspended=False),
-        "resume a suspended job",
-        _RESUME,
-        "Resume a suspended job from its last checkpoint.",
-    )
-    delete = add(
-        "delete",
-        _delete,
-        "end a job",
-        _DELETE,
-        "End a job and wait until it is gone. On this machine its logs and checkpoints stay in the run's\n"
-        "folder; on a cluster, files that its pods wrote to their own volumes are deleted with the pods.",
-    )
+    suspend = functools.partial(_suspend, suspended=True)
+    add("suspend", suspend, "suspend a job: delete its pods, keep its progress", _SUSPEND)
+    add("resume", functools.partial(_suspend, suspended=False), "resume a suspended job", _RESUME)
+    delete = add("delete", _delete, "end a job", _DELETE)
     delete.add_argument("--no-wait", action="store_true", help="do not wait until it is gone (on a cluster only)")
 
 
@@ -156,8 +124,7 @@ def _add(
     name: str,
     execute: Callable[[JobClient, argparse.Namespace], str],
     summary: str,
-    examples: str,
-    description: str,
+    text: str,
     *,
     every: bool = False,
 ) -> argparse.ArgumentParser:
@@ -168,7 +135,7 @@ def _add(
             sys.stdout.write(execute(client, arguments))
         return 0
 
-    parser = add_command(commands, name, run, summary=summary, description=description, examples=examples)
+    parser = add_command(commands, name, run, summary, text)
     which = "the job's name; on this machine also a run's id"
     if every:
         parser.add_argument("name", nargs="?", metavar="NAME", help=f"{which} (default: all jobs)")

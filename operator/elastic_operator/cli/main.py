@@ -73,14 +73,10 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = whole.add_subparsers(title="commands", metavar="COMMAND")
-    for group in (run, top, others):
+    for group in (run, others, top):
         group.add_to(commands)
     add_command(
-        commands,
-        "version",
-        _version,
-        summary="print the version",
-        description="Print the version of elasticjob, Python and torch.",
+        commands, "version", _version, "print the version", "Print the version of elasticjob, Python and torch."
     )
     return whole
 

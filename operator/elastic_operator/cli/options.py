@@ -19,15 +19,10 @@ if TYPE_CHECKING:
 
 
 def add_command(
-    commands: Commands,
-    name: str,
-    execute: Callable[[argparse.Namespace], int],
-    *,
-    summary: str,
-    description: str,
-    examples: str = "",
+    commands: Commands, name: str, execute: Callable[[argparse.Namespace], int], summary: str, text: str
 ) -> argparse.ArgumentParser:
-    """Declare a command; ``execute`` returns its exit code."""
+    """Declare a command; ``execute`` returns its exit code, and ``text`` is its description, a blank line, the rest."""
+    description, _, examples = text.partition("\n\n")
     parser = commands.add_parser(
         name,
         help=summary,

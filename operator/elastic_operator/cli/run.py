@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from elastic_operator.cli.options import Commands
     from elastic_operator.local.view import View
 
-_RUN_EXAMPLES = """\
+_RUN = """\
+Run the ElasticJob of a manifest on this machine until it has ended. Ctrl-C ends it.
+
 examples:
   elasticjob run examples/digits.yaml
   elasticjob run --resume digits-20260102-101500-3fa2 examples/digits.yaml
@@ -23,7 +25,10 @@ examples:
 While the job runs, saving the changed file does what `kubectl apply` would.
 Exit codes: 0 succeeded, 1 failed, 2 bad input, 3 deleted, 130 interrupted.
 """
-_DEMO_EXAMPLES = """\
+_DEMO = """\
+Run a job, scale it up, kill a worker, kill an agent and scale it back, until it has succeeded.
+At the end a table says what happened and how long each recovery took.
+
 examples:
   elasticjob demo                        with examples/digits.yaml
   elasticjob demo --plain my-job.yaml    with a job of your own, in plain lines
@@ -34,26 +39,11 @@ Exit codes: 0 every step had its effect and the job succeeded, 1 otherwise, 2 ba
 
 def add_to(commands: Commands) -> None:
     """Declare the commands."""
-    run = add_command(
-        commands,
-        "run",
-        _execute,
-        summary="run a job on this machine until it has ended",
-        description="Run the ElasticJob of a manifest on this machine until it has ended. Ctrl-C ends it.",
-        examples=_RUN_EXAMPLES,
-    )
+    run = add_command(commands, "run", _execute, "run a job on this machine until it has ended", _RUN)
     run.add_argument("file", metavar="FILE", help="the manifest, the same that `kubectl apply` takes")
     run.add_argument("--resume", metavar="RUN", help="continue an earlier run: its folder and its checkpoints")
     run.set_defaults(demo=False)
-    demo = add_command(
-        commands,
-        "demo",
-        _execute,
-        summary="see a job scaled, killed and recovering",
-        description="Run a job, scale it up, kill a worker, kill an agent and scale it back, until it has succeeded.\n"
-        "At the end a table says what happened and how long each recovery took.",
-        examples=_DEMO_EXAMPLES,
-    )
+    demo = add_command(commands, "demo", _execute, "see a job scaled, killed and recovering", _DEMO)
     demo.add_argument("file", nargs="?", default="examples/digits.yaml", metavar="FILE", help="default: %(default)s")
     demo.set_defaults(demo=True, resume=None)
     for parser in (run, demo):

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 _INTERVAL: Final = 2.0
 """Seconds between two readings."""
 
-_EXAMPLES = """\
+_TEXT = """\
+Show how a job trains now, from its agents' metrics, or all jobs in a line each.
+On a terminal it is updated every 2 seconds until Ctrl-C or the job's end.
+
 examples:
   elasticjob top                   a line for each job on this machine
   elasticjob top digits            where a job's time goes, its recoveries, each rank's steps and memory
@@ -37,15 +40,7 @@ In the list, RESTARTS are those charged to the job's budget + those that are not
 
 def add_to(commands: Commands) -> None:
     """Declare the command."""
-    parser = add_command(
-        commands,
-        "top",
-        _execute,
-        summary="show how jobs train now: goodput, steps, memory",
-        description="Show how a job trains now, from its agents' metrics, or all jobs in a line each.\n"
-        "On a terminal it is updated every 2 seconds until Ctrl-C or the job's end.",
-        examples=_EXAMPLES,
-    )
+    parser = add_command(commands, "top", _execute, "show how jobs train now: goodput, steps, memory", _TEXT)
     parser.add_argument("name", nargs="?", metavar="NAME", help="a job's name; on this machine also a run's id")
     parser.add_argument("--once", action="store_true", help="read once and print it (default without a terminal)")
     add_cluster_flags(parser, all_namespaces=True)
