@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import aiohttp
 import yaml
 
+from elastic_operator.local.run_dir import RunDir
 from tests.support.agents import until_gone
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class LocalRun:
         self._environ = {**os.environ, "ELASTICJOB_HOME": str(home), **(environ or {})}
         self._process: asyncio.subprocess.Process | None = None
         self._printed: list[str] = []
-        self._serves = asyncio.Event()
+        self._serves = asyncio.Event()  # then the view prints the folder of the logs
 
     async def __aenter__(self) -> Self:
         self._process = await asyncio.create_subprocess_exec(
@@ -61,8 +62,6 @@ class LocalRun:
         if self.process.returncode is None:
             self.process.kill()
             await self.process.wait()
-            with contextlib.suppress(AssertionError):  # it did not start
-                Path(self.record["run"]["socket"]).unlink(missing_ok=True)
         await self._reading
 
     @property
@@ -102,16 +101,19 @@ class LocalRun:
         snapshot: Snapshot | None = None
         try:
             async with asyncio.timeout(limit):
-                socket = await self._socket()
-                connector = aiohttp.UnixConnector(path=socket)
-                async with (
-                    aiohttp.ClientSession(connector=connector, read_bufsize=1 << 22) as session,
-                    session.get("http://localhost/watch", timeout=aiohttp.ClientTimeout(total=None)) as watch,
-                ):
-                    async for line in watch.content:
-                        snapshot = json.loads(line)
-                        if condition(snapshot):
-                            return snapshot
+                await self._serves.wait()
+                with RunDir(Path(self.record["run"]["directory"])).socket() as path:
+                    connector = aiohttp.UnixConnector(path=path)
+                    async with (
+                        aiohttp.ClientSession(connector=connector, read_bufsize=1 << 22) as session,
+                        session.get("http://localhost/watch", timeout=aiohttp.ClientTimeout(total=None)) as watch,
+                    ):
+                        async for line in watch.content:
+                            snapshot = json.loads(line)
+                            if condition(snapshot):
+                                return snapshot
+        except FileNotFoundError:
+            why = "has ended"
         except TimeoutError:
             why = "took too long"
         except aiohttp.ClientError as error:
@@ -130,12 +132,6 @@ class LocalRun:
                 and len(training(snapshot)) * _workers_per_pod(snapshot) == workers
             )
         )
-
-    async def _socket(self) -> str:
-        """Its control socket, as soon as it serves: then the view prints the folder of the logs."""
-        await self._serves.wait()
-        found: str = self.record["run"]["socket"]
-        return found
 
     async def _read(self) -> None:
         assert self.process.stdout is not None

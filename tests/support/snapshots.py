@@ -54,7 +54,6 @@ def snapshot(**changes: Any) -> dict[str, Any]:
         "logs": f"{FOLDER}/logs",
         "checkpoints": f"{FOLDER}/checkpoints",
         "pid": 48100,
-        "socket": "/run/user/1000/elasticjob/x.sock",
         "manifestPath": "/home/ada/examples/digits.yaml",
         "alive": True,
         "ended": None,

@@ -28,18 +28,16 @@ NOW = 1_700_000_000.0
 class SimulatedRun:
     """A run that counts its pods, and ends when it is deleted."""
 
-    def __init__(self, files: RunDir, control_socket: Path) -> None:
+    def __init__(self, files: RunDir) -> None:
         self.spec: dict[str, Any] = {"replicas": 2, "suspend": False}
         self.ended: EndView | None = None
         self.snapshots = SnapshotFeed(self.snapshot)
         self._files = files
-        self._socket = control_socket
 
     def snapshot(self) -> JobView:
         run = RunView(
             id=self._files.run_id,
             directory=str(self._files.path),
-            socket=str(self._socket),
             alive=not self.ended,
             ended=self.ended,
         )
@@ -74,14 +72,13 @@ def jobs(tmp_path: Path) -> LocalJobs:
 
 
 @pytest_asyncio.fixture
-async def run(files: RunDir, tmp_path: Path) -> AsyncIterator[SimulatedRun]:
-    control_socket = tmp_path / "s"
-    simulated = SimulatedRun(files, control_socket)
-    async with control_server(simulated, control_socket):
+async def run(files: RunDir) -> AsyncIterator[SimulatedRun]:
+    simulated = SimulatedRun(files)
+    async with control_server(simulated, files):
         simulated.record()
         yield simulated
         simulated.snapshots.close()
-    assert not control_socket.exists()
+    assert not files.control.exists()
 
 
 async def test_a_run_is_found_by_the_name_of_its_job_and_by_its_id(
@@ -108,8 +105,10 @@ async def test_a_run_can_be_scaled_and_suspended_and_its_refusal_is_passed_on(
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"[]", b'{"image": "i"}', b'{"replicas": null}'])
-async def test_an_invalid_request_is_refused(run: SimulatedRun, tmp_path: Path, body: bytes) -> None:
-    reader, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
+async def test_an_invalid_request_is_refused(run: SimulatedRun, files: RunDir, body: bytes) -> None:
+    assert files.control.stat().st_mode & 0o777 == 0o700, "only this user can enter it"
+    with files.socket() as path:
+        reader, writer = await asyncio.open_unix_connection(path)
     writer.write(f"PATCH /job HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode())
     writer.write(body)
     answer = (await reader.read()).decode()
@@ -121,11 +120,11 @@ async def test_an_invalid_request_is_refused(run: SimulatedRun, tmp_path: Path, 
     assert run.spec == {"replicas": 2, "suspend": False}
 
 
-async def test_a_killed_run_is_described_by_its_last_record(tmp_path: Path, files: RunDir, jobs: LocalJobs) -> None:
-    control_socket = tmp_path / "s"
-    with socket.socket(socket.AF_UNIX) as killed:
-        killed.bind(str(control_socket))
-    SimulatedRun(files, control_socket).record()
+async def test_a_killed_run_is_described_by_its_last_record(files: RunDir, jobs: LocalJobs) -> None:
+    files.control.mkdir()
+    with socket.socket(socket.AF_UNIX) as killed, files.socket() as path:
+        killed.bind(path)
+    SimulatedRun(files).record()
     lost = jobs.describe("digits")
     assert (lost.run.alive, lost.run.ended) == (False, None)
     assert lost.events[-1].reason == "Killed"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_operator.errors import BadInput
-from elastic_operator.local.run_dir import create_run, home_dir, lock_name, private_dir, reopen_run, replace_file
+from elastic_operator.local.run_dir import create_run, home_dir, lock_name, reopen_run, replace_file
 
 NOW = 1_700_000_000.0
 
@@ -64,27 +64,6 @@ def test_only_a_run_of_the_same_job_can_be_resumed(tmp_path: Path) -> None:
         replace_file(run.record, record)
         with pytest.raises(BadInput, match=sentence):
             reopen_run(tmp_path, run.run_id, "digits")
-
-
-@pytest.mark.parametrize("problem", ["none", "open to others", "a link", "a file", "too long", "missing"])
-def test_only_this_user_can_enter_the_directory_of_the_socket(tmp_path: Path, problem: str) -> None:
-    runtime = tmp_path / ("x" * 90 if problem == "too long" else "run")
-    candidate = runtime / "elasticjob"
-    if problem != "missing":
-        runtime.mkdir()
-    if problem == "open to others":
-        candidate.mkdir()
-        candidate.chmod(0o755)
-    elif problem == "a link":
-        (tmp_path / "elsewhere").mkdir(mode=0o700)
-        candidate.symlink_to(tmp_path / "elsewhere")
-    elif problem == "a file":
-        candidate.touch()
-    chosen = private_dir({"XDG_RUNTIME_DIR": str(runtime)}, "12345678.sock")
-    assert (chosen == candidate) == (problem == "none")
-    assert chosen.stat().st_mode & 0o777 == 0o700
-    assert len(str(chosen / "12345678.sock")) <= 107
-    assert private_dir({"XDG_RUNTIME_DIR": str(runtime)}, "12345678.sock") == chosen
 
 
 HOLDS_IT = """

@@ -213,7 +213,8 @@ def _connect(job: JobView) -> http.client.HTTPConnection:
     connection.sock = socket.socket(socket.AF_UNIX)
     connection.sock.settimeout(_TIMEOUT)
     try:
-        connection.sock.connect(job.run.socket)
+        with RunDir(Path(job.run.directory)).socket() as path:
+            connection.sock.connect(path)
     except OSError:
         connection.close()
         raise NotFound(f"the job {job.name} has ended; `elasticjob get` lists all jobs") from None

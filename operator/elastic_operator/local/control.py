@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -24,9 +25,9 @@ from elastic_operator.errors import BadInput
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable
-    from pathlib import Path
 
     from elastic_operator.local.run import LocalRun
+    from elastic_operator.local.run_dir import RunDir
     from elastic_operator.views.job_view import JobView
 
 _WATCH_INTERVAL: Final = 0.1
@@ -65,7 +66,7 @@ class SnapshotFeed:
 
 
 @contextlib.asynccontextmanager
-async def control_server(run: LocalRun, socket: Path) -> AsyncIterator[None]:
+async def control_server(run: LocalRun, files: RunDir) -> AsyncIterator[None]:
     """Serve the control API while the block runs.
 
     Raises:
@@ -74,14 +75,20 @@ async def control_server(run: LocalRun, socket: Path) -> AsyncIterator[None]:
     server = web.AppRunner(_application(run), access_log=None, handle_signals=False, shutdown_timeout=1.0)
     await server.setup()
     try:
-        try:
-            await web.UnixSite(server, str(socket)).start()
-        except OSError as error:
-            raise BadInput(f"cannot make the control socket {socket}: {error.strerror}") from None
-        yield
+        with contextlib.ExitStack() as stack:
+            try:
+                files.control.mkdir(mode=0o700, exist_ok=True)
+                await web.UnixSite(server, stack.enter_context(files.socket())).start()
+            except OSError as error:
+                raise BadInput(
+                    f"cannot make the control socket in {files.control}: {error.strerror}; "
+                    "set ELASTICJOB_HOME to a directory on a local file system"
+                ) from None
+            yield
+            await server.cleanup()
     finally:
         await server.cleanup()
-        socket.unlink(missing_ok=True)
+        shutil.rmtree(files.control, ignore_errors=True)
 
 
 def _application(run: LocalRun) -> web.Application:

@@ -118,14 +118,12 @@ class LocalRun:
         files: RunDir,
         live: LiveJob,
         etcd: Path | None,
-        socket: Path,
         end: asyncio.Future[EndView],
     ) -> None:
         self._manifest_path = request.manifest.source.path.absolute()
         self._environ = environ = request.environ
         self._files = files
         self._live = live
-        self._socket = socket
         self._end = end
         self._ended: EndView | None = None
         self._unwritten: set[Path] = set()
@@ -178,7 +176,6 @@ class LocalRun:
                 logs=str(files.logs),
                 checkpoints=str(files.checkpoints),
                 pid=os.getpid(),
-                socket=str(self._socket),
                 manifest_path=str(self._manifest_path),
                 alive=self._ended is None,
                 ended=self._ended,
@@ -223,7 +220,7 @@ class LocalRun:
         """
         if warning := warning_of(self._live.manifest["spec"]):
             self._warn(LocalReason.UNSUPPORTED_FIELDS, warning)
-        async with control_server(self, self._socket), self._tasks as tasks:
+        async with control_server(self, self._files), self._tasks as tasks:
             self._write_record(self.snapshot())
             tasks.create_task(self._each_snapshot(_VIEW_INTERVAL, on_snapshot))
             drivers = [

@@ -9,6 +9,7 @@ logs/          <pod>/agent.log and <pod>/round_E/rank_R/output.log
 logs.1/ …      the logs of earlier runs that this one resumed
 checkpoints/   <job>/<index>/, the directory that each pod's program is given
 run.log        what elasticjob itself logged
+control/       the control socket while it runs (elastic_operator.local.control)
 etcd/          the data of etcd, removed at the end; etcd.log stays
 
 A run holds a lock on ``<home>/names/<job>.lock``, so that a job's name is unique among the runs that are alive. The
@@ -22,11 +23,10 @@ import fcntl
 import itertools
 import os
 import secrets
-import stat
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import msgspec
 
@@ -34,10 +34,7 @@ from elastic_operator.errors import BadInput
 from elastic_operator.views.job_view import JobView
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-_MAX_SOCKET_PATH: Final = 107
-"""Bytes in the kernel's ``sun_path``, less the NUL at its end."""
+    from collections.abc import Iterator, Mapping
 
 
 def home_dir(environ: Mapping[str, str]) -> Path:
@@ -59,7 +56,17 @@ class RunDir:
         self.report = path / "report.json"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
+        self.control = path / "control"
         self.log = path / "run.log"
+
+    @contextlib.contextmanager
+    def socket(self) -> Iterator[str]:
+        """Yield a short path of the control socket, as the kernel allows 107 bytes. Raises OSError."""
+        directory = os.open(self.control, os.O_PATH | os.O_DIRECTORY)
+        try:
+            yield f"/proc/self/fd/{directory}/socket"
+        finally:
+            os.close(directory)
 
     def read_record(self) -> JobView | None:
         """Return the latest snapshot of the run, or None if there is no readable one."""
@@ -125,27 +132,6 @@ def all_runs(home: Path) -> list[RunDir]:
             with contextlib.suppress(OSError):
                 found.append(((path / "job.json").stat().st_mtime, path))
     return [RunDir(path) for _, path in sorted(found, reverse=True)]
-
-
-def private_dir(environ: Mapping[str, str], file_name: str) -> Path:
-    """Return a directory that only this user can enter, whose path is short enough for a socket of this name.
-
-    Raises:
-        BadInput: neither $XDG_RUNTIME_DIR nor the directory for temporary files will do.
-    """
-    user, runtime = os.geteuid(), environ.get("XDG_RUNTIME_DIR")
-    candidates = [Path(tempfile.gettempdir()) / f"elasticjob-{user}", Path(f"/tmp/elasticjob-{user}")]  # noqa: S108 - it is checked to be private
-    for path in [Path(runtime) / "elasticjob", *candidates] if runtime else candidates:
-        with contextlib.suppress(OSError):
-            path.mkdir(mode=0o700, exist_ok=True)
-            found = path.lstat()
-            private = stat.S_ISDIR(found.st_mode) and found.st_uid == user and stat.S_IMODE(found.st_mode) == 0o700
-            if private and len(os.fsencode(path / file_name)) <= _MAX_SOCKET_PATH:
-                return path
-    raise BadInput(
-        f"there is no private directory for the control socket: {candidates[-1]} cannot be made, or is not a directory "
-        "of this user with mode 0700; set XDG_RUNTIME_DIR to a directory with a short path that can be written"
-    )
 
 
 def lock_name(home: Path, job: str) -> TextIO:

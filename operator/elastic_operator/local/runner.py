@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import shutil
 import time
 import uuid
@@ -20,7 +19,7 @@ from elastic_operator.errors import BadInput
 from elastic_operator.local.etcd import find_etcd
 from elastic_operator.local.job import LiveJob
 from elastic_operator.local.processes import check_program
-from elastic_operator.local.run_dir import create_run, lock_name, private_dir, reopen_run, replace_file
+from elastic_operator.local.run_dir import create_run, lock_name, reopen_run, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +54,6 @@ async def run_job(
     end: asyncio.Future[EndView] = asyncio.get_running_loop().create_future()
     on_signals(lambda: begin_end(end, "interrupted"))
     with lock_name(request.home, manifest.name) as name:
-        socket = private_dir(request.environ, "12345678.sock") / f"{secrets.token_hex(4)}.sock"
         if request.resume is None:
             files = create_run(request.home, manifest.name, now)
         else:
@@ -71,7 +69,7 @@ async def run_job(
         if preparing.cancelled():
             ending = end.result()
         else:
-            run = LocalRun(request, files, live, preparing.result(), socket, end)
+            run = LocalRun(request, files, live, preparing.result(), end)
             ending = await run.main(name, on_snapshot, on_ending)
     if ending.how == "badInput":
         raise BadInput(ending.message)

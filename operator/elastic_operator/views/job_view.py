@@ -107,8 +107,7 @@ class EndView(_View, frozen=True):
 class RunView(_View, frozen=True):
     """The ``elasticjob run`` that owns the job. For a job on a cluster, only ``alive`` is set.
 
-    ``directory``, ``logs``, ``checkpoints`` and ``socket`` are paths; ``ended`` is None while it runs, or if it was
-    killed.
+    ``directory``, ``logs`` and ``checkpoints`` are paths; ``ended`` is None while it runs, or if it was killed.
     """
 
     id: str = ""
@@ -116,7 +115,6 @@ class RunView(_View, frozen=True):
     logs: str = ""
     checkpoints: str = ""
     pid: int | None = None
-    socket: str = ""
     manifest_path: str = ""
     alive: bool = False
     ended: EndView | None = None
