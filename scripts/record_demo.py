@@ -119,8 +119,6 @@ class RecordingView(LiveView):
 
     def keep_end(self, performance: Performance) -> None:
         """Keep the final frame."""
-        with self:  # a closed view prints nothing
-            pass
         with self.console.capture() as captured:
             self.say_outcome(performance.run)
             self.console.out("\n".join(performance.lines))

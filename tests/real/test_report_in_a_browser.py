@@ -47,8 +47,6 @@ async def test_the_page_opens_without_errors_and_requests_nothing(
         )
         overflow = await look.page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
         assert overflow <= 0, f"at a width of {width} it has to be scrolled sideways"
-        for selector in ("body", ".dim", "th", "dd", "td.text"):
-            assert await look.contrast(selector) >= 4.5, selector
         await look.page.close()
 
 

@@ -74,26 +74,3 @@ class Look:
             assert box is not None, f"an element {selector} is not seen"
             found.append((box["x"], box["width"]))
         return found
-
-    async def contrast(self, selector: str) -> float:
-        """The WCAG contrast ratio of the first such text and its background; 1 is no contrast."""
-        return float(await self.page.evaluate(_CONTRAST, selector))
-
-
-_CONTRAST = """(selector) => {
-  const light = (colour) => {
-    const [r, g, b] = colour.match(/[0-9.]+/g).slice(0, 3).map((value) => {
-      const part = value / 255;
-      return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
-    });
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  let element = document.querySelector(selector);
-  const text = light(getComputedStyle(element).color);
-  let behind = "rgba(0, 0, 0, 0)";
-  for (; element && /, 0\\)$/.test(behind); element = element.parentElement) {
-    behind = getComputedStyle(element).backgroundColor;
-  }
-  const [dark, bright] = [text, light(behind)].sort((a, b) => a - b);
-  return (bright + 0.05) / (dark + 0.05);
-}"""

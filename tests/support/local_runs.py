@@ -36,18 +36,22 @@ class LocalRun:
         manifest: the file to run.
         arguments: more arguments.
         environ: more variables.
+
+    Attributes:
+        process: the `elasticjob run` itself.
     """
+
+    process: asyncio.subprocess.Process
 
     def __init__(self, home: Path, manifest: Path, *arguments: str, environ: dict[str, str] | None = None) -> None:
         self.home = home
         self._command = [sys.executable, "-m", "elastic_operator.cli.main", "run", "--plain", *arguments, str(manifest)]
         self._environ = {**os.environ, "ELASTICJOB_HOME": str(home), **(environ or {})}
-        self._process: asyncio.subprocess.Process | None = None
         self._printed: list[str] = []
         self._serves = asyncio.Event()  # then the view prints the folder of the logs
 
     async def __aenter__(self) -> Self:
-        self._process = await asyncio.create_subprocess_exec(
+        self.process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
@@ -63,13 +67,6 @@ class LocalRun:
             self.process.kill()
             await self.process.wait()
         await self._reading
-
-    @property
-    def process(self) -> asyncio.subprocess.Process:
-        """The `elasticjob run` itself."""
-        if self._process is None:
-            raise RuntimeError("this run has not begun")
-        return self._process
 
     @property
     def output(self) -> str:

@@ -22,7 +22,7 @@ from watchfiles import awatch
 
 from elastic_operator.api.constants import ConditionType, LocalReason, Reason
 from elastic_operator.api.report import decode_report, encode_report, merged
-from elastic_operator.api.status import JobState, status_to_json
+from elastic_operator.api.status import Condition, JobState, status_to_json
 from elastic_operator.controller.model import EtcdState, JobEvent, Observed, Plan, PodPhase, with_applied_spec
 from elastic_operator.controller.reconciler import Reconciler, ReconcileSettings
 from elastic_operator.controller.status import breakdown_at_change, report_of
@@ -282,8 +282,9 @@ class LocalRun:
             return None
         if status.state is JobState.SUCCEEDED:
             return _ending("succeeded")
-        bad = any(each.type == ConditionType.FAILED and each.reason == Reason.BAD_INPUT for each in status.conditions)
-        return _ending("badInput" if bad else "failed", status.what_failed)
+        failed = status.condition(ConditionType.FAILED) or Condition("")
+        how = "badInput" if failed.reason == Reason.BAD_INPUT else "failed"
+        return _ending(how, status.what_failed or failed.message)
 
     # -- the backend of the reconciler
 

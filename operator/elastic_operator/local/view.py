@@ -100,9 +100,6 @@ def outcome(job: JobView, now: float, code: int, command: str) -> list[str]:
     why = job.run.ended.message if job.run.ended else ""
     if code == 0 and job.progress is not None:
         why = job.progress.line
-    elif code == 1:
-        failed = (each.message for each in job.status.conditions if each.type == "Failed")
-        why = why or job.status.what_failed or next(failed, "")
     why = formatting.printed(why.replace("\n", " "))
     lines = [f"{first}: {why}" if why else f"{first}."]
     lines += [f"{label:<12} {formatting.home_relative(path)}" for label, path in paths(job)]
@@ -173,8 +170,10 @@ class PlainView(View):
             self._say(*(f"{label}: {formatting.home_relative(path)}" for label, path in paths(job)))
             self._say("in a second terminal:")
             self._say(*(f"  {command}   # {why}" for command, why in suggestions(job, self.command)))
-        for event in _new_events(before, job):
-            self._say(f"! {event_text(event)}" if event.warning else event_text(event))
+        last = before.events[-1].time if before and before.events else 0.0
+        for event in job.events:
+            if event.time > last:
+                self._say(f"! {event_text(event)}" if event.warning else event_text(event))
         # Events report rounds and sizes; the outcome reports the end.
         if not job.status.finished and (before is None or before.status.state != job.status.state):
             self._say(f"{job.name} is {job.status.state}")
@@ -207,15 +206,6 @@ class PlainView(View):
             self._output.flush()
 
 
-def _new_events(before: JobView | None, after: JobView) -> Sequence[EventView]:
-    """Return the events that were not there before; the oldest may have been dropped."""
-    events = after.events
-    for known in range(len(events), 0, -1):
-        if before and before.events and events[known - 1] == before.events[-1]:
-            return events[known:]
-    return events
-
-
 class LiveView(View):
     """The picture of a job, kept up to date on a terminal."""
 
@@ -223,19 +213,17 @@ class LiveView(View):
         super().__init__(command, clock)
         self._console = console
         self._ending = ""
-        self._over = False
         self._live = Live(
             console=console, screen=True, refresh_per_second=_REPAINTS, get_renderable=self._picture, transient=True
         )
 
     def __exit__(self, *_: object) -> None:
-        self._over = True
         self._live.stop()
 
     def on_snapshot(self, job: JobView) -> None:
         """Show the job from the next repaint on."""
         super().on_snapshot(job)
-        if not self._live.is_started and not self._over:
+        if not self._live.is_started:
             self._live.start(refresh=True)  # not before: an error about bad input belongs on the normal screen
 
     def on_ending(self, sentence: str) -> None:
