@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.style import Style
 
-    from elastic_operator.cli.demo import Performance
     from elastic_operator.local.view import Step
     from elastic_operator.views.job_view import JobView
 
@@ -117,13 +116,13 @@ class RecordingView(LiveView):
         if self.job is not None:
             self._keep(self.job)
 
-    def keep_end(self, performance: Performance) -> None:
+    def keep_end(self, code: int, lines: Sequence[str]) -> None:
         """Keep the final frame."""
         with self.console.capture() as captured:
-            self.say_outcome(performance.run)
-            self.console.out("\n".join(performance.lines))
-        lines = lines_of(self.console, Text.from_ansi(captured.get().rstrip()))
-        self.frames.append(Frame(time.time(), lines[-ROWS:], "the end"))
+            self.say_outcome(code)
+            self.console.out("\n".join(lines))
+        shown = lines_of(self.console, Text.from_ansi(captured.get().rstrip()))
+        self.frames.append(Frame(time.time(), shown[-ROWS:], "the end"))
 
     def _keep(self, job: JobView) -> None:
         now = time.time()
@@ -221,12 +220,12 @@ def main() -> int:
     view = RecordingView()
     request = RunRequest(manifest=load_checked(options.manifest), home=home_dir(os.environ), environ=os.environ)
     begun = time.time()
-    performance = asyncio.run(perform(request, view))
-    view.keep_end(performance)
-    if performance.code != 0:
-        print(*performance.lines, sep="\n", file=sys.stderr)
+    ended, code, table = asyncio.run(perform(request, view))
+    view.keep_end(ended, table)
+    if code != 0:
+        print(*table, sep="\n", file=sys.stderr)
         print("The demo failed, so nothing was written.", file=sys.stderr)
-        return performance.code
+        return code
     prompt = Frame(begun - 1, (((PROMPT, "bold", ""),),), "the prompt")
     picture = animation(thinned([prompt, *view.frames]))
     if len(picture.encode()) > LARGEST:

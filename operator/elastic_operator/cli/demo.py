@@ -25,7 +25,7 @@ from elastic_operator.views.job_view import JobView
 from elastic_operator.views.log_selector import LogSelector
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from elastic_operator.local.log_files import LogFile
     from elastic_operator.local.run import RunRequest
@@ -50,22 +50,11 @@ class Resumed(NamedTuple):
     seconds: float
 
 
-class Performance(NamedTuple):
-    """How the demo went.
-
-    Attributes:
-        run: the exit code of the run.
-        code: the exit code of the demo: that of the run, or 1 if a step failed.
-        lines: a table of what happened and how long each recovery took.
-    """
-
-    run: int
-    code: int
-    lines: Sequence[str]
-
-
-async def perform(request: RunRequest, view: View) -> Performance:
+async def perform(request: RunRequest, view: View) -> tuple[int, int, list[str]]:
     """Run a job and play the steps on it.
+
+    Returns:
+        The exit code of the run; that of the demo, which is 1 if a step failed; and a table of what happened, in lines.
 
     Raises:
         BadInput: the job cannot run, or cannot be scaled as the demo does it.
@@ -78,7 +67,7 @@ async def perform(request: RunRequest, view: View) -> Performance:
     finally:
         playing.cancel()
         await asyncio.wait([playing])
-    return Performance(code, code if succeeded else 1, ["", *formatting.columns(demo.rows, " ")])
+    return code, code if succeeded else 1, ["", *formatting.columns(demo.rows, " ")]
 
 
 class _Demo:

@@ -93,7 +93,7 @@ def _execute(arguments: argparse.Namespace) -> int:
             outcome, code, lines = asyncio.run(perform(request, view))
         else:
             code = asyncio.run(run_job(request, on_snapshot=view.on_snapshot, on_ending=view.on_ending))
-            outcome, lines = code, ()
+            outcome, lines = code, []
     view.say_outcome(outcome)
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return code

@@ -282,7 +282,7 @@ class LocalRun:
             return None
         if status.state is JobState.SUCCEEDED:
             return _ending("succeeded")
-        failed = status.condition(ConditionType.FAILED) or Condition("")
+        failed = status.condition(ConditionType.FAILED) or Condition("", status=False)
         how = "badInput" if failed.reason == Reason.BAD_INPUT else "failed"
         return _ending(how, status.what_failed or failed.message)
 
