@@ -56,4 +56,4 @@ async def own_etcd(tmp_path: Path) -> AsyncIterator[EtcdServer]:
 @pytest.fixture
 def prefix() -> str:
     """The beginning of keys that no other test uses, ending in a slash."""
-    return f"/test/{uuid.uuid4().hex}/"
+    return f"/torchelastic/test-{uuid.uuid4().hex}/"

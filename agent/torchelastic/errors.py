@@ -5,8 +5,7 @@
     ├── StoreError
     │   ├── StoreUnavailable
     │   ├── StoreRefused
-    │   ├── LeaseLost
-    │   └── HistoryCompacted
+    │   └── LeaseLost
     ├── NoPortFree
     ├── StartError
     ├── MalformedRecord
@@ -39,10 +38,6 @@ class StoreRefused(StoreError):  # noqa: N818
 
 class LeaseLost(StoreError):  # noqa: N818
     """The lease has ended: its keys are gone and must be written again under a new one."""
-
-
-class HistoryCompacted(StoreError):  # noqa: N818
-    """The revision to watch from has been compacted; list again and watch from there."""
 
 
 class NoPortFree(TorchElasticError):  # noqa: N818

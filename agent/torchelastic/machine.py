@@ -13,7 +13,7 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from torchelastic.store.endpoints import split_endpoint
+from torchelastic.store.api import split_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

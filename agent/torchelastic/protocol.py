@@ -48,18 +48,12 @@ RUN_LEASE_RENEWALS: Final = 24
 
 
 class RunKeys:
-    """The keys of one run.
+    """The keys of one run, as in the table above.
 
     Attributes:
         root: the prefix of all of them, ending in a slash.
         control: the prefix that every node watches.
-        leader: the key of the :class:`LeaderRecord`.
-        state: the key of the :class:`StateRecord`.
-        notice: the key of the :class:`NoticeRecord`.
-        size: the key of the :class:`SizeRecord`.
-        nodes: the prefix that the leader watches: a :class:`NodeRecord` for each node.
-        time_breakdown: the key of the :class:`TimeBreakdown`.
-        history: the key of the :class:`HistoryRecord`.
+        nodes: the prefix that the leader watches.
     """
 
     def __init__(self, root: str) -> None:
@@ -568,22 +562,14 @@ def decode_state(data: bytes) -> StateRecord:
     return StateRecord(round, header.outcome)
 
 
-def decode_size(data: bytes) -> SizeRecord:
-    """Return the size in this JSON; raise MalformedRecord if it is none, or of another protocol version."""
-    return _of_our_version(decode(data, SizeRecord))
-
-
-def decode_notice(data: bytes) -> NoticeRecord:
-    """Return the notice in this JSON; raise MalformedRecord if it is none, or of another protocol version."""
-    return _of_our_version(decode(data, NoticeRecord))
-
-
 _Versioned = TypeVar("_Versioned", bound=_VersionedRecord)
 
 
-def _of_our_version(record: _Versioned) -> _Versioned:
+def decode_ours(data: bytes, kind: type[_Versioned]) -> _Versioned:
+    """Return the record in this JSON; raise MalformedRecord if it is none, or of another protocol version."""
+    record = decode(data, kind)
     if record.protocol != PROTOCOL_VERSION:
-        raise MalformedRecord(f"not a {type(record).__name__} for us: {other_version(record.protocol)}")
+        raise MalformedRecord(f"not a {kind.__name__} for us: {other_version(record.protocol)}")
     return record
 
 
@@ -687,14 +673,11 @@ TERMINATION_MESSAGE_LIMIT: Final = 4096
 
 def encode_termination_message(message: TerminationMessage) -> bytes:
     """Return the message as JSON within the kubelet's limit; long texts are shortened in the middle."""
-    encoded = encode(message)
-    budget = TERMINATION_MESSAGE_LIMIT
-    while len(encoded) > TERMINATION_MESSAGE_LIMIT:
-        budget = budget * 3 // 4
+    limit = TERMINATION_MESSAGE_LIMIT
+    while len(encoded := encode(message)) > TERMINATION_MESSAGE_LIMIT:
+        limit = limit * 3 // 4
         failure = message.failure
         if failure is not None:
-            failure = msgspec.structs.replace(failure, message=shorten(failure.message, budget // 2))
-        encoded = encode(
-            msgspec.structs.replace(message, message=shorten(message.message, budget // 2), failure=failure)
-        )
+            failure = msgspec.structs.replace(failure, message=shorten(failure.message, limit))
+        message = msgspec.structs.replace(message, message=shorten(message.message, limit), failure=failure)
     return encoded

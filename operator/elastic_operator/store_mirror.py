@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
-from torchelastic.errors import HistoryCompacted, LeaseLost, MalformedRecord, SettingsError, StoreError
+from torchelastic.errors import LeaseLost, MalformedRecord, SettingsError, StoreError
 from torchelastic.protocol import (
     RUN_LEASE_TTL,
     HistoryRecord,
@@ -28,10 +28,8 @@ from torchelastic.protocol import (
     decode,
     encode,
 )
-from torchelastic.store import Listing, StoreSettings, connect, follow
-from torchelastic.store.backoff import Backoff
-from torchelastic.store.endpoints import parse_endpoints
-from torchelastic.store.run_lease import RunLease
+from torchelastic.store import Backoff, Listing, RunLease, StoreSettings, connect, follow
+from torchelastic.store.api import parse_endpoints
 
 if TYPE_CHECKING:
     from torchelastic.store import Entry, Store
@@ -130,8 +128,7 @@ class StoreMirror:
                     self._lasting = RunLease(store, self._run_id, ttl=self._run_lease)
                     async with asyncio.TaskGroup() as tasks:
                         tasks.create_task(self._lasting.keep())
-                        while True:
-                            await self._follow(store)
+                        await self._follow(store)
             except* (StoreError, SettingsError) as errors:
                 self._away(str(errors.exceptions[0]))
             finally:
@@ -174,17 +171,16 @@ class StoreMirror:
         await store.delete_prefix(self._keys.root)
 
     async def _follow(self, store: Store) -> None:
-        """Copy the keys and every change of them; returns when the store has compacted the changes."""
-        with contextlib.suppress(HistoryCompacted):
-            async with contextlib.aclosing(follow(store, self._keys.root)) as news:
-                async for each in news:
-                    if isinstance(each, Listing):
-                        self._take(each)
-                        self._changed()
-                        continue
-                    changes = [self._put(change.key, change.entry) for change in each]
-                    if any(changes):
-                        self._changed()
+        """Copy the keys and every change of them."""
+        async with contextlib.aclosing(follow(store, self._keys.root)) as news:
+            async for each in news:
+                if isinstance(each, Listing):
+                    self._take(each)
+                    self._changed()
+                    continue
+                changes = [self._put(change.key, change.entry) for change in each]
+                if any(changes):
+                    self._changed()
 
     def _take(self, listing: Listing) -> None:
         if not self.nodes or self.outcome is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,7 +11,7 @@ import pytest
 
 from elastic_operator.store_mirror import StoreMirror
 from tests.support.nodes import Meeting, all_with
-from tests.support.store_conformance import confirmed, seen
+from tests.support.store_conformance import seen, watching
 from torchelastic.protocol import (
     NodePhase,
     OutcomeState,
@@ -219,10 +218,9 @@ RUN_LEASE = 2.0
 async def time_goes_by(store: Store, seconds: float) -> None:
     """Return when this time has passed by etcd's clock."""
     key = f"/clock/{uuid.uuid4()}"
-    last = await store.put(key, b"", lease=await store.grant(seconds))
-    async with aclosing(store.watch(key, last + 1)) as watch:
-        await confirmed(watch)
-        await seen(watch, 1)
+    async with watching(store, "/clock/") as watch:
+        await store.put(key, b"", lease=await store.grant(seconds))
+        await seen(watch, 2)
 
 
 async def test_run_keys_stay_while_an_agent_or_the_operator_lives_and_are_removed_after_both_left(

@@ -1,7 +1,7 @@
-"""Tests of every etcd adapter for failures of servers and the network, to be inherited.
+"""Tests of every etcd adapter, to be inherited: the store's guarantees, failures, credentials and TLS.
 
-The module of the inheriting class has the fixtures ``etcd`` (a shared server), ``own_etcd`` (one for one test) and
-``prefix``.
+The module of the inheriting class has the fixtures ``each_etcd`` and ``etcd`` (shared servers), ``own_etcd`` (one for
+one test) and ``prefix``.
 """
 
 from __future__ import annotations
@@ -13,63 +13,95 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from tests.support.store_conformance import HANGS, confirmed, ended, seen
+from tests.support.answers import answering, http
+from tests.support.certificates import make_certificates
+from tests.support.etcd_kinds import EtcdKind
+from tests.support.store_conformance import HANGS, StoreBehaviour, ended, seen, watching
 from tests.support.tcp_proxy import TcpProxy
-from torchelastic.errors import HistoryCompacted, LeaseLost, StoreUnavailable
-from torchelastic.store import connect
+from torchelastic.errors import LeaseLost, SettingsError, StoreRefused, StoreUnavailable
+from torchelastic.protocol import run_lease
+from torchelastic.store import Listing, RunLease, StoreSettings, connect, follow_forever
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
 
     from tests.support.etcd import EtcdServer
-    from torchelastic.store import Change, StoreSettings
-    from torchelastic.store.etcd_v2 import EtcdV2Store
-    from torchelastic.store.etcd_v3 import EtcdV3Store
-
-    EtcdStore = EtcdV2Store | EtcdV3Store
+    from torchelastic.store import Store
 
 
-class EtcdFaults:
+class EtcdBehaviour(StoreBehaviour):
     """Tests to be inherited.
 
     Attributes:
-        adapter: creates a store.
-        start: the revision at which a watch of a new server begins.
-        watching: bytes that a watching client sends.
-        without_data: the error of a watch when its server comes back without its data.
-        writers: the number of concurrent writers while the server is killed.
-        writes: the number of writes of each.
-        kill_after: the number of watched changes after which the server is killed.
+        api: the version of etcd's API.
+        wrong_password: the message about one.
+        denied: the message about keys that the user may not use.
+        writes: the number of writes of each writer while the server is killed.
     """
 
-    adapter: ClassVar[type[EtcdStore]]
-    start: ClassVar[int]
-    watching: ClassVar[bytes]
-    without_data: ClassVar[tuple[type[Exception], ...]]
-    writers: ClassVar[int]
+    api: ClassVar[int]
+    wrong_password: ClassVar[str]
+    denied: ClassVar[str]
     writes: ClassVar[int]
-    kill_after: ClassVar[tuple[int, ...]]
+
+    async def guard(self, server: EtcdServer) -> None:
+        """Turn on authentication: alice, with the password s3cret, may use keys below /torchelastic/ only."""
+        raise NotImplementedError
 
     @contextlib.asynccontextmanager
-    async def opened(self, settings: StoreSettings, **changes: Any) -> AsyncIterator[EtcdStore]:
+    async def opened(self, settings: StoreSettings, **changes: Any) -> AsyncIterator[Store]:
         """A store for the length of a block."""
-        store = self.adapter(dataclasses.replace(settings, **changes))
+        store = await connect(dataclasses.replace(settings, version=self.api, **changes))
         try:
             yield store
         finally:
             await store.close()
 
-    async def test_another_server_is_asked_where_one_does_not_listen(self, etcd: EtcdServer, prefix: str) -> None:
-        store = await connect(dataclasses.replace(etcd.settings, endpoints=("127.0.0.1:1", etcd.endpoint)))
-        assert isinstance(store, self.adapter)
-        lease = await store.grant(60)
-        revision = await store.put(prefix + "a", b"", lease=lease)
-        async with contextlib.aclosing(store.watch(prefix, revision)) as watch:
-            await confirmed(watch)
-            assert len(await seen(watch, 1)) == 1
-        await store.close()
+    async def refused(self, settings: StoreSettings, **changes: Any) -> StoreRefused:
+        """The error with which a server refuses a client for good."""
 
-    async def test_another_server_is_asked_where_one_hangs(
+        async def put() -> None:
+            async with self.opened(settings, **changes) as store:
+                await store.put("/torchelastic/run/a", b"")
+
+        with pytest.raises(StoreRefused) as refused:
+            await put()
+        return refused.value
+
+    @pytest.fixture
+    async def store(self, each_etcd: EtcdServer) -> AsyncIterator[Store]:
+        async with self.opened(each_etcd.settings) as store:
+            yield store
+
+    @pytest.fixture
+    async def other(self, each_etcd: EtcdServer) -> AsyncIterator[Store]:
+        async with self.opened(each_etcd.settings) as store:
+            yield store
+
+    @pytest.fixture
+    def second(self) -> float:
+        return 1.0
+
+    # -- servers that are away
+
+    async def test_an_unreachable_server_error_names_the_address_and_the_reason(self) -> None:
+        for endpoints, message in (
+            (("127.0.0.1:1",), r"^etcd at 127\.0\.0\.1:1 does not answer: connection refused$"),
+            (("127.0.0.1:1", "127.0.0.1:2"), r"none of the etcd servers 127\.0\.0\.1:1, 127\.0\.0\.1:2 answers"),
+            (("etcd.invalid:2379",), r"^etcd at etcd\.invalid:2379 cannot be found"),
+        ):
+            with pytest.raises(StoreUnavailable, match=message):
+                await connect(StoreSettings(endpoints=endpoints, version=self.api))
+
+    async def test_another_server_is_asked_if_one_does_not_listen(self, etcd: EtcdServer, prefix: str) -> None:
+        async with self.opened(etcd.settings, endpoints=("127.0.0.1:1", etcd.endpoint)) as store:
+            lease = await store.grant(60)
+            async with watching(store, prefix) as watch:
+                await store.put(prefix + "a", b"", lease=lease)
+                assert len(await seen(watch, 1)) == 1
+
+    async def test_another_server_is_asked_if_one_hangs(
         self, etcd: EtcdServer, own_etcd: EtcdServer, prefix: str
     ) -> None:
         endpoints = (own_etcd.endpoint, etcd.endpoint)
@@ -79,134 +111,193 @@ class EtcdFaults:
                 await store.put(prefix + "a", b"")  # the server that hung is now the last in the order
                 assert await store.get(prefix + "a") is not None
 
-    async def test_a_server_that_hangs_is_told_within_the_time_limit(self, own_etcd: EtcdServer, prefix: str) -> None:
+    async def test_a_server_that_hangs_is_reported_within_the_time_limit(
+        self, own_etcd: EtcdServer, prefix: str
+    ) -> None:
         async with self.opened(own_etcd.settings, request_timeout=1.5) as store, asyncio.timeout(HANGS):
             await store.put(prefix + "a", b"")
             with own_etcd.paused():
-                for ask in (store.get(prefix + "a"), store.put(prefix + "a", b""), store.check()):
+                for ask in (store.get(prefix + "a"), store.put(prefix + "a", b"")):
                     with pytest.raises(StoreUnavailable, match=r"gave no answer within 1\.5 seconds"):
                         await ask
             assert await store.get(prefix + "a") is not None
 
-    async def test_a_watch_of_a_server_that_stands_still_ends(self, own_etcd: EtcdServer, prefix: str) -> None:
-        async with (
-            self.opened(own_etcd.settings, silence_limit=1.5) as store,
-            contextlib.aclosing(store.watch(prefix, self.start)) as watch,
-        ):
-            await confirmed(watch)
-            with own_etcd.paused(), pytest.raises(StoreUnavailable):
-                await ended(watch)
+    async def test_a_watch_of_a_server_that_is_paused_or_stopped_ends(self, own_etcd: EtcdServer, prefix: str) -> None:
+        async with self.opened(own_etcd.settings, silence_limit=1.5) as store:
+            async with watching(store, prefix) as watch:
+                with own_etcd.paused(), pytest.raises(StoreUnavailable):
+                    await ended(watch)
+            async with watching(store, prefix) as watch:
+                await own_etcd.stop()
+                with pytest.raises(StoreUnavailable):
+                    await ended(watch)
 
-    async def test_a_quiet_watch_says_that_it_is_alive_and_goes_on(self, etcd: EtcdServer, prefix: str) -> None:
-        async with self.opened(etcd.settings, silence_limit=2) as store:
-            last = await store.put(prefix + "a", b"")
-            async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch, asyncio.timeout(HANGS):
-                for _ in range(2):
-                    assert await anext(watch) == ()
-                await store.put(prefix + "b", b"")
-                assert [change.key for change in await seen(watch, 1)] == [prefix + "b"]
-
-    async def test_a_watch_of_a_server_that_stops_in_order_ends(self, own_etcd: EtcdServer, prefix: str) -> None:
-        async with (
-            self.opened(own_etcd.settings) as store,
-            contextlib.aclosing(store.watch(prefix, self.start)) as watch,
-        ):
-            await confirmed(watch)
-            await own_etcd.stop()
-            with pytest.raises(StoreUnavailable):
-                await ended(watch)
-
-    async def test_a_watch_whose_connection_is_cut_ends(self, etcd: EtcdServer, prefix: str) -> None:
-        async with TcpProxy(etcd.endpoint) as proxy, self.opened(etcd.settings, endpoints=(proxy.endpoint,)) as store:
-            last = await store.put(prefix + "a", b"")
-            async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
-                await confirmed(watch)
-                ending = asyncio.create_task(ended(watch))
-                await proxy.until_sent(self.watching)
-                proxy.cut()
-                with pytest.raises(StoreUnavailable, match=proxy.endpoint):
-                    await ending
-
-    async def test_a_watch_whose_line_falls_silent_ends(self, etcd: EtcdServer, prefix: str) -> None:
+    async def test_a_watch_whose_connection_is_cut_or_silent_ends(self, etcd: EtcdServer, prefix: str) -> None:
         async with (
             TcpProxy(etcd.endpoint) as proxy,
             self.opened(etcd.settings, endpoints=(proxy.endpoint,), silence_limit=1.5) as store,
         ):
-            last = await store.put(prefix + "a", b"")
-            async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
-                await confirmed(watch)
+            async with watching(store, prefix) as watch:
+                ending = asyncio.create_task(ended(watch))
+                while not ending.done():
+                    proxy.cut()
+                    await asyncio.sleep(0.01)
+                with pytest.raises(StoreUnavailable, match=proxy.endpoint):
+                    await ending
+            async with watching(store, prefix) as watch:
                 proxy.fall_silent()
                 with pytest.raises(StoreUnavailable):
                     await ended(watch)
 
-    async def test_nothing_is_lost_or_told_twice_over_kills_of_the_server(
-        self, own_etcd: EtcdServer, prefix: str
-    ) -> None:
-        told: list[Change] = []
-        due = [asyncio.Event() for _ in self.kill_after]
+    async def test_a_quiet_watch_says_that_it_is_alive_and_goes_on(self, etcd: EtcdServer, prefix: str) -> None:
+        async with self.opened(etcd.settings, silence_limit=2) as store, watching(store, prefix) as watch:
+            async with asyncio.timeout(HANGS):
+                for _ in range(2):
+                    assert await anext(watch) == ()
+            await store.put(prefix + "b", b"")
+            assert [change.key for change in await seen(watch, 1)] == [prefix + "b"]
 
-        async def read(store: EtcdStore, start: int) -> None:
-            while not told or told[-1].key != prefix + "last":
-                with contextlib.suppress(StoreUnavailable):
-                    async with contextlib.aclosing(store.watch(prefix, start)) as watch:
-                        async for changes in watch:
-                            told.extend(changes)
-                            start = told[-1].revision + 1 if told else start
-                            for count, event in zip(self.kill_after, due, strict=True):
-                                if len(told) >= count:
-                                    event.set()
-                            if told and told[-1].key == prefix + "last":
-                                break
-                await asyncio.sleep(0.01)  # as a caller backs off
+    async def test_nothing_is_lost_over_kills_of_the_server(self, own_etcd: EtcdServer, prefix: str) -> None:
+        written = asyncio.Semaphore(0)
 
-        async def write(store: EtcdStore, writer: int) -> None:
+        async def write(store: Store, writer: int) -> None:
             for index in range(self.writes):
                 while True:
                     with contextlib.suppress(StoreUnavailable):
                         await store.put(f"{prefix}{writer}", str(index).encode())
                         break
                     await asyncio.sleep(0.01)
+                written.release()
+
+        async def read(store: Store) -> dict[str, bytes]:
+            told: dict[str, bytes] = {}
+            async with contextlib.aclosing(follow_forever(store, prefix, lost=lambda _: None)) as news:
+                async for each in news:
+                    entries = each.entries if isinstance(each, Listing) else [change.entry for change in each]
+                    told |= {entry.key: entry.value for entry in entries if entry is not None}
+                    if prefix + "last" in told:
+                        break
+            return told
 
         async with self.opened(own_etcd.settings) as store, asyncio.timeout(3 * HANGS):
-            first = await store.put(prefix + "first", b"") + 1
-            reader = asyncio.create_task(read(store, first))
+            reader = asyncio.create_task(read(store))
             async with asyncio.TaskGroup() as writers:
-                for writer in range(self.writers):
+                for writer in range(2):
                     writers.create_task(write(store, writer))
-                for event in due:
-                    await event.wait()
+                for _ in range(3):
+                    for _ in range(self.writes // 3):
+                        await written.acquire()
                     await own_etcd.kill()
                     await own_etcd.start()
             await store.put(prefix + "last", b"")
-            await reader
-            async with contextlib.aclosing(store.watch(prefix, first)) as watch:
-                await confirmed(watch)
-                truth = await seen(watch, len(told))
-        assert len(told) > self.writers * self.writes
-        assert told == truth
-        assert truth[-1].key == prefix + "last"
+            assert await reader == {entry.key: entry.value for entry in (await store.list(prefix)).entries}
 
-    async def test_an_etcd_that_came_back_without_its_data_does_not_leave_a_watch_waiting(
-        self, own_etcd: EtcdServer, prefix: str
-    ) -> None:
+    async def test_an_etcd_that_lost_its_data_ends_watches_and_leases(self, own_etcd: EtcdServer, prefix: str) -> None:
         async with self.opened(own_etcd.settings) as store:
             lease = await store.grant(60)
             for index in range(10):
-                last = await store.put(f"{prefix}{index}", b"", lease=lease)
-            async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
-                await confirmed(watch)
+                await store.put(f"{prefix}{index}", b"", lease=lease)
+            async with watching(store, prefix) as watch:
                 await own_etcd.kill()
                 own_etcd.wipe()
                 await own_etcd.start()
-                with pytest.raises(self.without_data):
-                    await ended(watch)
-            async with contextlib.aclosing(store.watch(prefix, last + 1)) as watch:
-                with pytest.raises(HistoryCompacted, match="has lost its data"):
+                with contextlib.suppress(StoreUnavailable):
                     await ended(watch)
             with pytest.raises(LeaseLost):
                 await store.keep_alive(lease)
 
+    # -- servers that are no usable etcd
+
+    @pytest.mark.parametrize(
+        ("answer", "sentence"),
+        [
+            (http("404 Not Found", "no such page"), "is not etcd, or etcd without its .* status 404, 'no such page'"),
+            (http("302 Found", ""), "is not etcd, or etcd without its "),
+            (http("200 OK", "<html>Welcome</html>"), "does not answer as etcd('s API v2)? does"),
+            (http("200 OK", '{"action": "get", "node": 7}'), "does not answer as etcd('s API v2)? does"),
+            (lambda _: b"SSH-2.0-OpenSSH_9.2\r\n", "does not speak HTTP: .*SSH-2.0-OpenSSH_9.2"),
+        ],
+        ids=["not found", "redirect", "a page", "other json", "no http"],
+    )
+    async def test_a_server_that_is_not_a_usable_etcd_is_refused_in_one_sentence(
+        self, answer: Callable[[str], bytes], sentence: str
+    ) -> None:
+        async with answering(answer) as endpoint:
+            with pytest.raises(StoreRefused, match=f"^what listens at {endpoint} .*{sentence}"):
+                await connect(StoreSettings(endpoints=(endpoint,), version=self.api))
+
+    @pytest.mark.parametrize(
+        "answer",
+        [
+            http("503 Service Unavailable", "upstream is down"),
+            lambda _: b"",
+            lambda _: b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{",
+        ],
+        ids=["overloaded", "hangs up", "half an answer"],
+    )
+    async def test_a_temporarily_unavailable_server_may_be_retried(self, answer: Callable[[str], bytes]) -> None:
+        async with answering(answer) as endpoint:
+            with pytest.raises(StoreUnavailable, match=endpoint):
+                await connect(StoreSettings(endpoints=(endpoint,), version=self.api))
+
+    # -- credentials
+
+    async def test_a_user_is_confined_to_the_permitted_prefix(self, own_etcd: EtcdServer) -> None:
+        await self.guard(own_etcd)
+        async with self.opened(own_etcd.settings, username="alice", password="s3cret") as store:
+            lasting = RunLease(store, "run")
+            async with watching(store, "/torchelastic/run/") as watch:
+                lease = await store.grant(60)
+                await store.put("/torchelastic/run/a", b"", lease=lease)
+                await store.keep_alive(lease)
+                await lasting.put("/torchelastic/run/lasting", b"")
+                assert len(await seen(watch, 2)) == 2
+            assert await store.grant(60, lease=run_lease("run")) == run_lease("run")
+            await lasting.end()
+            assert await store.get("/torchelastic/run/lasting") is None
+            for refused in (store.put("/bob/a", b""), store.list("/bob/"), ended(store.watch("/bob/"))):
+                with pytest.raises(StoreRefused, match=self.denied):
+                    await refused
+
+    async def test_wrong_or_missing_credentials_are_refused_and_never_shown(self, own_etcd: EtcdServer) -> None:
+        await self.guard(own_etcd)
+        settings = dataclasses.replace(own_etcd.settings, username="alice", password="hunter2")
+        error = await self.refused(settings)
+        assert self.wrong_password in str(error)
+        assert "hunter2" not in f"{error!r} {error.__context__!r} {settings!r}"
+        assert "wants a user name and a password" in str(await self.refused(own_etcd.settings))
+
     async def test_credentials_do_no_harm_where_nobody_asks_for_them(self, etcd: EtcdServer, prefix: str) -> None:
         async with self.opened(etcd.settings, username="alice", password="s3cret") as store:
-            await store.check()
             assert await store.get(prefix + "a") is None
+
+    # -- TLS
+
+    async def test_tls_works_with_certificates_of_both_sides_only(self, tmp_path: Path, etcd: EtcdServer) -> None:
+        files = make_certificates(tmp_path)
+        flags = files.etcd_flags_for_clients
+        async with EtcdKind("3.5", api=self.api).server(tmp_path, protocol="https", args=flags) as server:
+            known = dataclasses.replace(
+                server.settings, ca_cert=files.authority, cert=files.client, key=files.client_key
+            )
+            async with self.opened(known) as store, watching(store, "/a") as watch:
+                await store.put("/a/b", b"")
+                assert len(await seen(watch, 1)) == 1
+            elsewhere = server.endpoint.replace("127.0.0.1", "localhost")
+            for message, changes in (
+                (f"the certificate of etcd at {server.endpoint} cannot be trusted", {"ca_cert": None}),
+                (f"the certificate of etcd at {elsewhere} cannot be trusted", {"endpoints": (elsewhere,)}),
+                ("no TLS connection", {"cert": None, "key": None}),
+                ("speaks https only", {"protocol": "http"}),
+            ):
+                assert message in str(await self.refused(known, **changes))
+        assert "speaks http only" in str(await self.refused(etcd.settings, protocol="https"))
+
+    async def test_unusable_certificates_are_reported_before_any_request(self, tmp_path: Path) -> None:
+        settings = StoreSettings(endpoints=("127.0.0.1:1",), protocol="https", version=self.api)
+        nonsense = tmp_path / "nonsense.pem"
+        nonsense.write_text("nonsense")
+        with pytest.raises(SettingsError, match=r"the CA certificate .*absent\.pem"):
+            await connect(dataclasses.replace(settings, ca_cert=str(tmp_path / "absent.pem")))
+        with pytest.raises(SettingsError, match=r"the client certificate .*nonsense\.pem"):
+            await connect(dataclasses.replace(settings, cert=str(nonsense)))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _STEPS_OF_ACCEPTING: Final = 5
 """Iterations of the loop from accept(2) until the task of the connection runs, and some more."""
@@ -14,34 +17,20 @@ class _Line:
     """One connection through the proxy.
 
     Attributes:
-        sent: the bytes that the client has sent.
         flowing: cleared while no bytes are carried.
         writers: to the client and to the server.
     """
 
-    def __init__(self, proxy: TcpProxy, *writers: asyncio.StreamWriter) -> None:
-        self.sent = bytearray()
+    def __init__(self, *writers: asyncio.StreamWriter) -> None:
         self.flowing = asyncio.Event()
         self.flowing.set()
         self.writers = writers
-        self._proxy = proxy
 
-    async def carry_requests(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        """Carry what the client sends until one side ends."""
+    async def carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, delay: Callable[[], float]) -> None:
+        """Carry what one side sends until one of them ends."""
         with contextlib.suppress(OSError):
             while chunk := await source.read(1 << 16):
-                self.sent += chunk
-                self._proxy.note_request()
-                await asyncio.sleep(self._proxy.delay)
-                await self.flowing.wait()
-                sink.write(chunk)
-                await sink.drain()
-        self.cut()
-
-    async def carry_answers(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        """Carry what the server sends until one side ends."""
-        with contextlib.suppress(OSError):
-            while chunk := await source.read(1 << 16):
+                await asyncio.sleep(delay())
                 await self.flowing.wait()
                 sink.write(chunk)
                 await sink.drain()
@@ -62,18 +51,15 @@ class TcpProxy:
 
     Attributes:
         delay: seconds for which requests are delayed; answers are not.
-        requests: the number of chunks that clients have sent.
         connections: the number of accepted connections.
     """
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
         self.delay = 0.0
-        self.requests = 0
         self.connections = 0
         self._target = host, int(port)
         self._silent = False
-        self._more = asyncio.Event()
         self._lines: set[_Line] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -106,9 +92,9 @@ class TcpProxy:
         for line in tuple(self._lines):
             line.cut()
 
-    def fall_silent(self) -> None:
-        """Carry no more bytes on present and new connections, but keep them open."""
-        self._silent = True
+    def fall_silent(self, *, new_too: bool = True) -> None:
+        """Carry no more bytes on present connections and perhaps new ones, but keep them open."""
+        self._silent = new_too
         for line in self._lines:
             line.flowing.clear()
 
@@ -117,24 +103,6 @@ class TcpProxy:
         self._silent = False
         for line in self._lines:
             line.flowing.set()
-
-    async def until_sent(self, text: bytes) -> None:
-        """Wait until a connected client has sent these bytes."""
-        while not any(text in line.sent for line in self._lines):
-            self._more.clear()
-            await self._more.wait()
-
-    def note_request(self) -> None:
-        """Count a chunk from a client."""
-        self.requests += 1
-        self._more.set()
-
-    def stall(self, having_sent: bytes) -> int:
-        """Silence the connections whose client has sent these bytes; returns their number."""
-        chosen = [line for line in self._lines if having_sent in line.sent]
-        for line in chosen:
-            line.flowing.clear()
-        return len(chosen)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -147,14 +115,14 @@ class TcpProxy:
         except OSError:
             writer.transport.abort()
             return
-        line = _Line(self, writer, target_writer)
+        line = _Line(writer, target_writer)
         if self._silent:
             line.flowing.clear()
         self._lines.add(line)
         try:
             async with asyncio.TaskGroup() as both:
-                both.create_task(line.carry_requests(reader, target_writer))
-                both.create_task(line.carry_answers(target_reader, writer))
+                both.create_task(line.carry(reader, target_writer, lambda: self.delay))
+                both.create_task(line.carry(target_reader, writer, lambda: 0.0))
         finally:
             line.cut()
             self._lines.discard(line)

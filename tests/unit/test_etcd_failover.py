@@ -44,8 +44,8 @@ async def test_a_watch_moves_to_another_server_if_the_first_can_only_be_read() -
     async with AsyncExitStack() as stack:
         store = EtcdV3Store(StoreSettings((await serve(stack, fails), await serve(stack, watches))))
         stack.push_async_callback(store.close)
-        async with aclosing(store.watch("/run/", 0)) as batches:
+        async with aclosing(store.watch("/run/")) as batches:
             with pytest.raises(StoreUnavailable, match="status 503"):
                 await anext(batches)
-        async with aclosing(store.watch("/run/", 0)) as batches:
+        async with aclosing(store.watch("/run/")) as batches:
             assert await anext(batches) == ()

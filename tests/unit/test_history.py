@@ -484,7 +484,7 @@ async def test_training_time_counts_while_the_store_lacks_the_round() -> None:
         a.inner.history.workers_started()
         before = seconds_by_state(a.inner.history)
         async with asyncio.timeout(PATIENCE):
-            watch = clients.data.watch(KEYS.state, 0)
+            watch = clients.data.watch(KEYS.state)
             await anext(watch)
             await clients.data.delete(KEYS.state)
             while (entry := await clients.data.get(KEYS.state)) is None:

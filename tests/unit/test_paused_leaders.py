@@ -65,8 +65,8 @@ class PausedStore:
 
         return request
 
-    async def watch(self, prefix: str, start: int) -> AsyncGenerator[tuple[Change, ...], None]:
-        async for batch in self._store.watch(prefix, start):
+    async def watch(self, prefix: str) -> AsyncGenerator[tuple[Change, ...], None]:
+        async for batch in self._store.watch(prefix):
             await self._running.wait()
             yield batch
 

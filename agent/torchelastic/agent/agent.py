@@ -44,6 +44,7 @@ from torchelastic.protocol import (
 from torchelastic.rendezvous.history import History
 from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted, worker_environments
 from torchelastic.rendezvous.policy.plan import CAUSE_WINDOW, REPORT_WINDOW, root_cause
+from torchelastic.store import MemoryStore, connect_within
 
 if TYPE_CHECKING:
     import signal
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from torchelastic.config.settings import AgentSettings
     from torchelastic.metrics.agent import AgentMetrics
     from torchelastic.protocol import RoundRecord
-    from torchelastic.store.api import Store
+    from torchelastic.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ class Agent:
 
     async def _make_node(self, stack: AsyncExitStack, metrics_port: int) -> RendezvousNode:
         settings = self._settings
-        store = await self._signals.unless_first(_connect(settings, self._metrics))
+        store = await self._signals.unless_first(_connect(settings))
         stack.push_async_callback(store.close)
         record = NodeRecord(
             name=settings.node_name,
@@ -184,7 +185,14 @@ class Agent:
             metrics=metrics_port,
             topology_key=settings.place,
         )
-        node = RendezvousNode(store, settings.rendezvous, node=self._node_id, record=record, history=self._history)
+        node = RendezvousNode(
+            store,
+            settings.rendezvous,
+            node=self._node_id,
+            record=record,
+            history=self._history,
+            answered=self._metrics.store_answered,
+        )
         node.events = self._events
         self._metrics.follow(node)
         return node
@@ -474,18 +482,12 @@ def _cannot_go_on(error: BaseException | None) -> ExitStatus:
     return ExitStatus.by_error(error)
 
 
-async def _connect(settings: AgentSettings, metrics: AgentMetrics) -> Store:
-    """Return the store, connected and measured.
+async def _connect(settings: AgentSettings) -> Store:
+    """Return the store, connected.
 
     Raises:
         StoreError: it cannot be reached in time, or refuses.
     """
     if settings.store is None:
-        from torchelastic.store import MemoryStore
-
         return MemoryStore()
-    from torchelastic.store.connection import connect_within  # these import the HTTP client
-    from torchelastic.store.wrappers import measured
-
-    store = await connect_within(settings.store, settings.rendezvous.join_timeout)
-    return measured(store, metrics.store_answered)
+    return await connect_within(settings.store, settings.rendezvous.join_timeout)

@@ -11,8 +11,7 @@ from torchelastic.config.parsing import Given
 from torchelastic.config.settings import NodeSettings, RendezvousSettings
 from torchelastic.errors import SettingsError
 from torchelastic.protocol import Env, SizeRecord
-from torchelastic.store.api import StoreSettings
-from torchelastic.store.endpoints import parse_endpoints
+from torchelastic.store.api import StoreSettings, parse_endpoints
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

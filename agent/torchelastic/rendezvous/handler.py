@@ -31,7 +31,7 @@ from torchelastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 from torchelastic.rendezvous.node_thread import Ended, NodeThread
-from torchelastic.store.endpoints import split_endpoint
+from torchelastic.store.api import split_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

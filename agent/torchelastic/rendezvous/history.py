@@ -35,7 +35,7 @@ from torchelastic.protocol import (
     shorten,
 )
 from torchelastic.rendezvous.run_state import ChangeSignal
-from torchelastic.store.backoff import Backoff
+from torchelastic.store import Backoff
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -34,9 +34,7 @@ from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, PROBE_T
 from torchelastic.rendezvous.policy.membership import Membership
 from torchelastic.rendezvous.policy.plan import Decision, GiveWay, Hold, plan
 from torchelastic.rendezvous.run_state import cancel
-from torchelastic.store.api import Listing
-from torchelastic.store.backoff import Backoff
-from torchelastic.store.list_and_watch import follow_forever
+from torchelastic.store import Backoff, Listing, follow_forever
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import msgspec
 
@@ -31,11 +31,11 @@ from torchelastic.rendezvous.leader import Leader
 from torchelastic.rendezvous.leader_election import LeaderElection
 from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, PeerServer, listen
 from torchelastic.rendezvous.run_state import NodeRegistration, RunStateWatch, cancel, remove_finished_run
-from torchelastic.store.backoff import RETRY_MIN
-from torchelastic.store.wrappers import never_refusing
+from torchelastic.store.client import RETRY_MIN, NodeStore
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Callable
     from types import TracebackType
 
     from torchelastic.config.settings import PortRange, RendezvousSettings
@@ -162,6 +162,7 @@ class RendezvousNode:
         node: this node's id: its name, a dot, and a text that is unique to this process.
         record: the node's record; the ports of its peer server and TCPStore are filled in.
         history: the history of the run; None for one that starts now.
+        answered: called after each request to the store; see :class:`~torchelastic.store.NodeStore`.
 
     Attributes:
         events: the rounds, notices and the outcome, in order; an agent adds its own events.
@@ -184,12 +185,13 @@ class RendezvousNode:
         node: str,
         record: NodeRecord,
         history: History | None = None,
+        answered: Callable[..., None] | None = None,
     ) -> None:
         self.node = node
         self.events: asyncio.Queue[Any] = asyncio.Queue()
         self.history = History(None, settings.resume.time_breakdown) if history is None else history
         self._settings = settings
-        self.run = RunStateWatch(node, settings, never_refusing(store))
+        self.run = RunStateWatch(node, settings, cast("Store", NodeStore(store, answered)))
         self._offer = StorePortOffer(record.address, settings.ports)
         try:
             self.server = PeerServer(run=settings.run_id, node=node, host=record.address, ports=settings.ports)

@@ -18,13 +18,13 @@ from torchelastic.errors import TorchElasticError
 from torchelastic.protocol import NodeRecord, OutcomeRecord, RoundRecord
 from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted
 from torchelastic.rendezvous.run_state import cancel
+from torchelastic.store import MemoryStore, Store, connect_within
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
     from torchelastic.config.settings import NodeSettings
-    from torchelastic.store.api import Store
 
 logger = logging.getLogger(__name__)
 
@@ -206,11 +206,7 @@ class NodeThread:
 
     async def _connected(self) -> Store:
         if self._settings.store is None:
-            from torchelastic.store.memory import MemoryStore
-
             return MemoryStore()
-        from torchelastic.store.connection import connect_within
-
         return await connect_within(self._settings.store, self._settings.rendezvous.join_timeout)
 
     async def _follow(self, node: RendezvousNode) -> None:

@@ -14,24 +14,22 @@ from torchelastic.errors import LeaseLost, MalformedRecord, StoreUnavailable
 from torchelastic.protocol import (
     LeaderRecord,
     NodeRecord,
+    NoticeRecord,
     RunKeys,
+    SizeRecord,
     decode,
-    decode_notice,
-    decode_size,
+    decode_ours,
     decode_state,
     encode,
 )
-from torchelastic.store.api import Listing
-from torchelastic.store.backoff import Backoff
-from torchelastic.store.list_and_watch import follow_forever
-from torchelastic.store.run_lease import RunLease
+from torchelastic.store import Backoff, Listing, RunLease, follow_forever
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchelastic.config.settings import RendezvousSettings
-    from torchelastic.protocol import NoticeRecord, OutcomeRecord, RoundRecord, SizeRecord, StateRecord
-    from torchelastic.store.api import Change, Entry, Store
+    from torchelastic.protocol import OutcomeRecord, RoundRecord, StateRecord
+    from torchelastic.store import Change, Entry, Store
 
 logger = logging.getLogger(__name__)
 
@@ -125,8 +123,8 @@ class RunStateWatch:
         self._decoders: dict[str, Callable[[bytes], msgspec.Struct]] = {
             keys.leader: lambda data: decode(data, LeaderRecord),
             keys.state: decode_state,
-            keys.notice: decode_notice,
-            keys.size: decode_size,
+            keys.notice: lambda data: decode_ours(data, NoticeRecord),
+            keys.size: lambda data: decode_ours(data, SizeRecord),
         }
         self._known: dict[str, Versioned[Any]] = dict.fromkeys(self._decoders, Versioned())
         self._warned: set[str] = set()

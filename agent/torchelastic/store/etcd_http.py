@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import socket
 import ssl
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -52,15 +51,12 @@ class EtcdServers:
         settings: where they are and how to get in.
 
     Raises:
-        SettingsError: an endpoint is not host:port, or a file with certificates cannot be used.
+        SettingsError: a file with certificates cannot be used.
     """
 
     def __init__(self, settings: StoreSettings) -> None:
-        if not settings.endpoints:
-            raise SettingsError("no etcd server is given: name at least one as host:port")
-        self._request_timeout = settings.request_timeout
-        self._bases = {endpoint: _base_url(settings.protocol, endpoint) for endpoint in settings.endpoints}
-        self._order = list(self._bases)
+        self._settings = settings
+        self._order = list(settings.endpoints)
         self._tls = _tls_context(settings)
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
@@ -72,7 +68,7 @@ class EtcdServers:
 
     async def ask(
         self,
-        exchange: Callable[[str, float], Awaitable[_Result]],
+        exchange: Callable[[str], Awaitable[_Result]],
         *,
         repeatable: bool = False,
         at: str | None = None,
@@ -81,7 +77,7 @@ class EtcdServers:
         """Return the result of an exchange with one server.
 
         Args:
-            exchange: called with the server and the seconds in which a connection must be made.
+            exchange: called with the server.
             repeatable: doing it twice does no harm, so another server may be asked after one has failed.
             at: ask this server only.
             limit: seconds for all of it; None for the request timeout.
@@ -90,14 +86,16 @@ class EtcdServers:
             StoreUnavailable: no server answered in time.
         """
         clock = asyncio.get_running_loop()
-        deadline = clock.time() + (limit or self._request_timeout)
+        deadline = clock.time() + (limit or self._settings.request_timeout)
         endpoints = (at,) if at else self.endpoints
         for number, endpoint in enumerate(endpoints, 1):
-            left = max(deadline - clock.time(), 0.0)
-            share = left / (len(endpoints) - number + 1)
+            seconds = max(deadline - clock.time(), 0.0) / (len(endpoints) - number + 1 if repeatable else 1)
             try:
-                async with time_limit(endpoint, share if repeatable else left):
-                    return await exchange(endpoint, share)
+                try:
+                    async with asyncio.timeout(seconds):
+                        return await exchange(endpoint)
+                except TimeoutError as error:
+                    raise StoreUnavailable(f"etcd at {endpoint} gave no answer within {seconds:.3g} seconds") from error
             except StoreUnavailable as error:
                 self._order.remove(endpoint)
                 self._order.append(endpoint)
@@ -111,7 +109,7 @@ class EtcdServers:
                 ) from error
         raise AssertionError("there is at least one endpoint")
 
-    async def check(self, exchange: Callable[[str, float], Awaitable[object]]) -> None:
+    async def check(self, exchange: Callable[[str], Awaitable[object]]) -> None:
         """Make sure that a server can be used.
 
         Args:
@@ -121,9 +119,9 @@ class EtcdServers:
             StoreError: as the exchange, or because the servers speak http instead of https or the reverse.
         """
 
-        async def checked(endpoint: str, connect: float) -> None:
+        async def checked(endpoint: str) -> None:
             try:
-                await exchange(endpoint, connect)
+                await exchange(endpoint)
             except NotAuthorized:
                 return  # other keys may be allowed
             except StoreError as error:
@@ -142,7 +140,6 @@ class EtcdServers:
         endpoint: str,
         path: str,
         *,
-        connect: float,
         body: bytes = b"",
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -152,7 +149,6 @@ class EtcdServers:
             method: of HTTP.
             endpoint: the server.
             path: the path, and perhaps a query, quoted.
-            connect: seconds in which the connection must be made.
             body: what is sent.
             headers: beside those of every request.
 
@@ -163,28 +159,23 @@ class EtcdServers:
         self._raise_if_closed()
         if self._session is None:  # here and not in __init__, because it belongs to the running loop
             connector = aiohttp.TCPConnector(limit=0, ssl=self._tls or True)
-            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+            timeout = aiohttp.ClientTimeout(connect=self._settings.request_timeout / len(self._order))
+            jar = aiohttp.DummyCookieJar()
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=jar)
             # Else it repeats PUT and DELETE, and a compare-and-swap that is repeated after it was done fails.
             self._session._retry_connection = False  # noqa: SLF001 - aiohttp has no other switch for it
-        response: aiohttp.ClientResponse | None = None
+        url = URL(f"{self._settings.protocol}://{endpoint}{path}", encoded=True)
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **(headers or {})}
         try:
-            response = await self._session.request(
-                method,
-                URL(f"{self._bases[endpoint].origin()}{path}", encoded=True),
-                data=body or None,
-                headers={"Content-Type": "application/json", "Accept-Encoding": "identity", **(headers or {})},
-                allow_redirects=False,  # a redirect would take the credentials along
-                timeout=aiohttp.ClientTimeout(connect=connect),
-            )
-            yield response
+            # A redirect would take the credentials along.
+            request = self._session.request(method, url, data=body or None, headers=headers, allow_redirects=False)
+            async with request as response:
+                yield response
         except (aiohttp.ClientError, RuntimeError) as error:
             self._raise_if_closed()
             if isinstance(error, aiohttp.ClientError):
                 raise _broken(endpoint, error) from error
             raise
-        finally:
-            if response is not None:
-                response.close()  # has no effect on a connection whose answer was read to the end
 
     async def close(self) -> None:
         """Close all connections; requests that still wait for an answer raise StoreUnavailable."""
@@ -198,7 +189,7 @@ class EtcdServers:
 
     async def _other_protocol(self, endpoint: str) -> str | None:
         """Return the protocol that a server speaks instead of the one it was asked in; None if that is not it."""
-        other = "https" if self._bases[endpoint].scheme == "http" else "http"
+        other = "https" if self._settings.protocol == "http" else "http"
         timeout = aiohttp.ClientTimeout(total=_PROBE_LIMIT)
         try:
             async with (
@@ -210,20 +201,6 @@ class EtcdServers:
             return other if "ALERT" in str(error) else None  # it refuses a client without a certificate
         except TimeoutError:
             return None
-
-
-@contextlib.asynccontextmanager
-async def time_limit(endpoint: str, seconds: float) -> AsyncIterator[None]:
-    """Limit the time for an exchange with a server.
-
-    Raises:
-        StoreUnavailable: the time is up.
-    """
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError as error:
-        raise StoreUnavailable(f"etcd at {endpoint} gave no answer within {seconds:.3g} seconds") from error
 
 
 def is_transient(status: int) -> bool:
@@ -245,28 +222,10 @@ def shown(body: bytes) -> str:
     return repr(text[:_SHOWN]) if text else "nothing"
 
 
-def _base_url(protocol: str, endpoint: str) -> URL:
-    if protocol not in {"http", "https"}:
-        raise SettingsError(f"{protocol!r} is not a protocol of etcd: use http or https")
-    try:
-        base = URL(f"{protocol}://{endpoint}")
-        complete = base.host and base.explicit_port and base.path == "/" and not base.user
-        (base.host or "").encode("idna")  # as looking the name up will
-    except ValueError:
-        complete = False
-    if not complete:
-        raise SettingsError(f"{endpoint!r} is not the address of an etcd server: write host:port")
-    return base
-
-
 def _tls_context(settings: StoreSettings) -> ssl.SSLContext | None:
     """Return the TLS context of the settings; None for plain HTTP."""
     if settings.protocol != "https":
-        if settings.ca_cert or settings.cert or settings.key:
-            raise SettingsError("certificates for etcd are given, yet the protocol is http: use https")
         return None
-    if settings.key and not settings.cert:
-        raise SettingsError(f"a private key for etcd is given ({settings.key}), but no certificate: name both")
     try:
         context = ssl.create_default_context(cafile=settings.ca_cert)
     except (OSError, ValueError) as error:
@@ -297,9 +256,7 @@ def _broken(endpoint: str, error: aiohttp.ClientError) -> StoreError:
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return Unreached(f"{where} does not answer: no connection in time")
     if isinstance(error, aiohttp.ClientResponseError):
-        answer = re.search(r"b(['\"].*['\"])", error.message)
-        said = answer[1] if answer else " ".join(error.message.split())
-        return WrongApi(f"what listens at {endpoint} does not speak HTTP: {said}")
+        return WrongApi(f"what listens at {endpoint} does not speak HTTP: {' '.join(error.message.split())}")
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return StoreUnavailable(f"{where} closed the connection instead of answering")
     reason = _reason(error) if isinstance(error, aiohttp.ClientOSError) else str(error) or type(error).__name__

@@ -6,10 +6,10 @@ the store          in v2
 key                a path; its last part ends with ``~``, because in v2 a path is either a value or a folder
 value              text that starts with a stamp of the write and the id of the lease: ``5f2a9c01d3e4 1f {"number":7}``
 revision           etcd's index. Renewing a key raises the key's index, which no watch reports; an entry keeps the
-                   revision at which this client first saw its text
-compare-and-swap   compares the text, which no renewal changes
-lease              a hidden key with a time to live that names the keys of the lease; each of them has the same time to
-                   live, and keeping the lease alive renews them one by one
+                   revision at which this client first saw its stamp
+compare-and-swap   reads the key, then compares the text, which no renewal changes
+lease              known to the clients that granted it; its keys have its time to live, and keeping it alive renews
+                   them one by one. Granting or revoking a lease finds the keys of other clients by the id in the text
 watch              one request for each change, which waits for it; between quiet ones the server is asked for its index
 =================  ====================================================================================================
 
@@ -23,23 +23,25 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import functools
 import math
 import re
 import secrets
+import time
+from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlencode
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import quote, unquote, urlencode
 
 import etcd
 import msgspec
 
-from torchelastic.errors import HistoryCompacted, LeaseLost, StoreError, StoreRefused, StoreUnavailable
+from torchelastic.errors import LeaseLost, StoreError, StoreRefused, StoreUnavailable
 from torchelastic.protocol import KEY_ROOT
 from torchelastic.store.api import Change, Entry, Listing
 from torchelastic.store.etcd_http import EtcdServers, NotAuthorized, WrongApi, unexpected
 
 if TYPE_CHECKING:
+    import builtins
     from collections.abc import AsyncGenerator
 
     from torchelastic.store.api import StoreSettings
@@ -47,13 +49,10 @@ if TYPE_CHECKING:
 Answer = Any
 """An ``etcd.EtcdResult``; python-etcd has no types."""
 
-_STORED: Final = re.compile(r"[0-9a-f]{12} (?P<lease>[0-9a-f]{1,16}) (?P<value>.*)", re.DOTALL)
-_UNSAFE: Final = re.compile(rb"^[._]|[^A-Za-z0-9._-]")
-_PART: Final = re.compile(r"(?:[A-Za-z0-9._-]|~[0-9a-f]{2})+|~")
-_LEASES: Final = f"{KEY_ROOT}/_leases"  # the underscore hides it from lists and watches
+_STORED: Final = re.compile(r"(?P<stamp>[0-9a-f]{12}) (?P<lease>[0-9a-f]{1,16}) (?P<value>.*)", re.DOTALL)
 _LEAF: Final = "~"
 _EMPTY: Final = "~"
-_TEXTS_KEPT: Final = 4
+_STAMPS_KEPT: Final = 4
 _REMOVALS: Final = frozenset({"delete", "expire", "compareAndDelete"})
 
 _NOT_AS_EXPECTED: Final = (etcd.EtcdKeyNotFound, etcd.EtcdCompareFailed, etcd.EtcdAlreadyExist)
@@ -70,7 +69,7 @@ class EtcdV2Store:
         settings: where they are and how to get in.
 
     Raises:
-        SettingsError: an endpoint is not host:port, or a file with certificates cannot be used.
+        SettingsError: a file with certificates cannot be used.
     """
 
     def __init__(self, settings: StoreSettings) -> None:
@@ -82,8 +81,8 @@ class EtcdV2Store:
         if settings.username is not None:
             credentials = f"{settings.username}:{settings.password or ''}".encode()
             self._headers["Authorization"] = f"Basic {base64.b64encode(credentials).decode()}"
-        self._texts: dict[str, dict[str, int]] = {}  # by key: texts that were seen, each with its revision
-        self._own: dict[int, set[str]] = {}  # by lease that only this client keeps alive: paths that are known to exist
+        self._revisions: dict[str, dict[str, int]] = {}  # by key, and by stamp: the last ones that were seen
+        self._leases: dict[int, _Lease] = {}
 
     async def check(self) -> None:
         """Make sure that one of the servers can be used.
@@ -92,7 +91,7 @@ class EtcdV2Store:
             StoreUnavailable: none answers.
             StoreRefused: one answers, but does not serve the API v2, or refuses the credentials.
         """
-        await self._servers.check(lambda endpoint, _: self._index("/", at=endpoint))
+        await self._servers.check(lambda endpoint: self._index("/", at=endpoint))
 
     async def get(self, key: str) -> Entry | None:
         """See :meth:`Store.get <torchelastic.store.api.Store.get>`."""
@@ -101,120 +100,106 @@ class EtcdV2Store:
 
     async def list(self, prefix: str) -> Listing:
         """See :meth:`Store.list <torchelastic.store.api.Store.list>`."""
-        try:
-            answer = await self._ask("read", _folder(prefix), recursive=True, quorum=True)
-        except etcd.EtcdKeyNotFound as error:
-            return Listing(_index_of(error), (), self._cluster_id)
-        nodes = (_node(leaf) for leaf in answer.leaves if not leaf.dir)
+        index, nodes = await self._below(prefix)
         found = ((_key(node.path), node) for node in nodes)
         entries = (self._entry(key, node) for key, node in found if key is not None and key.startswith(prefix))
-        return Listing(answer.etcd_index, tuple(sorted(entries, key=lambda entry: entry.key)), self._cluster_id)
+        return Listing(index, tuple(sorted(entries, key=lambda entry: entry.key)), self._cluster_id)
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
         """See :meth:`Store.put <torchelastic.store.api.Store.put>`."""
-        path, text = _path(key), _text(value, lease)
-        ttl = await self._join(lease, path)
+        path, text, held = _path(key), _text(value, lease), self._held(lease)
         while True:  # a plain "set" would create the key again
             with contextlib.suppress(etcd.EtcdKeyNotFound):
-                return self._written(key, lease, await self._write(path, text, ttl, prevExist=True))
+                return await self._write(key, text, held, prevExist=True)
+            if path in held.texts:
+                raise self._lost(lease)
             with contextlib.suppress(etcd.EtcdAlreadyExist):
-                return self._written(key, lease, await self._write(path, text, ttl, prevExist=False))
+                return await self._write(key, text, held, prevExist=False)
 
     async def compare_and_swap(self, key: str, value: bytes | None, *, expected: int, lease: int = 0) -> int | None:
         """See :meth:`Store.compare_and_swap <torchelastic.store.api.Store.compare_and_swap>`."""
-        path = _path(key)
-        if value is None and not expected:
-            return None if await self._find(path) else await self._index(key)
-        texts = reversed(self._texts.get(key, {}).items())  # the latest first: after a loss of data, revisions recur
-        text = next((text for text, revision in texts if revision == expected), None)
-        compare = {"prevIndex": expected} if text is None else {"prevValue": text}
+        held = self._held(lease)
+        compare: dict[str, Any] = {"prevExist": False}
+        if expected:
+            node = await self._find(_path(key))
+            if node is None or self._entry(key, node).modified != expected:
+                return None
+            compare = {"prevValue": node.text}
         try:
             if value is None:
-                node = _node(await self._ask("delete", path, **compare))
-                self._texts.pop(key, None)
-                return node.modified
-            ttl = await self._join(lease, path)
-            node = await self._write(path, _text(value, lease), ttl, **(compare if expected else {"prevExist": False}))
+                return await self._delete(_path(key), **compare)
+            return await self._write(key, _text(value, lease), held, **compare)
         except _NOT_AS_EXPECTED:
             return None
-        return self._written(key, lease, node)
 
     async def delete(self, key: str) -> None:
         """See :meth:`Store.delete <torchelastic.store.api.Store.delete>`."""
-        path = _path(key)
         with contextlib.suppress(etcd.EtcdKeyNotFound):
-            await self._ask("delete", path)
-        self._texts.pop(key, None)
-        for paths in self._own.values():
-            paths.discard(path)
+            await self._delete(_path(key))
 
     async def delete_prefix(self, prefix: str) -> None:
         """See :meth:`Store.delete_prefix <torchelastic.store.api.Store.delete_prefix>`."""
-        if prefix.endswith("/"):
-            with contextlib.suppress(etcd.EtcdKeyNotFound):
-                await self._ask("delete", _folder(prefix), recursive=True, dir=True)
-            return
-        for entry in (await self.list(prefix)).entries:
-            await self.delete(entry.key)
+        with contextlib.suppress(etcd.EtcdKeyNotFound):
+            await self._ask("delete", _folder(prefix), recursive=True, dir=True)
 
     async def grant(self, ttl: float, *, lease: int = 0) -> int:
         """See :meth:`Store.grant <torchelastic.store.api.Store.grant>`."""
         chosen = lease or secrets.randbits(62) + 1
-        text = _text(msgspec.json.encode(_Lease(ttl)), 0)
         while True:
-            try:
-                await self._write(_lease_path(chosen), text, ttl, prevExist=False)
-            except etcd.EtcdAlreadyExist:
-                try:
-                    await self.keep_alive(chosen)
-                except LeaseLost:
-                    continue
-            if not lease:
-                self._own[chosen] = set()
-            return chosen
+            texts = await self._texts_under(lease) if lease else {}
+            self._leases[chosen] = _Lease(ttl, time.monotonic() + ttl, texts)
+            with contextlib.suppress(LeaseLost):  # a key has just been deleted
+                await self.keep_alive(chosen)
+                return chosen
 
     async def keep_alive(self, lease: int) -> None:
         """See :meth:`Store.keep_alive <torchelastic.store.api.Store.keep_alive>`."""
-        node, marker = await self._lease(lease)
-        try:
-            marker = _marker(_node(await self._ask("refresh", node.path, _seconds(marker.ttl))))
-        except etcd.EtcdKeyNotFound:
-            raise self._lost(lease) from None
-        own = self._own.get(lease, set())
-        for path in marker.keys:
-            found = await self._if_under(lease, path, "refresh", _seconds(marker.ttl))
-            if found is None and path in own:
-                raise self._lost(lease)
-            if found is not None and found.lease != lease:
-                own.discard(path)
+        held = self._held(lease)
+        ends = time.monotonic() + held.ttl
+        for path, text in tuple(held.texts.items()):
+            try:
+                await self._ask("refresh", path, _seconds(held.ttl), prevValue=text)
+            except _NOT_AS_EXPECTED as error:
+                if held.texts.get(path) != text:
+                    continue  # this client has written or deleted it meanwhile
+                if isinstance(error, etcd.EtcdKeyNotFound):
+                    raise self._lost(lease) from None
+                del held.texts[path]  # another client has written it
+        held.ends = ends
 
     async def revoke(self, lease: int) -> None:
         """See :meth:`Store.revoke <torchelastic.store.api.Store.revoke>`."""
-        try:
-            node, marker = await self._lease(lease)
-        except LeaseLost:
-            return
-        for path in marker.keys:
-            await self._if_under(lease, path, "delete")
-        with contextlib.suppress(etcd.EtcdKeyNotFound):
-            await self._ask("delete", node.path)
-        self._own.pop(lease, None)
+        for path, text in (await self._texts_under(lease)).items():
+            with contextlib.suppress(*_NOT_AS_EXPECTED):
+                await self._delete(path, prevValue=text)
+        self._leases.pop(lease, None)
 
-    async def watch(self, prefix: str, start: int) -> AsyncGenerator[tuple[Change, ...], None]:
+    async def watch(self, prefix: str) -> AsyncGenerator[tuple[Change, ...], None]:
         """See :meth:`Store.watch <torchelastic.store.api.Store.watch>`."""
-        folder, limit = _folder(prefix), self._settings.request_timeout
+        folder, patience = _folder(prefix), self._settings.silence_limit / 2
+        start, limit = 0, self._settings.request_timeout
         while True:
             index = await self._index(prefix, limit=limit)
             if start > index + 1:
-                raise HistoryCompacted(f"etcd is at index {index}, before {start}: it has lost its data; list again")
-            start = start or index + 1
-            server, limit = self._servers.endpoints[0], self._settings.silence_limit / 2
+                return  # etcd has lost its data
+            start, limit, server = start or index + 1, patience, self._servers.endpoints[0]
             yield ()
-            while isinstance(change := await self._next_change(folder, start, server), Change):
-                start = change.revision + 1
-                if change.key.startswith(prefix):
-                    yield (change,)
-            start = max(start, change + 1)
+            try:
+                while True:
+                    next_change = {"wait": True, "waitIndex": start, "recursive": True}
+                    answer = await self._ask("read", folder, at=server, patience=patience, **next_change)
+                    node, gone = _node(answer), answer.action in _REMOVALS
+                    if answer.dir and gone:
+                        return  # with all keys in it
+                    start, key = node.modified + 1, _key(node.path)
+                    if key is not None and key.startswith(prefix):
+                        if gone:
+                            self._revisions.pop(key, None)
+                        yield (Change(key, None if gone else self._entry(key, node), node.modified),)
+            except etcd.EtcdWatchTimedOut as quiet:
+                start = max(start, _index_of(quiet) + 1)
+            except etcd.EtcdEventIndexCleared:
+                return
 
     async def close(self) -> None:
         """See :meth:`Store.close <torchelastic.store.api.Store.close>`."""
@@ -223,19 +208,12 @@ class EtcdV2Store:
     # Keys
 
     def _entry(self, key: str, node: _Node) -> Entry:
-        """Return the entry, with the revision at which this client first saw its text."""
-        texts = self._texts.setdefault(key, {})
-        if node.modified < max(texts.values(), default=0) and node.text not in texts:
-            texts.clear()  # the revisions began again
-        revision = texts.setdefault(node.text, node.modified)
-        while len(texts) > _TEXTS_KEPT:
-            del texts[next(iter(texts))]
+        """Return the entry, with the revision at which this client first saw its stamp."""
+        seen = self._revisions.setdefault(key, {})
+        revision = seen.setdefault(node.stamp or str(node.modified), node.modified)
+        if len(seen) > _STAMPS_KEPT:
+            del seen[next(iter(seen))]
         return Entry(key, node.value, node.created, revision)
-
-    def _written(self, key: str, lease: int, node: _Node) -> int:
-        if lease in self._own:
-            self._own[lease].add(node.path)
-        return self._entry(key, node).modified
 
     async def _find(self, path: str) -> _Node | None:
         try:
@@ -243,43 +221,44 @@ class EtcdV2Store:
         except etcd.EtcdKeyNotFound:
             return None
 
-    async def _write(self, path: str, text: str, ttl: float | None, **compare: Any) -> _Node:  # noqa: ANN401
-        return _node(await self._ask("write", path, text, ttl=None if ttl is None else _seconds(ttl), **compare))
+    async def _below(self, prefix: str) -> tuple[int, builtins.list[_Node]]:
+        """Return etcd's index, and what is in the folder of a prefix."""
+        try:
+            answer = await self._ask("read", _folder(prefix), recursive=True, quorum=True)
+        except etcd.EtcdKeyNotFound as error:
+            return _index_of(error), []
+        return answer.etcd_index, [_node(leaf) for leaf in answer.leaves if not leaf.dir]
+
+    async def _write(self, key: str, text: str, held: _Lease, **compare: Any) -> int:  # noqa: ANN401
+        """Write a key under a lease; return the revision."""
+        ttl = None if math.isinf(held.ttl) else _seconds(held.ends - time.monotonic())
+        node = _node(await self._ask("write", _path(key), text, ttl=ttl, **compare))
+        held.texts[node.path] = text
+        return self._entry(key, node).modified
+
+    async def _delete(self, path: str, **compare: Any) -> int:  # noqa: ANN401
+        node = _node(await self._ask("delete", path, **compare))
+        for held in self._leases.values():
+            held.texts.pop(path, None)
+        return node.modified
 
     # Leases
 
-    async def _lease(self, lease: int) -> tuple[_Node, _Lease]:
-        node = await self._find(_lease_path(lease))
-        if node is None:
+    def _held(self, lease: int) -> _Lease:
+        """Return a lease; without an end for lease 0, under which keys stay."""
+        held = self._leases.get(lease, _Lease()) if lease else _Lease(math.inf, math.inf)
+        if held.ends <= time.monotonic():
             raise self._lost(lease)
-        return node, _marker(node)
-
-    async def _join(self, lease: int, path: str) -> float | None:
-        """Note that a key is about to be written under a lease; return the seconds that are left of it."""
-        if not lease:
-            return None
-        while True:
-            node, marker = await self._lease(lease)
-            left = marker.ttl if node.ttl is None else node.ttl
-            if path not in marker.keys:
-                text = _text(msgspec.json.encode(_Lease(marker.ttl, (*marker.keys, path))), 0)
-                try:
-                    await self._write(node.path, text, left, prevValue=node.text)
-                except (etcd.EtcdCompareFailed, etcd.EtcdKeyNotFound):
-                    continue
-            return left
-
-    async def _if_under(self, lease: int, path: str, method: str, *args: int) -> _Node | None:
-        """Renew or remove a key if it still hangs on the lease; return what was found."""
-        while (node := await self._find(path)) is not None and node.lease == lease:
-            with contextlib.suppress(etcd.EtcdCompareFailed, etcd.EtcdKeyNotFound):
-                await self._ask(method, path, *args, prevValue=node.text)
-                break
-        return node
+        return held
 
     def _lost(self, lease: int) -> LeaseLost:
-        self._own.pop(lease, None)
+        self._leases.pop(lease, None)
         return LeaseLost(f"lease {lease:x} has ended")
+
+    async def _texts_under(self, lease: int) -> dict[str, str]:
+        """Return the texts of all keys under a lease, by path."""
+        _, nodes = await self._below(f"{KEY_ROOT}/")
+        return {node.path: node.text for node in nodes if node.lease == lease}
 
     # Requests
 
@@ -292,36 +271,13 @@ class EtcdV2Store:
             return _index_of(error)
         return index
 
-    async def _next_change(self, folder: str, start: int, server: str) -> Change | int:
-        """Return the next change below a folder, with an empty key if the key is not one of the store's.
-
-        If there is none: the index up to which there is none.
-        """
-        patience = self._settings.silence_limit / 2
-        change = {"wait": True, "waitIndex": start, "recursive": True}
-        try:
-            answer = await self._ask("read", folder, at=server, limit=1.5 * patience, patience=patience, **change)
-        except etcd.EtcdWatchTimedOut as quiet:
-            return _index_of(quiet)
-        except etcd.EtcdEventIndexCleared as error:
-            raise HistoryCompacted(f"etcd no longer keeps the changes from index {start} on; list again") from error
-        node, gone = _node(answer), answer.action in _REMOVALS
-        if answer.dir and gone:
-            raise HistoryCompacted(f"the folder {node.path} was removed from etcd with all keys in it; list again")
-        key = _key(node.path)
-        if key is None:
-            return Change("", None, node.modified)
-        if gone:
-            self._texts.pop(key, None)
-        return Change(key, None if gone else self._entry(key, node), node.modified)
-
     async def _ask(
         self,
         method: str,
         *args: str | int,
         at: str | None = None,
         limit: float | None = None,
-        patience: float | None = None,
+        patience: float = 0.0,
         **options: Any,  # noqa: ANN401
     ) -> Answer:
         """Return the answer to a method of python-etcd.
@@ -331,7 +287,7 @@ class EtcdV2Store:
             args: its arguments.
             at: ask this server only.
             limit: seconds for all of it; None for the request timeout.
-            patience: seconds to wait for a change.
+            patience: seconds to wait for a change; 0 if the request is not for one.
             options: its keyword arguments.
 
         Raises:
@@ -340,32 +296,30 @@ class EtcdV2Store:
             StoreRefused: an answer that says "no".
             EtcdWatchTimedOut: there was no change.
         """
-        call = functools.partial(getattr(self._python_etcd, method), *args, **options)
-        try:
-            call()
-        except _Request as request:
-            verb, path, body = request.args
+        verb, path, params = getattr(self._python_etcd, method)(*args, **options)
+        fields = urlencode(params)
+        path, body = (path, fields.encode()) if verb == "PUT" else (f"{path}?{fields}", b"")
 
-        async def exchange(endpoint: str, connect: float) -> Answer:
-            sent = self._servers.request(verb, endpoint, path, connect=connect, body=body, headers=self._headers)
+        async def exchange(endpoint: str) -> Answer:
+            sent = self._servers.request(verb, endpoint, path, body=body, headers=self._headers)
             async with sent as response:
                 headers = response.headers
                 self._cluster_id = headers.get("X-Etcd-Cluster-Id", "")
                 try:
-                    async with asyncio.timeout(patience):
+                    async with asyncio.timeout(patience or None):
                         data = await response.read()
                 except TimeoutError:
                     raise etcd.EtcdWatchTimedOut(payload={"index": int(headers.get("X-Etcd-Index", 0))}) from None
-            self._python_etcd.answer = SimpleNamespace(status=response.status, data=data, getheaders=lambda: headers)
             try:
-                return call()
+                return self._python_etcd.understood(
+                    SimpleNamespace(status=response.status, data=data, getheaders=lambda: headers)
+                )
             except (etcd.EtcdException, ValueError) as error:  # ValueError: the answer is not text
                 if _payload(error).get("errorCode") in _ABOUT_KEYS:
                     raise
                 raise self._meaning(endpoint, error, response.status, data) from error
-            finally:
-                self._python_etcd.answer = None
 
+        limit = limit or 1.5 * patience
         return await self._servers.ask(exchange, repeatable=method in {"read", "refresh"}, at=at, limit=limit)
 
     def _meaning(self, endpoint: str, error: Exception, status: int, data: bytes) -> StoreError:
@@ -387,73 +341,63 @@ class EtcdV2Store:
 
 
 class _PythonEtcd(etcd.Client):  # type: ignore[misc]
-    """python-etcd without a connection: each method raises its request, or returns what it makes of ``answer``."""
-
-    answer: object = None
+    """python-etcd without a connection: each method returns its request."""
 
     def api_execute(self, path: str, method: str, params: dict[str, str | int], timeout: None = None) -> object:
         """Take the place of python-etcd's method that sends a request."""
         del timeout
-        if self.answer is not None:
-            return self._handle_server_response(self.answer)
-        fields = urlencode(params)
-        raise _Request(method, path, fields.encode()) if method == "PUT" else _Request(method, f"{path}?{fields}", b"")
+        return method, path, params
+
+    def _result_from_response(self, request: object) -> object:
+        return request
+
+    def understood(self, answer: object) -> Answer:
+        """Return python-etcd's result for an answer, or raise its exception."""
+        return super()._result_from_response(self._handle_server_response(answer))
 
 
-class _Request(BaseException):
-    """A request of python-etcd: HTTP's method, path and body."""
+@dataclass(slots=True)
+class _Lease:
+    """A lease that this client has granted; at first, one that has ended.
+
+    Attributes:
+        ttl: seconds for which it is kept alive.
+        ends: when it ends, by the monotonic clock.
+        texts: by path, what this client has written under it, or found there when it granted the lease.
+    """
+
+    ttl: float = 0.0
+    ends: float = 0.0
+    texts: dict[str, str] = field(default_factory=dict)
 
 
-class _Lease(msgspec.Struct, frozen=True):
-    """The hidden key of a lease: its time to live, and the paths of the keys that were written under it."""
-
-    ttl: float
-    keys: tuple[str, ...] = ()
-
-
-class _Node(msgspec.Struct, frozen=True):
-    """A key as etcd has it."""
+class _Node(NamedTuple):
+    """A key as etcd has it; without a stamp if others have written it."""
 
     path: str
     text: str
     created: int
     modified: int
-    ttl: int | None
-
-    @property
-    def lease(self) -> int:
-        """The lease that it was written under; 0 for none."""
-        stored = _STORED.fullmatch(self.text)
-        return int(stored["lease"], 16) if stored else 0
-
-    @property
-    def value(self) -> bytes:
-        stored = _STORED.fullmatch(self.text)  # others may have written it
-        return stored["value"].encode("latin-1", "replace") if stored else self.text.encode("utf-8", "surrogatepass")
+    stamp: str
+    lease: int
+    value: bytes
 
 
 def _node(answer: Answer) -> _Node:
-    node = (answer.key, answer.value or "", answer.createdIndex, answer.modifiedIndex, answer.ttl)
+    node = (answer.key, answer.value or "", answer.createdIndex, answer.modifiedIndex)
     try:
-        return msgspec.convert(dict(zip(_Node.__struct_fields__, node, strict=True)), _Node)
+        path, text, created, modified = msgspec.convert(node, tuple[str, str, int, int])
     except msgspec.ValidationError as error:
         raise WrongApi(f"what listens there does not answer as etcd's API v2 does: {error}") from error
+    if (stored := _STORED.fullmatch(text)) is None:
+        return _Node(path, text, created, modified, "", 0, text.encode("utf-8", "surrogatepass"))
+    value = stored["value"].encode("latin-1", "replace")
+    return _Node(path, text, created, modified, stored["stamp"], int(stored["lease"], 16), value)
 
 
 def _text(value: bytes, lease: int) -> str:
     """Return the text that stands for a value; latin-1 because it has a character for each byte."""
     return f"{secrets.token_hex(6)} {lease:x} {value.decode('latin-1')}"
-
-
-def _marker(node: _Node) -> _Lease:
-    try:
-        return msgspec.json.decode(node.value, type=_Lease)
-    except msgspec.DecodeError as error:
-        raise LeaseLost(f"{node.path} in etcd is not the record of a lease") from error
-
-
-def _lease_path(lease: int) -> str:
-    return f"{_LEASES}/{lease:x}"
 
 
 def _seconds(ttl: float) -> int:
@@ -471,22 +415,17 @@ def _folder(prefix: str) -> str:
 
 def _key(path: str) -> str | None:
     """Return the key whose value stands under a path; None if this adapter did not write it."""
-    parts = path[: -len(_LEAF)].split("/")[1:]
-    if not path.endswith(_LEAF) or not all(map(_PART.fullmatch, parts)):
-        return None
-    return "".join(f"/{_unescaped(part)}" for part in parts)
+    key = "/".join(map(_unescaped, path.removesuffix(_LEAF).split("/")))
+    return key if _path(key) == path else None
 
 
 def _escaped(part: str) -> str:
-    return _UNSAFE.sub(lambda byte: b"~%02x" % byte[0][0], part.encode("utf-8", "surrogateescape")).decode() or _EMPTY
+    quoted = quote(part, safe="", errors="surrogateescape").replace("~", "%7E").replace("%", "~")
+    return re.sub("^[._]", lambda first: f"~{ord(first[0]):X}", quoted) or _EMPTY
 
 
 def _unescaped(part: str) -> str:
-    if part == _EMPTY:
-        return ""
-    return re.sub(rb"~(..)", lambda match: bytes.fromhex(match[1].decode()), part.encode()).decode(
-        "utf-8", "surrogateescape"
-    )
+    return "" if part == _EMPTY else unquote(part.replace("~", "%"), errors="surrogateescape")
 
 
 def _index_of(error: etcd.EtcdException) -> int:

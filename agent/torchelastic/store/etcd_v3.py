@@ -7,9 +7,8 @@ A watch is a stream that etcd may leave without a byte for ten minutes. A broken
 
 - When the stream has been quiet for half of the limit, the same server must answer a small linearizable read within the
   other half. A server that hangs, is paused, or has lost its majority does not.
-- The kernel watches the stream's own connection (keep-alive and TCP_USER_TIMEOUT), which finds a cut path.
-- A proxy may answer for a server that it has lost. Against it, a watch that stays quiet for long is made again from the
-  next revision on; no change is lost or reported twice.
+- Only the stream's own connection may be dead, or a proxy may keep it open without its server. A watch that stays quiet
+  for long is therefore made again from the next revision on; no change is lost or reported twice.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import re
-import socket
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
 
-from torchelastic.errors import HistoryCompacted, LeaseLost, StoreError, StoreRefused, StoreUnavailable
+from torchelastic.errors import LeaseLost, StoreError, StoreRefused, StoreUnavailable
 from torchelastic.store.api import Change, Entry, Listing
 from torchelastic.store.etcd_http import (
     EtcdServers,
@@ -40,8 +37,6 @@ if TYPE_CHECKING:
     import aiohttp
 
     from torchelastic.store.api import StoreSettings
-
-OLDEST_VERSION: Final = (3, 4)
 
 QUIET_CHECKS: Final = 12
 """Probes without an event in between after which a watch is made again: every 30 s by default."""
@@ -62,14 +57,14 @@ class EtcdV3Store:
         settings: where they are and how to get in.
 
     Raises:
-        SettingsError: an endpoint is not host:port, or a file with certificates cannot be used.
+        SettingsError: a file with certificates cannot be used.
     """
 
     def __init__(self, settings: StoreSettings) -> None:
         self._servers = EtcdServers(settings)
         self._settings = settings
         self._patience = settings.silence_limit / 2
-        self._token: str | None = None  # "" if etcd asks for none
+        self._token: str | None = None
         self._authenticating = asyncio.Lock()
 
     async def check(self) -> None:
@@ -81,14 +76,10 @@ class EtcdV3Store:
         """
         body = msgspec.json.encode({"key": b"/"})
 
-        async def read(endpoint: str, connect: float) -> None:
-            try:
-                answer = await self._authorized(endpoint, "/v3/kv/range", body, connect)
-                if _understood(endpoint, answer, _RangeAnswer).header.revision:  # etcd's begin with 1
-                    return
-            except WrongApi as error:
-                raise await self._what_else(endpoint, connect) from error
-            raise await self._what_else(endpoint, connect)
+        async def read(endpoint: str) -> None:
+            answer = await self._authorized(endpoint, "/v3/kv/range", body)
+            if not _understood(endpoint, answer, _RangeAnswer).header.revision:  # etcd's begin with 1
+                raise WrongApi(f"what listens at {endpoint} does not answer as etcd does: {shown(answer)}")
 
         await self._servers.check(read)
 
@@ -154,25 +145,26 @@ class EtcdV3Store:
         with contextlib.suppress(LeaseLost):
             await self._call("/v3/lease/revoke", {"ID": lease}, _Answer, repeatable=True)
 
-    async def watch(self, prefix: str, start: int) -> AsyncGenerator[tuple[Change, ...], None]:
+    async def watch(self, prefix: str) -> AsyncGenerator[tuple[Change, ...], None]:
         """See :meth:`Store.watch <torchelastic.store.api.Store.watch>`."""
+        start = 0
+        if len(self._servers.endpoints) > 1 or self._settings.username is not None:
+            await self._revision(prefix)  # finds a server that answers, and renews the token
         while True:
-            # From now on and without a choice or a token to renew, nothing is gained by a probe.
-            if start or len(self._servers.endpoints) > 1 or self._settings.username is not None:
-                await self._probe(prefix, start)
             server = self._servers.endpoints[0]
             body = msgspec.json.encode({"create_request": {**_below(prefix), "start_revision": start}})
             async with self._stream(server, body) as stream:
                 quiet = 0
                 while quiet < QUIET_CHECKS:
-                    line = await stream.next(self._patience)
-                    if line is None:
-                        await self._probe(prefix, start, at=server)
+                    answer = await stream.next(self._patience)
+                    if answer is None:
+                        if start > await self._revision(prefix, at=server) + 1:
+                            return  # it has lost its data, and would be silent until its revisions reach ``start``
                         quiet += 1
                         yield ()
-                        continue
-                    answer = _checked(line, server, start)
-                    if answer.events:
+                    elif answer.compact_revision:
+                        return
+                    elif answer.events:
                         quiet = 0
                         changes = tuple(_change(event) for event in answer.events)
                         start = changes[-1].revision + 1
@@ -190,42 +182,18 @@ class EtcdV3Store:
         """Begin a watch and yield its messages."""
         async with contextlib.AsyncExitStack() as stack:
 
-            async def begin(endpoint: str, connect: float) -> aiohttp.ClientResponse:
-                request = self._request("POST", endpoint, "/v3/watch", connect, body)
+            async def begin(endpoint: str) -> aiohttp.ClientResponse:
+                request = self._request(endpoint, "/v3/watch", body)
                 return await stack.enter_async_context(request)
 
-            response = await self._servers.ask(begin, at=server)
-            _break_when_peer_is_silent(response, self._settings.silence_limit)
-            yield _Stream(server, response)
+            yield _Stream(server, await self._servers.ask(begin, at=server))
 
-    async def _probe(self, prefix: str, start: int, *, at: str | None = None) -> None:
-        """Make sure that a server answers, lets us read, and has reached ``start``.
-
-        If it has lost its data, a watch would wait in silence until its revisions reach ``start`` again.
-
-        Raises:
-            StoreUnavailable: it did not answer in time.
-            HistoryCompacted: its revisions began again.
-        """
+    async def _revision(self, prefix: str, *, at: str | None = None) -> int:
+        """Return the revision of a server that answers and lets us read the keys below the prefix."""
         message = {**_below(prefix), "count_only": True}
         limit = self._patience if at else None
         answer = await self._call("/v3/kv/range", message, _RangeAnswer, repeatable=True, at=at, limit=limit)
-        if start > answer.header.revision + 1:
-            raise HistoryCompacted(
-                f"etcd stands at revision {answer.header.revision}, before {start}: it has lost its data; list again"
-            )
-
-    async def _what_else(self, endpoint: str, connect: float) -> WrongApi:
-        """Return the error for a server that does not answer as etcd's gateway does, by its version."""
-        async with self._request("GET", endpoint, "/version", connect) as response:
-            version = _understood(endpoint, await response.read(), _Version).etcdserver
-        numbers = re.match(r"(\d+)\.(\d+)", version)
-        if numbers is None:
-            return WrongApi(f"what listens at {endpoint} is not etcd: it gives its version as {version!r:.80}")
-        if tuple(int(number) for number in numbers.groups()) < OLDEST_VERSION:
-            return WrongApi(f"etcd at {endpoint} has version {version:.40}, but 3.4 or later is needed")
-        advice = "start it with --enable-grpc-gateway=true"
-        return WrongApi(f"etcd at {endpoint} does not serve its JSON gateway: {advice}")
+        return answer.header.revision
 
     async def _call(
         self,
@@ -240,53 +208,36 @@ class EtcdV3Store:
         """Send one message and return the answer; for the last arguments and errors see :meth:`EtcdServers.ask`."""
         body = msgspec.json.encode(message)  # bytes as base64
 
-        async def exchange(endpoint: str, connect: float) -> _Reply:
-            return _understood(endpoint, await self._authorized(endpoint, path, body, connect), reply)
+        async def exchange(endpoint: str) -> _Reply:
+            return _understood(endpoint, await self._authorized(endpoint, path, body), reply)
 
         return await self._servers.ask(exchange, repeatable=repeatable, at=at, limit=limit)
 
-    async def _authorized(self, endpoint: str, path: str, body: bytes, connect: float) -> bytes:
-        """Return the answer to a message with a token, if one is needed; renew an expired token once."""
-        await self._authenticate(endpoint, connect)
+    async def _authorized(self, endpoint: str, path: str, body: bytes) -> bytes:
+        """Return the answer to a message; get a token if the server asks for one, or for another one."""
         token = self._token
         try:
-            return await self._post(endpoint, path, body, connect)
+            return await self._post(endpoint, path, body)
         except _TokenRefused:
             if self._settings.username is None:
                 raise
+        async with self._authenticating:
             if self._token == token:  # no other request has renewed it meanwhile
                 self._token = None
-        await self._authenticate(endpoint, connect)
-        return await self._post(endpoint, path, body, connect)
-
-    async def _authenticate(self, endpoint: str, connect: float) -> None:
-        """Get a token, if one is needed and there is none."""
-        if self._settings.username is None:
-            return
-        async with self._authenticating:
-            if self._token is not None:
-                return
-            who = {"name": self._settings.username, "password": self._settings.password or ""}
-            try:
-                answer = await self._post(endpoint, "/v3/auth/authenticate", msgspec.json.encode(who), connect)
-            except StoreRefused as error:
-                if "authentication is not enabled" not in str(error):
-                    raise
-                self._token = ""
-            else:
+                who = {"name": self._settings.username, "password": self._settings.password or ""}
+                answer = await self._post(endpoint, "/v3/auth/authenticate", msgspec.json.encode(who))
                 self._token = _understood(endpoint, answer, _AuthAnswer).token
+        return await self._post(endpoint, path, body)
 
-    async def _post(self, endpoint: str, path: str, body: bytes, connect: float) -> bytes:
-        async with self._request("POST", endpoint, path, connect, body) as response:
+    async def _post(self, endpoint: str, path: str, body: bytes) -> bytes:
+        async with self._request(endpoint, path, body) as response:
             return await response.read()
 
     @contextlib.asynccontextmanager
-    async def _request(
-        self, method: str, endpoint: str, path: str, connect: float, body: bytes = b""
-    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+    async def _request(self, endpoint: str, path: str, body: bytes) -> AsyncGenerator[aiohttp.ClientResponse, None]:
         """Yield an answer with status 200; raise for another one."""
         headers = {"Authorization": self._token} if self._token else None
-        request = self._servers.request(method, endpoint, path, connect=connect, body=body, headers=headers)
+        request = self._servers.request("POST", endpoint, path, body=body, headers=headers)
         async with request as response:
             if response.status != 200:
                 raise _refusal(endpoint, path, response.status, await response.read())
@@ -362,16 +313,10 @@ class _Streamed(msgspec.Struct, Generic[_Reply], frozen=True):
     error: _Fault | None = None
 
 
-class _Failure(msgspec.Struct, frozen=True):
-    """The body of an answer whose status is not 200."""
+class _Failure(_Fault, frozen=True):
+    """The body of an answer whose status is not 200; of a stream, the error is inside."""
 
-    message: str = ""
-    code: int = 0
-    error: str | _Fault | None = None
-
-
-class _Version(msgspec.Struct, frozen=True):
-    etcdserver: str
+    error: str | _Fault = ""
 
 
 class _TokenRefused(StoreRefused):
@@ -390,8 +335,12 @@ class _Stream:
         self._response = response
         self._pending = bytearray()
 
-    async def next(self, patience: float) -> _Streamed[_WatchAnswer] | None:
-        """Return the next message, or None if none came within ``patience`` seconds."""
+    async def next(self, patience: float) -> _WatchAnswer | None:
+        """Return the next message, or None if none came within ``patience`` seconds.
+
+        Raises:
+            StoreError: the watch has ended.
+        """
         searched = 0
         while (end := self._pending.find(b"\n", searched)) < 0:
             searched = len(self._pending)
@@ -403,9 +352,15 @@ class _Stream:
             if not chunk:
                 raise StoreUnavailable(f"etcd at {self._endpoint} ended the watch")
             self._pending += chunk
-        line = bytes(self._pending[:end])
+        line = _understood(self._endpoint, bytes(self._pending[:end]), _Streamed[_WatchAnswer])
         del self._pending[: end + 1]
-        return _understood(self._endpoint, line, _Streamed[_WatchAnswer])
+        answer = line.result or _WatchAnswer()
+        if line.error is not None:
+            raise _meaning(f"etcd at {self._endpoint}", line.error)
+        if answer.canceled and not answer.compact_revision:
+            reason = _Fault(answer.cancel_reason or "the watch was canceled")
+            raise _meaning(f"etcd at {self._endpoint}", reason, transient=True)
+        return answer
 
 
 def _understood(endpoint: str, body: bytes, reply: type[_Reply]) -> _Reply:
@@ -421,12 +376,11 @@ def _refusal(endpoint: str, path: str, status: int, body: bytes) -> StoreError:
         failure = msgspec.json.decode(body, type=_Failure, strict=False)
     except msgspec.DecodeError:
         failure = _Failure()
-    fault = failure.error
-    if not isinstance(fault, _Fault):
-        fault = _Fault(failure.message or fault or "", failure.code)
+    fault = failure.error if isinstance(failure.error, _Fault) else failure
     if fault.message:
         return _meaning(f"etcd at {endpoint}", fault, transient=is_transient(status))
-    return unexpected(endpoint, path, status, body, lacking="its JSON gateway")
+    lacking = "its JSON gateway (etcd 3.4 or later has it, with --enable-grpc-gateway=true)"
+    return unexpected(endpoint, path, status, body, lacking=lacking)
 
 
 def _meaning(where: str, fault: _Fault, *, transient: bool = False) -> StoreError:
@@ -453,34 +407,6 @@ def _meaning(where: str, fault: _Fault, *, transient: bool = False) -> StoreErro
     return StoreRefused(f"{where} refuses: {said}")
 
 
-def _checked(line: _Streamed[_WatchAnswer], server: str, start: int) -> _WatchAnswer:
-    """Return the message of a watch; raise if it ends the watch."""
-    if line.error is not None:
-        raise _meaning(f"etcd at {server}", line.error)
-    answer = line.result or _WatchAnswer()
-    if answer.compact_revision:
-        raise HistoryCompacted(
-            f"etcd keeps no changes before revision {answer.compact_revision}, and {start} was asked for; list again"
-        )
-    if answer.canceled:
-        reason = _Fault(answer.cancel_reason or "the watch was canceled")
-        raise _meaning(f"etcd at {server}", reason, transient=True)
-    return answer
-
-
-def _break_when_peer_is_silent(response: aiohttp.ClientResponse, limit: float) -> None:
-    """Have the kernel break the connection if its peer's kernel is silent for ``limit`` seconds."""
-    transport = response.connection.transport if response.connection else None
-    if transport is None:
-        return  # it is broken already; reading from it will fail
-    connection = transport.get_extra_info("socket")
-    seconds = max(int(limit / 3), 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, seconds)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit * 1000))
-
-
 def _encoded(key: str) -> bytes:
     return key.encode("utf-8", "surrogateescape")
 
@@ -490,12 +416,9 @@ def _decoded(key: bytes) -> str:
 
 
 def _below(prefix: str) -> dict[str, Any]:
-    """Return the range of all keys with the prefix."""
+    """Return the range of all keys with the prefix, which ends in a slash."""
     first = _encoded(prefix)
-    stem = first.rstrip(b"\xff")
-    if not stem:
-        return {"key": first or b"\0", "range_end": b"\0"}  # which stands for "to the end"
-    return {"key": first, "range_end": stem[:-1] + bytes([stem[-1] + 1])}
+    return {"key": first, "range_end": first[:-1] + b"0"}  # the character after the slash
 
 
 def _entry(kv: _KeyValue) -> Entry:

@@ -16,7 +16,7 @@ from elastic_operator.api.legacy import WORKER, launcher_flags, program_is_launc
 from elastic_operator.api.spec import NEVER, program_of, user_env, worker_container
 from torchelastic.errors import SettingsError
 from torchelastic.protocol import Env
-from torchelastic.store.endpoints import parse_endpoints
+from torchelastic.store.api import parse_endpoints
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -13,7 +13,7 @@ from elastic_operator.api.json_values import mapping
 from elastic_operator.resources.owned_objects import common_labels, own_labels, own_metadata
 from elastic_operator.resources.worker_pod import RESTRICTED, SECCOMP, tolerate_silent_node
 from torchelastic.protocol import bracketed
-from torchelastic.store.endpoints import DEFAULT_PORT
+from torchelastic.store.api import DEFAULT_PORT
 
 if TYPE_CHECKING:
     from elastic_operator.api.spec import Json

@@ -1,0 +1,292 @@
+"""How nodes and the operator use a store: they connect, list and watch a prefix, and keep the lease of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+
+from torchelastic.errors import LeaseLost, StoreError, StoreRefused, StoreUnavailable
+from torchelastic.protocol import RUN_LEASE_RENEWALS, RUN_LEASE_TTL, run_lease
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+
+    from torchelastic.store.api import Change, Listing, Store, StoreSettings
+    from torchelastic.store.etcd_v2 import EtcdV2Store
+    from torchelastic.store.etcd_v3 import EtcdV3Store
+
+_Result = TypeVar("_Result")
+
+RETRY_MIN: Final = 0.1
+RETRY_MAX: Final = 1.0
+"""Seconds between attempts; with jitter, so that a thousand nodes do not return in step."""
+
+_LATER: Final = 1e-3
+"""The first renewal by a node that leaves urgent requests to go first, as a share of the lease's time."""
+
+_GRANTS: Final = 3
+"""How often the lease is granted for one write before the store counts as unavailable."""
+
+logger = logging.getLogger(__name__)
+
+
+class Backoff:
+    """Delays between attempts to reach a store; they grow with each attempt that failed, until one succeeds.
+
+    Attributes:
+        attempts: how many attempts have failed since the last one that succeeded.
+    """
+
+    def __init__(self) -> None:
+        self.attempts = 0
+
+    async def wait(self) -> None:
+        """Wait after an attempt that failed."""
+        longest: float = min(RETRY_MIN * 2 ** min(self.attempts, 10), RETRY_MAX)
+        self.attempts += 1
+        await asyncio.sleep(longest * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+
+    def reset(self) -> None:
+        """Take note of an attempt that succeeded."""
+        self.attempts = 0
+
+
+async def connect(settings: StoreSettings) -> Store:
+    """Return a store on the servers that the settings name, after one of them has answered.
+
+    If the settings name no version, this is etcd's API v3, or v2 if the servers have no other.
+
+    Raises:
+        StoreUnavailable: none answers.
+        StoreRefused: one answers, but not with the API that is asked for, or refuses the credentials.
+    """
+    # An agent starts its fork server before it spends its own time on an HTTP client.
+    from torchelastic.store.etcd_http import WrongApi
+    from torchelastic.store.etcd_v3 import EtcdV3Store
+
+    if settings.version == 2:
+        return await _checked(_v2(settings))
+    try:
+        return await _checked(EtcdV3Store(settings))
+    except WrongApi as no_v3:
+        if settings.version is not None:
+            raise
+        try:
+            store = await _checked(_v2(settings))
+        except StoreRefused as no_v2:
+            also = "nor does it serve the API v2" if isinstance(no_v2, WrongApi) else f"and {no_v2}"
+            raise StoreRefused(f"{no_v3}; {also}") from no_v2
+        logger.debug("the API v2 of etcd is used, since %s", no_v3)
+        return store
+
+
+async def connect_within(settings: StoreSettings, seconds: float) -> Store:
+    """Return a store as :func:`connect` does, waiting for the servers at most ``seconds``.
+
+    Raises:
+        StoreUnavailable: none has answered.
+        StoreRefused: one has answered, and trying again does not help.
+    """
+    deadline = time.monotonic() + seconds
+    backoff = Backoff()
+    while True:
+        try:
+            return await connect(settings)
+        except StoreUnavailable as error:
+            if backoff.attempts == 0:
+                logger.warning("%s; trying again for %g s", error, seconds)
+            if time.monotonic() > deadline:
+                raise
+        await backoff.wait()
+
+
+def _v2(settings: StoreSettings) -> EtcdV2Store:
+    try:
+        from torchelastic.store.etcd_v2 import EtcdV2Store
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in {"etcd", "urllib3", "dns"}:
+            raise
+        raise StoreRefused("etcd's API v2 needs the package python-etcd: pip install python-etcd") from error
+    return EtcdV2Store(settings)
+
+
+async def _checked(store: EtcdV2Store | EtcdV3Store) -> Store:
+    try:
+        await store.check()
+    except BaseException:
+        await store.close()
+        raise
+    return store
+
+
+async def follow(store: Store, prefix: str) -> AsyncGenerator[Listing | tuple[Change, ...], None]:
+    """Yield the keys below a prefix, then every change of them, in batches; an empty batch means "still connected".
+
+    If the store no longer has the next change, the keys are listed again.
+
+    Raises:
+        StoreError: as :meth:`~torchelastic.store.api.Store.watch` and ``list`` do; follow again after it.
+    """
+    while True:
+        read = -1
+        # The watch comes before the listing. In the other order, a change between the two makes etcd treat the watch
+        # as one that has to catch up, which delays its changes by up to 100 ms.
+        async with aclosing(store.watch(prefix)) as batches:
+            async for batch in batches:
+                if read < 0:
+                    listing = await store.list(prefix)
+                    read = listing.revision
+                    yield listing
+                news = tuple(change for change in batch if change.revision > read)
+                if news or not batch:
+                    yield news
+
+
+async def follow_forever(
+    store: Store, prefix: str, *, lost: Callable[[StoreUnavailable], None]
+) -> AsyncGenerator[Listing | tuple[Change, ...], None]:
+    """Follow a prefix, and begin again with a listing when the store is back.
+
+    Args:
+        store: the store.
+        prefix: the prefix.
+        lost: called each time that the store cannot be reached.
+
+    Raises:
+        StoreRefused: trying again does not help.
+    """
+    backoff = Backoff()
+    while True:
+        try:
+            async with aclosing(follow(store, prefix)) as news:
+                async for each in news:
+                    backoff.reset()
+                    yield each
+        except StoreUnavailable as error:
+            lost(error)
+            await backoff.wait()
+
+
+class RunLease:
+    """Writes the keys of a run that outlive their writer: under the run's lease, which nodes and the operator renew.
+
+    A write is sent as if the lease existed. If it does not (a new run, a store that came back empty), the lease is
+    granted and the write sent again. So no method raises LeaseLost, which a caller with a lease of its own would
+    mistake for the loss of that lease.
+
+    Args:
+        store: the store.
+        run_id: the run's id; the id of the lease follows from it.
+        ttl: seconds for which the keys stay after the last renewal.
+    """
+
+    def __init__(self, store: Store, run_id: str, *, ttl: float = RUN_LEASE_TTL) -> None:
+        self._store = store
+        self._lease = run_lease(run_id)
+        self._ttl = ttl
+
+    async def put(self, key: str, value: bytes) -> int:
+        """Set a key; see :meth:`Store.put <torchelastic.store.api.Store.put>`."""
+        return await self._under_lease(lambda: self._store.put(key, value, lease=self._lease))
+
+    async def compare_and_swap(self, key: str, value: bytes, *, expected: int) -> int | None:
+        """Set a key if it has not changed; see :meth:`~torchelastic.store.api.Store.compare_and_swap`."""
+        return await self._under_lease(
+            lambda: self._store.compare_and_swap(key, value, expected=expected, lease=self._lease),
+        )
+
+    async def keep(self, *, at_once: bool = True) -> NoReturn:
+        """Grant the lease and renew it until cancelled; wait for a store that is away.
+
+        Args:
+            at_once: grant it now. False gives more urgent requests a moment, if another node has kept the lease so far.
+
+        Raises:
+            StoreRefused: trying again does not help.
+        """
+        if not at_once:
+            await asyncio.sleep(self._ttl * _LATER)
+        backoff = Backoff()
+        while True:
+            try:
+                await self._grant()
+            except StoreUnavailable:  # reported by the watch of the run's keys
+                await backoff.wait()
+            else:
+                backoff.reset()
+                await asyncio.sleep(self._ttl / RUN_LEASE_RENEWALS)
+
+    async def end(self) -> None:
+        """Remove the lease and its keys now."""
+        await self._store.revoke(self._lease)
+
+    async def _grant(self) -> None:
+        await self._store.grant(self._ttl, lease=self._lease)
+
+    async def _under_lease(self, write: Callable[[], Awaitable[_Result]]) -> _Result:
+        for _ in range(_GRANTS):
+            try:
+                return await write()
+            except LeaseLost:
+                await self._grant()
+        raise StoreUnavailable("the store loses the run's lease as soon as it is granted")
+
+
+class NodeStore:
+    """The store of a node: it measures requests, and is unavailable instead of refusing once the node has put a key.
+
+    Before a node has joined, a refusal (credentials, certificate, not an etcd) is reported to the user. After that,
+    training must not end because of it: a proxy may answer for an etcd that restarts, a certificate may be renewed
+    late, a server that has come back may not know a token yet.
+
+    Args:
+        store: gets the requests.
+        answered: called after each request that was not cancelled, with the name of the method, the seconds that it
+            took (of a watch, until it is confirmed), and ``succeeded``: whether the store answered. That a lease has
+            ended is an answer, a refusal is not.
+    """
+
+    def __init__(self, store: Store, answered: Callable[..., None] | None = None) -> None:
+        self._store = store
+        self._answered = answered
+        self._joined = False
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        method = getattr(self._store, name)
+
+        async def call(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - as the method has them
+            with self._request(name):
+                return await method(*args, **options)
+
+        return call
+
+    async def watch(self, prefix: str) -> AsyncGenerator[tuple[Change, ...], None]:
+        """See :meth:`Store.watch <torchelastic.store.api.Store.watch>`."""
+        async with aclosing(self._store.watch(prefix)) as batches:
+            with self._request("watch"):
+                confirmed = await anext(batches, ())
+            yield confirmed
+            with self._request(""):
+                async for batch in batches:
+                    yield batch
+
+    @contextmanager
+    def _request(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        failure: StoreError | None = None
+        try:
+            yield
+        except StoreError as error:
+            failure = error
+        if name and self._answered is not None:
+            succeeded = not isinstance(failure, StoreUnavailable | StoreRefused)
+            self._answered(name, time.perf_counter() - began, succeeded=succeeded)
+        if isinstance(failure, StoreRefused) and self._joined:
+            raise StoreUnavailable(f"{failure}") from failure
+        if failure is not None:
+            raise failure
+        self._joined = self._joined or name == "put"
