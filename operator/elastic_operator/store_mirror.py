@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from torchelastic.errors import LeaseLost, MalformedRecord, SettingsError, StoreError
+from torchelastic.errors import MalformedRecord, SettingsError, StoreError
 from torchelastic.protocol import (
     RUN_LEASE_TTL,
     HistoryRecord,
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from torchelastic.store import Entry, Store
 
 _log = logging.getLogger(__name__)
-
-_REMEMBERED: Final = 10_000
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
@@ -68,7 +66,6 @@ class StoreMirror:
         changed: see above.
         away: see above.
         run_lease: seconds after which the store deletes a run that no agent and no operator follows.
-        remembered: nodes whose names are kept.
 
     Attributes:
         readable: whether the following attributes are current.
@@ -78,7 +75,7 @@ class StoreMirror:
         time_breakdown: where the run's time went; rewritten every few seconds, without a call of ``changed()``.
         history: the run's rounds.
         nodes: by node id, the registered nodes.
-        names: by node id, the pods of the nodes that were seen last.
+        names: by node id, the pods of all nodes that were ever seen.
     """
 
     def __init__(
@@ -88,16 +85,13 @@ class StoreMirror:
         changed: Callable[[], None],
         away: Callable[[str], None],
         run_lease: float = RUN_LEASE_TTL,
-        remembered: int = _REMEMBERED,
     ) -> None:
         self._run_id = run_id
-        self._run_lease = run_lease
-        self._remembered = remembered
+        self._ttl = run_lease
         self._keys = RunKeys.of(run_id)
         self._changed = changed
         self._away = away
-        self._store: Store | None = None
-        self._lasting: RunLease | None = None
+        self._store: Store | None = None  # while it is connected; it may not answer
         self.readable = False
         self.round: RoundRecord | None = None
         self.outcome: OutcomeRecord | None = None
@@ -125,14 +119,13 @@ class StoreMirror:
                     store = await connect(await how if isinstance(how, Awaitable) else how)
                     stack.push_async_callback(store.close)
                     self._store = store
-                    self._lasting = RunLease(store, self._run_id, ttl=self._run_lease)
                     async with asyncio.TaskGroup() as tasks:
-                        tasks.create_task(self._lasting.keep())
+                        tasks.create_task(self._lease(store).keep())
                         await self._follow(store)
             except* (StoreError, SettingsError) as errors:
                 self._away(str(errors.exceptions[0]))
             finally:
-                self._store = self._lasting = None
+                self._store = None
                 if self.readable:
                     backoff.reset()
                     self.readable = False
@@ -145,7 +138,7 @@ class StoreMirror:
     @property
     def connected(self) -> bool:
         """Whether there is a connection to the store; it may not answer."""
-        return self._lasting is not None
+        return self._store is not None
 
     async def write_size(self, size: SizeRecord) -> None:
         """Write the wanted size.
@@ -153,9 +146,9 @@ class StoreMirror:
         Raises:
             StoreError: the store is unavailable, or refused.
         """
-        if self._lasting is None:
+        if self._store is None:
             raise StoreError("the store cannot be reached just now")
-        await self._lasting.put(self._keys.size, encode(size))
+        await self._lease(self._store).put(self._keys.size, encode(size))
 
     async def forget_run(self) -> None:
         """Delete the run's keys from a store that outlives it.
@@ -163,12 +156,12 @@ class StoreMirror:
         Raises:
             StoreError: the store is unavailable, or refused.
         """
-        store, lasting = self._store, self._lasting  # it may break, and be none of ours any more, at any await
-        if store is None or lasting is None:
-            return
-        with contextlib.suppress(LeaseLost):  # the run's keys are gone, but not those of the nodes
-            await lasting.end()
-        await store.delete_prefix(self._keys.root)
+        if (store := self._store) is not None:  # which may change at any await
+            await self._lease(store).end()
+            await store.delete_prefix(self._keys.root)
+
+    def _lease(self, store: Store) -> RunLease:
+        return RunLease(store, self._run_id, ttl=self._ttl)
 
     async def _follow(self, store: Store) -> None:
         """Copy the keys and every change of them."""
@@ -214,10 +207,7 @@ class StoreMirror:
             else:
                 before = self.nodes.get(node_id)
                 self.nodes[node_id] = node
-                self.names.pop(node_id, None)  # the order is that in which they were last seen
                 self.names[node_id] = node.name
-                if len(self.names) > self._remembered:
-                    del self.names[next(iter(self.names))]
                 return before is None or _but_progress(before) != _but_progress(node)
         return True
 

@@ -1,19 +1,26 @@
-"""The operator's mirror of a run's store, and the removal of the run's keys, on a real etcd."""
+"""The operator's mirror of a run's store, and the stores of all jobs, on a real etcd."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
-import socket
 import uuid
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from aiohttp import web
+from kubernetes.aio.client import Configuration
 
+from elastic_operator.kubernetes.client import Api
 from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.store_mirror import StoreMirror, store_at
+from tests.support.answering import answering
+from tests.support.certificates import make_certificates
+from tests.support.etcd import EtcdServer
 from torchelastic.errors import StoreError
 from torchelastic.protocol import (
     HistoryRecord,
@@ -28,17 +35,15 @@ from torchelastic.protocol import (
     encode,
     run_lease,
 )
-from torchelastic.store import StoreSettings, connect
+from torchelastic.store import StoreSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from tests.support.etcd import EtcdServer
-    from torchelastic.store import Store
-
 pytestmark = pytest.mark.real
 
 PATIENCE = 90.0
+KEY = "team/digits"
 SIZE = SizeRecord(min=1, max=8, desired=1)
 
 
@@ -56,11 +61,11 @@ class Watched:
         said: its messages about an unreachable store.
     """
 
-    def __init__(self, run_id: str, *, remembered: int = 1000) -> None:
+    def __init__(self, run_id: str) -> None:
         self._happened = asyncio.Event()
         self.changes = 0
         self.said: list[str] = []
-        self.mirror = StoreMirror(run_id, changed=self._changed, away=self._away, remembered=remembered)
+        self.mirror = StoreMirror(run_id, changed=self._changed, away=self._away)
 
     def _changed(self) -> None:
         self.changes += 1
@@ -87,19 +92,6 @@ class Watched:
         assert task.cancelled()
 
 
-@contextlib.asynccontextmanager
-async def reached(etcd: EtcdServer) -> AsyncIterator[Store]:
-    store = await connect(etcd.settings)
-    try:
-        yield store
-    finally:
-        await store.close()
-
-
-def node(name: str) -> bytes:
-    return encode(NodeRecord(name=name, address="10.0.0.1", workers=1, size=SIZE))
-
-
 @pytest.mark.parametrize(
     ("written", "protocol", "endpoints"),
     [
@@ -119,7 +111,7 @@ async def test_reports_about_the_past_are_read_and_wake_no_node(etcd: EtcdServer
     split = TimeBreakdown(until=1_700_000_000.5, seconds={RunState.TRAINING: 7.25}, joined=2)
     history = HistoryRecord(created=1_700_000_000.0, rounds=(PastRound(number=1, began=1_700_000_000.0, nodes=2),))
     watched = Watched(run_id)
-    async with reached(etcd) as store, watched.follows(lambda: etcd.settings) as mirror:
+    async with etcd.connected() as store, watched.follows(lambda: etcd.settings) as mirror:
         await watched.until(lambda: mirror.readable)
         before = watched.changes
         for _ in range(3):
@@ -136,21 +128,11 @@ async def test_reports_about_the_past_are_read_and_wake_no_node(etcd: EtcdServer
         assert (mirror.time_breakdown, mirror.history) == (None, None)
 
 
-async def test_the_operator_reads_a_store_at_every_form_of_endpoint(etcd: EtcdServer, run_id: str) -> None:
-    written = "etcd:99999"
-    watched = Watched(run_id)
-    async with watched.follows(lambda: store_at(written)) as mirror:
-        await watched.until(lambda: bool(watched.said))
-        assert "a port is a number from 1 to 65535" in watched.said[0]
-        written = f"http://{etcd.endpoint}/"
-        await watched.until(lambda: mirror.readable)
-
-
 async def test_progress_wakes_no_peer_but_every_other_change_does(etcd: EtcdServer, run_id: str) -> None:
     keys = RunKeys.of(run_id)
     record = NodeRecord(name="a", address="10.0.0.1", workers=1, size=SIZE)
     watched = Watched(run_id)
-    async with reached(etcd) as store, watched.follows(lambda: etcd.settings) as mirror:
+    async with etcd.connected() as store, watched.follows(lambda: etcd.settings) as mirror:
         await store.put(keys.node("a.1"), encode(record))
         await watched.until(lambda: mirror.nodes == {"a.1": record})
         before = watched.changes
@@ -166,13 +148,15 @@ async def test_progress_wakes_no_peer_but_every_other_change_does(etcd: EtcdServ
 
 async def test_the_keys_of_a_run_are_removed_even_if_its_lease_is_lost(etcd: EtcdServer, run_id: str) -> None:
     watched, keys = Watched(run_id), RunKeys.of(run_id)
-    async with reached(etcd) as store, watched.follows(lambda: etcd.settings) as mirror:
+    async with etcd.connected() as store, watched.follows(lambda: etcd.settings) as mirror:
         await watched.until(lambda: mirror.readable)
         await mirror.write_size(SIZE)
-        await store.put(keys.node("a.1"), node("a"))
+        await store.put(keys.node("a.1"), encode(NodeRecord(name="a", address="10.0.0.1", workers=1, size=SIZE)))
         await store.revoke(run_lease(run_id))
         await mirror.forget_run()
         assert (await store.list(keys.root)).entries == ()
+        await watched.until(lambda: not mirror.nodes)
+        assert mirror.names == {"a.1": "a"}, "of a node that has left"
 
 
 async def test_a_store_outage_during_cleanup_is_reported(own_etcd: EtcdServer, run_id: str) -> None:
@@ -188,30 +172,49 @@ async def test_a_store_outage_during_cleanup_is_reported(own_etcd: EtcdServer, r
             await asyncio.wait_for(forgetting, PATIENCE)
 
 
-async def test_the_names_of_recent_nodes_are_kept(etcd: EtcdServer, run_id: str) -> None:
-    watched, keys = Watched(run_id, remembered=4), RunKeys.of(run_id)
-    async with reached(etcd) as store, watched.follows(lambda: etcd.settings) as mirror:
-        await watched.until(lambda: mirror.readable)
-        for number in range(30):
-            await store.put(keys.node(f"n{number}.1"), node(f"n{number}"))
-            await store.delete(keys.node(f"n{number}.1"))
-        await store.put(keys.node("last.1"), node("last"))
-        await watched.until(lambda: "last.1" in mirror.names)
-        assert mirror.names.keys() == {"n27.1", "n28.1", "n29.1", "last.1"}
+# -- the stores of all jobs
 
 
-async def test_a_lasting_store_outage_is_reported_on_the_job(own_etcd: EtcdServer, run_id: str) -> None:
-    woken = asyncio.Event()
+class Followed:
+    """The stores of all jobs, with the store of one job that a test follows."""
+
+    def __init__(self, run_id: str, api: Api | None = None) -> None:
+        self._run_id = run_id
+        self._happened = asyncio.Event()
+        self.stores = JobStores(
+            api or Api(Configuration()), lambda _: self._happened.set(), secret_namespaces=["team"], patience=0.0
+        )
+
+    @contextlib.asynccontextmanager
+    async def at(self, endpoint: str, *, secret: str | None = None) -> AsyncIterator[StoreMirror]:
+        """Follow the store at an endpoint within the block."""
+        async with asyncio.timeout(PATIENCE), self.stores as stores:
+            yield stores.follow(self._run_id, KEY, endpoint, lasts=True, up=True, secret=secret)
+
+    async def error(self) -> str:
+        """The first message about the store."""
+        await self.until(lambda: self.stores.error(self._run_id) is not None)
+        return self.stores.error(self._run_id) or ""
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        while not true():
+            self._happened.clear()
+            await self._happened.wait()
+
+
+async def test_a_lasting_store_outage_and_a_bad_endpoint_are_reported_on_the_job(
+    own_etcd: EtcdServer, run_id: str
+) -> None:
     await own_etcd.kill()
-    async with asyncio.timeout(PATIENCE), JobStores(lambda _: woken.set(), patience=0.0) as stores:
-        mirror = stores.follow(run_id, "default/digits", own_etcd.endpoint, lasts=True, up=True)
-        await woken.wait()
-        assert own_etcd.endpoint in (stores.error(run_id) or "")
+    followed = Followed(run_id)
+    async with followed.at("etcd:99999") as mirror:
+        assert "a port is a number from 1 to 65535" in await followed.error()
+        followed.stores.follow(run_id, KEY, own_etcd.endpoint, lasts=True, up=False)
+        followed.stores.follow(run_id, KEY, own_etcd.endpoint, lasts=True, up=True)
+        assert f"etcd at {own_etcd.endpoint} does not answer: connection refused" in await followed.error()
         await own_etcd.start()
-        while not mirror.readable:
-            woken.clear()
-            await woken.wait()
-        assert stores.error(run_id) is None
+        await followed.until(lambda: mirror.readable)
+        assert followed.stores.error(run_id) is None
 
 
 async def test_an_internal_error_while_leaving_is_logged_and_does_not_stop_other_steps(
@@ -224,29 +227,51 @@ async def test_an_internal_error_while_leaving_is_logged_and_does_not_stop_other
         raise AttributeError("a defect")
 
     monkeypatch.setattr(StoreMirror, "forget_run", broken)
-    with caplog.at_level(logging.ERROR), socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{nobody.getsockname()[1]}"
-        async with asyncio.timeout(PATIENCE), JobStores(lambda _: None) as stores:
-            stores.follow(run_id, "default/digits", endpoint, lasts=True, up=True)
-            stores.leave(run_id)
+    followed = Followed(run_id)
+    with caplog.at_level(logging.ERROR):
+        async with followed.at("127.0.0.1:1"):
+            followed.stores.leave(run_id)
             await left.wait()
-            stores.follow("another", "default/another", endpoint, lasts=True, up=True)
-            assert stores.uids_of("default/another") == ("another",)
+            followed.stores.follow("another", "team/another", "127.0.0.1:1", lasts=True, up=True)
+            assert followed.stores.uids_of("team/another") == ("another",)
     assert "an unexpected error while its keys were removed" in caplog.text
 
 
 async def test_a_hanging_store_is_waited_for_a_moment_and_gets_the_size_later(etcd: EtcdServer, run_id: str) -> None:
-    woken = asyncio.Event()
-    async with asyncio.timeout(PATIENCE), JobStores(lambda _: woken.set()) as stores:
-        mirror = stores.follow(run_id, "team/digits", etcd.endpoint, lasts=True, up=True)
-        while not mirror.readable:
-            await woken.wait()
-            woken.clear()
+    followed = Followed(run_id)
+    async with followed.at(etcd.endpoint) as mirror:
+        await followed.until(lambda: mirror.readable)
         with etcd.paused(), pytest.raises(StoreError, match="has not answered"):
-            await stores.write_size(run_id, SIZE)
+            await followed.stores.write_size(run_id, SIZE)
         later = SizeRecord(min=1, max=8, desired=1, generation=203)
-        await stores.write_size(run_id, later)
-        while mirror.size != later:
-            await woken.wait()
-            woken.clear()
+        await followed.stores.write_size(run_id, later)
+        await followed.until(lambda: mirror.size == later)
+
+
+async def test_an_etcd_with_client_certificates_is_reached_with_the_current_secret(tmp_path: Path, run_id: str) -> None:
+    files = make_certificates(tmp_path)
+    secret: dict[str, Any] = {"metadata": {"name": "hub", "namespace": "team"}, "data": {}}
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        assert request.path == "/api/v1/namespaces/team/secrets/hub"
+        return web.json_response(secret)
+
+    def put(**paths: str) -> None:
+        for name, path in paths.items():
+            secret["data"][name.replace("_", ".")] = base64.b64encode(Path(path).read_bytes()).decode()
+
+    async with (
+        EtcdServer(tmp_path, args=files.etcd_flags_for_clients, protocol="https") as etcd,
+        answering(answer) as configuration,
+        Api(configuration) as api,
+    ):
+        followed = Followed(run_id)
+        async with followed.at(etcd.url):
+            assert f"the certificate of etcd at {etcd.endpoint} cannot be trusted" in await followed.error()
+        followed = Followed(run_id, api)
+        async with followed.at(etcd.url, secret="hub") as mirror:
+            neither = "the Secret hub, which spec.etcd.tlsSecret names, has neither ca.crt nor tls.crt"
+            assert neither in await followed.error()
+            put(ca_crt=files.authority, tls_crt=files.client, tls_key=files.client_key)
+            await followed.until(lambda: mirror.readable)
+            assert followed.stores.error(run_id) is None
