@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks.soak_faults import KINDS, plan
-from tests.support.etcd import find_etcd
+from elastic_operator.local.etcd import find_etcd
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,7 +145,7 @@ SLACK = 1.0
 
 
 def test_the_requests_of_a_change_do_not_grow_with_the_square_of_the_nodes(scratch: Path) -> None:
-    sizes = (f"--nodes={FEW},{MORE}", f"--peer-nodes={FEW}", "--repeat=1", f"--etcd={find_etcd()}")
+    sizes = (f"--nodes={FEW},{MORE}", f"--peer-nodes={FEW}", "--repeat=1", f"--etcd={find_etcd(os.environ['PATH'])}")
     report = measured(scratch, command("rendezvous", "--json", *sizes))
 
     medians = {measurement["name"]: measurement["ours"]["median"] for measurement in report["measurements"]}

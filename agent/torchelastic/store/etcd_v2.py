@@ -224,7 +224,8 @@ class EtcdV2Store:
     async def _below(self, prefix: str) -> tuple[int, builtins.list[_Node]]:
         """Return etcd's index, and what is in the folder of a prefix."""
         try:
-            answer = await self._ask("read", _folder(prefix), recursive=True, quorum=True)
+            # With a slash at the end, it is allowed to a user who may use the keys below KEY_ROOT.
+            answer = await self._ask("read", _folder(prefix).rstrip("/") + "/", recursive=True, quorum=True)
         except etcd.EtcdKeyNotFound as error:
             return _index_of(error), []
         return answer.etcd_index, [_node(leaf) for leaf in answer.leaves if not leaf.dir]
