@@ -1,17 +1,5 @@
 """The errors of torchelastic, one tree under one root.
 
-    TorchElasticError
-    ├── SettingsError
-    ├── StoreError
-    │   ├── StoreUnavailable
-    │   ├── StoreRefused
-    │   └── LeaseLost
-    ├── NoPortFree
-    ├── StartError
-    ├── MalformedRecord
-    └── RendezvousError
-        └── RendezvousClosedError
-
 Each message is a sentence that says what is wrong and, if possible, what to do.
 """
 

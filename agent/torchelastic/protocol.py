@@ -29,14 +29,11 @@ import enum
 import hashlib
 import itertools
 import json
-from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 
 from torchelastic.errors import MalformedRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 KEY_ROOT: Final = "/torchelastic"
 
@@ -483,18 +480,15 @@ class HistoryRecord(_Record, frozen=True):
     Attributes:
         created: when the job was created, in seconds since the Unix epoch.
         rounds: the first and the last rounds.
-        omitted: how many rounds are missing between the two.
     """
 
     created: _Time = 0.0
     rounds: tuple[PastRound, ...] = ()
-    omitted: Count = 0
 
-
-def missing_between(rounds: Iterable[PastRound]) -> int:
-    """Return how many round numbers are missing between consecutive rounds."""
-    missing = sum(max(after.number - before.number - 1, 0) for before, after in itertools.pairwise(rounds))
-    return min(missing, COUNT_LIMIT)
+    @property
+    def omitted(self) -> int:
+        """How many rounds are missing between the others."""
+        return sum(max(after.number - before.number - 1, 0) for before, after in itertools.pairwise(self.rounds))
 
 
 class LeaderRecord(_VersionedRecord, frozen=True):

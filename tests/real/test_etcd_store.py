@@ -81,20 +81,19 @@ class TestEtcdV3Store(EtcdBehaviour):
             TcpProxy(etcd.endpoint) as proxy,
             self.opened(etcd.settings) as direct,
             self.opened(etcd.settings, endpoints=(proxy.endpoint,), silence_limit=1) as store,
+            watching(store, prefix) as watch,
         ):
-            proxy.cut()  # so that the watch has the only connection
-            async with watching(store, prefix) as watch:
-                await direct.put(prefix + "1", b"")
-                told = await seen(watch, 1)
-                proxy.fall_silent(new_too=False)
-                lost = [await direct.put(prefix + number, b"") for number in "23"]
-                if compacted:
-                    await ask(etcd, "/v3/kv/compaction", {"revision": lost[-1]})
-                    await ended(watch)
-                    return
-                told += await seen(watch, 2)
-                await direct.put(prefix + "4", b"")
-                told += await seen(watch, 1)
+            await direct.put(prefix + "1", b"")
+            told = await seen(watch, 1)
+            proxy.fall_silent(new_too=False)
+            lost = [await direct.put(prefix + number, b"") for number in "23"]
+            if compacted:
+                await ask(etcd, "/v3/kv/compaction", {"revision": lost[-1]})
+                await ended(watch)
+                return
+            told += await seen(watch, 2)
+            await direct.put(prefix + "4", b"")
+            told += await seen(watch, 1)
         assert [change.key for change in told] == [prefix + number for number in "1234"]
 
 

@@ -97,7 +97,7 @@ def long(rounds: int = 200, omitted: int = 1800) -> Report:
         failure = killed(number - 1, 1) if reason is RoundReason.WORKER_FAILED else None
         cause = f"scaled to {2 + position % 5} pods"
         past.append(PastRound(number, began, 2 + position % 5, 8 * (2 + position % 5), reason, cause, failure, 12.0))
-    history = HistoryRecord(created=START, rounds=tuple(past), omitted=omitted)
+    history = HistoryRecord(created=START, rounds=tuple(past))
     seconds = {RunState.TRAINING: 80_000.0, RunState.STARTING: 5000.0, RunState.WAITING: 1400.0}
     split = TimeBreakdown(until=START + 86_400, seconds=seconds, joined=9)
     return report(history=history, time_breakdown=split, completed=START + 86_400)

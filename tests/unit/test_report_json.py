@@ -86,15 +86,15 @@ def reports(draw: st.DrawFn) -> Report:
         completed=draw(st.none() | TIMES),
         message=draw(TEXTS),
         time_breakdown=draw(st.none() | SPLITS),
-        history=HistoryRecord(created=created, rounds=rounds, omitted=draw(COUNTS)),
+        history=HistoryRecord(created=created, rounds=rounds),
         outcome=draw(st.none() | OUTCOMES),
         rested=tuple(sorted(draw(st.lists(TIMES, max_size=3)))),
     )
 
 
-def a_report(*numbers: int, omitted: int = 0, **fields: Any) -> Report:
+def a_report(*numbers: int, **fields: Any) -> Report:
     rounds = tuple(PastRound(number=number, began=NOW + number, nodes=2, workers=4) for number in numbers)
-    history = HistoryRecord(created=NOW, rounds=rounds, omitted=omitted)
+    history = HistoryRecord(created=NOW, rounds=rounds)
     known = {"namespace": "team", "name": NAME, "uid": UID, "created": NOW, "state": JobState.SUCCEEDED}
     return Report(**{**known, "history": history, **fields})
 
@@ -122,7 +122,7 @@ def test_report_json() -> None:
         failure=failure,
         lost=1.25,
     )
-    report = a_report(1, omitted=0)
+    report = a_report(1)
     report = replace(
         report,
         completed=NOW + 20,
@@ -246,10 +246,10 @@ def test_each_suspension_is_kept_once() -> None:
 
 
 def test_omitted_rounds_are_counted_once() -> None:
-    kept = merged(None, a_report(1, 2, 9, 10, omitted=6))
-    later = merged(kept, a_report(11, 15, omitted=3))
+    kept = merged(None, a_report(1, 2, 9, 10))
+    later = merged(kept, a_report(11, 15))
     assert (numbers_of(later), later.history.omitted) == ([1, 2, 9, 10, 11, 15], 9)
-    assert merged(later, a_report(11, 15, omitted=3)) == later
+    assert merged(later, a_report(11, 15)) == later
 
 
 def test_first_and_last_rounds_are_kept() -> None:

@@ -31,7 +31,6 @@ from torchelastic.protocol import (
     TimeBreakdown,
     decode,
     encode,
-    missing_between,
     shorten,
 )
 from torchelastic.rendezvous.run_state import ChangeSignal
@@ -247,8 +246,7 @@ class History:
 
     def record(self) -> HistoryRecord:
         """Return the rounds of the run."""
-        rounds = tuple(self._rounds.values())
-        return HistoryRecord(created=self.created, rounds=rounds, omitted=missing_between(rounds))
+        return HistoryRecord(self.created, tuple(self._rounds.values()))
 
     # -- queries
 

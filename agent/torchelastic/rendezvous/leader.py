@@ -99,7 +99,7 @@ class Leader:
         """Lead until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            tasks.create_task(self._run.lasting.keep(at_once=self._run.round is None))
+            tasks.create_task(self._run.lasting.keep())
             tasks.create_task(self._watch_nodes())
             tasks.create_task(self.history_writer.run())
             tasks.create_task(self._decide())

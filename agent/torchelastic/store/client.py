@@ -25,9 +25,6 @@ RETRY_MIN: Final = 0.1
 RETRY_MAX: Final = 1.0
 """Seconds between attempts; with jitter, so that a thousand nodes do not return in step."""
 
-_LATER: Final = 1e-3
-"""The first renewal by a node that leaves urgent requests to go first, as a share of the lease's time."""
-
 _GRANTS: Final = 3
 """How often the lease is granted for one write before the store counts as unavailable."""
 
@@ -199,17 +196,12 @@ class RunLease:
             lambda: self._store.compare_and_swap(key, value, expected=expected, lease=self._lease),
         )
 
-    async def keep(self, *, at_once: bool = True) -> NoReturn:
+    async def keep(self) -> NoReturn:
         """Grant the lease and renew it until cancelled; wait for a store that is away.
-
-        Args:
-            at_once: grant it now. False gives more urgent requests a moment, if another node has kept the lease so far.
 
         Raises:
             StoreRefused: trying again does not help.
         """
-        if not at_once:
-            await asyncio.sleep(self._ttl * _LATER)
         backoff = Backoff()
         while True:
             try:

@@ -416,9 +416,9 @@ def _decoded(key: bytes) -> str:
 
 
 def _below(prefix: str) -> dict[str, Any]:
-    """Return the range of all keys with the prefix, which ends in a slash."""
+    """Return the range of all keys with the prefix."""
     first = _encoded(prefix)
-    return {"key": first, "range_end": first[:-1] + b"0"}  # the character after the slash
+    return {"key": first, "range_end": first[:-1] + bytes([first[-1] + 1])}
 
 
 def _entry(kv: _KeyValue) -> Entry:

@@ -29,12 +29,10 @@ from elastic_operator.api.json_values import from_json, moment, seconds_of, to_j
 from elastic_operator.api.status import JobState
 from elastic_operator.errors import BadInput
 from torchelastic.protocol import (
-    COUNT_LIMIT,
     HISTORY_LIMIT,
     HistoryRecord,
     OutcomeRecord,
     TimeBreakdown,
-    missing_between,
     shorten,
 )
 
@@ -91,7 +89,7 @@ def report_to_json(report: Report) -> dict[str, Any]:
     if report.completed is not None:
         job["completed"] = moment(report.completed)
     history = whole.pop("history")
-    return {"job": job, **whole, "rounds": history["rounds"], "omitted": history["omitted"]}
+    return {"job": job, **whole, "rounds": history["rounds"], "omitted": report.history.omitted}
 
 
 def report_from_json(document: Mapping[str, Any]) -> Report:
@@ -101,10 +99,9 @@ def report_from_json(document: Mapping[str, Any]) -> Report:
         BadInput: it is none.
     """
     job = document.get("job")
-    if not isinstance(job, dict) or not isinstance(document.get("omitted", 0), int):
+    if not isinstance(job, dict):
         raise BadInput("not the report of a job: it does not name the job")
-    history = {"created": job.get("created") or "1970-01-01T00:00:00Z"}
-    history |= {key: document[key] for key in ("rounds", "omitted") if key in document}
+    history = {"created": job.get("created") or "1970-01-01T00:00:00Z", "rounds": document.get("rounds", [])}
     others = {key: document[key] for key in ("timeBreakdown", "rested", "outcome") if key in document}
     try:
         completed = job.get("completed")
@@ -148,7 +145,7 @@ def merged(kept: Report | None, report: Report) -> Report:
         return report
     by_number = {round.number: round for round in (*kept.history.rounds, *report.history.rounds)}
     rounds = tuple(by_number[number] for number in sorted(by_number))
-    history = HistoryRecord(created=report.created, rounds=rounds, omitted=missing_between(rounds))
+    history = HistoryRecord(created=report.created, rounds=rounds)
     return replace(
         report,
         time_breakdown=report.time_breakdown if report.time_breakdown is not None else kept.time_breakdown,
@@ -165,8 +162,7 @@ def bounded(history: HistoryRecord, limit: int) -> HistoryRecord:
     if excess <= 0:
         return history
     first = limit // 2
-    omitted = min(history.omitted + excess, COUNT_LIMIT)
-    return HistoryRecord(created=history.created, rounds=rounds[:first] + rounds[first + excess :], omitted=omitted)
+    return HistoryRecord(created=history.created, rounds=rounds[:first] + rounds[first + excess :])
 
 
 def _text_of(report: Report, longest: int) -> bytes:

@@ -202,7 +202,7 @@ def report_of(job: Job, status: JobStatus, observed: Observed) -> Report:
         completed=completed,
         message=failure.message if failure is not None else "",
         time_breakdown=breakdown,
-        history=HistoryRecord(created=job.created, rounds=history.rounds, omitted=history.omitted),
+        history=HistoryRecord(created=job.created, rounds=history.rounds),
         outcome=observed.outcome,
         rested=(round(breakdown.until, 3),) if status.state is JobState.SUSPENDED and breakdown is not None else (),
     )
