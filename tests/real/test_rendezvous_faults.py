@@ -13,7 +13,7 @@ from tests.support import etcd_kinds
 from tests.support.faults import LEASE, BrokenPromiseError, Play, script
 from tests.support.testbed.availability import EXHAUSTIVE
 from torchelastic.config.settings import RendezvousSettings
-from torchelastic.store import backoff
+from torchelastic.store import client
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -45,7 +45,7 @@ async def any_etcd(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
 def _waits_to_the_scale_of_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scale the retries of etcd with the lease, as with the default lease."""
     scale = LEASE / RendezvousSettings.__dataclass_fields__["lease"].default
-    monkeypatch.setattr(backoff, "RETRY_MAX", backoff.RETRY_MAX * scale)
+    monkeypatch.setattr(client, "RETRY_MAX", client.RETRY_MAX * scale)
 
 
 @pytest.mark.parametrize("seed", seeds())
