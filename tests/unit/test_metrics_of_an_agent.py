@@ -22,7 +22,6 @@ from torchelastic.config.settings import AgentSettings, Program, ProgramKind, Re
 from torchelastic.errors import LeaseLost, StartError, StoreRefused, StoreUnavailable
 from torchelastic.metrics.agent import AgentMetrics
 from torchelastic.metrics.api import MetricRegistry
-from torchelastic.metrics.collectors import RunCollector
 from torchelastic.protocol import ExitCode, RoundRecord, RunState, SizeRecord, TimeBreakdown
 from torchelastic.store import MemoryStore, NodeStore
 
@@ -291,7 +290,8 @@ class LedRun:
 def test_seconds_by_state_never_decrease_and_add_up(steps: list[tuple[str, int]]) -> None:
     spent: dict[RunState, float] = {RunState.TRAINING: 0, RunState.RESTORING: 0}
     run = LedRun(TimeBreakdown())
-    totals = RunCollector(lambda: cast("RendezvousNode", run))
+    agent = AgentMetrics()
+    agent.follow(cast("RendezvousNode", run))
     before: dict[str, float] = {}
     for what, seconds in steps:
         if what == "report":  # late: some of the training was restoring
@@ -299,7 +299,7 @@ def test_seconds_by_state_never_decrease_and_add_up(steps: list[tuple[str, int]]
             spent[RunState.TRAINING] -= seconds
         spent[RunState.TRAINING if what == "train" else RunState.RESTORING] += seconds
         run.time_breakdown = TimeBreakdown(seconds=dict(spent))
-        [family] = [each for each in totals.collect() if each.name == "torchelastic_job_seconds"]
+        [family] = [each for each in agent.collect() if each.name == "torchelastic_job_seconds"]
         shown = {sample.labels["state"]: sample.value for sample in family.samples}
         assert sum(shown.values()) == sum(spent.values())
         assert all(shown[state] >= value for state, value in before.items())

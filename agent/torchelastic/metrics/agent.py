@@ -1,25 +1,27 @@
-"""The agent's own metrics: values of the group ``torchelastic`` under torchelastic's documented names."""
+"""The agent's own metrics: values of the group ``torchelastic`` under torchelastic's documented names, and totals."""
 
 from __future__ import annotations
 
+import threading
 import time
+from bisect import bisect_left
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, get_args
 
 from torchelastic.metrics import series
 from torchelastic.metrics.api import REGISTRY
-from torchelastic.metrics.series import PLATFORM_GROUP, PLATFORM_SERIES, printable
+from torchelastic.metrics.series import PLATFORM_GROUP, PLATFORM_SERIES, Kind, printable
+from torchelastic.protocol import NodeEnd, RunState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from prometheus_client import CollectorRegistry
+    from prometheus_client import CollectorRegistry, Metric
     from prometheus_client.registry import Collector
 
     from torchelastic.metrics.api import MetricRegistry
-    from torchelastic.metrics.collectors import PlatformCollector
     from torchelastic.metrics.series import Series
-    from torchelastic.protocol import RoundReason
+    from torchelastic.protocol import RoundReason, TimeBreakdown
     from torchelastic.rendezvous.node import RendezvousNode
 
 WorkerStateName = Literal["unknown", "init", "healthy", "unhealthy", "stopped", "succeeded", "failed"]
@@ -38,7 +40,10 @@ class AgentMetrics:
         self._registry = registry
         self._job = job
         self._run: RendezvousNode | None = None
-        self._shown: PlatformCollector | None = None
+        self._served = False
+        self._lock = threading.Lock()
+        self._words: dict[Series, list[float]] = {}
+        self._trained = 0.0
 
     def page(self, *beside: Collector) -> CollectorRegistry:
         """Return the series of the agent's /metrics: those of the agent from now on, of the run, and of others.
@@ -49,15 +54,24 @@ class AgentMetrics:
         """
         from prometheus_client import CollectorRegistry
 
-        from torchelastic.metrics.collectors import MetricsPage, PlatformCollector, RunCollector
+        from torchelastic.metrics.collectors import MetricsPage
 
         labels = {}
         if self._job is not None:
             labels = dict(zip(("job_namespace", "elasticjob"), map(printable, self._job), strict=True))
-        self._shown = PlatformCollector()
+        self._served = True
         registry = CollectorRegistry()
-        registry.register(MetricsPage((self._shown, RunCollector(lambda: self._run), *beside), labels))
+        registry.register(MetricsPage((self, *beside), labels))
         return registry
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the families with their current values; a registry calls this at each scrape, from any thread."""
+        from torchelastic.metrics.collectors import families_of
+
+        with self._lock:
+            own: list[tuple[Series, Sequence[float]]] = [(one, tuple(words)) for one, words in self._words.items()]
+        totals = [(one, (value,)) for one, value in self._totals()]
+        return families_of((one, dict(one.labels), words) for one, words in own + totals)
 
     def follow(self, run: RendezvousNode) -> None:
         """Show the totals of this run while this agent leads it."""
@@ -149,5 +163,47 @@ class AgentMetrics:
         self._show(family, value, **labels)
 
     def _show(self, family: Series, value: float, **labels: str) -> None:
-        if self._shown is not None:
-            self._shown.add(family.labelled(**labels) if labels else family, value)
+        if not self._served:
+            return
+        one, value = family.labelled(**labels) if labels else family, value / family.divisor
+        with self._lock:
+            words = self._words.setdefault(one, [0.0] * one.form.size)
+            if one.form.kind is Kind.HISTOGRAM:
+                words[bisect_left(one.form.buckets, value)] += 1
+                words[-1] += value
+            else:
+                words[0] = value + (words[0] if one.form.kind is Kind.COUNTER else 0.0)
+
+    def _totals(self) -> Iterator[tuple[Series, float]]:
+        """Yield the totals of the run, only in the leader's agent, because a sum over several agents would be wrong."""
+        run = self._run
+        if run is None or not run.is_leader:
+            self._trained = 0.0
+            return
+        times, round = run.time_breakdown, run.round
+        for state, seconds in self._rising(times).items():
+            yield series.JOB_SECONDS.labelled(state=state), seconds
+        if times.lost is not None:
+            yield series.JOB_LOST, times.lost
+        yield series.JOB_JOINED, times.joined
+        for end in NodeEnd:
+            yield series.JOB_GONE.labelled(cause=end), times.gone.get(end, 0)
+        yield series.JOB_RESTARTS.labelled(charged="yes"), run.restarts
+        yield series.JOB_RESTARTS.labelled(charged="no"), run.uncharged_restarts
+        yield series.JOB_NODES, 0 if round is None else len(round.members)
+        yield series.JOB_WANTED_NODES, run.size.target
+        yield series.JOB_MIN_NODES, run.size.min
+
+    def _rising(self, times: TimeBreakdown) -> dict[RunState, float]:
+        """Return the seconds by state, which add up to the elapsed time and never decrease.
+
+        A late report of the first step moves seconds from training to restoring. The counter of training then stays
+        constant, and that of restoring lags behind, until both are right again.
+        """
+        states = [state for state in RunState if state in times.seconds or state is not RunState.RESTORING]
+        shown = {state: times.seconds.get(state, 0.0) for state in states}
+        if ahead := min(max(self._trained - shown[RunState.TRAINING], 0.0), shown.get(RunState.RESTORING, 0.0)):
+            shown[RunState.TRAINING] += ahead
+            shown[RunState.RESTORING] -= ahead
+        self._trained = shown[RunState.TRAINING]
+        return shown

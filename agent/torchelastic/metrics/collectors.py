@@ -1,11 +1,9 @@
-"""The collectors of an agent's ``/metrics``: the whole page, the agent's own series, and the totals of the run."""
+"""The families of series, and the whole page of an agent's ``/metrics``."""
 
 from __future__ import annotations
 
 import logging
 import math
-import threading
-from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import Metric
@@ -14,13 +12,9 @@ from prometheus_client.utils import floatToGoString
 
 from torchelastic.metrics import series
 from torchelastic.metrics.series_handler import REASONS
-from torchelastic.protocol import NodeEnd, RunState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-
-    from torchelastic.protocol import TimeBreakdown
-    from torchelastic.rendezvous.node import RendezvousNode
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 _log: Final = logging.getLogger(__name__)
 
@@ -66,30 +60,6 @@ def shown(
             yield series.DROPPED, {"reason": reason, **labels}, (count,)
 
 
-class PlatformCollector(Collector):
-    """Series of the platform, to which the agent adds values."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._words: dict[series.Series, list[float]] = {}
-
-    def add(self, one: series.Series, value: float) -> None:
-        """Add one value to a series."""
-        value /= one.divisor
-        with self._lock:
-            words = self._words.setdefault(one, [0.0] * one.form.size)
-            if one.form.kind is series.Kind.HISTOGRAM:
-                words[bisect_left(one.form.buckets, value)] += 1
-                words[-1] += value
-            else:
-                words[0] = value + (words[0] if one.form.kind is series.Kind.COUNTER else 0.0)
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the families with their current values; called by a registry at each scrape, from any thread."""
-        with self._lock:
-            return families_of((one, dict(one.labels), words) for one, words in self._words.items())
-
-
 class MetricsPage(Collector):
     """Combines several collectors. A collector that raises is left out, and logged once.
 
@@ -131,49 +101,3 @@ class MetricsPage(Collector):
                     type(collector).__name__,
                 )
             return []
-
-
-class RunCollector(Collector):
-    """The totals of a run. Only the leader's agent shows them, because a sum over several agents would be wrong.
-
-    Args:
-        run: returns this node in the run; None before it joins.
-    """
-
-    def __init__(self, run: Callable[[], RendezvousNode | None]) -> None:
-        self._run = run
-        self._trained = 0.0
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the families with their current values; a registry calls this at each scrape, from any thread."""
-        run = self._run()
-        if run is None or not run.is_leader:
-            self._trained = 0.0
-            return []
-        times, size, round = run.time_breakdown, run.size, run.round
-        totals: list[tuple[series.Series, dict[str, str], float]] = [
-            *((series.JOB_SECONDS, {"state": str(state)}, spent) for state, spent in self._rising(times).items()),
-            *((series.JOB_LOST, {}, lost) for lost in (times.lost,) if lost is not None),
-            (series.JOB_JOINED, {}, times.joined),
-            *((series.JOB_GONE, {"cause": str(end)}, times.gone.get(end, 0)) for end in NodeEnd),
-            (series.JOB_RESTARTS, {"charged": "yes"}, run.restarts),
-            (series.JOB_RESTARTS, {"charged": "no"}, run.uncharged_restarts),
-            (series.JOB_NODES, {}, 0 if round is None else len(round.members)),
-            (series.JOB_WANTED_NODES, {}, size.target),
-            (series.JOB_MIN_NODES, {}, size.min),
-        ]
-        return families_of((family, labels, (value,)) for family, labels, value in totals)
-
-    def _rising(self, times: TimeBreakdown) -> dict[RunState, float]:
-        """Return the seconds by state, which add up to the elapsed time and never decrease.
-
-        A late report of the first step moves seconds from training to restoring. The counter of training then stays
-        constant, and that of restoring lags behind, until both are right again.
-        """
-        states = [state for state in RunState if state in times.seconds or state is not RunState.RESTORING]
-        shown = {state: times.seconds.get(state, 0.0) for state in states}
-        if ahead := min(max(self._trained - shown[RunState.TRAINING], 0.0), shown.get(RunState.RESTORING, 0.0)):
-            shown[RunState.TRAINING] += ahead
-            shown[RunState.RESTORING] -= ahead
-        self._trained = shown[RunState.TRAINING]
-        return shown
