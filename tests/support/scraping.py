@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -55,36 +54,6 @@ class Page:
     def named(self, beginning: str) -> Samples:
         """All whose names begin like this."""
         return {key: value for key, value in self.samples.items() if key[0].startswith(beginning)}
-
-
-_ENDINGS = {"counter": {"_total"}, "histogram": {"_bucket", "_count", "_sum"}, "gauge": {""}}
-_OTHER_UNITS = r"_(milliseconds|ms|minutes|hours|days|percent|kilobytes|kb|megabytes|mb|kib|mib|bits)(_|$)"
-
-
-def check_conventions(families: Iterable[Metric], *, openmetrics: bool) -> None:
-    """Fail where a page is not as Prometheus' own linter, and OpenMetrics, want it.
-
-    Args:
-        families: what was parsed, in their order.
-        openmetrics: whether the page was in that format, which tells units too.
-    """
-    for family in families:
-        name, kind = family.name, family.type
-        assert re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name), name
-        assert family.documentation.strip(), f"{name} has no help"
-        assert kind in _ENDINGS, f"{name} is a {kind}"
-        assert family.samples, f"{name} has no samples"
-        assert not re.search(_OTHER_UNITS, name), f"{name} is in no base unit"
-        assert kind not in name, f"{name} says its type"
-        assert not (kind == "gauge" and name.endswith(("_total", "_count", "_sum", "_bucket", "_info"))), name
-        if openmetrics:
-            unit = name.rpartition("_")[2]
-            assert family.unit == (unit if unit in {"seconds", "bytes", "ratio"} else ""), f"{name}: {family.unit}"
-        for sample in family.samples:
-            assert sample.name.removeprefix(name) in _ENDINGS[kind], f"{sample.name} of the {kind} {name}"
-            assert all(re.fullmatch(r"[a-z][a-z_]*", label) for label in sample.labels), sample
-            assert ("le" in sample.labels) == sample.name.endswith("_bucket"), sample
-            assert not (kind == "counter" and sample.value < 0), sample
 
 
 async def scraped(port: int) -> Page:

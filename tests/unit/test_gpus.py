@@ -3,15 +3,67 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.nvml import StandIn
 from torchelastic.metrics.gpus import Gpus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+
+class NvmlError(Exception):
+    """The stand-in for ``NVMLError``: an error with its number."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__(f"error {value}")
+        self.value = value
+
+
+class StandIn:
+    """A stand-in for ``pynvml``, for machines without a GPU: the functions that NVIDIA documents and we call.
+
+    Args:
+        gpus: the number of GPUs.
+
+    Attributes:
+        wrong: errors by function, or by function and GPU.
+        answers: cleared while the driver does not answer.
+        opened: the number of initializations.
+    """
+
+    NVMLError = NvmlError
+    NVML_ERROR_NOT_SUPPORTED = 3
+    NVML_ERROR_DRIVER_NOT_LOADED = 9
+    NVML_ERROR_LIBRARY_NOT_FOUND = 12
+    NVML_ERROR_GPU_IS_LOST = 15
+    NVML_ERROR_UNKNOWN = 999
+
+    def __init__(self, gpus: int) -> None:
+        self.wrong: dict[str | tuple[str, int], int] = {"nvmlShutdown": self.NVML_ERROR_UNKNOWN}
+        self.answers = threading.Event()
+        self.answers.set()
+        self.opened = 0
+        self._gpus = gpus
+
+    def __getattr__(self, function: str) -> Callable[..., Any]:
+        def call(gpu: int = -1) -> Any:
+            self.opened += function == "nvmlInit"
+            self.answers.wait()
+            for key in (function, (function, gpu)):
+                if key in self.wrong:
+                    raise NvmlError(self.wrong[key])
+            return {
+                "nvmlDeviceGetCount": self._gpus,
+                "nvmlDeviceGetHandleByIndex": gpu,
+                "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=80 << 30, used=max(gpu, 0) << 30),
+                "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=25 * gpu),
+            }.get(function)
+
+        return call
 
 
 @pytest.fixture
@@ -69,7 +121,7 @@ def test_a_failed_driver_is_opened_again_at_the_next_scrape(nvml: StandIn) -> No
     gpus = Gpus()
     nvml.wrong["nvmlDeviceGetCount"] = nvml.NVML_ERROR_UNKNOWN
     assert shown(gpus) == {}
-    nvml.wrong.clear()
+    del nvml.wrong["nvmlDeviceGetCount"]
     assert len(shown(gpus)) == 9
     assert nvml.opened == 2
 

@@ -161,23 +161,6 @@ def operations(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
     return {(dict(labels)["operation"], dict(labels)["outcome"]): count for (_, labels), count in found.items()}
 
 
-def test_operations_of_a_round_have_the_documented_names(agent: AgentMetrics) -> None:
-    registry = agent.page()
-    times = RoundTimes(agent)
-    times.waits()
-    times.waited(succeeded=True)
-    times.started(None, succeeded=True)
-    assert operations(registry) == {("rendezvous", "success"): 1, ("initialize_workers", "success"): 1}
-    times.waited(succeeded=True)  # the workers trained until this round was formed
-    times.started(0.0, succeeded=False)
-    assert operations(registry) == {
-        ("rendezvous", "success"): 2,
-        ("initialize_workers", "success"): 1,
-        ("initialize_workers", "failure"): 1,
-        ("restart_workers", "failure"): 1,
-    }
-
-
 class WorkersThatCannotStart:
     """Workers on a machine that allows no more processes."""
 
