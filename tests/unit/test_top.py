@@ -25,6 +25,7 @@ from elastic_operator.views.top import job_lines, jobs_table
 from tests.support.agent_pages import LEADS, agent_page, own_counter, own_gauge
 from tests.support.cluster_objects import START
 from tests.support.snapshots import view
+from torchelastic.metrics.series import GPU_MEMORY_TOTAL, GPU_MEMORY_USED, GPU_UTILIZATION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +62,7 @@ def test_custom_metrics_are_found_by_group_and_name() -> None:
     own = [
         *own_gauge("train.loss", {0: 0.5}),
         *own_counter("samples", {0: 64.0}),
-        *own_gauge("step of the group one.ms", {0: 0.25}, of="other", series="other_seconds"),
+        *own_gauge("step of the group one.ms", {0: 0.25}, of="other"),
     ]
     metrics = combined(agent_page(0, own=own), agent_page(1, own=own_gauge("train.loss", {1: 0.25})))
     assert [(each.group, each.name, each.kind, each.seconds) for each in metrics.custom] == [
@@ -166,8 +167,9 @@ def test_a_job_is_shown_with_all_its_metrics() -> None:
 
 def test_escape_sequences_in_labels_do_not_reach_the_terminal() -> None:
     odd = "\x1b[31mred\x1b[0m\\n\x1b]0;title\x07\x9b2J" + "x" * 100
-    page = agent_page(0, seconds={"training": 90.0, odd: 10.0}, recoveries=(0.4, 2)).replace("worker_failed", odd)
-    page += f'# TYPE torchelastic_gpu_utilization_ratio gauge\ntorchelastic_gpu_utilization_ratio{{gpu="{odd}"}} 0.5\n'
+    own = [(GPU_UTILIZATION, {"gpu": "odd"}, (0.5,))]
+    page = agent_page(0, seconds={"training": 90.0, "odd": 10.0}, recoveries=(0.4, 2), own=own)
+    page = page.replace("worker_failed", odd).replace('"odd"', f'"{odd}"')
     found = job_lines(combined(page))
     cut = ("red2J" + "x" * 100)[:60]
     assert len([line for line in found if cut in line]) == 3
@@ -175,14 +177,8 @@ def test_escape_sequences_in_labels_do_not_reach_the_terminal() -> None:
 
 
 def test_gpus_are_shown_if_there_are_any() -> None:
-    own = [
-        line
-        for name, value in (("memory_used_bytes", 8e9), ("memory_total_bytes", 8e10), ("utilization_ratio", 0.93))
-        for line in (
-            f"# TYPE torchelastic_gpu_{name} gauge",
-            f'torchelastic_gpu_{name}{{elasticjob="digits",gpu="0"}} {value}',
-        )
-    ]
+    values = {GPU_MEMORY_USED: 8e9, GPU_MEMORY_TOTAL: 8e10, GPU_UTILIZATION: 0.93}
+    own = [(series, {"gpu": "0"}, (value,)) for series, value in values.items()]
     assert job_lines(combined(agent_page(own=own)))[3:] == [
         "GPU   POD              MEMORY                 BUSY",
         "0     digits-0-aaaaa   7.45 GiB of 74.5 GiB   93.0 %",
