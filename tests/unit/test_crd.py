@@ -507,9 +507,9 @@ def test_an_archived_manifest_of_a_running_job_can_be_rewritten() -> None:
         *("--nproc_per_node=4", "--max_restarts=3", "train.py")
     ]
     fields = {"maxReplicas": 3, "replicas": 2, "nprocPerNode": 4, "maxRestarts": 3, "etcd": {"endpoint": "a:1"}}
-    anew = {**job(), "spec": {**fields, "image": "i", "args": ["train.py"]}}
-    assert crd.validate(anew, old=running(former)) == []
-    before, after = (ElasticJobSpec.of(crd.apply_defaults(manifest)["spec"]) for manifest in (former, anew))
+    today = {**job(), "spec": {**fields, "image": "i", "args": ["train.py"]}}
+    assert crd.validate(today, old=running(former)) == []
+    before, after = (ElasticJobSpec.of(crd.apply_defaults(manifest)["spec"]) for manifest in (former, today))
     assert changed_fields(after, before.applied) == ("spec.image", "spec.args", "spec.template")
     assert (after.max_restarts, after.backoff_limit, after.desired) == (3, before.backoff_limit, before.desired)
 

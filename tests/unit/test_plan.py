@@ -143,7 +143,7 @@ def test_wrong_node_clock_does_not_change_the_back_off(ended: float) -> None:
     assert (waits.create, waits.wake_at) == ((), NOW - 5 + back_off(5))
     assert waits.status is not None
     later = replace(job, status=waits.status)
-    assert plan(later, a_world(running(0), dead), NOW + 1).status is None, "nothing is said anew as time goes by"
+    assert plan(later, a_world(running(0), dead), NOW + 1).status is None, "time alone changes nothing"
     assert [pod.index for pod in plan(later, a_world(running(0), dead), NOW + 20).create] == [1]
 
 
@@ -182,7 +182,7 @@ def test_index_whose_pods_are_deleted_before_they_run_backs_off() -> None:
     assert "digits-1 was deleted 3 times in a row before it ran and is started again at" in (
         condition(made.status, ConditionType.WAITING).message
     )
-    assert made.status.pod_failures == 0, "nobody is charged"
+    assert made.status.pod_failures == 0, "it is not charged"
     [ran] = plan(job, a_world(running(0), going(1, started=NOW - 1, failures=2, failed=NOW - 4)), NOW).create
     assert ran.failures == 2, "one that ran is made good at once"
 
@@ -516,8 +516,8 @@ def test_new_round_event_names_the_cause() -> None:
     pods = (running(0), running(1))
     scaled = plan(TRAINED, a_world(*pods, round=a_round(*pods, number=2, cause="digits-1 joined")), NOW)
     cause = "rank 1 on digits-1: KeyError: 'x'"
-    anew = a_round(*pods, number=2, cause=cause, restarts=1, reason=RoundReason.WORKER_FAILED)
-    failed = plan(TRAINED, a_world(*pods, round=anew), NOW)
+    later = a_round(*pods, number=2, cause=cause, restarts=1, reason=RoundReason.WORKER_FAILED)
+    failed = plan(TRAINED, a_world(*pods, round=later), NOW)
 
     assert told(scaled) == {EventReason.ROUND: "round 2 with world size 2: digits-1 joined"}
     assert [event.warning for event in scaled.events] == [False]
@@ -528,10 +528,10 @@ def test_new_round_event_names_the_cause() -> None:
 
 def test_worker_failure_is_the_last_failure() -> None:
     pods = (running(0), running(1))
-    anew = a_round(*pods, number=2, restarts=1, cause="rank 3", reason=RoundReason.WORKER_FAILED, failure=a_failure())
-    raised = plan(TRAINED, a_world(*pods, round=anew), NOW).status
+    later = a_round(*pods, number=2, restarts=1, cause="rank 3", reason=RoundReason.WORKER_FAILED, failure=a_failure())
+    raised = plan(TRAINED, a_world(*pods, round=later), NOW).status
     killed = plan(
-        TRAINED, a_world(*pods, round=replaced(anew, failure=a_failure(exit_code=-9, message=""))), NOW
+        TRAINED, a_world(*pods, round=replaced(later, failure=a_failure(exit_code=-9, message=""))), NOW
     ).status
 
     assert raised.last_failure == LastFailure(
@@ -542,7 +542,7 @@ def test_worker_failure_is_the_last_failure() -> None:
     )
 
 
-def test_later_round_is_not_reported_as_the_failure() -> None:
+def test_later_is_not_reported_as_the_failure() -> None:
     pods = (running(0), running(1))
     after = a_round(*pods, number=3, restarts=1, cause="digits-1 joined", failure=a_failure())
     made = plan(TRAINED, a_world(*pods, round=after), NOW)

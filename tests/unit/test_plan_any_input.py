@@ -1,4 +1,4 @@
-"""The plan is total: there is no job and no world for which it raises, or asks for more than may be."""
+"""For any input the plan raises nothing, and never creates more pods than allowed."""
 
 from __future__ import annotations
 

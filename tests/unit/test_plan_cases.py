@@ -96,7 +96,7 @@ class Case:
 
 
 def finished(ago: float = 0.0, **spec: Any) -> Job:
-    """A job that succeeded so many seconds ago."""
+    """A job that succeeded this number of seconds ago."""
     job = that_trained(a_job(**spec))
     status = plan(job, a_world(outcome=success()), NOW - ago).status
     assert status is not None

@@ -112,7 +112,7 @@ def test_rejected_pods_do_not_make_the_outcome_unknown(job: Job) -> None:
     assert condition(hindered.status, ConditionType.WAITING).reason == Reason.RESOURCES_BLOCKED
     refused = followed(tried, replace(away, rejected="no such volume"))
 
-    # An operator that has been started anew in between knows of neither, and makes them as well.
+    # A restarted operator knows of neither, and creates them as well.
     for before in (tried, replace(tried, status=hindered.status), replace(refused, generation=2)):
         assert [pod.index for pod in plan(before, away, NOW + 600).create] == [0, 1]
         assert [pod.index for pod in plan(before, NO_STORE, NOW + 600).create] == [0, 1]

@@ -72,7 +72,7 @@ class Life:
             self.resume = self.last.create[0].resume
 
     def passes(self, seconds: float, state: RunState) -> None:
-        """Time passes in this state, and nobody counts it yet."""
+        """Time passes in this state, and is not counted yet."""
         self.now += seconds
         self.expected[state] = self.expected.get(state, 0.0) + seconds
 
@@ -84,7 +84,7 @@ class Life:
             self.unheard_is(RunState.WAITING)
 
     def is_booked(self) -> None:
-        """What nobody has counted is what the plan takes it for."""
+        """Time that is not counted gets the state that the plan assumes."""
         soon = self.told is not None and self.now - self.told.until <= 60
         self.unheard_is(RunState.STOPPING if soon else RunState.WAITING)
 
@@ -97,7 +97,7 @@ class Life:
         self.told = TimeBreakdown(until=self.now, state=RunState.TRAINING, seconds=dict(self.expected), joined=2)
 
     def is_suspended(self, after: float) -> None:
-        """The user suspends it, and its pods end so many seconds later."""
+        """The user suspends it, and its pods end after this number of seconds."""
         self.job = replace(self.job, spec=msgspec.structs.replace(self.job.spec, suspend=True))
         self.plan()
         if self.pods:

@@ -91,7 +91,6 @@ def test_missing_status_fields_have_defaults_and_unknown_ones_are_ignored(docume
         {"state": "Odd"},
         {"startTime": "yesterday"},
         {"lastFailure": "a text"},
-        {"timeBreakdown": {}},
         {"timeBreakdown": {"asOf": "2023-11-14T22:14:50Z", "seconds": {"dreaming": 1}}},
         {"timeBreakdown": {"asOf": "2023-11-14T22:14:50Z", "seconds": {"waiting": -1}}},
         {"appliedSpec": {"args": 7}},

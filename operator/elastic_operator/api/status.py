@@ -181,8 +181,6 @@ def status_from_json(document: Mapping[str, Any] | None) -> JobStatus:
         read["conditions"] = [
             {**each, "status": each.get("status") == "True"} if isinstance(each, dict) else each for each in conditions
         ]
-    if read.get("timeBreakdown") == {}:
-        read["timeBreakdown"] = {"asOf": None}
     try:
         return from_json(read, JobStatus)
     except BadInput as error:

@@ -80,14 +80,14 @@ RESERVED: Final = frozenset(
 )
 """Variables that only the operator sets."""
 
-_NOBODYS: Final = frozenset(
+_UNSUPPORTED: Final = frozenset(
     {"PET_METRICS_PORT", "PET_NODE_NAME", "PET_RDZV_BACKEND", "PET_STANDALONE", "PET_TERMINATION_LOG"}
 )
 """Variables that agents read and that would break what the operator expects of them."""
 
 _FLAGS_OF_OPERATOR: Final = {
     name.removeprefix("PET_").lower().replace("_", "-"): name
-    for name in (RESERVED | _NOBODYS) - {"PET_NPROC_PER_NODE"}
+    for name in (RESERVED | _UNSUPPORTED) - {"PET_NPROC_PER_NODE"}
     if name.startswith("PET_")
 }
 """Flags with the same effect, with their variables; --nproc-per-node is the user's to set."""
@@ -151,7 +151,7 @@ def _variable_problems(spec: ElasticJobSpec) -> Iterator[str]:
     seen: set[str] = set()
     for entry in user_env(spec):
         name = str(entry.get("name"))
-        if name in RESERVED or name in _NOBODYS:
+        if name in RESERVED or name in _UNSUPPORTED:
             yield f"the environment variable {name} is the operator's to set; {_instead(name)}"
         if name in seen:
             yield f"the environment variable {name} is given twice; remove one of the two"

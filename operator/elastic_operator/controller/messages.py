@@ -151,7 +151,7 @@ def _rejection(snapshot: Snapshot, planned: PlannedPods) -> tuple[Reason, str | 
     """Why the spec is invalid; None for its message if it is valid.
 
     That the cluster rejects its pods is remembered until a pod was accepted, or is not created for another reason: an
-    operator that has just started tries once more, which is no news.
+    operator that has just started tries once more, which does not change the condition.
     """
     job, observed = snapshot.job, snapshot.observed
     if job.problem is not None:

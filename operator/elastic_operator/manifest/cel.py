@@ -2,7 +2,8 @@
 
 A rule is part of the schema of a value, and sees that value as ``self``. A rule that names ``oldSelf`` compares it
 with the value before the change, and is skipped if there is none, unless it says ``optionalOldSelf: true``; then
-``oldSelf`` is an optional value with ``hasValue()`` and ``value()``. Rules see declared fields only.
+``oldSelf`` is an optional value with ``hasValue()`` and ``value()``. Rules see declared fields only. Rules for items of
+lists must not name ``oldSelf``.
 """
 
 from __future__ import annotations
@@ -51,11 +52,8 @@ def broken_rules(value: object, schema: Json, old: object = None, location: Loca
             old_field = old.get(key) if isinstance(old, Mapping) else None
             yield from broken_rules(below, _field_schema(schema, key), old_field, (*location, key))
     elif isinstance(value, list):
-        keys = schema.get("x-kubernetes-list-map-keys", ())
         for index, item in enumerate(value):
-            candidates = old if keys and isinstance(old, list) else []
-            same = (one for one in candidates if all(one.get(key) == item.get(key) for key in keys))
-            yield from broken_rules(item, schema.get("items", {}), next(same, None), (*location, index))
+            yield from broken_rules(item, schema.get("items", {}), None, (*location, index))
 
 
 def _field_schema(schema: Json, key: str) -> Json:

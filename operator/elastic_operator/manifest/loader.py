@@ -152,7 +152,7 @@ def parse(text: str, path: Path) -> Manifest:
     """Read the one document in a text, as of a file with this path.
 
     Raises:
-        BadInput: it is not YAML, empty, more than one document, has a key twice, or is no mapping.
+        BadInput: it is not YAML, empty, more than one document, has a key twice, or is not a mapping.
     """
     try:
         loader = _Loader(text)
