@@ -83,23 +83,20 @@ class NodeThread:
         self._settings = settings
         self._serve = serve
         self._changed = threading.Condition()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._living: asyncio.Task[None] | None = None
-        self._inner: RendezvousNode | None = None
+        self._started = threading.Event()
+        self._loop: asyncio.AbstractEventLoop
+        self._living: asyncio.Task[None]
+        self._inner: RendezvousNode
         self._leaves = False
-        self._stopped = False
         self._thread = threading.Thread(target=self._run, name="torchelastic: rendezvous", daemon=True)
 
     def start(self) -> None:
         """Join the run."""
         self._thread.start()
+        self._started.wait()
 
-    def wait_for(self, wanted: Callable[[NodeStatus], bool], *, timeout: float | None = None) -> NodeStatus:
-        """Wait for a status that satisfies a condition, or for the timeout; return the last status.
-
-        Raises:
-            Ended: the status is final.
-        """
+    def _wait_for(self, wanted: Callable[[NodeStatus], bool], *, timeout: float | None = None) -> NodeStatus:
+        """Wait for a status that satisfies a condition, or for the timeout; return the last status."""
 
         def ready() -> bool:
             if self.status.outcome is not None:
@@ -118,7 +115,7 @@ class NodeThread:
         Raises:
             Ended: the status is final.
         """
-        return self.wait_for(lambda status: status.serial > after and self.node in status.record.nodes)
+        return self._wait_for(lambda status: status.serial > after and self.node in status.record.nodes)
 
     def is_over(self, serial: int, *, timeout: float = 0.0) -> bool:
         """Return whether a later round has started, or starts within the timeout.
@@ -126,11 +123,11 @@ class NodeThread:
         Raises:
             Ended: the status is final.
         """
-        return self.wait_for(lambda status: status.serial > serial, timeout=timeout).serial > serial
+        return self._wait_for(lambda status: status.serial > serial, timeout=timeout).serial > serial
 
     def report(self, round: int, **changes: Any) -> None:  # noqa: ANN401 - any field of the record
-        """Change this node's record, as :meth:`RendezvousNode.report` does."""
-        self._call(lambda: None if self._inner is None else self._inner.report(round, **changes))
+        """Change this node's record for a round that it has received, as :meth:`RendezvousNode.report` does."""
+        self._call(lambda: self._inner.report(round, **changes))
 
     def stop(self, *, leave: bool) -> None:
         """Stop the node; return when its key is updated, or after a timeout.
@@ -138,18 +135,14 @@ class NodeThread:
         Args:
             leave: announce the departure to the other nodes; False if the run is over.
         """
-        with self._changed:
-            self._leaves = leave
-            self._stopped = True
-        self._call(lambda: None if self._living is None else self._living.cancel())
+        self._leaves = leave
+        self._call(lambda: self._living.cancel("the node is stopped"))
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_STOP_TIMEOUT)
 
     def _call(self, function: Callable[[], object]) -> None:
-        with self._changed:
-            if self._loop is not None:
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    self._loop.call_soon_threadsafe(function)
+        with contextlib.suppress(RuntimeError, AttributeError):  # the loop is closed, or could not be created
+            self._loop.call_soon_threadsafe(function)
 
     # -- in the thread
 
@@ -164,6 +157,7 @@ class NodeThread:
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
         self._update(error=error)
+        self._started.set()
 
     def _update(self, **changes: Any) -> None:  # noqa: ANN401 - any field of NodeStatus
         with self._changed:
@@ -171,11 +165,12 @@ class NodeThread:
             self._changed.notify_all()
 
     async def _live(self) -> None:
-        with self._changed:
-            self._loop = asyncio.get_running_loop()
-            self._living = asyncio.current_task()
-            if self._stopped:
-                return
+        self._loop = asyncio.get_running_loop()
+        self._living = asyncio.create_task(self._take_part())
+        self._started.set()
+        await self._living
+
+    async def _take_part(self) -> None:
         settings = self._settings
         async with contextlib.AsyncExitStack() as stack:
             store = await self._connected()
@@ -192,15 +187,14 @@ class NodeThread:
                     topology_key=settings.place,
                 ),
             )
-            await stack.enter_async_context(node)
             self._inner = node
+            await stack.enter_async_context(node)
             following = asyncio.create_task(self._follow(node))
             try:
                 await asyncio.wait((following, node.failed), return_when=asyncio.FIRST_COMPLETED)
                 await (following if following.done() else node.failed)
             finally:
                 await cancel(following)
-                self._inner = None
                 if self._leaves:
                     await node.leave()
 
