@@ -77,9 +77,9 @@ class Meeting:
             node=f"{name}.{next(self._numbers)}",
             record=NodeRecord(name=name, address="127.0.0.1", workers=1, size=size),
         )
+        await inner.__aenter__()
         node = TestNode(name, inner)
         self._stack.push_async_callback(node.close)
-        await inner.__aenter__()
         return node
 
 
@@ -122,7 +122,7 @@ class TestNode:
     async def says(self, **changes: Any) -> None:
         """Report on the present round, and wait until the report is in the store."""
         self.inner.report(self.rounds[-1].number, **changes)
-        await self.inner.flush()
+        await self.inner.registration.flush()
 
     async def until_with(self, *names: str) -> RoundRecord:
         """Wait for a round of exactly these nodes."""

@@ -113,7 +113,7 @@ async def test_a_paused_leader_changes_nothing_after_its_successor(what: str) ->
         async with Meeting(connect, "run", lease=600.0, unique_run=True) as meeting:
             a = await meeting.node("a", wanted=1)
             first = await all_with(a)
-            await a.inner.flush()
+            await a.inner.registration.flush()
             store.pause_before(request)
             if what == "it succeeds":
                 succeed(a, first.number)

@@ -334,7 +334,7 @@ async def test_a_node_offers_another_port_to_another_cluster(cluster_id: str) ->
     async with Meeting(connect, "run", lease=600.0, last_call_timeout=0.2) as meeting:
         node = await meeting.node("a", wanted=1)
         await all_with(node)
-        await node.inner.flush()
+        await node.inner.registration.flush()
         before = await offered()
         store.was_listed.clear()
         store.cluster_id = cluster_id
@@ -343,5 +343,5 @@ async def test_a_node_offers_another_port_to_another_cluster(cluster_id: str) ->
         async with asyncio.timeout(PATIENCE):
             await store.was_listed.wait()
         await asyncio.sleep(0.01)
-        await node.inner.flush()
+        await node.inner.registration.flush()
         assert (await offered() != before) == (cluster_id == "2")

@@ -172,6 +172,8 @@ class RendezvousNode:
         server: accepts the connections of peers.
         election: this node's part in the election of the leader.
         leader: leads the run; None while another node leads.
+        failed: a task that fails with the error if this node cannot take part, because the store refuses it; it exists
+            while the node is open.
 
     Raises:
         NoPortFree: no port of the allowed range is free.
@@ -211,10 +213,10 @@ class RendezvousNode:
         address = f"{bracketed(record.address)}:{self.server.port}"
         self.election = LeaderElection(self.run, self.registration, address)
         self.leader: Leader | None = None
+        self.failed: asyncio.Task[None]
         self._restored = 0
         self._notice: NoticeRecord | None = None
         self._leaving = False
-        self._running: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         try:
@@ -223,13 +225,13 @@ class RendezvousNode:
         except BaseException:
             await self._close_sockets()
             raise
-        self._running = asyncio.create_task(self._take_part())
+        self.failed = asyncio.create_task(self._take_part())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._cancel()
+        await cancel(self.failed)
         await self._close_sockets()
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT):
@@ -242,12 +244,8 @@ class RendezvousNode:
     async def abort(self) -> None:
         """Stop like a killed process: close the listener first, and write nothing to the store."""
         await self.server.close()
-        await self._cancel()
+        await cancel(self.failed)
         await self._close_sockets()
-
-    async def _cancel(self) -> None:
-        if self._running is not None:
-            await cancel(self._running)
 
     async def _write_final_history(self) -> None:
         """Write the history if all nodes leave at once: this node led last, and no other node leads now."""
@@ -275,13 +273,6 @@ class RendezvousNode:
                 event.store.close()  # the agent has not received it
 
     # -- state
-
-    @property
-    def failed(self) -> asyncio.Task[None]:
-        """A task that fails with the error if this node cannot take part, because the store refuses it."""
-        if self._running is None:
-            raise RuntimeError("the node is not open")
-        return self._running
 
     @property
     def is_leader(self) -> bool:
@@ -312,10 +303,6 @@ class RendezvousNode:
     def size(self) -> SizeRecord:
         """The desired size of the run, as far as this node knows it."""
         return self.run.size or self._settings.size
-
-    async def flush(self) -> None:
-        """Wait until all reports of this node are in the store."""
-        await self.registration.flush()
 
     async def is_current(self, round: int, *, timeout: float = 5.0) -> bool:  # noqa: ASYNC109 - bounds the waits
         """Return whether this node is a member of a round that is still current, according to the store.
