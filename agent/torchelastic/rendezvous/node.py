@@ -395,18 +395,10 @@ class RendezvousNode:
                 self._emit_round(round)
             self._emit_notice()
             if self.run.outcome is not None:
-                self._end_run()
+                self.election.withdraw()
                 self.events.put_nowait(self.run.outcome)
                 return
             await changed.after(seen)
-
-    def _end_run(self) -> None:
-        """Withdraw from the run, because it has ended."""
-        self.election.withdraw()
-        if self.round is None or self.node not in self.round.nodes:
-            # This node was no member, so a new run with this id need not wait until it is gone.
-            self._leaving = True
-            self.registration.update(phase=NodePhase.LEAVING, round=0, restarts=0, uncharged_restarts=0)
 
     def _emit_round(self, round: RoundRecord) -> None:
         listener = self._offer.take(round, is_member=self.node in round.nodes)
