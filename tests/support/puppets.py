@@ -19,7 +19,7 @@ from torchelastic.protocol import OutcomeRecord, RunKeys, decode_state
 from torchelastic.store import Listing, connect, follow
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from tests.support.etcd import EtcdServer
@@ -190,9 +190,15 @@ class Stage:
     async def until(self, condition: Callable[[Mapping[str, Entry]], object]) -> Mapping[str, Entry]:
         """Follow the run's keys in the store until they meet a condition."""
         store = await self.store()
+        state: dict[str, Entry] = {}
         try:
-            async with asyncio.timeout(PATIENCE), aclosing(_followed(store, self.keys.root)) as states:
-                async for state in states:
+            async with asyncio.timeout(PATIENCE), aclosing(follow(store, self.keys.root)) as news:
+                async for batch in news:
+                    if isinstance(batch, Listing):
+                        state = {entry.key: entry for entry in batch.entries}
+                    else:
+                        now = state | {change.key: change.entry for change in batch}
+                        state = {key: entry for key, entry in now.items() if entry is not None}
                     if condition(state):
                         return state
             raise AssertionError("the store's watch has ended")
@@ -215,19 +221,3 @@ class Stage:
             async with self._came:
                 self._puppets.append(Puppet(fact["pid"], fact["env"], reader, writer))
                 self._came.notify_all()
-
-
-async def _followed(store: Store, prefix: str) -> AsyncIterator[Mapping[str, Entry]]:
-    """The keys below a prefix, after each change."""
-    state: dict[str, Entry] = {}
-    async with aclosing(follow(store, prefix)) as news:
-        async for batch in news:
-            if isinstance(batch, Listing):
-                state = {entry.key: entry for entry in batch.entries}
-            else:
-                for change in batch:
-                    if change.entry is None:
-                        state.pop(change.key, None)
-                    else:
-                        state[change.key] = change.entry
-            yield state

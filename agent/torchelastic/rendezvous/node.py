@@ -214,7 +214,6 @@ class RendezvousNode:
         self.election = LeaderElection(self.run, self.registration, address)
         self.leader: Leader | None = None
         self.failed: asyncio.Task[None]
-        self._restored = 0
         self._notice: NoticeRecord | None = None
         self._leaving = False
 
@@ -384,8 +383,8 @@ class RendezvousNode:
         changed = self.run.changed
         while True:
             seen = changed.count
-            if self.run.restored != self._restored:
-                self._restored = self.run.restored
+            if self.run.restored:
+                self.run.restored = False
                 self.registration.update(store=self._offer.renew())
             round, accepted = self.run.round, self.run.accepted_round
             # The same number with another nonce: the store lost the round, and its leader did not know the round.

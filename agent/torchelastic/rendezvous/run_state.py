@@ -105,7 +105,8 @@ class RunStateWatch:
         away_since: since when the store is unreachable, by the loop's clock; None while it is reachable.
         back_at: when the store last came back, by the loop's clock; None if it never was away.
         last_leader: the node that leads, or led last; None if none is known.
-        restored: how often the store lost data: it has another cluster id than before, or an earlier revision.
+        restored: whether the store has lost data: it has another cluster id than before, or an earlier revision. The
+            reader resets it.
     """
 
     def __init__(self, node: str, settings: RendezvousSettings, store: Store) -> None:
@@ -119,7 +120,7 @@ class RunStateWatch:
         self.away_since: float | None = 0.0
         self.back_at: float | None = None
         self.last_leader: LeaderRecord | None = None
-        self.restored = 0
+        self.restored = False
         self._decoders: dict[str, Callable[[bytes], msgspec.Struct]] = {
             keys.leader: lambda data: decode(data, LeaderRecord),
             keys.state: decode_state,
@@ -187,7 +188,7 @@ class RunStateWatch:
         """Apply a listing of all keys."""
         is_other = bool(self._cluster_id) and listing.cluster_id not in ("", self._cluster_id)
         if is_other or listing.revision < self._revision:
-            self.restored += 1
+            self.restored = True
         self._cluster_id = listing.cluster_id or self._cluster_id
         self._revision = listing.revision
         entries = {entry.key: entry for entry in listing.entries}
