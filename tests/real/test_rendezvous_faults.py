@@ -7,7 +7,6 @@ import uuid
 from typing import TYPE_CHECKING
 
 import pytest
-import pytest_asyncio
 
 from tests.support import etcd_kinds
 from tests.support.faults import LEASE, BrokenPromiseError, Play, script
@@ -16,10 +15,9 @@ from torchelastic.config.settings import RendezvousSettings
 from torchelastic.store import client
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from tests.support.etcd import EtcdServer
+    from tests.support.etcd_kinds import EtcdKind
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -34,13 +32,6 @@ def seeds() -> list[int]:
     return list(range(1, 13 if EXHAUSTIVE else 3))
 
 
-@pytest_asyncio.fixture(params=etcd_kinds.chosen())
-async def any_etcd(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[EtcdServer]:
-    """An etcd of one kind, for one test."""
-    async with request.param.server(tmp_path) as server:
-        yield server
-
-
 @pytest.fixture(autouse=True)
 def _waits_to_the_scale_of_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scale the retries of etcd with the lease, as with the default lease."""
@@ -48,10 +39,13 @@ def _waits_to_the_scale_of_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "RETRY_MAX", client.RETRY_MAX * scale)
 
 
+@pytest.mark.parametrize("etcd_kind", etcd_kinds.chosen())
 @pytest.mark.parametrize("seed", seeds())
-async def test_random_fault_scripts_keep_the_rendezvous_guarantees(any_etcd: EtcdServer, seed: int) -> None:
+async def test_random_fault_scripts_keep_the_rendezvous_guarantees(
+    etcd_kind: EtcdKind, seed: int, tmp_path: Path
+) -> None:
     played: list[str] = []
-    async with Play(any_etcd, f"faults-{uuid.uuid4()}") as play:
+    async with etcd_kind.server(tmp_path) as etcd, Play(etcd, f"faults-{uuid.uuid4()}") as play:
         for part in script(seed, ROUNDS):
             played += ["and then", *map(str, part.steps)]
             try:
