@@ -32,7 +32,7 @@ from torchelastic.rendezvous.history import HistoryWriter
 from torchelastic.rendezvous.leader_election import Candidacy
 from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, PROBE_TIMEOUT, Verdict, probe
 from torchelastic.rendezvous.policy.membership import Membership
-from torchelastic.rendezvous.policy.plan import Decision, GiveWay, Hold, plan
+from torchelastic.rendezvous.policy.plan import Decision, Hold, plan
 from torchelastic.rendezvous.run_state import cancel
 from torchelastic.store import Backoff, Listing, follow_forever
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torchelastic.rendezvous.leader_election import LeaderElection
     from torchelastic.rendezvous.peer_connection import PeerServer
     from torchelastic.rendezvous.policy.membership import Peer
-    from torchelastic.rendezvous.run_state import RunStateWatch
+    from torchelastic.rendezvous.run_state import RunStateWatch, Versioned
     from torchelastic.store.api import Entry
 
 logger = logging.getLogger(__name__)
@@ -317,54 +317,43 @@ class Leader:
 
     async def _carry_out(self, decision: Decision) -> bool:
         """Carry out a decision that was just made; return whether this node knows the result already."""
+        keys, run = self._run.keys, self._run
         match decision:
             case RoundRecord() as round:
-                return await self._commit_round(round)
+                round = self._history.with_breakdown(round, self._end_of)
+                if not round.nonce:
+                    round = msgspec.structs.replace(round, nonce=secrets.token_hex(8))
+                committed = await self._commit(keys.state, StateRecord(round), run.state.modified)
+                if committed:
+                    self.history_writer.notify(rewrite=True)
+                return committed
             case NoticeRecord() as notice:
-                return await self._commit_notice(notice)
+                return await self._commit(keys.notice, notice, run.notice.modified)
             case OutcomeRecord() as outcome:
-                await self._commit_outcome(outcome)
-            case GiveWay():
+                return await self._commit_outcome(outcome, run.state)
+            case _:
                 logger.info("the store has lost a round; yielding the lead to a node that can restore it")
                 await self._election.give_way()
-        return False
+                return False
 
-    async def _commit(self, key: str, record: msgspec.Struct, expected: int) -> bool:
-        """Write a record if the key has not changed since; return whether it is written."""
-        revision = await self._run.lasting.compare_and_swap(key, encode(record), expected=expected)
-        if revision is not None:
-            self._run.note(key, record, revision)
-        return revision is not None
-
-    async def _commit_round(self, round: RoundRecord) -> bool:
-        round = self._history.with_breakdown(round, self._end_of)
-        if not round.nonce:
-            round = msgspec.structs.replace(round, nonce=secrets.token_hex(8))
-        if not await self._commit(self._run.keys.state, StateRecord(round), self._run.state.modified):
-            return False
-        logger.debug("committed round %d: %s", round.number, round.cause)
-        self.history_writer.notify(rewrite=True)
-        return True
-
-    async def _commit_notice(self, notice: NoticeRecord) -> bool:
-        if not await self._commit(self._run.keys.notice, notice, self._run.notice.modified):
-            return False
-        action = "notice" if notice.seconds else "withdrawn notice"
-        logger.debug("%s %d of the end of round %d: %s", action, notice.serial, notice.round, notice.cause)
-        return True
-
-    async def _commit_outcome(self, outcome: OutcomeRecord) -> None:
-        decided_on = self._run.state
+    async def _commit_outcome(self, outcome: OutcomeRecord, decided_on: Versioned[StateRecord]) -> bool:
         entry = await self._run.store.get(self._run.keys.leader)
         if entry is None or entry.modified != self._run.leader.modified:
-            return  # this node was paused, and may have decided on an old state
+            return False  # this node was paused, and may have decided on an old state
         self._history.end(succeeded=outcome.state is OutcomeState.SUCCEEDED)
         # Write the history first, for readers of the outcome; if that fails, the run ends anyway.
         with suppress(StoreUnavailable):
             await self.history_writer.write()
         state = StateRecord(None if decided_on.record is None else decided_on.record.round, outcome)
-        if await self._commit(self._run.keys.state, state, decided_on.modified):
-            logger.debug("committed the outcome: %s", outcome.state)
+        return await self._commit(self._run.keys.state, state, decided_on.modified)
+
+    async def _commit(self, key: str, record: msgspec.Struct, expected: int) -> bool:
+        """Write a record if the key has not changed since; return whether it is written."""
+        revision = await self._run.lasting.compare_and_swap(key, encode(record), expected=expected)
+        if revision is not None:
+            logger.debug("committed %s", key)
+            self._run.note(key, record, revision)
+        return revision is not None
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
