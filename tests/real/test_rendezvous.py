@@ -75,25 +75,6 @@ async def test_reports_of_a_past_round_are_ignored(meeting: Meeting) -> None:
     assert not await a.inner.is_current(present.number)
 
 
-@pytest.mark.parametrize("unique", [True, False])
-async def test_a_late_node_sees_the_outcome_of_a_unique_id_and_otherwise_starts_a_new_run(
-    meeting: Meeting, unique: bool
-) -> None:
-    a = await meeting.node("a", wanted=1, unique_run=unique)
-    await all_with(a)
-    a.inner.report(a.rounds[-1].number, phase=NodePhase.DONE)
-    await a.until(lambda node: node.outcome is not None)
-    await a.close()
-    late = await meeting.node("late", wanted=1, unique_run=unique)
-    if unique:
-        await late.until(lambda node: node.outcome is not None)
-        assert late.rounds[-1].nodes == a.rounds[-1].nodes
-    else:
-        round = await all_with(late)
-        assert late.outcome is None
-        assert round.number == 1
-
-
 async def test_a_spare_replaces_a_dead_leader_in_the_same_change(meeting: Meeting) -> None:
     a, b, c = [await meeting.node(name, wanted=2, join_debounce=5.0) for name in "abc"]
     first = await a.until_with("a", "b")

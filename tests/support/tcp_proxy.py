@@ -1,4 +1,4 @@
-"""A TCP proxy between a client and a server, which cuts, delays, silences or counts connections."""
+"""A TCP proxy between a client and a server, which cuts, delays or silences connections."""
 
 from __future__ import annotations
 
@@ -51,13 +51,11 @@ class TcpProxy:
 
     Attributes:
         delay: seconds for which requests are delayed; answers are not.
-        connections: the number of accepted connections.
     """
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
         self.delay = 0.0
-        self.connections = 0
         self._target = host, int(port)
         self._silent = False
         self._lines: set[_Line] = set()
@@ -109,7 +107,6 @@ class TcpProxy:
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        self.connections += 1
         try:
             target_reader, target_writer = await asyncio.open_connection(*self._target)
         except OSError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.nodes import PATIENCE, Clients, Meeting, all_with
 from tests.support.views import SETTINGS
 from torchelastic.protocol import (
     HISTORY_LIMIT,
@@ -27,7 +25,6 @@ from torchelastic.protocol import (
     SizeRecord,
     TimeBreakdown,
     decode,
-    decode_state,
     encode,
 )
 from torchelastic.rendezvous.history import (
@@ -474,23 +471,3 @@ def test_a_new_leader_keeps_a_rounds_end_that_an_older_history_lacks(clock: Cloc
     successor.adopt_rounds(leader.record())
 
     assert successor.record().rounds[0].ended == CREATED + 20
-
-
-async def test_training_time_counts_while_the_store_lacks_the_round() -> None:
-    clients = Clients()
-    async with Meeting(clients.connect, "run") as meeting:
-        a = await meeting.node("a", wanted=1)
-        first = await all_with(a)
-        a.inner.history.workers_started()
-        before = seconds_by_state(a.inner.history)
-        async with asyncio.timeout(PATIENCE):
-            watch = clients.data.watch(KEYS.state)
-            await anext(watch)
-            await clients.data.delete(KEYS.state)
-            while (entry := await clients.data.get(KEYS.state)) is None:
-                await anext(watch)
-            await watch.aclose()
-        assert decode_state(entry.value).round == first
-        assert a.inner.history.state is RunState.TRAINING
-        after = seconds_by_state(a.inner.history)
-        assert {state for state in after if after[state] > before.get(state, 0.0)} <= {"training"}

@@ -250,38 +250,16 @@ async def a_worker_fails(nodes: list[TestNode], number: int) -> None:
     nodes[1].inner.report(number, failure=failure(nodes[1].name, number=number, message="the data are broken"))
 
 
-both_outcomes = pytest.mark.parametrize(
-    ("end", "state"),
-    [(all_workers_succeed, OutcomeState.SUCCEEDED), (a_worker_fails, OutcomeState.FAILED)],
-)
-
-
 async def outcome_of(node: TestNode) -> OutcomeRecord:
     await node.until(lambda node: node.outcome is not None)
     assert node.outcome is not None
     return node.outcome
 
 
-@both_outcomes
-async def test_a_run_that_ends_while_the_store_loses_its_data_has_its_outcome(
-    end: Callable[[list[TestNode], int], Awaitable[None]], state: OutcomeState
-) -> None:
-    clients = Clients()
-    async with Meeting(clients.connect, "run", lease=LEASE, last_call_timeout=0.2, max_restarts=0) as meeting:
-        nodes = [await meeting.node(name, wanted=2) for name in "ab"]
-        round = await all_with(*nodes)
-        clients.reach(False)
-        await end(nodes, round.number)
-        clients.data.wipe()
-        clients.reach(True)
-        for node in nodes:
-            outcome = await outcome_of(node)
-            assert (outcome.state, outcome.round) == (state, round.number)
-            assert [record.number for record in node.rounds] == [round.number]
-    assert state is OutcomeState.SUCCEEDED or "the data are broken" in outcome.message
-
-
-@both_outcomes
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [(all_workers_succeed, OutcomeState.SUCCEEDED), (a_worker_fails, OutcomeState.FAILED)],
+)
 async def test_a_node_that_missed_a_lost_outcome_learns_it_from_the_other_nodes(
     end: Callable[[list[TestNode], int], Awaitable[None]], state: OutcomeState
 ) -> None:
