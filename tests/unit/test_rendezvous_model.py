@@ -162,7 +162,7 @@ class Pending:
     decision: Decision
     state: Versioned[StateRecord]
     registered: frozenset[str]
-    """The live nodes that had a key when it was made."""
+    """The live nodes that had a key when it was made, except new keys that were on their way to the leader."""
 
 
 def about(fit: Callable[[Node], bool], **strategies: st.SearchStrategy[Any]) -> Callable[[Any], Any]:
@@ -553,7 +553,13 @@ class Run(RuleBasedStateMachine):
             decision = Hold()  # the leader checks in the store that it still leads
         if isinstance(decision, OutcomeRecord):
             self.check_outcome(decision, snapshot)
-        registered = frozenset(name for name, node in self.nodes.items() if node.alive and node.key)
+        listener = self.nodes[name].listener
+        on_their_way = {change.key for change in listener.node_changes}
+        registered = frozenset(
+            other
+            for other, node in self.nodes.items()
+            if node.alive and node.key and (other in snapshot.peers or KEYS.node(other) not in on_their_way)
+        )
         return Pending(name, snapshot, decision, run.state, registered)
 
     def commit(self, pending: Pending) -> bool:
@@ -658,7 +664,7 @@ class Run(RuleBasedStateMachine):
         return node.excused or (not node.key and self.now >= node.keyless_since + RULES.lease)
 
     def check_number(self, new: RoundRecord, registered: frozenset[str]) -> None:
-        """A number is not reused while a node knows its round, unless the node returns during the commit."""
+        """A number is not reused while a node knows its round, unless the leader learns of the node too late."""
         for name, node in self.nodes.items():
             if node.alive and node.key and node.known_round is not None and node.known_round.number >= new.number:
                 assert name not in registered, name
