@@ -17,7 +17,7 @@ import errno
 import hashlib
 import socket
 from collections import Counter
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Annotated, Final, Protocol
 
 import msgspec
@@ -209,23 +209,21 @@ async def _greet(
 ) -> tuple[Verdict, tuple[asyncio.StreamReader, asyncio.StreamWriter] | None]:
     host, _, port = address.rpartition(":")
     try:
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(timeout), AsyncExitStack() as stack:
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=LINE_LIMIT)
-            try:
-                writer.write(encode(greeting) + b"\n")
-                answer = await _read_greeting(reader)
-            except BaseException:
-                await _close(writer)
-                raise
+            stack.push_async_callback(_close, writer)
+            writer.write(encode(greeting) + b"\n")
+            answer = await _read_greeting(reader)
+            if answer is None or answer.run != greeting.run:
+                return Verdict.SILENT, None  # this says nothing about the peer
+            if answer.node != peer:
+                return Verdict.DEAD, None  # another node of this run has taken over the port
+            stack.pop_all()
+            return Verdict.ALIVE, (reader, writer)
     except (ConnectionRefusedError, ConnectionResetError):
         return Verdict.DEAD, None
     except (OSError, TimeoutError, ValueError, OverflowError):  # the last two: not an address
         return Verdict.SILENT, None
-    if answer is not None and answer.run == greeting.run and answer.node == peer:
-        return Verdict.ALIVE, (reader, writer)
-    await _close(writer)
-    # If another node of this run has taken over the port, the peer is gone. Other answers say nothing about the peer.
-    return (Verdict.DEAD if answer is not None and answer.run == greeting.run else Verdict.SILENT), None
 
 
 async def _read_greeting(reader: asyncio.StreamReader) -> _Greeting | None:
