@@ -38,15 +38,20 @@ LIMIT = 180.0
 
 
 class PretendAgent:
-    """An agent without workers; leaving ``with`` ends it as a signal would."""
+    """An agent without workers; leaving ``with`` ends it as a signal would.
+
+    Attributes:
+        failing: set when its workers have failed.
+        finishing: set when its workers have succeeded.
+    """
 
     def __init__(self, handler: RendezvousHandler, name: str) -> None:
         self.handler = handler
         self.name = name
         self.worlds: list[list[str]] = []
         self.error: Exception | None = None
-        self._failing = threading.Event()
-        self._finishing = threading.Event()
+        self.failing = threading.Event()
+        self.finishing = threading.Event()
         self._leaving = threading.Event()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -64,14 +69,6 @@ class PretendAgent:
         self._leaving.set()
         self.handler.set_closed()
 
-    def fail(self) -> None:
-        """Report that its workers failed."""
-        self._failing.set()
-
-    def finish(self) -> None:
-        """Report that its workers succeeded."""
-        self._finishing.set()
-
     def ended(self) -> None:
         """Wait for its end."""
         self._thread.join(LIMIT)
@@ -87,14 +84,14 @@ class PretendAgent:
     def _run(self) -> None:
         try:
             while not self._over():
-                self._failing.clear()
+                self.failing.clear()
                 met = self._exchange(self.handler.next_rendezvous())
                 with self._changed:
                     self.worlds.append(met)
                     self._changed.notify_all()
-                while not (self._over() or self._failing.is_set() or self.handler.num_nodes_waiting()):
+                while not (self._over() or self.failing.is_set() or self.handler.num_nodes_waiting()):
                     time.sleep(0.005)
-            if self._finishing.is_set():
+            if self.finishing.is_set():
                 self.handler.shutdown()
         except Exception as error:  # noqa: BLE001 - the test looks at it
             with self._changed:
@@ -102,7 +99,7 @@ class PretendAgent:
                 self._changed.notify_all()
 
     def _over(self) -> bool:
-        return self._finishing.is_set() or self._leaving.is_set()
+        return self.finishing.is_set() or self._leaving.is_set()
 
     def _exchange(self, info: Any) -> list[str]:
         info.store.set(f"name/{info.rank}", self.name)
@@ -133,7 +130,7 @@ def test_a_failure_of_one_or_all_regroups_all_workers_and_is_not_charged(agent: 
     for failing in ("a", "b", "c", "abc", "a"):
         seen = {name: each.met(*"abc") for name, each in agents.items()}
         for name in failing:
-            agents[name].fail()
+            agents[name].failing.set()
         for name, each in agents.items():
             each.met(*"abc", since=seen[name])
     assert all(each.error is None for each in agents.values())
@@ -154,7 +151,7 @@ def test_no_node_waits_in_a_finished_round_in_any_scenario(agent: Callable[..., 
                 there.remove(going)
                 going.leave()
             case _:
-                dice.choice(there).fail()
+                dice.choice(there).failing.set()
         time.sleep(dice.choice([0, 0.002, 0.05]))
     newest = agent("last", last_call_timeout=0, join_debounce=0)
     for each in [*there, newest]:
@@ -169,8 +166,8 @@ async def test_a_run_succeeds_when_all_workers_have_and_its_id_can_be_used_again
     for each in agents:
         each.met(*"ab")
         assert not each.handler.is_closed()
-    agents[0].finish()
-    agents[1].finish()
+    agents[0].finishing.set()
+    agents[1].finishing.set()
     for each in agents:
         each.ended()
         assert each.handler.is_closed()
@@ -223,7 +220,7 @@ async def test_an_etcd_outage_disturbs_no_pod_and_its_events_are_caught_up(
         await own_etcd.kill()
         await asyncio.sleep(1.5)  # longer than the lease
         assert a.handler.num_nodes_waiting() == 0
-        a.fail()
+        a.failing.set()
         await own_etcd.start()
         a.met("a", since=1)
         with PretendAgent(rendezvous_handler_registry.create_handler(parameters), "b") as b:

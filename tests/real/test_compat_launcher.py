@@ -303,7 +303,7 @@ async def test_an_agent_runs_in_any_thread_and_beside_a_running_event_loop(tmp_p
     assert "| Another agent runs in this process" in output
 
 
-async def test_the_programs_own_signal_handlers_and_children_are_kept(tmp_path: Path, stop: Path) -> None:
+async def test_a_programs_signals_and_children_are_kept_and_workers_die_with_it(tmp_path: Path, stop: Path) -> None:
     path = script(
         tmp_path,
         LIBRARY
@@ -324,6 +324,8 @@ async def test_the_programs_own_signal_handlers_and_children_are_kept(tmp_path: 
             LocalElasticAgent(spec).run()
         except KeyboardInterrupt:
             print("interrupted", threading.active_count(), flush=True)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        LocalElasticAgent(spec).run()
 """,
     )
     async with Launcher(path, stop) as launcher:
@@ -336,14 +338,8 @@ async def test_the_programs_own_signal_handlers_and_children_are_kept(tmp_path: 
         worker = await launcher.trains(world=2, since=since)
         launcher.kill(signal.SIGINT)
         await until_gone(worker)
-        assert await launcher.code() == 0
-    assert "interrupted 1" in launcher.output
-
-
-async def test_workers_die_with_a_program_that_is_killed(tmp_path: Path, stop: Path) -> None:
-    path = script(tmp_path, LIBRARY + "\n    if __name__ == '__main__':\n        LocalElasticAgent(spec).run()\n")
-    async with Launcher(path, stop) as launcher:
-        worker = await launcher.trains(world=2)
+        await launcher.said("interrupted 1")
+        worker = await launcher.trains(world=2, since=launcher.lines.index("interrupted 1"))
         launcher.kill(signal.SIGTERM)
         await until_gone(worker)
         assert await launcher.code() == -signal.SIGTERM

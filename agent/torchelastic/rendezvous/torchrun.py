@@ -34,14 +34,8 @@ def _handler_type() -> Callable[[Any], RendezvousHandler]:
     """Return the handler class with torch's base class, return types and exceptions."""
     from torch.distributed.elastic import rendezvous as torchs
 
-    from torchelastic.rendezvous import api
+    from torchelastic.errors import RendezvousError
     from torchelastic.rendezvous.handler import ElasticRendezvousHandler
-
-    errors: dict[type[Exception], type[Exception]] = {
-        api.RendezvousClosedError: torchs.RendezvousClosedError,
-        api.RendezvousTimeoutError: torchs.RendezvousTimeoutError,
-        api.RendezvousConnectionError: torchs.RendezvousConnectionError,
-    }
 
     class TorchRendezvousHandler(ElasticRendezvousHandler, torchs.RendezvousHandler):
         """A node of a run, for torch's agent."""
@@ -49,8 +43,8 @@ def _handler_type() -> Callable[[Any], RendezvousHandler]:
         def next_rendezvous(self) -> RendezvousInfo:  # type: ignore[override] # torch's, in place of ours
             try:
                 info = super().next_rendezvous()
-            except tuple(errors) as error:
-                raise errors[type(error)](str(error)) from None
+            except RendezvousError as error:  # torch's exceptions have the same names
+                raise getattr(torchs, type(error).__name__)(f"{error}") from None
             where = torchs.RendezvousStoreInfo(*self.meeting_point)
             return torchs.RendezvousInfo(info.store, info.rank, info.world_size, where)
 
