@@ -5,7 +5,7 @@ committed round. :mod:`.policy` holds the rules as pure functions, :mod:`.leader
 every node does, and :mod:`.peer_connection` detects a death within milliseconds.
 
 For launchers: :mod:`.api` has the interface of handlers, :mod:`.registry` chooses one by name, :mod:`.handler` is ours
-for callers that block, and :mod:`.torchrun` is that one with torch's types.
+for callers that block, and :mod:`.torchrun` offers it to torchrun.
 """
 
 from torchelastic.rendezvous.api import *  # noqa: F403

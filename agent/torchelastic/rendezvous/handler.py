@@ -156,11 +156,6 @@ class ElasticRendezvousHandler(RendezvousHandler):
         """Workers meet in the round's own store."""
         return True
 
-    @property
-    def meeting_point(self) -> tuple[str, int]:
-        """Host and port of the store of the last round that was returned."""
-        return split_endpoint("" if self._given is None else self._given.record.store)
-
     # -- joining
 
     def _started(self) -> NodeThread:
@@ -215,7 +210,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             store=store,
             rank=status.record.nodes.index(node.node),
             world_size=len(status.record.members),
-            bootstrap_store_info=RendezvousStoreInfo(*self.meeting_point),
+            bootstrap_store_info=RendezvousStoreInfo(*split_endpoint(status.record.store)),
         )
 
     # -- leaving

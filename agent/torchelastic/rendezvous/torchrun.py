@@ -6,13 +6,12 @@ modules.
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+    from torchelastic.rendezvous.api import RendezvousHandler, RendezvousParameters
 
 
 def get_handler_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
@@ -21,31 +20,14 @@ def get_handler_creator() -> Callable[[RendezvousParameters], RendezvousHandler]
 
 
 def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Create a handler of torch's type.
+    """Create a handler; it and its results have the methods and attributes of torch's types.
+
+    Args:
+        parameters: of torch's type, which has the attributes of ours.
 
     Raises:
         SettingsError: a parameter is invalid; the message says what to change.
     """
-    return _handler_type()(parameters)
-
-
-@functools.cache
-def _handler_type() -> Callable[[Any], RendezvousHandler]:
-    """Return the handler class with torch's base class, return types and exceptions."""
-    from torch.distributed.elastic import rendezvous as torchs
-
-    from torchelastic.errors import RendezvousError
     from torchelastic.rendezvous.handler import ElasticRendezvousHandler
 
-    class TorchRendezvousHandler(ElasticRendezvousHandler, torchs.RendezvousHandler):
-        """A node of a run, for torch's agent."""
-
-        def next_rendezvous(self) -> RendezvousInfo:  # type: ignore[override] # torch's, in place of ours
-            try:
-                info = super().next_rendezvous()
-            except RendezvousError as error:  # torch's exceptions have the same names
-                raise getattr(torchs, type(error).__name__)(f"{error}") from None
-            where = torchs.RendezvousStoreInfo(*self.meeting_point)
-            return torchs.RendezvousInfo(info.store, info.rank, info.world_size, where)
-
-    return TorchRendezvousHandler
+    return ElasticRendezvousHandler(parameters)
