@@ -105,8 +105,6 @@ def _v2(settings: StoreSettings) -> EtcdV2Store:
     try:
         from torchelastic.store.etcd_v2 import EtcdV2Store
     except ImportError as error:
-        if (error.name or "").partition(".")[0] not in {"etcd", "urllib3", "dns"}:
-            raise
         raise StoreRefused("etcd's API v2 needs the package python-etcd: pip install python-etcd") from error
     return EtcdV2Store(settings)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -47,8 +47,6 @@ _TRANSIENT_CODES: Final = frozenset({1, 2, 4, 8, 10, 13, 14})
 _TOKEN_REFUSED: Final = ("invalid auth token", "revision of auth store is old", "user name is empty")
 """What etcd says if a token is missing or expired."""
 
-_Reply = TypeVar("_Reply")
-
 
 class EtcdV3Store:
     """A :class:`~torchelastic.store.api.Store` on the servers of one etcd cluster.
@@ -78,26 +76,26 @@ class EtcdV3Store:
 
         async def read(endpoint: str) -> None:
             answer = await self._authorized(endpoint, "/v3/kv/range", body)
-            if not _understood(endpoint, answer, _RangeAnswer).header.revision:  # etcd's begin with 1
+            if not _understood(endpoint, answer).header.revision:  # etcd's begin with 1
                 raise WrongApi(f"what listens at {endpoint} does not answer as etcd does: {shown(answer)}")
 
         await self._servers.check(read)
 
     async def get(self, key: str) -> Entry | None:
         """See :meth:`Store.get <torchelastic.store.api.Store.get>`."""
-        answer = await self._call("/v3/kv/range", {"key": _encoded(key)}, _RangeAnswer, repeatable=True)
+        answer = await self._call("/v3/kv/range", {"key": _encoded(key)}, repeatable=True)
         return _entry(answer.kvs[0]) if answer.kvs else None
 
     async def list(self, prefix: str) -> Listing:
         """See :meth:`Store.list <torchelastic.store.api.Store.list>`."""
-        answer = await self._call("/v3/kv/range", _below(prefix), _RangeAnswer, repeatable=True)
+        answer = await self._call("/v3/kv/range", _below(prefix), repeatable=True)
         header = answer.header
         return Listing(header.revision, tuple(_entry(kv) for kv in answer.kvs), f"{header.cluster_id:x}")
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
         """See :meth:`Store.put <torchelastic.store.api.Store.put>`."""
         message = {"key": _encoded(key), "value": value, "lease": lease}
-        return (await self._call("/v3/kv/put", message, _Answer)).header.revision
+        return (await self._call("/v3/kv/put", message)).header.revision
 
     async def compare_and_swap(self, key: str, value: bytes | None, *, expected: int, lease: int = 0) -> int | None:
         """See :meth:`Store.compare_and_swap <torchelastic.store.api.Store.compare_and_swap>`."""
@@ -109,16 +107,16 @@ class EtcdV3Store:
         # The revision of the last change is 0 for a key that is not there.
         compare = {"key": name, "target": "MOD", "result": "EQUAL", "mod_revision": expected}
         message = {"compare": [compare], "success": [change]}
-        answer = await self._call("/v3/kv/txn", message, _TxnAnswer)
+        answer = await self._call("/v3/kv/txn", message)
         return answer.header.revision if answer.succeeded else None
 
     async def delete(self, key: str) -> None:
         """See :meth:`Store.delete <torchelastic.store.api.Store.delete>`."""
-        await self._call("/v3/kv/deleterange", {"key": _encoded(key)}, _Answer)
+        await self._call("/v3/kv/deleterange", {"key": _encoded(key)})
 
     async def delete_prefix(self, prefix: str) -> None:
         """See :meth:`Store.delete_prefix <torchelastic.store.api.Store.delete_prefix>`."""
-        await self._call("/v3/kv/deleterange", _below(prefix), _Answer)
+        await self._call("/v3/kv/deleterange", _below(prefix))
 
     async def grant(self, ttl: float, *, lease: int = 0) -> int:
         """See :meth:`Store.grant <torchelastic.store.api.Store.grant>`."""
@@ -126,7 +124,7 @@ class EtcdV3Store:
         while True:
             try:
                 # Repeatable: a lease whose id got lost ends by itself.
-                return (await self._call("/v3/lease/grant", message, _LeaseAnswer, repeatable=True)).id
+                return (await self._call("/v3/lease/grant", message, repeatable=True)).lease
             except _LeaseExists:
                 with contextlib.suppress(LeaseLost):  # it has just ended: then it can be granted
                     await self.keep_alive(lease)
@@ -134,8 +132,8 @@ class EtcdV3Store:
 
     async def keep_alive(self, lease: int) -> None:
         """See :meth:`Store.keep_alive <torchelastic.store.api.Store.keep_alive>`."""
-        answer = await self._call("/v3/lease/keepalive", {"ID": lease}, _Streamed[_LeaseAnswer], repeatable=True)
-        if answer.error is not None:
+        answer = await self._call("/v3/lease/keepalive", {"ID": lease}, repeatable=True)
+        if isinstance(answer.error, _Fault):
             raise _meaning("etcd", answer.error)
         if answer.result is None or answer.result.ttl == 0:
             raise LeaseLost(f"lease {lease:x} has ended")
@@ -143,7 +141,7 @@ class EtcdV3Store:
     async def revoke(self, lease: int) -> None:
         """See :meth:`Store.revoke <torchelastic.store.api.Store.revoke>`."""
         with contextlib.suppress(LeaseLost):
-            await self._call("/v3/lease/revoke", {"ID": lease}, _Answer, repeatable=True)
+            await self._call("/v3/lease/revoke", {"ID": lease}, repeatable=True)
 
     async def watch(self, prefix: str) -> AsyncGenerator[tuple[Change, ...], None]:
         """See :meth:`Store.watch <torchelastic.store.api.Store.watch>`."""
@@ -192,24 +190,23 @@ class EtcdV3Store:
         """Return the revision of a server that answers and lets us read the keys below the prefix."""
         message = {**_below(prefix), "count_only": True}
         limit = self._patience if at else None
-        answer = await self._call("/v3/kv/range", message, _RangeAnswer, repeatable=True, at=at, limit=limit)
+        answer = await self._call("/v3/kv/range", message, repeatable=True, at=at, limit=limit)
         return answer.header.revision
 
     async def _call(
         self,
         path: str,
         message: dict[str, Any],
-        reply: type[_Reply],
         *,
         repeatable: bool = False,
         at: str | None = None,
         limit: float | None = None,
-    ) -> _Reply:
+    ) -> _Answer:
         """Send one message and return the answer; for the last arguments and errors see :meth:`EtcdServers.ask`."""
         body = msgspec.json.encode(message)  # bytes as base64
 
-        async def exchange(endpoint: str) -> _Reply:
-            return _understood(endpoint, await self._authorized(endpoint, path, body), reply)
+        async def exchange(endpoint: str) -> _Answer:
+            return _understood(endpoint, await self._authorized(endpoint, path, body))
 
         return await self._servers.ask(exchange, repeatable=repeatable, at=at, limit=limit)
 
@@ -226,7 +223,7 @@ class EtcdV3Store:
                 self._token = None
                 who = {"name": self._settings.username, "password": self._settings.password or ""}
                 answer = await self._post(endpoint, "/v3/auth/authenticate", msgspec.json.encode(who))
-                self._token = _understood(endpoint, answer, _AuthAnswer).token
+                self._token = _understood(endpoint, answer).token
         return await self._post(endpoint, path, body)
 
     async def _post(self, endpoint: str, path: str, body: bytes) -> bytes:
@@ -244,8 +241,8 @@ class EtcdV3Store:
             yield response
 
 
-# The part of etcd's messages that the store uses. The gateway gives 64-bit numbers as strings, bytes as base64, and
-# omits zeros: hence a default for every field, and a decoder that takes numbers in strings.
+# The gateway gives 64-bit numbers as strings, bytes as base64, and omits zeros: hence a default for every field, and a
+# decoder that takes numbers in strings.
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -262,40 +259,9 @@ class _KeyValue(msgspec.Struct, frozen=True):
     mod_revision: int = 0
 
 
-class _Answer(msgspec.Struct, frozen=True):
-    header: _Header = _Header()
-
-
-class _RangeAnswer(_Answer, frozen=True):
-    kvs: tuple[_KeyValue, ...] = ()
-
-
-class _TxnAnswer(_Answer, frozen=True):
-    succeeded: bool = False
-
-
-class _LeaseAnswer(msgspec.Struct, frozen=True):
-    """The answer about a lease; a TTL of 0 means that there is none."""
-
-    id: int = msgspec.field(name="ID", default=0)
-    ttl: int = msgspec.field(name="TTL", default=0)
-
-
-class _AuthAnswer(msgspec.Struct, frozen=True):
-    token: str = ""
-
-
 class _Event(msgspec.Struct, frozen=True):
     kv: _KeyValue = _KeyValue()
     type: str = "PUT"
-
-
-class _WatchAnswer(_Answer, frozen=True):
-    created: bool = False
-    canceled: bool = False
-    cancel_reason: str = ""
-    compact_revision: int = 0
-    events: tuple[_Event, ...] = ()
 
 
 class _Fault(msgspec.Struct, frozen=True):
@@ -306,17 +272,22 @@ class _Fault(msgspec.Struct, frozen=True):
     grpc_code: int = 0
 
 
-class _Streamed(msgspec.Struct, Generic[_Reply], frozen=True):
-    """One line of a stream."""
+class _Answer(_Fault, frozen=True):
+    """What the store reads of etcd's answers. Each has some of the fields; in a stream, they are inside ``result``."""
 
-    result: _Reply | None = None
-    error: _Fault | None = None
-
-
-class _Failure(_Fault, frozen=True):
-    """The body of an answer whose status is not 200; of a stream, the error is inside."""
-
-    error: str | _Fault = ""
+    header: _Header = _Header()
+    kvs: tuple[_KeyValue, ...] = ()
+    succeeded: bool = False
+    lease: int = msgspec.field(name="ID", default=0)
+    ttl: int = msgspec.field(name="TTL", default=0)
+    token: str = ""
+    created: bool = False
+    canceled: bool = False
+    cancel_reason: str = ""
+    compact_revision: int = 0
+    events: tuple[_Event, ...] = ()
+    error: str | _Fault | None = None
+    result: _Answer | None = None
 
 
 class _TokenRefused(StoreRefused):
@@ -335,7 +306,7 @@ class _Stream:
         self._response = response
         self._pending = bytearray()
 
-    async def next(self, patience: float) -> _WatchAnswer | None:
+    async def next(self, patience: float) -> _Answer | None:
         """Return the next message, or None if none came within ``patience`` seconds.
 
         Raises:
@@ -352,20 +323,20 @@ class _Stream:
             if not chunk:
                 raise StoreUnavailable(f"etcd at {self._endpoint} ended the watch")
             self._pending += chunk
-        line = _understood(self._endpoint, bytes(self._pending[:end]), _Streamed[_WatchAnswer])
+        line = _understood(self._endpoint, bytes(self._pending[:end]))
         del self._pending[: end + 1]
-        answer = line.result or _WatchAnswer()
-        if line.error is not None:
-            raise _meaning(f"etcd at {self._endpoint}", line.error)
+        answer = line.result or _Answer()
+        fault = line.error if isinstance(line.error, _Fault) else None
         if answer.canceled and not answer.compact_revision:
-            reason = _Fault(answer.cancel_reason or "the watch was canceled")
-            raise _meaning(f"etcd at {self._endpoint}", reason, transient=True)
+            fault = _Fault(answer.cancel_reason or "the watch was canceled")
+        if fault is not None:
+            raise _meaning(f"etcd at {self._endpoint}", fault, transient=answer.canceled)
         return answer
 
 
-def _understood(endpoint: str, body: bytes, reply: type[_Reply]) -> _Reply:
+def _understood(endpoint: str, body: bytes) -> _Answer:
     try:
-        return msgspec.json.decode(body, type=reply, strict=False)
+        return msgspec.json.decode(body, type=_Answer, strict=False)
     except msgspec.DecodeError as error:
         raise WrongApi(f"what listens at {endpoint} does not answer as etcd does: {shown(body)} ({error})") from error
 
@@ -373,10 +344,10 @@ def _understood(endpoint: str, body: bytes, reply: type[_Reply]) -> _Reply:
 def _refusal(endpoint: str, path: str, status: int, body: bytes) -> StoreError:
     """Return the error for an answer whose status is not 200."""
     try:
-        failure = msgspec.json.decode(body, type=_Failure, strict=False)
+        answer = msgspec.json.decode(body, type=_Answer, strict=False)
     except msgspec.DecodeError:
-        failure = _Failure()
-    fault = failure.error if isinstance(failure.error, _Fault) else failure
+        answer = _Answer()
+    fault = answer.error if isinstance(answer.error, _Fault) else answer
     if fault.message:
         return _meaning(f"etcd at {endpoint}", fault, transient=is_transient(status))
     lacking = "its JSON gateway (etcd 3.4 or later has it, with --enable-grpc-gateway=true)"
