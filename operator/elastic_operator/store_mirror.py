@@ -135,20 +135,14 @@ class StoreMirror:
                 raise asyncio.CancelledError
             await backoff.wait()
 
-    @property
-    def connected(self) -> bool:
-        """Whether there is a connection to the store; it may not answer."""
-        return self._store is not None
-
     async def write_size(self, size: SizeRecord) -> None:
-        """Write the wanted size.
+        """Write the wanted size if the store is connected; if not, ``changed()`` is called once it can be read.
 
         Raises:
             StoreError: the store is unavailable, or refused.
         """
-        if self._store is None:
-            raise StoreError("the store cannot be reached just now")
-        await self._lease(self._store).put(self._keys.size, encode(size))
+        if self._store is not None:
+            await self._lease(self._store).put(self._keys.size, encode(size))
 
     async def forget_run(self) -> None:
         """Delete the run's keys from a store that outlives it.

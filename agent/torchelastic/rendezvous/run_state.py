@@ -22,7 +22,7 @@ from torchelastic.protocol import (
     decode_state,
     encode,
 )
-from torchelastic.store import Backoff, Listing, RunLease, follow_forever
+from torchelastic.store import Backoff, Listing, RunLease, follow_forever, within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -341,21 +341,8 @@ async def remove_finished_run(run: RunStateWatch) -> None:
     Raises:
         StoreError: as the store does.
     """
-    if run.settings.unique_run:
-        return
-    backoff = Backoff()
-    deadline = asyncio.get_running_loop().time() + run.settings.join_timeout
-    while True:
-        try:
-            await _remove(run)
-        except StoreUnavailable as error:
-            if backoff.attempts == 0:
-                logger.warning("%s; waiting for it", error)
-            if asyncio.get_running_loop().time() > deadline:
-                raise
-            await backoff.wait()
-        else:
-            return
+    if not run.settings.unique_run:
+        await within(run.settings.join_timeout, lambda: _remove(run))
 
 
 async def _remove(run: RunStateWatch) -> None:

@@ -6,7 +6,16 @@ Adapters: :mod:`torchelastic.store.etcd_v3` (etcd 3.4 and later, over its JSON g
 """
 
 from torchelastic.store.api import Change, Entry, Listing, Store, StoreSettings
-from torchelastic.store.client import Backoff, NodeStore, RunLease, connect, connect_within, follow, follow_forever
+from torchelastic.store.client import (
+    Backoff,
+    NodeStore,
+    RunLease,
+    connect,
+    connect_within,
+    follow,
+    follow_forever,
+    within,
+)
 from torchelastic.store.memory import MemoryStore
 
 __all__ = [
@@ -23,4 +32,5 @@ __all__ = [
     "connect_within",
     "follow",
     "follow_forever",
+    "within",
 ]

@@ -88,11 +88,20 @@ async def connect_within(settings: StoreSettings, seconds: float) -> Store:
         StoreUnavailable: none has answered.
         StoreRefused: one has answered, and trying again does not help.
     """
+    return await within(seconds, lambda: connect(settings))
+
+
+async def within(seconds: float, attempt: Callable[[], Awaitable[_Result]]) -> _Result:
+    """Return the result of the first attempt that reaches the store, trying again for at most ``seconds``.
+
+    Raises:
+        StoreUnavailable: none has reached it.
+    """
     deadline = time.monotonic() + seconds
     backoff = Backoff()
     while True:
         try:
-            return await connect(settings)
+            return await attempt()
         except StoreUnavailable as error:
             if backoff.attempts == 0:
                 logger.warning("%s; trying again for %g s", error, seconds)

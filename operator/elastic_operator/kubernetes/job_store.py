@@ -242,7 +242,7 @@ class JobStores:
             StoreError: it failed, and must be tried again.
         """
         followed = self._followed.get(uid)
-        if followed is None or not followed.mirror.connected:
+        if followed is None:
             return
         try:
             async with asyncio.timeout(WRITE_TIMEOUT):
