@@ -188,9 +188,6 @@ class TimeBreakdown(_Record, frozen=True):
     gone: dict[NodeEnd, Count] = msgspec.field(default_factory=dict)
     there: tuple[_Name, ...] = ()
 
-    def __hash__(self) -> int:
-        return hash((self.until, self.round))
-
 
 class ResumeRecord(_Record, frozen=True):
     """What an agent of a resumed run knows from the start; the store that knew it is gone.
