@@ -152,9 +152,6 @@ CASES = {
         tells=size(2, maximum=8, generation=5),
         state=JobState.RUNNING,
     ),
-    "the agents are not told of other changes": Case(
-        that_trained(a_job(replicas=2, generation=5)), a_world(running(0), running(1)), state=JobState.RUNNING
-    ),
     "a new size exceeds the generation of the size in the store": Case(
         that_trained(a_job(replicas=3, generation=2)),
         a_world(running(0), running(1), size=size(2, generation=7)),
@@ -218,11 +215,6 @@ CASES = {
         state=JobState.PENDING,
         etcd=False,
     ),
-    "live pods keep their store while the cluster rejects the spec": Case(
-        TRAINED,
-        replace(a_world(running(0), store_read=False, rejected="no"), etcd=EtcdState.ABSENT),
-        state=JobState.RUNNING,
-    ),
     "an image without an agent ends the job before its container has run": Case(
         FRESH,
         a_world(pending(0, incompatible_image=NO_AGENT), pending(1)),
@@ -232,13 +224,6 @@ CASES = {
     ),
     "a pod with an agent of another version may leave": Case(
         TRAINED, a_world(running(0), left(1, incompatible_image=STRANGER)), creates=[1], state=JobState.RUNNING
-    ),
-    "an ended pod with a running sidecar keeps the back-off of its index": Case(
-        TRAINED,
-        a_world(running(0), died(1, failures=1, sidecars_running=True)),
-        wakes_in=1,
-        state=JobState.RUNNING,
-        charges=1,
     ),
     "a replaced pod with a running sidecar is removed": Case(
         that_trained(a_job(replicas=2), counted_pod_uids=frozenset({died(1).uid})),
@@ -262,13 +247,6 @@ CASES = {
     "a suspended job does not wait for a pod on a lost node": Case(
         that_trained(a_job(suspend=True)), a_world(lost(0)), state=JobState.SUSPENDED, etcd=False
     ),
-    "no store is created for pods that are removed": Case(
-        that_trained(a_job(suspend=True)),
-        replace(a_world(running(0), store_read=False), etcd=EtcdState.ABSENT),
-        removes=[0],
-        state=JobState.SUSPENDED,
-        etcd=False,
-    ),
     "a run that had ended before the suspension has ended": Case(
         that_trained(a_job(suspend=True)),
         a_world(running(0), outcome=success()),
@@ -276,14 +254,6 @@ CASES = {
         reason=Reason.RUN_SUCCEEDED,
         wakes_in=EXIT_PERIOD,
     ),
-    "an agent's report ends a suspended job": Case(
-        that_trained(a_job(suspend=True)),
-        replace(a_world(replace(succeeded(0), terminating=True), store_read=False), etcd=EtcdState.ABSENT),
-        state=JobState.SUCCEEDED,
-        reason=Reason.RUN_SUCCEEDED,
-        etcd=False,
-    ),
-    "a finished job is not suspended": Case(finished(suspend=True), a_world(succeeded(0)), etcd=False),
     "a resumed job gets its pods at once, before its store is read": Case(
         that_rests(a_job()), NO_STORE, creates=[0, 1], state=JobState.WAITING
     ),
@@ -390,12 +360,6 @@ CASES = {
         removes=[0],
         state=JobState.SUCCEEDED,
         wakes_in=EXIT_PERIOD,
-    ),
-    "the policy All removes pods that do not exit by themselves": Case(
-        finished(EXIT_PERIOD, clean_pod_policy=CleanPodPolicy.ALL),
-        a_world(succeeded(0), running(1)),
-        removes=[1, 0],
-        etcd=False,
     ),
     "the policy None removes the store only": Case(
         finished(EXIT_PERIOD, clean_pod_policy=CleanPodPolicy.NONE),
