@@ -403,10 +403,13 @@ def test_references_are_resolved_as_by_a_kubelet() -> None:
         ),
         (
             {"args": ("x.py", "a\0b")},
-            'no program can be started with "a\\u0000b": it may have 131071 bytes and no NUL;',
+            'no program can be started with the argument "a\\u0000b": it may have 131071 bytes, and no NUL',
         ),
-        ({"args": ("x.py", "ü" * 70_000)}, 'no program can be started with "üüü'),
-        ({"env": ({"name": "DATA", "value": "x" * (131_071 - 4)},)}, 'no program can be started with "DATA=xxx'),
+        ({"args": ("x.py", "ü" * 70_000)}, 'no program can be started with the argument "üüü'),
+        (
+            {"env": ({"name": "DATA", "value": "x" * (131_071 - 4)},)},
+            "no program can be started with the environment variable DATA: it may",
+        ),
         ({"template": template(env=[{"name": "A=B"}])}, '"A=B" is not a valid name of an environment variable'),
         *(
             ({"checkpoint": CheckpointSpec(volume)}, "which is not a source of a volume")

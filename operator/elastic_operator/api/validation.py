@@ -97,6 +97,8 @@ _INSTEAD_OF_TRAINING: Final = frozenset({"h", "help", "version"})
 _LONGEST: Final = 131_071
 """Bytes that Linux allows for one argument, or for one variable with its name."""
 
+_TOO_LONG: Final = f"it may have {_LONGEST} bytes, and no NUL; put the value into a file"
+
 AROUND: Final = 25.0
 """Seconds that a pod has beyond notice and grace: for leaving the store and for final messages."""
 
@@ -143,7 +145,8 @@ def _program_problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
             yield f"the flag {written} in args makes the agent print something and end; remove it"
         if flag.name in _FLAGS_OF_OPERATOR:
             yield f"the flag {written} in args is the operator's to set; {_instead(_FLAGS_OF_OPERATOR[flag.name])}"
-    yield from map(_too_long, filter(_is_unstartable, (*command, *args)))
+    for word in filter(_is_unstartable, (*command, *args)):
+        yield f"no program can be started with the argument {shown(word)}: {_TOO_LONG}"
 
 
 def _variable_problems(spec: ElasticJobSpec) -> Iterator[str]:
@@ -157,8 +160,8 @@ def _variable_problems(spec: ElasticJobSpec) -> Iterator[str]:
             yield f"the environment variable {name} is given twice; remove one of the two"
         if "=" in name:
             yield f"{shown(name)} is not a valid name of an environment variable; remove the equals sign"
-        if _is_unstartable(variable := f"{name}={entry.get('value') or ''}"):
-            yield _too_long(variable)
+        if _is_unstartable(f"{name}={entry.get('value') or ''}"):  # the value may be a secret
+            yield f"no program can be started with the environment variable {name}: {_TOO_LONG}"
         seen.add(name)
 
 
@@ -170,10 +173,6 @@ def _instead(variable: str) -> str:
 def _is_unstartable(word: str) -> bool:
     """Whether no program can be started with this argument, or this variable with its name."""
     return "\0" in word or (len(word) > _LONGEST // 4 and len(word.encode(errors="replace")) > _LONGEST)
-
-
-def _too_long(word: str) -> str:
-    return f"no program can be started with {shown(word)}: it may have {_LONGEST} bytes and no NUL; put it into a file"
 
 
 def _template_problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
