@@ -130,7 +130,7 @@ async def test_an_interrupted_run_leaves_no_process_and_says_so(
         assert run.record["run"]["ended"]["how"] == "interrupted"
         assert all(pod["ended"] is not None for pod in run.record["pods"])
         report = report_of(run.record)
-    assert (report.state.finished, report.completed, report.outcome) == (False, None, None)
+    assert (report.state.finished, report.completed_at, report.outcome) == (False, None, None)
     assert 1 in [round.number for round in report.history.rounds]
     assert report.time_breakdown is not None
     assert RunState.TRAINING in report.time_breakdown.seconds
@@ -401,7 +401,7 @@ async def test_a_resumed_job_continues_with_the_changed_spec(home: Path, tmp_pat
         assert split is not None
         assert split.seconds.keys() >= {RunState.TRAINING, RunState.STARTING, RunState.SUSPENDED}
         assert split.joined == 4
-        assert report.completed == split.until
+        assert report.completed_at == split.until
         assert sum(split.seconds.values()) == pytest.approx(split.until - report.created, abs=0.01)
 
 

@@ -69,7 +69,7 @@ def report(**changes: Any) -> Report:
         "uid": "0f4c",
         "created": START,
         "state": JobState.SUCCEEDED,
-        "completed": START + 100,
+        "completed_at": START + 100,
         "time_breakdown": split,
         "history": HistoryRecord(created=START, rounds=rounds),
         "outcome": OutcomeRecord(state=OutcomeState.SUCCEEDED, round=5, restarts=1),
@@ -100,4 +100,4 @@ def long(rounds: int = 200, omitted: int = 1800) -> Report:
     history = HistoryRecord(created=START, rounds=tuple(past))
     seconds = {RunState.TRAINING: 80_000.0, RunState.STARTING: 5000.0, RunState.WAITING: 1400.0}
     split = TimeBreakdown(until=START + 86_400, seconds=seconds, joined=9)
-    return report(history=history, time_breakdown=split, completed=START + 86_400)
+    return report(history=history, time_breakdown=split, completed_at=START + 86_400)

@@ -319,7 +319,7 @@ def test_report_of_a_job_that_never_trained() -> None:
     assert (ends.report.state, ends.report.history.rounds) == (JobState.FAILED, ())
     assert ends.report.message.startswith("the job has not come to its end")
     assert ends.report.time_breakdown == TimeBreakdown(until=NOW + 61, seconds={RunState.WAITING: 61.0})
-    assert ends.report.completed == NOW + 61
+    assert ends.report.completed_at == NOW + 61
 
 
 def test_report_is_written_once_the_job_is_suspended() -> None:
@@ -334,7 +334,7 @@ def test_report_is_written_once_the_job_is_suspended() -> None:
         gone={NodeEnd.DIED: 2, NodeEnd.LEFT: 1},
     )
     rests = plan(finished(job, stopping.status), a_world(history=HISTORY, time_breakdown=told), NOW + 5.0004)
-    assert (rests.report.state, rests.report.completed) == (JobState.SUSPENDED, None)
+    assert (rests.report.state, rests.report.completed_at) == (JobState.SUSPENDED, None)
     assert rests.report.history.rounds == HISTORY.rounds
     assert rests.report.rested == (NOW + 5,)
     assert rests.report.time_breakdown.gone == {NodeEnd.DIED: 2, NodeEnd.LEFT: 5}, (

@@ -83,7 +83,7 @@ def reports(draw: st.DrawFn) -> Report:
         uid=draw(TEXTS),
         created=created,
         state=draw(st.sampled_from(JobState)),
-        completed=draw(st.none() | TIMES),
+        completed_at=draw(st.none() | TIMES),
         message=draw(TEXTS),
         time_breakdown=draw(st.none() | SPLITS),
         history=HistoryRecord(created=created, rounds=rounds),
@@ -125,7 +125,7 @@ def test_report_json() -> None:
     report = a_report(1)
     report = replace(
         report,
-        completed=NOW + 20,
+        completed_at=NOW + 20,
         rested=(NOW + 5.25,),
         history=HistoryRecord(created=NOW, rounds=(*report.history.rounds, last)),
         time_breakdown=TimeBreakdown(until=NOW + 20, seconds={RunState.TRAINING: 20.0}, lost=1.25, joined=2),

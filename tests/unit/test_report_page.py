@@ -88,7 +88,7 @@ def test_the_page_of_a_job_that_failed_has_the_root_cause_and_the_failures() -> 
 
 
 def test_the_state_of_an_unfinished_run_is_how_it_ended() -> None:
-    unfinished = report(state=JobState.RUNNING, completed=None, outcome=None)
+    unfinished = report(state=JobState.RUNNING, completed_at=None, outcome=None)
     assert "digits: running after 1m40s" in read(unfinished).text
     interrupted = Reader(page(unfinished, "interrupted")).text
     assert "digits: interrupted after 1m40s" in interrupted
@@ -182,9 +182,9 @@ def test_text_of_the_program_is_escaped() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"completed": START - 5},
-        {"created": 0.0, "completed": None, "time_breakdown": None},
-        {"created": START + 1000, "completed": None},
+        {"completed_at": START - 5},
+        {"created": 0.0, "completed_at": None, "time_breakdown": None},
+        {"created": START + 1000, "completed_at": None},
         {"time_breakdown": TimeBreakdown()},
         {"time_breakdown": TimeBreakdown(until=START, seconds={RunState.TRAINING: 0.0}, lost=7.0)},
         {"time_breakdown": TimeBreakdown(until=START, seconds={RunState.TRAINING: 1.0}, lost=1e9)},
@@ -194,7 +194,7 @@ def test_text_of_the_program_is_escaped() -> None:
             )
         },
         {"history": HistoryRecord(rounds=(PastRound(1, 1e11, 1_000_000, 1_000_000), PastRound(2, 0.0)))},
-        {"completed": 1e11},
+        {"completed_at": 1e11},
     ],
 )
 def test_impossible_times_keep_all_shapes_within_the_chart(changes: dict[str, Any]) -> None:

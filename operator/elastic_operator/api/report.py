@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from elastic_operator.api.json_values import from_json, moment, seconds_of, to_json
+from elastic_operator.api.json_values import from_json, to_json
 from elastic_operator.api.status import JobState
 from elastic_operator.errors import BadInput
 from torchelastic.protocol import (
@@ -48,7 +47,7 @@ REPORT_LIMIT: Final = 900_000
 _LONGEST_TEXT: Final = 16384
 _SHORTEST_TEXT: Final = 256
 """Characters with which the rounds of the longest history fit into a ConfigMap."""
-_OF_JOB: Final = ("namespace", "name", "uid", "created", "state", "message")
+_OF_JOB: Final = ("namespace", "name", "uid", "created", "completed", "state", "message")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +60,7 @@ class Report:
         uid: of the job.
         created: when the job was created.
         state: when the report was written: Succeeded, Failed or Suspended.
-        completed: when the job finished; None if it has not.
+        completed_at: when the job finished; None if it has not.
         message: why it failed; empty if it has not.
         time_breakdown: where its time went; None if unknown.
         history: its rounds.
@@ -74,7 +73,7 @@ class Report:
     uid: str = ""
     created: float = 0.0
     state: JobState = JobState.PENDING
-    completed: float | None = None
+    completed_at: float | None = None
     message: str = ""
     time_breakdown: TimeBreakdown | None = None
     history: HistoryRecord = field(default_factory=HistoryRecord)
@@ -84,10 +83,8 @@ class Report:
 
 def report_to_json(report: Report) -> dict[str, Any]:
     """The report as a document, of any length; see :func:`encode_report`."""
-    whole = to_json(replace(report, completed=None))
-    job = {key: whole.pop(key) for key in _OF_JOB}
-    if report.completed is not None:
-        job["completed"] = moment(report.completed)
+    whole = to_json(report)
+    job = {key: whole.pop(key) for key in _OF_JOB if key in whole}
     history = whole.pop("history")
     return {"job": job, **whole, "rounds": history["rounds"], "omitted": report.history.omitted}
 
@@ -104,13 +101,9 @@ def report_from_json(document: Mapping[str, Any]) -> Report:
     history = {"created": job.get("created") or "1970-01-01T00:00:00Z", "rounds": document.get("rounds", [])}
     others = {key: document[key] for key in ("timeBreakdown", "rested", "outcome") if key in document}
     try:
-        completed = job.get("completed")
-        about = {key: value for key, value in job.items() if key != "completed"}
-        report = from_json({**about, "history": history, **others}, Report)
-        ended = None if completed is None else seconds_of(msgspec.convert(completed, datetime))
-    except (BadInput, msgspec.ValidationError) as error:
+        return from_json({**job, "history": history, **others}, Report)
+    except BadInput as error:
         raise BadInput(f"not the report of a job: {error}") from None
-    return replace(report, completed=ended, rested=tuple(sorted(report.rested)))
 
 
 def encode_report(report: Report, limit: int = REPORT_LIMIT) -> bytes:

@@ -199,7 +199,7 @@ def report_of(job: Job, status: JobStatus, observed: Observed) -> Report:
         uid=job.uid,
         created=job.created,
         state=status.state,
-        completed=completed,
+        completed_at=completed,
         message=failure.message if failure is not None else "",
         time_breakdown=breakdown,
         history=HistoryRecord(created=job.created, rounds=history.rounds),

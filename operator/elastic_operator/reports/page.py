@@ -157,11 +157,11 @@ def facts(report: Report) -> Facts:
     """Derive the facts from a report."""
     rounds = report.history.rounds
     times = [
-        report.completed,
+        report.completed_at,
         report.time_breakdown.until if report.time_breakdown else None,
         *(round.began for round in rounds),
     ]
-    end = report.completed or max((time for time in times if time), default=report.created)
+    end = report.completed_at or max((time for time in times if time), default=report.created)
     begin = report.created or min((round.began for round in rounds), default=end)
     return Facts(
         report=report,
