@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -105,43 +104,6 @@ def test_any_new_job_is_judged_the_same(server: ElasticJobs) -> None:
 
     check()
     assert verdicts == {True, False}
-
-
-SIZES = ("maxReplicas", "minReplicas", "replicas")
-CHANGES = st.lists(
-    st.fixed_dictionaries({}, optional={name: st.none() | st.integers(1, 6) for name in SIZES}),
-    min_size=1,
-    max_size=5,
-)
-"""Apply the changes in turn; None removes a field."""
-
-
-def changed(manifest: dict[str, Any], change: dict[str, int | None]) -> dict[str, Any]:
-    """The same manifest with some fields of its spec set or removed."""
-    new = copy.deepcopy(manifest)
-    spec = {**new["spec"], **change}
-    return {**new, "spec": {key: value for key, value in spec.items() if value is not None}}
-
-
-def test_size_changes_are_judged_the_same(server: ElasticJobs) -> None:
-    verdicts: list[bool] = []
-
-    @examples(150)
-    @given(st.integers(3, 6), CHANGES)
-    def check(most: int, changes: list[dict[str, int | None]]) -> None:
-        live = server.create(job("changing", maxReplicas=most)).body
-        try:
-            for change in changes:
-                new = changed(live, change)
-                answer = server.replace("changing", new)
-                assert_same(answer, new, live)
-                verdicts.append(answer.accepted)
-                live = answer.body if answer.accepted else live
-        finally:
-            server.delete("changing")
-
-    check()
-    assert set(verdicts) == {True, False}
 
 
 HOW_IT_STANDS: list[dict[str, Any]] = [
