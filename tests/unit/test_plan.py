@@ -422,24 +422,6 @@ def test_rejected_pods_are_reported_once() -> None:
     assert (same.status, same.events, same.create) == (None, (), ())
 
 
-def test_rejection_stands_until_the_spec_changes_or_a_pod_is_accepted() -> None:
-    refused = plan(TRAINED, a_world(running(0), rejected="no such volume"), NOW).status
-    assert refused is not None
-    job = replace(TRAINED, status=refused)
-
-    asked_again = plan(job, a_world(running(0)), NOW)
-    assert [pod.index for pod in asked_again.create] == [1]
-    assert asked_again.events == ()
-    assert condition(asked_again.status, ConditionType.INVALID).status is True
-
-    taken = plan(job, a_world(running(0), pending(1)), NOW).status
-    mended = plan(replace(job, generation=2), a_world(running(0)), NOW).status
-    hindered = plan(job, a_world(running(0), blocked="exceeded quota"), NOW).status
-    for status in (taken, mended, hindered):
-        invalid = condition(status, ConditionType.INVALID)
-        assert (invalid.status, invalid.reason, invalid.message) == (False, Reason.SPEC_VALID, "")
-
-
 def test_long_messages_are_shortened_in_the_status() -> None:
     made = plan(TRAINED, a_world(running(0), outcome=failure("x" * 16_384)), NOW)
 

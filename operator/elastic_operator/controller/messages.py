@@ -56,7 +56,7 @@ def running_conditions(snapshot: Snapshot, status: JobStatus, planned: PlannedPo
     budget_ok = Reason.BUDGET_CREATED if snapshot.job.spec.disruption_budget else Reason.NOT_REQUESTED
     # These are set once they are true, and kept from then on.
     rare: dict[str, tuple[Reason, str | None, Reason]] = {
-        ConditionType.INVALID: (*_rejection(snapshot, planned), Reason.SPEC_VALID),
+        ConditionType.INVALID: (*_rejection(snapshot), Reason.SPEC_VALID),
         ConditionType.SUSPENDED: (Reason.SUSPENDED, None, Reason.RESUMED),
         ConditionType.RESTART_REQUIRED: (
             Reason.SPEC_CHANGED,
@@ -147,22 +147,12 @@ def with_times(before: JobStatus, values: Mapping[str, Value], now: float) -> tu
     )
 
 
-def _rejection(snapshot: Snapshot, planned: PlannedPods) -> tuple[Reason, str | None]:
-    """Why the spec is invalid; None for its message if it is valid.
-
-    That the cluster rejects its pods is remembered until a pod was accepted, or is not created for another reason: an
-    operator that has just started tries once more, which does not change the condition.
-    """
-    job, observed = snapshot.job, snapshot.observed
-    if job.problem is not None:
-        return Reason.SPEC_INVALID, job.problem
-    if observed.rejected is not None:
-        return Reason.REFUSED, clause(observed.rejected)
-    if planned.slots and observed.blocked is None and job.status.observed_generation == job.generation:
-        for known in job.status.conditions:
-            if known.type == ConditionType.INVALID and known.status and known.reason == Reason.REFUSED:
-                return Reason.REFUSED, known.message
-    return Reason.REFUSED, None
+def _rejection(snapshot: Snapshot) -> tuple[Reason, str | None]:
+    """Why the spec is invalid; None for its message if it is valid."""
+    if snapshot.job.problem is not None:
+        return Reason.SPEC_INVALID, snapshot.job.problem
+    rejected = snapshot.observed.rejected
+    return Reason.REFUSED, None if rejected is None else clause(rejected)
 
 
 def _waiting(snapshot: Snapshot, status: JobStatus, planned: PlannedPods, missing: str) -> Value:
