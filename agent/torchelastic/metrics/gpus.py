@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger(__name__)
 
+_FIELDS: Final = {
+    "nvmlDeviceGetMemoryInfo": {"used": GPU_MEMORY_USED, "total": GPU_MEMORY_TOTAL},
+    "nvmlDeviceGetUtilizationRates": {"gpu": GPU_UTILIZATION},
+}
+"""The series by function of the driver and field of its result."""
+
 
 class Gpus(Collector):
     """The visible GPUs of this machine or container, numbered as by ``nvidia-smi``.
@@ -74,23 +80,17 @@ class Gpus(Collector):
                 self._tell(str(error))
 
     def _readings(self, nvml: Any) -> list[tuple[Series, dict[str, str], tuple[float]]]:  # noqa: ANN401
-        def memory(handle: object) -> dict[Series, float]:
-            found = nvml.nvmlDeviceGetMemoryInfo(handle)
-            return {GPU_MEMORY_USED: found.used, GPU_MEMORY_TOTAL: found.total}
-
-        def computing(handle: object) -> dict[Series, float]:
-            return {GPU_UTILIZATION: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100}
-
         readings = []
         for index in range(nvml.nvmlDeviceGetCount()):
-            for read in (memory, computing):  # a GPU may support only one of them, or be lost
+            for function, fields in _FIELDS.items():  # a GPU may support only one of them, or be lost
                 try:
-                    found = read(nvml.nvmlDeviceGetHandleByIndex(index))
+                    found = getattr(nvml, function)(nvml.nvmlDeviceGetHandleByIndex(index))
                 except nvml.NVMLError as error:
                     if error.value != nvml.NVML_ERROR_NOT_SUPPORTED:
                         self._tell(str(error))
                 else:
-                    readings += [(series, {"gpu": str(index)}, (value,)) for series, value in found.items()]
+                    gpu = {"gpu": str(index)}
+                    readings += [(one, gpu, (getattr(found, name) / one.divisor,)) for name, one in fields.items()]
         return readings
 
     def _tell(self, problem: str) -> None:
