@@ -18,7 +18,6 @@ from elastic_operator.views.job_metrics import (
     ScrapeForbidden,
     Tally,
     scrape,
-    scrape_leaders,
 )
 from elastic_operator.views.job_view import PodView
 from elastic_operator.views.top import job_lines, jobs_table
@@ -230,8 +229,8 @@ def test_of_many_ranks_the_first_and_the_straggler_are_shown() -> None:
 
 def test_a_bar_as_wide_as_the_terminal_shows_the_time_by_state() -> None:
     class Jobs:
-        def scrape(self, _: str) -> ScrapedJob:
-            return ScrapedJob(view(), [MetricsPage("digits-0-aaaaa", agent_page(0, seconds=LEADS))])
+        def scrape(self, _: str) -> list[ScrapedJob]:
+            return [ScrapedJob(view(), [MetricsPage("digits-0-aaaaa", agent_page(0, seconds=LEADS))])]
 
     screen = Screen(Jobs(), "digits")  # type: ignore[arg-type]
     screen.read()
@@ -282,20 +281,21 @@ async def test_pods_that_hang_delay_no_others() -> None:
         return agent_page(0, seconds=LEADS)
 
     async with asyncio.timeout(30):
-        one, one_note = await scrape(pods("a", "hung-7", "b"), fetch, timeout=0.2)
-        many, many_note = await scrape(pods(*sorted(hung), "z"), fetch, timeout=2.0)
+        [(one, one_note)] = await scrape([(pods("a", "hung-7", "b"), fetch)], timeout=0.2)
+        [(many, many_note)] = await scrape([(pods(*sorted(hung), "z"), fetch)], timeout=2.0)
         jobs = [(pods("hung-0"), fetch), (pods("hung-0", "a"), fetch), (pods("b"), fetch)]
-        leaders = await scrape_leaders(jobs, timeout=0.5)
+        leaders = await scrape(jobs, leaders=True, timeout=0.5)
     assert ([page.pod for page in one], one_note) == (["a", "b"], ["hung-7: its agent does not answer in time"])
     assert ([page.pod for page in many], many_note) == (["z"], ["100 pods do not answer in time, hung-0 for one"])
-    assert [[page.pod for page in pages] for pages in leaders] == [[], ["a"], ["b"]]
+    assert [[page.pod for page in pages] for pages, _ in leaders] == [[], ["a"], ["b"]]
 
 
 async def test_a_missing_permission_is_mentioned_once() -> None:
     async def fetch(pod: PodView) -> str:
         raise ScrapeForbidden(f"the agents' metrics cannot be read ({pod.name} is forbidden)")
 
-    assert await scrape(pods("a", "b", "c"), fetch) == ([], ["the agents' metrics cannot be read (a is forbidden)"])
+    [found] = await scrape([(pods("a", "b", "c"), fetch)])
+    assert found == ([], ["the agents' metrics cannot be read (a is forbidden)"])
 
 
 async def test_for_the_list_of_jobs_the_leader_is_asked_and_few_others() -> None:
@@ -305,8 +305,8 @@ async def test_for_the_list_of_jobs_the_leader_is_asked_and_few_others() -> None
         asked.append(pod.name)
         return agent_page(0, seconds=LEADS if pod.name == "b" else None)
 
-    [found] = await scrape_leaders([(pods("a", "b", "c"), fetch)])
+    [(found, _)] = await scrape([(pods("a", "b", "c"), fetch)], leaders=True)
     assert [page.pod for page in found] == ["a", "b"]
     asked.clear()
-    [found] = await scrape_leaders([(pods("v", "w", "x", "y", "z"), fetch)])
+    [(found, _)] = await scrape([(pods("v", "w", "x", "y", "z"), fetch)], leaders=True)
     assert len(found) == len(asked) == 3

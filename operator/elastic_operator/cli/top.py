@@ -72,10 +72,9 @@ class Screen:
         """Take a reading."""
         from elastic_operator.views.job_metrics import RateTracker, Reading
 
-        scraped = self._jobs.scrape_leaders() if self._name is None else [self._jobs.scrape(self._name)]
         self.readings = [
             Reading(job, pages, time.time(), self._rates.setdefault((job.namespace, job.name), RateTracker()), notes)
-            for job, pages, notes in scraped
+            for job, pages, notes in self._jobs.scrape(self._name)
         ]
 
     def lines(self) -> list[str]:

@@ -46,11 +46,8 @@ class JobClient(Protocol):
     def describe(self, name: str) -> JobView:
         """Return a job with its pods and events."""
 
-    def scrape(self, name: str) -> ScrapedJob:
-        """Read the metrics of all agents of a job."""
-
-    def scrape_leaders(self) -> list[ScrapedJob]:
-        """Read for each job the metrics of its leader."""
+    def scrape(self, name: str | None) -> list[ScrapedJob]:
+        """Read the metrics of all agents of a job; for None, of the leader of each job."""
 
     def logs(self, name: str, selector: LogSelector, write: Callable[[bytes], object]) -> bool:
         """Write a job's logs; return whether all could be read."""

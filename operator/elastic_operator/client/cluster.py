@@ -18,7 +18,7 @@ from elastic_operator.client.user_api import readable_errors
 from elastic_operator.errors import BadInput, ClusterError, NotFound
 from elastic_operator.kubernetes.client import CONFIG_MAPS, ELASTIC_JOBS, EVENTS, PODS, ApiError
 from elastic_operator.kubernetes.pod_status import event_time, pod_of
-from elastic_operator.views.job_metrics import MAX_PAGE, ScrapeForbidden, scrape, scrape_leaders
+from elastic_operator.views.job_metrics import MAX_PAGE, ScrapeForbidden, scrape
 from elastic_operator.views.job_view import EventView, JobView, PodView, RunView
 from torchelastic.protocol import bracketed
 
@@ -106,22 +106,15 @@ class ClusterJobs:
         return view_of(job, pods, events)
 
     @_blocking
-    async def scrape(self, name: str) -> ScrapedJob:
-        """Read the metrics of all agents of a job."""
+    async def scrape(self, name: str | None) -> list[ScrapedJob]:
+        """Read the metrics of all agents of a job; for None, of the leader of each job."""
         notes: list[str] = []
-        [job] = await self._views(name, tell=notes.append)
-        hidden = [pod for pod in job.living_pods if pod.ready and not pod.metrics_url]
-        if hidden:
-            notes.append(f"{hidden[0].name} does not say yet on which port its metrics are")
-        pages, missing = await scrape(job.pods, self._fetch_from(self._api.namespace))
-        return ScrapedJob(job, pages, [*notes, *missing])
-
-    @_blocking
-    async def scrape_leaders(self) -> list[ScrapedJob]:
-        """Read for each job the metrics of its leader."""
-        jobs = await self._views(None, tell=lambda _: None)
-        pages = await scrape_leaders([(job.pods, self._fetch_from(job.namespace)) for job in jobs])
-        return [ScrapedJob(*each) for each in zip(jobs, pages, strict=True)]
+        jobs = await self._views(name, tell=notes.append if name else lambda _: None)
+        if name:
+            hidden = [pod for pod in jobs[0].living_pods if pod.ready and not pod.metrics_url]
+            notes += [f"{pod.name} does not say yet on which port its metrics are" for pod in hidden[:1]]
+        read = await scrape([(job.pods, self._fetch_from(job.namespace)) for job in jobs], leaders=name is None)
+        return [ScrapedJob(job, pages, [*notes, *more]) for job, (pages, more) in zip(jobs, read, strict=True)]
 
     @_blocking
     async def logs(self, name: str, selector: LogSelector, write: Callable[[bytes], object]) -> bool:

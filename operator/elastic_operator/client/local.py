@@ -76,24 +76,15 @@ class LocalJobs:
         """Return the run of this name that is alive, or else the latest one."""
         return self.jobs(name)[0]
 
-    def scrape(self, name: str) -> ScrapedJob:
-        """Read the metrics of all agents of a job."""
+    def scrape(self, name: str | None) -> list[ScrapedJob]:
+        """Read the metrics of all agents of a job; for None, of the leader of each job."""
         import asyncio
 
         from elastic_operator.views.job_metrics import scrape
 
-        job = self.describe(name)
-        return ScrapedJob(job, *asyncio.run(scrape(_live_pods(job), _fetch)))
-
-    def scrape_leaders(self) -> list[ScrapedJob]:
-        """Read for each job the metrics of its leader."""
-        import asyncio
-
-        from elastic_operator.views.job_metrics import scrape_leaders
-
-        jobs = self.jobs()
-        pages = asyncio.run(scrape_leaders([(_live_pods(job), _fetch) for job in jobs]))
-        return [ScrapedJob(*each) for each in zip(jobs, pages, strict=True)]
+        jobs = self.jobs() if name is None else [self.describe(name)]
+        read = asyncio.run(scrape([(_live_pods(job), _fetch) for job in jobs], leaders=name is None))
+        return [ScrapedJob(job, *each) for job, each in zip(jobs, read, strict=True)]
 
     def logs(self, name: str, selector: LogSelector, write: Callable[[bytes], object]) -> bool:
         """Write a job's logs."""

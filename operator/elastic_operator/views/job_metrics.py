@@ -8,7 +8,6 @@ most: agents that have not answered by then are left out.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 from dataclasses import dataclass
 from statistics import median
@@ -101,11 +100,6 @@ class MetricsPage:
         except (ValueError, IndexError, KeyError, OverflowError) as error:
             reason = formatting.shortened(str(error), _MAX_REASON)
             raise ClusterError(f"what it shows cannot be read as metrics{reason and f' ({reason})'}") from None
-
-    @staticmethod
-    def is_leader(text: str) -> bool:
-        """Return whether a page that is not parsed yet is the leader's."""
-        return "torchelastic_job_seconds_total" in text
 
     def value(self, name: str, default: Default) -> float | Default:
         """Return the value of this name, the smallest if there are several."""
@@ -327,23 +321,45 @@ class ScrapeForbidden(ClusterError):  # noqa: N818 - as PermissionError
 
 
 async def scrape(
-    pods: Sequence[PodView],
-    fetch: Fetch,
+    jobs: Sequence[tuple[Sequence[PodView], Fetch]],
     *,
+    leaders: bool = False,
     timeout: float = TIMEOUT,  # noqa: ASYNC109 - for all requests together
-) -> tuple[list[MetricsPage], list[str]]:
-    """Fetch the pages of all pods of a job; return them and a sentence for each problem."""
-    serving = sorted(_serving(pods), key=lambda pod: (pod.index, pod.name))
+) -> list[tuple[list[MetricsPage], list[str]]]:
+    """Fetch the pages of all pods of each job; return them and a sentence for each problem.
+
+    Args:
+        jobs: the pods of each job, and a function that fetches their pages.
+        leaders: whether to fetch only the page of the leader: usually the oldest pod, or else one of a few others.
+        timeout: seconds for all requests.
+    """
     gate, deadline = asyncio.Semaphore(_CONCURRENCY), asyncio.get_running_loop().time() + timeout
 
-    async def read(pod: PodView) -> MetricsPage | ClusterError | TimeoutError:
+    async def read(pod: PodView, fetch: Fetch, limit: float) -> MetricsPage | ClusterError | TimeoutError:
         try:
-            async with asyncio.timeout_at(deadline), gate, asyncio.timeout(timeout / 2):
+            async with asyncio.timeout_at(deadline), gate, asyncio.timeout(limit):
                 return MetricsPage(pod.name, await fetch(pod))
         except (ClusterError, TimeoutError) as error:
             return error
 
-    found = dict(zip((pod.name for pod in serving), await asyncio.gather(*map(read, serving)), strict=True))
+    async def read_job(pods: Sequence[PodView], fetch: Fetch) -> tuple[list[MetricsPage], list[str]]:
+        serving = [pod for pod in pods if pod.metrics_url and not pod.over]
+        found: dict[str, MetricsPage | ClusterError | TimeoutError] = {}
+        if leaders:
+            for pod in sorted(serving, key=lambda pod: pod.created)[:_MAX_LEADER_CANDIDATES]:
+                page = found[pod.name] = await read(pod, fetch, timeout / _MAX_LEADER_CANDIDATES)
+                if isinstance(page, MetricsPage) and _job_seconds(page):
+                    break
+        else:
+            serving.sort(key=lambda pod: (pod.index, pod.name))
+            read_all = await asyncio.gather(*(read(pod, fetch, timeout / 2) for pod in serving))
+            found = dict(zip((pod.name for pod in serving), read_all, strict=True))
+        return [page for page in found.values() if isinstance(page, MetricsPage)], _notes(found)
+
+    return await asyncio.gather(*(read_job(*job) for job in jobs))
+
+
+def _notes(found: Mapping[str, MetricsPage | ClusterError | TimeoutError]) -> list[str]:
     notes = [str(error) for error in found.values() if isinstance(error, ScrapeForbidden)][:1]
     for name, error in found.items():
         if isinstance(error, ClusterError) and not isinstance(error, ScrapeForbidden):
@@ -353,30 +369,4 @@ async def scrape(
         notes.append(f"{late[0]}: its agent does not answer in time")
     elif late:
         notes.append(f"{len(late)} pods do not answer in time, {late[0]} for one")
-    return [page for page in found.values() if isinstance(page, MetricsPage)], notes
-
-
-async def scrape_leaders(
-    jobs: Sequence[tuple[Sequence[PodView], Fetch]],
-    *,
-    timeout: float = TIMEOUT,  # noqa: ASYNC109
-) -> list[list[MetricsPage]]:
-    """Fetch for each job the page of its leader, usually the oldest pod, or of a few others if it is not found soon."""
-    gate, deadline = asyncio.Semaphore(_CONCURRENCY), asyncio.get_running_loop().time() + timeout
-
-    async def read(pods: Sequence[PodView], fetch: Fetch) -> list[MetricsPage]:
-        pages: list[MetricsPage] = []
-        for pod in sorted(_serving(pods), key=lambda pod: pod.created)[:_MAX_LEADER_CANDIDATES]:
-            with contextlib.suppress(ClusterError, TimeoutError):
-                async with asyncio.timeout_at(deadline), gate, asyncio.timeout(timeout / _MAX_LEADER_CANDIDATES):
-                    text = await fetch(pod)
-                pages.append(MetricsPage(pod.name, text))
-                if MetricsPage.is_leader(text):
-                    break
-        return pages
-
-    return await asyncio.gather(*(read(*job) for job in jobs))
-
-
-def _serving(pods: Sequence[PodView]) -> list[PodView]:
-    return [pod for pod in pods if pod.metrics_url and not pod.over]
+    return notes
