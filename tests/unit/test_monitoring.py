@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from elastic_operator.controller.reconciler import ReconcileSettings
 from scripts.monitoring.alerts import GROUPS, Alert
 from scripts.monitoring.files import DASHBOARDS, RULES, files
 from scripts.monitoring.fleet import FLEET_PAGE
 from scripts.monitoring.job import JOB_PAGE, MARKS
-from tests.support.monitored import filled_in, names_in, queries
+from tests.support.monitored import names_in, queries
 
 if TYPE_CHECKING:
     from scripts.monitoring.page import Page
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 PAGES = (FLEET_PAGE, JOB_PAGE)
 ALERTS = [alert for alerts in GROUPS.values() for alert in alerts]
-OWN = {"job_namespace": "n", "elasticjob": "j", "group": "", "gauge": "g", "counter": "c", "histogram": "h"}
 
 
 def dashboard(page: Page) -> dict[str, Any]:
@@ -37,29 +35,6 @@ def dashboard(page: Page) -> dict[str, Any]:
 def test_the_files_in_the_chart_are_up_to_date(path: Path) -> None:
     assert path.read_text() == files()[path], "run `python -m scripts.monitoring`"
     assert {*DASHBOARDS.iterdir(), *RULES.parent.iterdir()} == files().keys()
-
-
-def test_the_runbook_states_the_retry_times() -> None:
-    said = " ".join((ROOT / "docs" / "runbooks" / "ElasticOperatorNotReconciling.md").read_text().split())
-    assert "is tried again, later each time, and after about two minutes once a minute." in said
-    assert said.count("tried again") == 2, "once here, and once about the log"
-    settings = ReconcileSettings()
-    waits = [settings.base_delay]
-    while waits[-1] < settings.max_delay:
-        waits.append(min(2 * waits[-1], settings.max_delay))
-    assert waits[-1] == 60
-    assert sum(waits[:-1]) == pytest.approx(120, rel=0.2)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.title)
-def test_every_panel_and_variable_is_described(page: Page) -> None:
-    for panel in page.panels:
-        assert re.fullmatch(r"[A-Z].{10,}[.]", panel.about), panel.title
-        legends = [query.legend for query in panel.queries]
-        assert len({*legends}) == len(legends), panel.title
-        assert len(legends) == 1 or all(legends), panel.title
-    for variable in page.variables:
-        assert re.fullmatch(r"[A-Z].{5,}[.]", variable.about), variable.name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.title)
@@ -82,17 +57,6 @@ def test_a_dashboard_has_all_panels_without_overlap(page: Page) -> None:
         assert panel["description"] == meant.about
         assert [target["expr"] for target in panel["targets"]] == [query.expr for query in meant.queries]
         assert {target["datasource"]["uid"] for target in panel["targets"]} == {"${datasource}"}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.title)
-def test_queries_use_only_defined_variables(page: Page) -> None:
-    defined = {variable["name"] for variable in dashboard(page)["templating"]["list"]}
-    assert defined == {"datasource", *(variable.name for variable in page.variables)}
-    chosen = {name: value for name, value in OWN.items() if name in defined}
-    for _, query in queries(page):
-        assert "$" not in filled_in(query.expr, chosen)
-    for mark in page.marks:
-        assert "$" not in filled_in(mark.query.expr, chosen)
 
 
 def documented() -> set[str]:
