@@ -109,7 +109,7 @@ class SeriesHandler(MetricHandler):
         # Reentrant, because a signal handler or a log handler may measure too.
         self._lock = threading.RLock()
         self._sinks: dict[tuple[str, str], Callable[[float], None]] = {}
-        self._opening = False
+        self._waiting: list[MetricData] | None = None  # a list while the words of a new name are made
         self._told: set[str] = set()
 
     def emit(self, metric_data: MetricData) -> None:
@@ -126,25 +126,29 @@ class SeriesHandler(MetricHandler):
                 return
         if type(name) is not str:
             name = str(name)
-        sink = self._sinks.get((group, name)) or self._new_sink(group, name)
+        sink = self._sinks.get((group, name)) or self._new_sink(metric_data, name)
         if sink is not None:
             sink(value)
 
-    def _new_sink(self, group: str, name: str) -> Callable[[float], None] | None:
+    def _new_sink(self, data: MetricData, name: str) -> Callable[[float], None] | None:
         """Return the function that adds values to a new name; None if no more names are allowed."""
+        group = data.group_name
         with self._lock:
-            if self._opening:  # a signal handler inside another call: its value is lost, the memory stays valid
+            if self._waiting is not None:  # a signal handler inside another call, which adds this value too
+                self._waiting.append(data)
                 return None
             count = len(self._sinks)
             source = Source(group, name, self._form(group, name))
-            self._opening = True
+            self._waiting = []
             try:
                 if (group, name) in self._sinks:  # another thread was faster
                     return self._sinks[group, name]
                 if count < MAX_NAMES and (words := self._memory.words(source)) is not None:
                     return self._sinks.setdefault((group, name), self._sink(source, words))
             finally:
-                self._opening = False
+                waiting, self._waiting = self._waiting, None
+                for each in waiting:
+                    self.emit(each)
             self._drop(
                 TOO_MANY_NAMES,
                 f"There are {count} different names already, and {name!r:.100} of the group {group!r:.100} is one "
