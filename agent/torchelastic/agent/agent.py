@@ -44,7 +44,7 @@ from torchelastic.protocol import (
 from torchelastic.rendezvous.history import History
 from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted, worker_environments
 from torchelastic.rendezvous.policy.plan import CAUSE_WINDOW, REPORT_WINDOW, root_cause
-from torchelastic.store import MemoryStore, connect_within
+from torchelastic.store import connect_within
 
 if TYPE_CHECKING:
     import signal
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from torchelastic.config.settings import AgentSettings
     from torchelastic.metrics.agent import AgentMetrics
     from torchelastic.protocol import RoundRecord
-    from torchelastic.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +174,8 @@ class Agent:
 
     async def _make_node(self, stack: AsyncExitStack, metrics_port: int) -> RendezvousNode:
         settings = self._settings
-        store = await self._signals.unless_first(_connect(settings))
+        connecting = connect_within(settings.rendezvous.join_timeout, settings.store)
+        store = await self._signals.unless_first(connecting)
         stack.push_async_callback(store.close)
         record = NodeRecord(
             name=settings.node_name,
@@ -191,7 +191,7 @@ class Agent:
             node=self._node_id,
             record=record,
             history=self._history,
-            answered=self._metrics.store_answered,
+            answered=None if settings.store is None else self._metrics.store_answered,
         )
         node.events = self._events
         self._metrics.follow(node)
@@ -480,14 +480,3 @@ def _cannot_go_on(error: BaseException | None) -> ExitStatus:
     if not isinstance(error, SettingsError | NoPortFree | StoreError):
         logger.error("the rendezvous broke", exc_info=error)
     return ExitStatus.by_error(error)
-
-
-async def _connect(settings: AgentSettings) -> Store:
-    """Return the store, connected.
-
-    Raises:
-        StoreError: it cannot be reached in time, or refuses.
-    """
-    if settings.store is None:
-        return MemoryStore()
-    return await connect_within(settings.store, settings.rendezvous.join_timeout)

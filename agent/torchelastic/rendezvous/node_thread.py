@@ -18,7 +18,7 @@ from torchelastic.errors import TorchElasticError
 from torchelastic.protocol import NodeRecord, OutcomeRecord, RoundRecord
 from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted
 from torchelastic.rendezvous.run_state import cancel
-from torchelastic.store import MemoryStore, Store, connect_within
+from torchelastic.store import connect_within
 
 if TYPE_CHECKING:
     import socket
@@ -173,7 +173,7 @@ class NodeThread:
     async def _take_part(self) -> None:
         settings = self._settings
         async with contextlib.AsyncExitStack() as stack:
-            store = await self._connected()
+            store = await connect_within(settings.rendezvous.join_timeout, settings.store)
             stack.push_async_callback(store.close)
             node = RendezvousNode(
                 store,
@@ -197,11 +197,6 @@ class NodeThread:
                 await cancel(following)
                 if self._leaves:
                     await node.leave()
-
-    async def _connected(self) -> Store:
-        if self._settings.store is None:
-            return MemoryStore()
-        return await connect_within(self._settings.store, self._settings.rendezvous.join_timeout)
 
     async def _follow(self, node: RendezvousNode) -> None:
         while True:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from torchelastic.errors import LeaseLost, StoreError, StoreRefused, StoreUnavailable
 from torchelastic.protocol import RUN_LEASE_RENEWALS, RUN_LEASE_TTL, run_lease
+from torchelastic.store.memory import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
@@ -81,14 +82,14 @@ async def connect(settings: StoreSettings) -> Store:
         return store
 
 
-async def connect_within(settings: StoreSettings, seconds: float) -> Store:
-    """Return a store as :func:`connect` does, waiting for the servers at most ``seconds``.
+async def connect_within(seconds: float, settings: StoreSettings | None) -> Store:
+    """Return a store as :func:`connect` does, waiting for the servers at most ``seconds``; in memory without settings.
 
     Raises:
         StoreUnavailable: none has answered.
         StoreRefused: one has answered, and trying again does not help.
     """
-    return await within(seconds, lambda: connect(settings))
+    return MemoryStore() if settings is None else await within(seconds, lambda: connect(settings))
 
 
 async def within(seconds: float, attempt: Callable[[], Awaitable[_Result]]) -> _Result:
