@@ -56,7 +56,7 @@ async def own_etcd(tmp_path: Path) -> AsyncIterator[EtcdServer]:
 
 @pytest.fixture
 def each_etcd(etcd: EtcdServer) -> EtcdServer:
-    """The same."""
+    """The server for the tests of every adapter."""
     return etcd
 
 

@@ -36,7 +36,7 @@ class EtcdBehaviour(StoreBehaviour):
     Attributes:
         api: the version of etcd's API.
         wrong_password: the message about one.
-        denied: the message about keys that the user may not use.
+        denied: the message about keys that a user may not use.
         writes: the number of writes of each writer while the server is killed.
     """
 
@@ -141,7 +141,7 @@ class EtcdBehaviour(StoreBehaviour):
                 ending = asyncio.create_task(ended(watch))
                 while not ending.done():
                     proxy.cut()
-                    await asyncio.sleep(0.01)
+                    await asyncio.sleep(0)
                 with pytest.raises(StoreUnavailable, match=proxy.endpoint):
                     await ending
             async with watching(store, prefix) as watch:
