@@ -53,7 +53,7 @@ class OperatedCluster:
         async with contextlib.AsyncExitStack() as stack:
             self.server = await stack.enter_async_context(ObjectServer())
             api = self.api = await stack.enter_async_context(Api(self.server.configuration))
-            store = self.store = Store(changed=self._on_change, deleted=self._on_deleted, tombstone_ttl=0.0)
+            store = self.store = Store(changed=self._on_change, deleted=self._on_deleted)
             writer = await stack.enter_async_context(Writer(api, store))
             stores = JobStores(api, self._on_change, patience=self._patience, managed_patience=self._patience)
             self.backend = KubernetesBackend(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from elastic_operator.kubernetes.client import Resource
 
 _TOMBSTONE_TTL: Final = 900.0
+"""Seconds for which the deletion of an object is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,6 @@ class Store:
     Args:
         changed: called with the key of a job when the job, or an object that it owns, has changed.
         deleted: called with the kind and the last known state of an object when it is gone.
-        tombstone_ttl: seconds for which the deletion of an object is remembered.
     """
 
     def __init__(
@@ -64,15 +64,13 @@ class Store:
         *,
         changed: Callable[[str], None],
         deleted: Callable[[Resource, Json], None] = lambda _kind, _last: None,
-        tombstone_ttl: float = _TOMBSTONE_TTL,
     ) -> None:
-        self._tombstone_ttl = tombstone_ttl
         self._changed = changed
         self._deleted = deleted
         self._kinds: dict[Resource, _Index] = collections.defaultdict(_Index)
         self._pods: dict[str, Pod] = {}
         self._tombstones: dict[str, tuple[float, float]] = {}
-        """By UID: no state up to this version counts any more; and the monotonic time when that is forgotten."""
+        """By UID, the oldest first: no state up to this version counts any more; and when that is forgotten."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -145,8 +143,6 @@ class Store:
             elsewhere = namespace is not None and body["metadata"].get("namespace") != namespace
             if uid not in uids and not elsewhere and version_of(body) <= version:
                 self._bury(resource, body, version)
-        now = time.monotonic()
-        self._tombstones = {uid: each for uid, each in self._tombstones.items() if each[1] > now}
 
     def _bury(self, resource: Resource, body: Json, version: float) -> None:
         uid = body["metadata"]["uid"]
@@ -154,8 +150,11 @@ class Store:
         before = index.objects.get(uid)
         if before is not None and version < version_of(before):
             return
-        latest = max(version, self._tombstones.get(uid, (version, 0.0))[0])
-        self._tombstones[uid] = (latest, time.monotonic() + self._tombstone_ttl)
+        now = time.monotonic()
+        latest = max(version, self._tombstones.pop(uid, (version, 0.0))[0])
+        self._tombstones[uid] = (latest, now + _TOMBSTONE_TTL)
+        while self._tombstones[oldest := next(iter(self._tombstones))][1] <= now:
+            del self._tombstones[oldest]
         if before is None:
             return
         del index.objects[uid]
