@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from elastic_operator.api.spec import Json
+    from elastic_operator.controller.model import Pod
     from elastic_operator.kubernetes.client import Resource
 
 NAME = "digits"
@@ -53,7 +54,7 @@ class OperatedCluster:
         async with contextlib.AsyncExitStack() as stack:
             self.server = await stack.enter_async_context(ObjectServer())
             api = self.api = await stack.enter_async_context(Api(self.server.configuration))
-            store = self.store = Store(changed=self._on_change, deleted=self._on_deleted)
+            store = self.store = Store(changed=self._on_change, pod_deleted=self._on_pod_deleted)
             writer = await stack.enter_async_context(Writer(api, store))
             stores = JobStores(api, self._on_change, patience=self._patience, managed_patience=self._patience)
             self.backend = KubernetesBackend(
@@ -127,9 +128,8 @@ class OperatedCluster:
     def _on_change(self, key: str) -> None:
         self._reconciler.wake(key)
 
-    def _on_deleted(self, resource: Resource, body: Json) -> None:
-        if resource == PODS:
-            self.backend.pod_deleted(body)
+    def _on_pod_deleted(self, body: Json, last: Pod) -> None:
+        self.backend.pod_deleted(body, last)
 
     def _on_look(self, seconds: float, _outcome: str) -> None:
         self._last_look = time.monotonic() - seconds

@@ -13,6 +13,7 @@ from elastic_operator.controller.model import Job, Observed, Plan, PodEnd, PodPh
 from elastic_operator.kubernetes.backend import KubernetesBackend, job_of, startup_problem
 from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, PODS, SERVICES, Api, ApiError
 from elastic_operator.kubernetes.job_store import JobStores
+from elastic_operator.kubernetes.pod_status import pod_of
 from elastic_operator.kubernetes.store import Store
 from elastic_operator.kubernetes.writer import Writer
 from elastic_operator.resources.etcd import etcd_deployment, etcd_service
@@ -188,17 +189,17 @@ async def test_an_etcd_that_is_not_ready_is_diagnosed(cluster: Cluster, backend:
     assert await later() == f"its etcd does not serve yet: {attach}"
 
 
-def deleted(index: int, suffix: str) -> dict[str, Any]:
+def delete(backend: KubernetesBackend, index: int, suffix: str) -> None:
     pod = cluster_objects.pod(index, suffix)
     pod["metadata"]["ownerReferences"][0]["apiVersion"] = ELASTIC_JOBS.api_version
-    return pod
+    backend.pod_deleted(pod, pod_of(pod))
 
 
 async def test_a_pod_that_is_gone_is_observed_as_deleted_until_another_takes_its_place(
     cluster: Cluster, backend: KubernetesBackend
 ) -> None:
-    backend.pod_deleted(deleted(1, "older"))
-    backend.pod_deleted(deleted(1, "old"))
+    delete(backend, 1, "older")
+    delete(backend, 1, "old")
     cluster.pod(0)
     [gone] = [pod for pod in (await look(cluster, backend)).pods if pod.index == 1]
     assert (gone.name, gone.ready, gone.phase, pod_end(gone)) == ("digits-1-old", False, PodPhase.FAILED, PodEnd.LEFT)
@@ -208,7 +209,7 @@ async def test_a_pod_that_is_gone_is_observed_as_deleted_until_another_takes_its
     cluster.pod(1)
     assert len((await look(cluster, backend)).pods) == 2
 
-    backend.pod_deleted(deleted(2, "old"))
+    delete(backend, 2, "old")
     cluster.now += 901
     assert len((await look(cluster, backend)).pods) == 2
 

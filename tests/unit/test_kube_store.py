@@ -41,7 +41,7 @@ class Listener:
     def __init__(self) -> None:
         self.changed: list[str] = []
         self.gone: list[dict[str, Any]] = []
-        self.store = Store(changed=self.changed.append, deleted=lambda _kind, body: self.gone.append(dict(body)))
+        self.store = Store(changed=self.changed.append, pod_deleted=lambda body, _last: self.gone.append(dict(body)))
 
     def pods(self) -> dict[str, int]:
         """The pods of the job by UID, with their versions."""

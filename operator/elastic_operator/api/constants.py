@@ -34,9 +34,6 @@ ANNOTATION_PROTOCOL: Final = f"{GROUP}/protocol-version"
 ANNOTATION_METRICS_PORT: Final = f"{GROUP}/metrics-port"
 """On worker pods: where the agent serves /metrics; of an agent that serves on any free port, as soon as it says so."""
 
-OWN_PREFIX: Final = f"{GROUP}/"
-"""The prefix of labels and annotations that only the operator sets."""
-
 MANAGED_BY: Final = "elastic-operator"
 """The operator's name in labels and events."""
 METRICS_PORT: Final = "metrics"

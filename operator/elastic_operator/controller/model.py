@@ -103,6 +103,7 @@ class Pod:
         reasons: why it ended, each in one word, from its status and its worker container's.
         conditions: of its status, by type: True, False or Unknown.
         metrics_port: where its agent serves /metrics; 0 if unknown.
+        etcd_address: at which it looks for the job's own etcd; None if it does not.
     """
 
     name: str
@@ -129,6 +130,7 @@ class Pod:
     reasons: frozenset[str] = frozenset()
     conditions: Mapping[str, str] = field(default_factory=dict)
     metrics_port: int = 0
+    etcd_address: str | None = None
 
 
 class PodEnd(enum.Enum):

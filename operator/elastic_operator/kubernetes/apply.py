@@ -25,7 +25,7 @@ from elastic_operator.kubernetes.client import (
     ApiError,
     backoff,
 )
-from elastic_operator.kubernetes.pod_status import MAX_PORT, etcd_address_of, is_leaving, is_over
+from elastic_operator.kubernetes.pod_status import MAX_PORT
 from elastic_operator.kubernetes.store import managed_etcd
 from elastic_operator.kubernetes.writer import Blocked, Rejected, raise_worst
 from elastic_operator.resources.etcd import etcd_deployment, etcd_name, etcd_service
@@ -251,10 +251,9 @@ class Applier:
 
     async def _create_service(self, job: Job) -> None:
         """Create the service of the job's etcd, at the address that living pods know."""
-        pods = self.store.owned_by(PODS, job.namespace, job.uid)
-        known = next(
-            filter(None, (etcd_address_of(pod) for pod in pods if not is_over(pod) and not is_leaving(pod))), None
-        )
+        pods = self.store.pods(job.namespace, job.uid)
+        addresses = (pod.etcd_address for pod in pods if not pod.phase.ended and not pod.terminating)
+        known = next(filter(None, addresses), None)
         try:
             await self.writer.create(SERVICES, job, etcd_service(job, cluster_ip=known))
         except Rejected as error:

@@ -22,7 +22,7 @@ from elastic_operator.controller.model import EtcdState, Job, Observed, PodPhase
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kubernetes.apply import Applier, CreateBackoff
 from elastic_operator.kubernetes.client import EVENTS, PODS, backoff, with_hint
-from elastic_operator.kubernetes.pod_status import container_states, event_time, in_a_line, pod_of, seconds, why_waiting
+from elastic_operator.kubernetes.pod_status import container_states, event_time, in_a_line, seconds, why_waiting
 from elastic_operator.kubernetes.store import managed_etcd, owner_of
 from elastic_operator.resources.etcd import ETCD
 
@@ -165,20 +165,19 @@ class KubernetesBackend(Applier):
                 record.requeue_after(creates.wait)
         return record.requeue
 
-    def pod_deleted(self, pod: Json) -> None:
+    def pod_deleted(self, body: Json, last: Pod) -> None:
         """Remember a deleted pod until it is replaced.
 
         A pod that was deleted by force, or without a node, may be gone at once. The planner has to see it all the same:
         its successor needs another name, for its agent may still run.
         """
-        owner = owner_of(pod)
+        owner = owner_of(body)
         if owner is None:
             return
-        key = f"{pod['metadata']['namespace']}/{owner.name}"
+        key = f"{body['metadata']['namespace']}/{owner.name}"
         job = self.store.job(key)
         if job is None or job["metadata"]["uid"] != owner.uid:
             return
-        last = pod_of(pod)
         phase = last.phase if last.phase.ended else PodPhase.FAILED
         gone = replace(last, phase=phase, ready=False, terminating=True, waiting="", sidecars_running=False)
         self._record(key, job).deleted[last.index] = DeletedPod(gone, time.monotonic() + _DELETED_TTL)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
 
     from elastic_operator.api.spec import Json
-    from elastic_operator.kubernetes.client import Api, Resource
+    from elastic_operator.controller.model import Pod
+    from elastic_operator.kubernetes.client import Api
     from elastic_operator.kubernetes.main import Address, OperatorSettings
 
 
@@ -90,7 +91,7 @@ class Manager:
         self._settings = settings
         self._api = api
         self._metrics = OperatorMetrics()
-        self._store = Store(changed=self._on_change, deleted=self._on_deleted)
+        self._store = Store(changed=self._on_change, pod_deleted=self._on_pod_deleted)
         self._informer = Informer(api, self._store, namespaces=settings.namespaces, handle_signals=handle_signals)
         self._reconciler: Reconciler | None = None
         self._backend: KubernetesBackend | None = None
@@ -160,9 +161,9 @@ class Manager:
         if self._reconciler is not None:  # a new leader looks at all jobs
             self._reconciler.wake(key)
 
-    def _on_deleted(self, resource: Resource, body: Json) -> None:
-        if resource == PODS and self._backend is not None:
-            self._backend.pod_deleted(body)
+    def _on_pod_deleted(self, body: Json, last: Pod) -> None:
+        if self._backend is not None:
+            self._backend.pod_deleted(body, last)
 
     def _register_metrics(self) -> None:
         metrics = self._metrics

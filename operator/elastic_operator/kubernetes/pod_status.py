@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -19,7 +19,6 @@ from elastic_operator.api.constants import (
     ANNOTATION_METRICS_PORT,
     ANNOTATION_SIZE,
     LABEL_INDEX,
-    OWN_PREFIX,
     Reason,
 )
 from elastic_operator.api.json_values import at, integer, listing, mapping, mappings, text
@@ -342,11 +341,6 @@ would be the same on the next node."""
 
 MAX_PORT: Final = 65535
 
-_METADATA_FIELDS: Final = (
-    "name namespace uid resourceVersion creationTimestamp deletionTimestamp deletionGracePeriodSeconds ownerReferences"
-)
-_CONTAINER_STATES: Final = ("containerStatuses", "initContainerStatuses")
-
 
 def pod_of(body: Json) -> Pod:
     """Convert a pod, whatever its object says."""
@@ -388,6 +382,7 @@ def pod_of(body: Json) -> Pod:
         reasons=reasons_of(body, worker),
         conditions=conditions_of(body),
         metrics_port=port if port <= MAX_PORT else 0,
+        etcd_address=_etcd_address(body),
     )
 
 
@@ -428,43 +423,13 @@ def reasons_of(pod: Json, worker: ContainerState) -> frozenset[str]:
     return frozenset(reasons - {""})
 
 
-def etcd_address_of(pod: Json) -> str | None:
-    """The address at which a pod looks for the job's own etcd."""
+def _etcd_address(pod: Json) -> str | None:
     for container in mappings(pod, "spec", "containers"):
-        if container.get("name") == WORKER:
-            for endpoint in (text(entry, "value") for entry in _endpoint(container)):
-                if ":" in endpoint:
-                    return endpoint.rpartition(":")[0].removeprefix("[").removesuffix("]") or None
+        for entry in mappings(container, "env") if container.get("name") == WORKER else ():
+            endpoint = text(entry, "value") if entry.get("name") == "PET_RDZV_ENDPOINT" else ""
+            if ":" in endpoint:
+                return endpoint.rpartition(":")[0].removeprefix("[").removesuffix("]") or None
     return None
-
-
-def trimmed_pod(pod: Json) -> dict[str, Any]:
-    """The fields of a pod that the operator reads, a tenth of the whole."""
-
-    def each(keys: str, *path: str) -> list[dict[str, Any]]:
-        return [_only(entry, keys) for entry in mappings(pod, *path)]
-
-    notes = {
-        kind: {key: value for key, value in mapping(pod, "metadata", kind).items() if str(key).startswith(OWN_PREFIX)}
-        for kind in ("labels", "annotations")
-    }
-    states = {kind: each("name state lastState ready", "status", kind) for kind in _CONTAINER_STATES}
-    return {
-        "metadata": {**_only(mapping(pod, "metadata"), _METADATA_FIELDS), **notes},
-        "spec": {
-            **_only(mapping(pod, "spec"), "nodeName schedulerName schedulingGates readinessGates"),
-            "containers": [
-                {**_only(container, "name image"), "env": _endpoint(container)}
-                for container in mappings(pod, "spec", "containers")
-            ],
-            "initContainers": each("name image restartPolicy", "spec", "initContainers"),
-        },
-        "status": {
-            **_only(mapping(pod, "status"), "phase reason message"),
-            "conditions": each("type status reason message lastTransitionTime", "status", "conditions"),
-            **states,
-        },
-    }
 
 
 def _phase(pod: Json, worker: ContainerState) -> PodPhase:
@@ -510,12 +475,3 @@ def _size(record: str) -> SizeRecord | None:
         return decode(record.encode(errors="replace"), SizeRecord)
     except MalformedRecord:
         return None
-
-
-def _endpoint(container: Json) -> list[Json]:
-    """The variable that says where the store is."""
-    return [entry for entry in mappings(container, "env") if entry.get("name") == "PET_RDZV_ENDPOINT"]
-
-
-def _only(body: Json, keys: str) -> dict[str, Any]:
-    return {key: body[key] for key in keys.split() if key in body}

@@ -18,7 +18,7 @@ from elastic_operator.api.json_values import integer, mapping, mappings, text
 from elastic_operator.api.spec import GROUP, KIND
 from elastic_operator.controller.model import EtcdState
 from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, PODS, SERVICES, with_hint
-from elastic_operator.kubernetes.pod_status import pod_of, trimmed_pod
+from elastic_operator.kubernetes.pod_status import pod_of
 from elastic_operator.resources.etcd import etcd_endpoint, etcd_name
 
 if TYPE_CHECKING:
@@ -56,17 +56,17 @@ class Store:
 
     Args:
         changed: called with the key of a job when the job, or an object that it owns, has changed.
-        deleted: called with the kind and the last known state of an object when it is gone.
+        pod_deleted: called with the metadata and the last known state of a pod that is gone.
     """
 
     def __init__(
         self,
         *,
         changed: Callable[[str], None],
-        deleted: Callable[[Resource, Json], None] = lambda _kind, _last: None,
+        pod_deleted: Callable[[Json, Pod], None] = lambda _body, _last: None,
     ) -> None:
         self._changed = changed
-        self._deleted = deleted
+        self._pod_deleted = pod_deleted
         self._kinds: dict[Resource, _Index] = collections.defaultdict(_Index)
         self._pods: dict[str, Pod] = {}
         self._tombstones: dict[str, tuple[float, float]] = {}
@@ -91,8 +91,8 @@ class Store:
         return tuple(self._kinds[resource].homes.get((namespace, job_uid), {}).values())
 
     def pods(self, namespace: str, job_uid: str) -> tuple[Pod, ...]:
-        """The worker pods of a job; each state of a pod is converted once."""
-        return tuple(map(self._pod, self.owned_by(PODS, namespace, job_uid)))
+        """The worker pods of a job."""
+        return tuple(self._pods[body["metadata"]["uid"]] for body in self.owned_by(PODS, namespace, job_uid))
 
     def count(self, resource: Resource) -> int:
         """How many objects of a kind are known."""
@@ -112,7 +112,8 @@ class Store:
         self._tombstones.pop(uid, None)  # it had only lost the label by which it is watched
         after = _trimmed(resource, body)
         index.objects[uid] = after
-        self._pods.pop(uid, None)
+        if resource == PODS:
+            self._pods[uid] = pod_of(body)
         home = _home(resource, after)
         if before is not None and _home(resource, before) != home:
             self._unlink(resource, before)
@@ -158,18 +159,12 @@ class Store:
         if before is None:
             return
         del index.objects[uid]
-        self._pods.pop(uid, None)
         self._unlink(resource, before)
-        last = _trimmed(resource, body) if "spec" in body and version_of(body) > version_of(before) else before
-        self._deleted(resource, last)
+        if resource == PODS:
+            last = self._pods.pop(uid)
+            newer = "spec" in body and version_of(body) > version_of(before)
+            self._pod_deleted(before, pod_of(body) if newer else last)
         self._notify(resource, before)
-
-    def _pod(self, body: Json) -> Pod:
-        uid = body["metadata"]["uid"]
-        pod = self._pods.get(uid)
-        if pod is None:
-            pod = self._pods[uid] = pod_of(body)
-        return pod
 
     def _unlink(self, resource: Resource, body: Json) -> None:
         homes, home = self._kinds[resource].homes, _home(resource, body)
@@ -213,11 +208,12 @@ def _home(resource: Resource, body: Json) -> tuple[str, str] | None:
 
 
 def _trimmed(resource: Resource, body: Json) -> Json:
-    """Drop what the operator does not read and what takes most memory."""
-    if resource == PODS:
-        return trimmed_pod(body)
+    """Drop what takes most memory: a pod is kept as :class:`Pod`."""
     about = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
-    return {**body, "metadata": about}
+    if resource != PODS:
+        return {**body, "metadata": about}
+    kept = ("name", "namespace", "uid", "resourceVersion", "ownerReferences")
+    return {"metadata": {name: about[name] for name in kept if name in about}}
 
 
 @dataclass(frozen=True, slots=True)
