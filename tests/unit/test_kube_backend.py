@@ -29,7 +29,6 @@ from torchelastic.protocol import NodeRecord
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from elastic_operator.api.spec import Json
     from elastic_operator.kubernetes.client import Resource
     from tests.support.object_server import Fault
 
@@ -84,25 +83,6 @@ async def test_a_pod_that_may_not_be_deleted_does_not_keep_the_others(cluster: O
     assert {pod["metadata"]["name"] for pod in cluster.server.of_kind(PODS)} == kept
     removed = [path for method, path in cluster.server.asked if method == "DELETE" and PODS.path(NAMESPACE) in path]
     assert len(set(removed[:200])) == 200, "some had to wait until others were tried once more"
-
-
-async def test_if_the_api_server_does_not_answer_not_all_pods_are_tried(
-    cluster: OperatedCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[str] = []
-
-    async def delete(_api: Api, _resource: Resource, _namespace: str, name: str, **_how: object) -> Json:
-        tried.append(name)
-        raise ClusterError("the API server cannot be reached")
-
-    many = {"minReplicas": 1, "maxReplicas": 200, "replicas": 200}
-    cluster.add_job(**many)
-    await cluster.have_pods(200)
-    monkeypatch.setattr(Api, "delete", delete)
-    cluster.add_job(**many, suspend=True)
-    for _ in range(3):
-        await cluster.look()
-    assert len(set(tried[:128])) == 64
 
 
 async def test_a_pod_that_may_not_be_deleted_does_not_hide_another_error(cluster: OperatedCluster) -> None:

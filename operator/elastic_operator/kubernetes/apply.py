@@ -321,14 +321,8 @@ class Applier:
                 await self.writer.delete(resource, about["namespace"], about["name"], about["uid"])
 
     async def _delete_pods(self, job: Job, removals: Sequence[Removal]) -> None:
-        results: list[object] = []
-        for done in range(0, len(removals), _MAX_BATCH):
-            batch = removals[done : done + _MAX_BATCH]
-            deletes = (self.writer.delete(PODS, job.namespace, each.name, each.uid) for each in batch)
-            results += await asyncio.gather(*deletes, return_exceptions=True)
-            if any(isinstance(result, BaseException) and not isinstance(result, ApiError) for result in results):
-                break  # the API server does not answer
-        raise_worst(results)
+        deletes = (self.writer.delete(PODS, job.namespace, each.name, each.uid) for each in removals)
+        raise_worst(await asyncio.gather(*deletes, return_exceptions=True))
 
     async def _create_pods(self, job: Job, pods: Sequence[NewPod], endpoint: str, record: JobRecord) -> bool:
         """Create pods in growing batches: if the first is not accepted, no other is tried.
@@ -354,19 +348,14 @@ class Applier:
         mirror = self.stores.of(job.uid)
         nodes = () if mirror is None else mirror.nodes.values()
         ports = {node.name: node.metrics for node in nodes if 0 < node.metrics <= MAX_PORT}
-        changes = [
-            (pod, port)
+        writes = [
+            self.writer.annotate(PODS, job.namespace, pod.name, pod.uid, metrics_notes(job, port))
             for pod in self.store.pods(job.namespace, job.uid)
             if pod.phase is PodPhase.RUNNING and not pod.terminating
             if (port := ports.get(pod.name, pod.metrics_port)) != pod.metrics_port
         ]
         try:
-            for done in range(0, len(changes), _MAX_BATCH):
-                writes = (
-                    self.writer.annotate(PODS, job.namespace, pod.name, pod.uid, metrics_notes(job, port))
-                    for pod, port in changes[done : done + _MAX_BATCH]
-                )
-                raise_worst(await asyncio.gather(*writes, return_exceptions=True))
+            raise_worst(await asyncio.gather(*writes, return_exceptions=True))
         except ClusterError as error:
             raise ClusterError(f"the metrics ports cannot be written on its pods: {error}") from None
 

@@ -253,7 +253,8 @@ class Writer:
     async def _update(self, resource: Resource, namespace: str, name: str, uid: str, answer: Awaitable[Json]) -> bool:
         """Keep the answer to a change of an object; return False if the object is gone."""
         try:
-            self._store.put(resource, await answer)
+            async with self._slots[namespace]:
+                self._store.put(resource, await answer)
         except ApiError as error:
             # A UID that does not fit is called a conflict, or invalid.
             perhaps = error.not_found or ((error.conflict or error.invalid) and uid in error.message)
