@@ -141,16 +141,20 @@ async def until(what: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_it_lists_each_kind_once_and_then_watches(server: Server) -> None:
+async def test_it_lists_each_kind_once_and_then_watches_despite_errors(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     server.pods = ["a", "b"]
     async with informed(server) as (informer, store):
         await informer.synced.wait()
         assert (store.count(PODS), store.keys, informer.problem) == (2, ("team/digits",), "")
+        server.changes.put_nowait({"type": "ADDED", "object": {"metadata": {"name": "odd"}}})
         server.changes.put_nowait({"type": "DELETED", "object": an_object("b", "team", 10)})
         server.changes.put_nowait({"type": "ADDED", "object": an_object("c", "team", 11)})
         server.changes.put_nowait({"type": "ADDED", "object": an_object("d", "team", 12)})
         await until(lambda: store.count(PODS) == 3)
         assert sorted(server.lists) == sorted([*(each.plural for each in WATCHED), "podgroups", "podgroups"])
+    assert caplog.text.count("an unexpected error while a change was handled") == 1
 
 
 async def test_an_expired_watch_lists_again_and_removes_what_is_gone(server: Server) -> None:

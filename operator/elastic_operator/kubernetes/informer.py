@@ -261,18 +261,22 @@ class Informer:
         )
         self._handle_signals()
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks, timeout=_STOP_TIMEOUT)
             for session in sessions:
                 await session.close()
-        return next((str(error) or type(error).__name__ for task in done if (error := task.exception())), "")
+        errors = (task.exception() for task in tasks if task.done() and not task.cancelled())
+        return next((str(error) or type(error).__name__ for error in list(errors) if error is not None), "")
 
     def _handler(self, resource: Resource) -> Callable[..., Awaitable[None]]:
         async def handle(event: Mapping[str, Any], **_: object) -> None:
-            (self._store.remove if event["type"] == "DELETED" else self._store.put)(resource, event["object"])
+            try:
+                (self._store.remove if event["type"] == "DELETED" else self._store.put)(resource, event["object"])
+            except Exception:  # noqa: BLE001 - kopf's own log is off
+                _log.exception("an unexpected error while a change was handled")
 
         return handle
 
