@@ -143,9 +143,10 @@ async def test_a_job_whose_report_is_rejected_finishes_with_an_event(
     assert cluster.server.times("POST", CONFIG_MAPS) == 1
 
 
-async def test_etcd_is_kept_while_the_report_cannot_be_written(cluster: OperatedCluster) -> None:
+@pytest.mark.parametrize("why", ["etcdserver: leader changed", 'failed calling webhook "a.b.c": connection refused'])
+async def test_etcd_is_kept_while_the_report_cannot_be_written(cluster: OperatedCluster, why: str) -> None:
     def fault(_method: str, path: str) -> Fault | None:
-        return (500, "InternalError", "etcdserver: leader changed") if "configmaps" in path else None
+        return (500, "InternalError", why) if "configmaps" in path else None
 
     cluster.server.fault = fault
     cluster.add_job()

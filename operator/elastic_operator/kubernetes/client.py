@@ -43,8 +43,9 @@ _PAGE_SIZE: Final = 500
 _NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _USER_AGENT: Final = "elastic-operator"
 NETWORK_ERRORS: Final = (aiohttp.ClientError, OSError, TimeoutError)
-_POLICIES: Final = ('admission webhook "', "ValidatingAdmissionPolicy '", "failed calling webhook ")
-"""How the API server's message names an admission policy, which may reject with any status, or cannot be reached."""
+_POLICIES: Final = ('admission webhook "', "ValidatingAdmissionPolicy '")
+"""How the API server's message names an admission policy, which may reject with any status."""
+_WEBHOOK_FAILED: Final = "failed calling webhook "
 _JSON: Final = "application/json"
 _MERGE_PATCH: Final = "application/merge-patch+json"
 _APPLY_PATCH: Final = "application/apply-patch+yaml"
@@ -136,9 +137,15 @@ class ApiError(ClusterError):
         return self.status >= 500 or self.status == 429
 
     @property
+    def webhook_failed(self) -> bool:
+        """Whether an admission webhook cannot be called."""
+        return _WEBHOOK_FAILED in self.message
+
+    @property
     def blocked(self) -> bool:
         """Whether a permission, a quota or an admission policy forbids the request; that may change at any time."""
-        return self.status == 403 or any(policy in self.message for policy in _POLICIES)
+        denied = self.status == 403 or any(policy in self.message for policy in _POLICIES)
+        return denied or self.webhook_failed
 
     @property
     def invalid(self) -> bool:

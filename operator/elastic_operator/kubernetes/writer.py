@@ -232,7 +232,7 @@ class Writer:
             await self._api.create(CONFIG_MAPS, job.namespace, wanted)
         except ApiError as error:
             if error.reason != "AlreadyExists":
-                raise _classified(error) from None
+                raise (error if error.webhook_failed else _classified(error)) from None
         else:
             return
         try:
@@ -248,7 +248,7 @@ class Writer:
                 wanted["metadata"]["uid"] = existing["metadata"]["uid"]
                 await self._api.apply(CONFIG_MAPS, job.namespace, name, wanted)
         except ApiError as error:
-            raise _classified(error) from None
+            raise (error if error.webhook_failed else _classified(error)) from None
 
     async def _update(self, resource: Resource, namespace: str, name: str, uid: str, answer: Awaitable[Json]) -> bool:
         """Keep the answer to a change of an object; return False if the object is gone."""
