@@ -65,6 +65,7 @@ class Server:
         failing: a part of a path, with the status of the answer.
         pods: the names of the pods.
         lists: how often each kind was listed.
+        watches: how often pods were watched.
         changes: what the watch of pods sends next; None ends it.
     """
 
@@ -72,6 +73,7 @@ class Server:
         self.failing: dict[str, int] = {}
         self.pods: list[str] = []
         self.lists: list[str] = []
+        self.watches = 0
         self.changes: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self.closing = asyncio.Event()
 
@@ -102,6 +104,7 @@ class Server:
         if kind != "pods":
             await self.closing.wait()
             return response
+        self.watches += 1
         while (change := await self.changes.get()) is not None:
             await response.write(json.dumps(change).encode() + b"\n")
         return response
@@ -165,6 +168,19 @@ async def test_an_expired_watch_lists_again_and_removes_what_is_gone(server: Ser
         for change in ({"type": "ERROR", "object": {"code": 410}}, None):
             server.changes.put_nowait(change)
         await until(lambda: store.count(PODS) == 0)
+
+
+async def test_a_watch_that_may_have_fallen_silent_is_opened_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_operator.kubernetes.informer._LONGEST_WATCH", 0.1)
+    async with informed(server) as (informer, store):
+        await informer.synced.wait()
+        await until(lambda: server.watches >= 3)
+        for _ in range(server.watches):  # each of those that have ended on the other side takes one
+            server.changes.put_nowait({"type": "ADDED", "object": an_object("c", "team", 11)})
+        await until(lambda: store.count(PODS) == 1)
+        assert server.lists.count("pods") == 1
 
 
 @pytest.mark.parametrize("forbidden", ["/namespaces/a/", "/namespaces/a/pods"])
