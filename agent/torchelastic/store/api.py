@@ -196,7 +196,7 @@ class Store(Protocol):
         Args:
             ttl: seconds; etcd rounds up to whole seconds and to its own minimum.
             lease: the id that the lease is to have, a positive number of at most 63 bits; 0 for a new one. A lease
-                that exists under this id is kept alive, with the seconds that it was granted for.
+                that exists under this id is kept alive; all who grant it give the same ``ttl``.
         """
 
     async def keep_alive(self, lease: int) -> None:

@@ -101,7 +101,7 @@ class MemoryStore:
         """See :meth:`Store.grant <torchelastic.store.api.Store.grant>`."""
         data = await self._reached()
         chosen = lease or next(data.lease_ids)
-        self._start(chosen, data.leases[chosen][0] if chosen in data.leases else ttl)
+        self._start(chosen, ttl)
         return chosen
 
     async def keep_alive(self, lease: int) -> None:
