@@ -259,6 +259,8 @@ def _broken(endpoint: str, error: aiohttp.ClientError) -> StoreError:
         return WrongApi(f"what listens at {endpoint} does not speak HTTP: {' '.join(error.message.split())}")
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return StoreUnavailable(f"{where} closed the connection instead of answering")
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return StoreUnavailable(f"{where} closed the connection within an answer")
     reason = _reason(error) if isinstance(error, aiohttp.ClientOSError) else str(error) or type(error).__name__
     return StoreUnavailable(f"the connection to {where} broke: {reason}")
 
