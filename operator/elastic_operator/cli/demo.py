@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from elastic_operator.client.local import LocalJobs
 from elastic_operator.controller import messages
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from elastic_operator.local.run import RunRequest
     from elastic_operator.local.view import View
     from elastic_operator.views.job_view import PodView
-
-_Found = TypeVar("_Found")
 
 _RECOVERY_LIMIT: Final = 180.0
 """Seconds; with a cold disk the first import of torch alone can take half a minute."""
@@ -101,7 +99,7 @@ class _Demo:
             try:
                 if number and pods:
                     until = time.monotonic() + _PAUSE
-                    await self._until(lambda: time.monotonic() > until or None, what="the next step")  # noqa: B023
+                    await self._until(lambda: time.monotonic() > until, what="the next step")  # noqa: B023
                 self._mark(number, NOW)
                 before, since = self._job.status.round, time.monotonic()
                 note = await asyncio.to_thread(act)
@@ -155,21 +153,19 @@ class _Demo:
         files = log_files(Path(self._job.run.logs), LogSelector(rank)) if self._job.run.logs else []
         return files[-1] if files else None
 
-    async def _until(self, look: Callable[[], _Found | None], *, what: str, limit: float = _RECOVERY_LIMIT) -> _Found:
-        """Return what ``look`` finds, as soon as it finds something within ``limit`` seconds.
+    async def _until(self, holds: Callable[[], bool], *, what: str, limit: float = _RECOVERY_LIMIT) -> None:
+        """Return as soon as something holds.
 
         Raises:
-            ElasticJobError: it found nothing in time, or the job ended first.
+            ElasticJobError: it did not within ``limit`` seconds, or the job ended first.
         """
         try:
             async with asyncio.timeout(limit):
-                while (found := look()) is None:
+                while not holds():
                     if self._job.status.finished or self._job.run.ended is not None:
-                        raise ElasticJobError(
-                            f"the job ended ({self._job.status.state}) while the demo waited for {what}"
-                        )
+                        state = self._job.status.state
+                        raise ElasticJobError(f"the job ended ({state}) while the demo waited for {what}")
                     await asyncio.sleep(_POLL_INTERVAL)
-                return found
         except TimeoutError:
             raise ElasticJobError(f"{what} did not come within {limit:.0f} s") from None
 
@@ -178,31 +174,27 @@ class _Demo:
         first_lines: dict[int, float] = {}
         found: list[Resumed] = []
 
-        def look() -> bool | None:
+        def resumed() -> bool:
             status, file = self._job.status, self._rank_file(0)
             # The file of a round may appear before the snapshot with that round; the time of the line counts.
             if file is not None and file.round not in first_lines and b"\n" in file.path.read_bytes():
                 first_lines[file.round] = time.monotonic()
             begun = first_lines.get(status.round)
             if status.round <= before or begun is None:
-                return None
+                return False
             if not found or len(self._training_pods) == pods:
                 found.append(Resumed(status.round, status.world_size, begun - since))
-            return len(self._training_pods) == pods or None
+            return len(self._training_pods) == pods
 
         what = f"training with {messages.count(pods, 'pod')} in a round after {before}"
-        await self._until(look, what=what)
+        await self._until(resumed, what=what)
         return found if found[0].round != found[-1].round else found[:1]
 
     async def _success(self) -> str:
         """Return the last line of a job that has succeeded."""
-        state = await self._until(
-            lambda: self._job.status.state if self._job.status.finished else None,
-            limit=_SUCCESS_LIMIT,
-            what="the end of training",
-        )
-        if state != "Succeeded":
-            raise ElasticJobError(f"the job {state.lower()}: {self._job.status.what_failed}")
+        await self._until(lambda: self._job.status.finished, limit=_SUCCESS_LIMIT, what="the end of training")
+        if self._job.status.state != "Succeeded":
+            raise ElasticJobError(f"the job {self._job.status.state.lower()}: {self._job.status.what_failed}")
         return formatting.printed(self._job.progress.line) if self._job.progress else "the job succeeded"
 
     def _mark(self, number: int, mark: str, result: str = "") -> None:
