@@ -77,21 +77,33 @@ class LogLine(NamedTuple):
 
 
 class PodLog:
-    """Reads a pod's log piece by piece.
+    """A pod's log, read piece by piece.
 
     Attributes:
         round: the latest round in the log; 0 before the first.
         ranks: the started ranks by round.
+        lines: lines that may have to be printed, by round (0 if unknown, and for the agent) and rank.
+        ended: whether its container has ended.
+        whole: whether all of it is read.
+        stream: the task that follows it.
     """
 
     def __init__(self, pod: str) -> None:
         self.pod = pod
         self.round = 0
         self.ranks: dict[int, tuple[int, ...]] = {}
+        self.lines: dict[tuple[int, int], deque[LogLine]] = {}
+        self.ended = False
+        self.whole = False
+        self.stream: asyncio.Task[None] | None = None
         self._partial = b""
         self._last = (0.0, b"")
         self._latest = 0.0
         self._resuming = False
+
+    def round_of(self, round: int, current: int) -> int:
+        """Return a round; an unknown one is the one before the first that the log has."""
+        return round or min(self.ranks, default=current + 1) - 1
 
     @property
     def since(self) -> str | None:
@@ -132,29 +144,6 @@ class PodLog:
         yield LogLine(time, self.round, AGENT, text)
 
 
-class _Log:
-    """A pod's log.
-
-    Attributes:
-        reader: splits it into lines.
-        lines: lines that may have to be printed, by round (0 if unknown, and for the agent) and rank.
-        ended: whether its container has ended.
-        whole: whether all of it is read.
-        stream: the task that follows it.
-    """
-
-    def __init__(self, pod: str) -> None:
-        self.reader = PodLog(pod)
-        self.lines: dict[tuple[int, int], deque[LogLine]] = {}
-        self.ended = False
-        self.whole = False
-        self.stream: asyncio.Task[None] | None = None
-
-    def round_of(self, round: int, current: int) -> int:
-        """Return a round; an unknown one is the one before the first that the log has."""
-        return round or min(self.reader.ranks, default=current + 1) - 1
-
-
 class ClusterLogs:
     """Prints the logs of a job's pods.
 
@@ -175,7 +164,7 @@ class ClusterLogs:
         self._selector = selector
         self._write = write
         self._tell = tell
-        self._logs: dict[str, _Log] = {}
+        self._logs: dict[str, PodLog] = {}
         self._round = 0
         self._complete = True
 
@@ -214,20 +203,20 @@ class ClusterLogs:
         async with _task_group() as reads:
             for log in self._update(pods):
                 reads.create_task(self._read_known(log, gate))
-        started = (round for log in self._logs.values() for round in log.reader.ranks)
+        started = (round for log in self._logs.values() for round in log.ranks)
         self._round = max(started, default=integer(self._job, "status", "round") or 0)
 
-    def _update(self, pods: Iterable[Pod]) -> list[_Log]:
+    def _update(self, pods: Iterable[Pod]) -> list[PodLog]:
         """Note which selected pods have a log, and which containers have ended; return the logs."""
         for log in self._logs.values():
             log.ended = True  # unless its pod still runs
         for pod in pods:
             if pod.phase is not PodPhase.PENDING and self._selector.pod in (None, pod.name):
-                log = self._logs.setdefault(pod.uid, _Log(pod.name))
+                log = self._logs.setdefault(pod.uid, PodLog(pod.name))
                 log.ended = pod.phase is not PodPhase.RUNNING
         return [*self._logs.values()]
 
-    async def _read_known(self, log: _Log, gate: asyncio.Semaphore) -> None:
+    async def _read_known(self, log: PodLog, gate: asyncio.Semaphore) -> None:
         try:
             async with gate:
                 await self._read(log, self._keep)
@@ -237,17 +226,19 @@ class ClusterLogs:
         else:
             log.whole = log.ended
         if log.whole or not self._selector.follow:
-            self._keep(log, log.reader.rest())
+            self._keep(log, log.rest())
 
-    async def _read(self, log: _Log, take: Callable[[_Log, Iterable[LogLine]], None], *, follow: bool = False) -> None:
+    async def _read(
+        self, log: PodLog, take: Callable[[PodLog, Iterable[LogLine]], None], *, follow: bool = False
+    ) -> None:
         """Read a log from where it was read last."""
-        log.reader.resume()
-        pieces = self._api.log(self._namespace, log.reader.pod, WORKER, follow=follow, since=log.reader.since)
+        log.resume()
+        pieces = self._api.log(self._namespace, log.pod, WORKER, follow=follow, since=log.since)
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
-                take(log, log.reader.feed(piece))
+                take(log, log.feed(piece))
 
-    def _keep(self, log: _Log, lines: Iterable[LogLine]) -> None:
+    def _keep(self, log: PodLog, lines: Iterable[LogLine]) -> None:
         only = self._selector.round
         for line in lines:
             if self._selects(line):
@@ -261,10 +252,10 @@ class ClusterLogs:
             return line.rank == AGENT and self._selector.agents
         return self._selector.rank in (None, line.rank)
 
-    def _report_unreadable(self, log: _Log, error: ClusterError) -> None:
+    def _report_unreadable(self, log: PodLog, error: ClusterError) -> None:
         self._complete = False
         why = error.message if isinstance(error, ApiError) else error
-        self._tell(f"the log of {log.reader.pod} cannot be read: {why}")
+        self._tell(f"the log of {log.pod} cannot be read: {why}")
 
     def _check_selection(self) -> None:
         if not self._complete:
@@ -275,7 +266,7 @@ class ClusterLogs:
             return
         ranks: dict[int, set[int]] = {}
         for log in self._logs.values():
-            for round, started in log.reader.ranks.items():
+            for round, started in log.ranks.items():
                 ranks.setdefault(round, set()).update(started)
             for round, rank in log.lines:
                 ranks.setdefault(log.round_of(round, self._round), set()).add(rank)
@@ -289,7 +280,7 @@ class ClusterLogs:
     def _print_known(self) -> bool:
         wanted = self._round if self._selector.round is None else self._selector.round
         chosen = [
-            [(line, log.reader.pod) for line in lines]
+            [(line, log.pod) for line in lines]
             for log in self._logs.values()
             for (round, rank), lines in log.lines.items()
             if rank == AGENT or log.round_of(round, self._round) == wanted
@@ -302,7 +293,7 @@ class ClusterLogs:
             self._write(text)
         return bool(text)
 
-    def _print_new(self, log: _Log, lines: Iterable[LogLine]) -> None:
+    def _print_new(self, log: PodLog, lines: Iterable[LogLine]) -> None:
         chosen: list[tuple[LogLine, str]] = []
         only = self._selector.round
         for line in lines:
@@ -313,7 +304,7 @@ class ClusterLogs:
                     self._tell(f"round {line.round} begins")
                 self._round = line.round
             if self._selects(line) and (line.rank == AGENT or only in (None, line.round or self._round)):
-                chosen.append((line, log.reader.pod))
+                chosen.append((line, log.pod))
         self._print(chosen)
 
     # -- following
@@ -344,7 +335,7 @@ class ClusterLogs:
             except ClusterError as error:
                 if not _is_gone(error):
                     self._report_unreadable(log, error)
-            self._print_new(log, log.reader.rest())
+            self._print_new(log, log.rest())
 
     async def _look(self, streams: asyncio.TaskGroup) -> bool:
         """Follow new pods; return whether what is followed is over."""
@@ -358,7 +349,7 @@ class ClusterLogs:
             return all(log.ended for log in logs)
         return self._selector.round is not None and self._round > self._selector.round
 
-    async def _stream(self, log: _Log) -> None:
+    async def _stream(self, log: PodLog) -> None:
         """Follow one log until its container has ended and all of it is read."""
         while not log.whole:
             ended = log.ended  # once it has, what came after the stream's end is read without waiting

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from elastic_operator.errors import NotFound
@@ -70,11 +70,7 @@ def print_logs(logs: Path, selector: LogSelector, write: Callable[[bytes], objec
     round = max(ranks, default=0) if selector.round is None else selector.round
     if not selector.agents:
         selector.check(ranks, round)
-    reader = _LogReader(selector, write)
-    for file in there:
-        if file.round == round and selector.rank in (None, file.rank):
-            reader.read(file, tail=selector.tail)
-    reader.finish()
+    follow_logs(logs, replace(selector, round=round), write, alive=lambda: False, tell=lambda _: None)
 
 
 def follow_logs(
