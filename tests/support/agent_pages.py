@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from prometheus_client import generate_latest
 
 from torchelastic.metrics import series
-from torchelastic.metrics.collectors import MetricsPage, families_of
+from torchelastic.metrics.exposition import families_of
 from torchelastic.metrics.series import COUNTER, GAUGE, Series, Source, user_series
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from prometheus_client import CollectorRegistry
 
     Row = tuple[Series, dict[str, str], Sequence[float]]
     """A series, its labels and its words."""
@@ -62,9 +64,9 @@ def agent_page(
         if steps is not None:
             words = _words(series.OPERATION_DURATION, steps)
             rows.append((series.OPERATION_DURATION, {"operation": "train_step", "rank": rank}, words))
-    collector: Any = SimpleNamespace(collect=lambda: families_of([*rows, *own]))
-    page = MetricsPage([collector], {"job_namespace": "team", "elasticjob": "digits"})
-    return generate_latest(cast("Any", page)).decode()
+    job = {"job_namespace": "team", "elasticjob": "digits"}
+    families = families_of((one, {**labels, **job}, words) for one, labels, words in [*rows, *own])
+    return generate_latest(cast("CollectorRegistry", SimpleNamespace(collect=lambda: families))).decode()
 
 
 def own_gauge(name: str, values: Mapping[int, float], *, of: str = "my_app") -> list[Row]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
@@ -76,10 +76,11 @@ def test_every_series_has_the_labels_of_the_job(agent: AgentMetrics) -> None:
 
 
 def test_openmetrics_has_units(agent: AgentMetrics) -> None:
-    seconds = CounterMetricFamily("my_app_busy_seconds", "Time.", value=1)
-    registry = agent.page(Fixed(seconds, GaugeMetricFamily("my_app_loss", "Loss.", value=1)))
+    registry = agent.page()
+    agent.store_answered("get", 0.1, succeeded=True)
+    agent.remaining_restarts("default", 3)
     units = {family.name: family.unit for family in parse_openmetrics(generate_openmetrics(registry).decode())}
-    assert units == {"my_app_busy_seconds": "seconds", "my_app_loss": ""}
+    assert units == {"torchelastic_store_request_duration_seconds": "seconds", "torchelastic_remaining_restarts": ""}
 
 
 def test_a_failing_collector_is_left_out_and_logged_once(agent: AgentMetrics, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from bisect import bisect_left
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, cast, get_args
 
 from torchelastic.metrics import series
 from torchelastic.metrics.api import REGISTRY
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from torchelastic.protocol import RoundReason, TimeBreakdown
     from torchelastic.rendezvous.node import RendezvousNode
 
+_log: Final = logging.getLogger(__name__)
+
 WorkerStateName = Literal["unknown", "init", "healthy", "unhealthy", "stopped", "succeeded", "failed"]
 """The states of a node's workers, as torchelastic names them."""
 
@@ -38,9 +41,11 @@ class AgentMetrics:
 
     def __init__(self, registry: MetricRegistry = REGISTRY, *, job: tuple[str, str] | None = None) -> None:
         self._registry = registry
-        self._job = job
+        names = ("job_namespace", "elasticjob")
+        self._labels = {} if job is None else dict(zip(names, map(printable, job), strict=True))
         self._run: RendezvousNode | None = None
-        self._served = False
+        self._beside: tuple[Collector, ...] | None = None  # while /metrics is not served
+        self._failed: set[Collector] = set()
         self._lock = threading.Lock()
         self._words: dict[Series, list[float]] = {}
         self._trained = 0.0
@@ -50,28 +55,38 @@ class AgentMetrics:
 
         Args:
             beside: the other collectors; families of the same name are merged. A collector that raises is left out
-                and logged.
+                and logged once.
         """
         from prometheus_client import CollectorRegistry
 
-        from torchelastic.metrics.collectors import MetricsPage
-
-        labels = {}
-        if self._job is not None:
-            labels = dict(zip(("job_namespace", "elasticjob"), map(printable, self._job), strict=True))
-        self._served = True
+        self._beside = beside
         registry = CollectorRegistry()
-        registry.register(MetricsPage((self, *beside), labels))
+        registry.register(cast("Collector", self))
         return registry
 
     def collect(self) -> Iterable[Metric]:
         """Return the families with their current values; a registry calls this at each scrape, from any thread."""
-        from torchelastic.metrics.collectors import families_of
-
-        with self._lock:
-            own: list[tuple[Series, Sequence[float]]] = [(one, tuple(words)) for one, words in self._words.items()]
-        totals = [(one, (value,)) for one, value in self._totals()]
-        return families_of((one, dict(one.labels), words) for one, words in own + totals)
+        families = {family.name: family for family in self._own()}
+        for collector in self._beside or ():
+            try:
+                collected = list(collector.collect())
+            except Exception:  # noqa: BLE001 - a failing collector must not hide the others
+                if collector not in self._failed:
+                    self._failed.add(collector)
+                    _log.exception(
+                        "What %s knows cannot be shown under /metrics. The rest is; further errors of it are not "
+                        "logged.",
+                        type(collector).__name__,
+                    )
+                continue
+            for family in collected:
+                known = families.setdefault(family.name, family)
+                if known is not family:
+                    known.samples = [*known.samples, *family.samples]
+        for family in families.values():
+            for sample in family.samples:
+                sample.labels.update(self._labels)
+        return [family for family in families.values() if family.samples]
 
     def follow(self, run: RendezvousNode) -> None:
         """Show the totals of this run while this agent leads it."""
@@ -163,7 +178,7 @@ class AgentMetrics:
         self._show(family, value, **labels)
 
     def _show(self, family: Series, value: float, **labels: str) -> None:
-        if not self._served:
+        if self._beside is None:
             return
         one, value = family.labelled(**labels) if labels else family, value / family.divisor
         with self._lock:
@@ -173,6 +188,14 @@ class AgentMetrics:
                 words[-1] += value
             else:
                 words[0] = value + (words[0] if one.form.kind is Kind.COUNTER else 0.0)
+
+    def _own(self) -> Iterable[Metric]:
+        from torchelastic.metrics.exposition import families_of
+
+        with self._lock:
+            own: list[tuple[Series, Sequence[float]]] = [(one, tuple(words)) for one, words in self._words.items()]
+        totals = [(one, (value,)) for one, value in self._totals()]
+        return families_of((one, dict(one.labels), words) for one, words in own + totals)
 
     def _totals(self) -> Iterator[tuple[Series, float]]:
         """Yield the totals of the run, only in the leader's agent, because a sum over several agents would be wrong."""

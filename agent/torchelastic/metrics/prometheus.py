@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.registry import Collector
 
 from torchelastic.metrics.api import REGISTRY
-from torchelastic.metrics.collectors import families_of, shown
+from torchelastic.metrics.exposition import families_of, shown
 from torchelastic.metrics.series import SeriesNames, forms_of
 from torchelastic.metrics.series_handler import Memory, SeriesHandler
 from torchelastic.metrics.server import unusable_port

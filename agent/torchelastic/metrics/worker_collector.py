@@ -106,7 +106,7 @@ class WorkerMetrics:
 
     def collect(self) -> Iterable[Metric]:
         """Return the families with their current values; a registry calls this at each scrape, from any thread."""
-        from torchelastic.metrics.collectors import families_of, shown  # no worker's start waits for it
+        from torchelastic.metrics.exposition import families_of, shown  # no worker's start waits for it
 
         with self._lock:
             return families_of(
