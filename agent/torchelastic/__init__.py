@@ -26,10 +26,18 @@ if TYPE_CHECKING:
     from torchelastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torchelastic.launcher.api import LaunchConfig, elastic_launch
     from torchelastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousParameters
-    from torchelastic.training.heartbeat import heartbeat
-    from torchelastic.training.non_retryable import NonRetryableException
-    from torchelastic.training.notice import Notice, ask_for_notice, notice, round_stands, saved
-    from torchelastic.training.progress import Checkpoint, checkpoint, step
+    from torchelastic.training import (
+        Checkpoint,
+        NonRetryableException,
+        Notice,
+        ask_for_notice,
+        checkpoint,
+        heartbeat,
+        notice,
+        round_stands,
+        saved,
+        step,
+    )
 
 __all__ = [
     "Checkpoint",
@@ -58,10 +66,9 @@ _MODULES: Final = {
     "torchelastic.agent.server.local_elastic_agent": "LocalElasticAgent",
     "torchelastic.launcher.api": "LaunchConfig elastic_launch",
     "torchelastic.rendezvous.api": "RendezvousHandler RendezvousInfo RendezvousParameters",
-    "torchelastic.training.heartbeat": "heartbeat",
-    "torchelastic.training.non_retryable": "NonRetryableException",
-    "torchelastic.training.notice": "Notice ask_for_notice notice round_stands saved",
-    "torchelastic.training.progress": "Checkpoint checkpoint step",
+    "torchelastic.training": (
+        "Checkpoint NonRetryableException Notice ask_for_notice checkpoint heartbeat notice round_stands saved step"
+    ),
 }
 _MODULE_OF: Final = {name: module for module, names in _MODULES.items() for name in names.split()}
 

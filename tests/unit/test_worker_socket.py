@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import torchelastic
-from torchelastic import metrics
+from torchelastic import metrics, training
 from torchelastic.agent.worker_socket import WorkerSocket
 from torchelastic.agent_socket import AGENT, CHANNEL, HEARTBEAT_FILE, LINE_LIMIT, short_path
 from torchelastic.metrics.api import REGISTRY
 from torchelastic.protocol import Member, NoticeRecord, RoundReason, RoundRecord
-from torchelastic.training import progress
-from torchelastic.training.notice import Notice, Notices
+from torchelastic.training import Notice, Notices
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -97,7 +96,7 @@ def worker() -> Notices:
 
 @pytest.fixture(autouse=True)
 def _no_progress_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "REPORTS", progress.Reports())
+    monkeypatch.setattr(training, "REPORTS", training.Reports())
 
 
 async def asks(worker: Notices, agent: Agent, seconds: float = 20.0) -> None:
@@ -316,7 +315,7 @@ async def test_of_checkpoints_within_a_second_the_first_and_last_are_reported(
     await agent.node.until(last_checkpoint_at=bool)
     assert agent.node.reported["last_checkpoint_at"] < before - 0.001
     clock = time.perf_counter
-    monkeypatch.setattr(time, "perf_counter", lambda: clock() + progress.INTERVAL)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + training.INTERVAL)
     torchelastic.step()
     await agent.node.until(last_checkpoint_at=lambda kept: kept >= before - 0.001)
     assert len({kept for _, kept in agent.node.progress}) == 2
@@ -360,7 +359,7 @@ async def test_other_ranks_only_measure(agent: Agent, monkeypatch: pytest.Monkey
 
 async def test_unsent_progress_is_sent_later(agent: Agent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = os.environ[CHANNEL]
-    monkeypatch.setattr(progress, "INTERVAL", 0.05)
+    monkeypatch.setattr(training, "INTERVAL", 0.05)
     monkeypatch.setenv(CHANNEL, str(tmp_path / "away"))
     torchelastic.step()
     torchelastic.checkpoint().done()
@@ -373,7 +372,7 @@ async def test_unsent_progress_is_sent_later(agent: Agent, monkeypatch: pytest.M
 
 
 async def test_a_worker_reconnects_to_its_agent(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "INTERVAL", 0.05)
+    monkeypatch.setattr(training, "INTERVAL", 0.05)
     torchelastic.step()
     await agent.node.until(first_step_at=bool)
     agent.forget(0)
@@ -387,7 +386,7 @@ async def test_a_worker_reconnects_to_its_agent(agent: Agent, monkeypatch: pytes
 async def test_an_agent_that_reads_nothing_does_not_block_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+    monkeypatch.setattr(training, "INTERVAL", 0.0)
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
         listener.bind(str(tmp_path / "channel"))
         listener.listen(1)
@@ -400,7 +399,7 @@ async def test_an_agent_that_reads_nothing_does_not_block_training(
         assert time.monotonic() - began < PATIENCE
         assert not AGENT.send({"kept": 1.0})  # the socket's buffer is full
     AGENT.close()
-    monkeypatch.setattr(progress, "INTERVAL", 1.0)
+    monkeypatch.setattr(training, "INTERVAL", 1.0)
 
 
 async def send(agent: Agent, **message: float) -> list[tuple[float, float]]:

@@ -146,7 +146,7 @@ def _text_of(error: BaseException) -> str:
 
 def _is_final(error: BaseException) -> bool:
     """Return whether this exception declares the failure non-retryable."""
-    module = sys.modules.get("torchelastic.training.non_retryable")
+    module = sys.modules.get("torchelastic.training")
     return module is not None and isinstance(error, module.NonRetryableException)
 
 

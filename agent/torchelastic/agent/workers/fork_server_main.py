@@ -31,7 +31,7 @@ from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-import torchelastic.training.progress  # noqa: F401 - a signal handler may need it while the program imports it
+import torchelastic.training  # noqa: F401 - a signal handler may need it while the program imports it
 from torchelastic.agent.failures import record_exception, record_message
 from torchelastic.agent.workers.fork_server import CONTROL, DESCRIPTOR_LIMIT, MESSAGE_LIMIT, READY, send
 from torchelastic.agent.workers.linux import close_fds, set_parent_death_signal, set_title

@@ -1,0 +1,342 @@
+"""Optional functions with which a training program communicates with its agent.
+
+* :func:`step` and :func:`checkpoint` record metrics (see :mod:`torchelastic.metrics`). On rank 0 they also report the
+  time of the first step and of the last checkpoint to the agent, for the time breakdown of the run.
+* :func:`ask_for_notice` asks for time to save before a planned change of the round: before a node joins or leaves, or
+  the size changes. :func:`notice` returns the notice, and :func:`saved` answers it. Without a request, workers are
+  ended at once.
+* :func:`round_stands` returns, before a checkpoint is committed, whether this worker's round is still current.
+* :func:`heartbeat` reports that the worker makes progress.
+* :class:`NonRetryableException` ends the run even if restarts are left.
+
+Messages are sent without blocking the training. A checkpoint is reported at once; of several within a second, the last
+one is reported later, like a message that the agent did not accept: at the next call after the second, or at the exit.
+
+Without an agent these functions do nothing. A worker is one process: its forked and :mod:`multiprocessing` children
+send nothing to the agent; a program that it executes (for example from a shell script) takes its place.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from torchelastic.agent_socket import (
+    AGENT,
+    CHANNEL,
+    HEARTBEAT_FILE,
+    LINE_LIMIT,
+    connected,
+    encoded,
+    introduction,
+    is_worker,
+    received,
+    run_beside,
+)
+from torchelastic.metrics import put_metric
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+INTERVAL: Final = 1.0
+"""Minimum number of seconds between two reports of checkpoints, and between two attempts to send one."""
+
+_LONGEST: Final = 1e6
+"""Maximum of a request in seconds; the agent also has its own limit."""
+
+
+class Checkpoint:
+    """A checkpoint that is being written; it contains the training up to its start.
+
+    As a context manager, it starts with the block and is written when the block ends without an exception. A checkpoint
+    that is written in the background starts when the object is created, and is written when :meth:`done` is called, in
+    any thread.
+    """
+
+    def __init__(self) -> None:
+        self._began, self._clock, self._written = time.time(), time.perf_counter(), False
+
+    def __enter__(self) -> Self:
+        self._began, self._clock, self._written = time.time(), time.perf_counter(), False
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.done()
+
+    def done(self, future: Any = None) -> None:  # noqa: ANN401 - of concurrent.futures, asyncio or torch
+        """Report that the checkpoint is written; a second call changes nothing.
+
+        Args:
+            future: the future that has written it, as in ``future.add_done_callback(writing.done)``; one that was
+                cancelled or has failed is not reported.
+        """
+        if self._written or (future is not None and (future.cancelled() or future.exception() is not None)):
+            return
+        self._written = True
+        put_metric("checkpoint.write_latency_ms", (time.perf_counter() - self._clock) * 1000)
+        REPORTS.tell("kept", self._began)
+
+
+def step() -> None:
+    """Report the beginning of a training step; to be called for each step, on all ranks.
+
+    The first call ends the time that counts as restoring. The time between two calls is measured as
+    ``train_step.duration.ms``.
+    """
+    now = time.perf_counter()
+    before, REPORTS.step_began = REPORTS.step_began, now
+    if before:
+        put_metric("train_step.duration.ms", (now - before) * 1000)
+        REPORTS.send()
+    else:
+        REPORTS.tell("stepped", time.time())
+
+
+def checkpoint() -> Checkpoint:
+    """Return the context manager of a block that writes a checkpoint of the training before the block.
+
+    ::
+
+        with torchelastic.checkpoint():
+            torch.save(state, path)
+
+    If the block ends without an exception, its time is measured as ``checkpoint.write_latency_ms``. If several ranks
+    write, that of rank 0 is reported; its block is to end when all have written. To write in the background::
+
+        writing = torchelastic.checkpoint()
+        torch.distributed.checkpoint.async_save(state, checkpoint_id=path).add_done_callback(writing.done)
+    """
+    return Checkpoint()
+
+
+class Reports:
+    """The reports of this process to its agent; a child of a worker sends none.
+
+    Attributes:
+        step_began: when it last called :func:`step`, by ``time.perf_counter``; 0 before the first call.
+    """
+
+    def __init__(self) -> None:
+        self.step_began = 0.0
+        self._lock = threading.RLock()  # reentrant for a signal handler that saves; never held while waiting
+        self._unsent: dict[str, float] = {}
+        self._next = -math.inf
+
+    def tell(self, what: str, when: float) -> None:
+        """Report to the agent.
+
+        Args:
+            what: ``stepped``, which is reported once, or ``kept``, of which the last one counts.
+            when: in seconds since the Unix epoch.
+        """
+        if is_worker() and os.environ.get("RANK") == "0":
+            with self._lock:
+                self._unsent[what] = max(when, self._unsent.get(what, 0.0))
+            self.send()
+
+    def send(self, *, at_exit: bool = False) -> None:
+        """Send the unsent reports, unless the interval is not over."""
+        if not self._unsent or (time.perf_counter() < self._next and not at_exit) or not is_worker():
+            return
+        with self._lock:
+            unsent, self._unsent = self._unsent, {}
+            if not (sent := AGENT.send(unsent)):
+                self._unsent = unsent | self._unsent
+            if "kept" in unsent or not sent:
+                self._next = time.perf_counter() + INTERVAL
+
+
+REPORTS: Final = Reports()
+"""The reports of this process."""
+
+atexit.register(REPORTS.send, at_exit=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """An announcement that the round is about to change and its workers are about to be ended.
+
+    Attributes:
+        reason: ``node_joined``, ``node_left`` or ``resized``.
+        cause: the reason as a sentence.
+        deadline: the latest end of the round, on the clock of :func:`time.monotonic`.
+    """
+
+    reason: str
+    cause: str
+    deadline: float
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the deadline, at least 0."""
+        return max(self.deadline - time.monotonic(), 0.0)
+
+
+def round_stands(timeout: float = 5.0) -> bool:
+    """Return whether the round of this process is still current. Call it before a commit.
+
+    The agent reads the round from the store; if the store cannot be reached, it answers from its last state. This is
+    not a lock: the round may end right after the answer, so a commit must be harmless if it happens twice.
+
+    Args:
+        timeout: maximum number of seconds to wait for an answer.
+
+    Returns:
+        False also without an answer, because a worker without its agent must not commit anything. True if the program
+        was not started by an agent.
+    """
+    path = os.environ.get(CHANNEL)
+    if not path:
+        return True
+    try:
+        with connected(path, timeout) as connection, connection.makefile("rb") as lines:
+            # The agent answers shortly before the timeout.
+            connection.sendall(encoded({**introduction(), "stands": 0.8 * min(timeout, _LONGEST)}))
+            return received(lines.readline(LINE_LIMIT)).get("stands") is True
+    except (OSError, ValueError):
+        return False
+
+
+class Notices:
+    """The requests of this process and its current notice. A child of a worker has none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # reentrant for a signal handler that answers
+        self._callback: Callable[[Notice], object] | None = None
+        self._signals: set[int] = set()
+        self._standing: tuple[int, Notice] | None = None
+        self._shown = 0
+        self._answered = 0
+
+    def ask_for_notice(self, seconds: float = 30.0, callback: Callable[[Notice], object] | None = None) -> None:
+        """Ask for time to save before a planned change of the round.
+
+        The request is valid until the worker ends; another call replaces it. The agent's ``--notice`` limits it.
+
+        Args:
+            seconds: maximum time that the change waits for this worker; 0 withdraws the request.
+            callback: called with the notice in a separate thread; its return or exception answers the notice. None for
+                a program that polls :func:`notice` and answers with :func:`saved`.
+
+        Raises:
+            ValueError: the seconds are negative or not finite.
+        """
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"seconds must be a time of 0 or more, and not {seconds}")
+        if not is_worker():
+            return
+        with self._lock:
+            self._callback = callback
+            self._signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        if AGENT.send({"ask": min(seconds, _LONGEST)}):
+            AGENT.read(self._take, self._closed)
+
+    def notice(self) -> Notice | None:
+        """Return the notice that this worker has not answered yet, or None. The call is cheap enough to poll.
+
+        A cancelled change also returns None.
+        """
+        standing = self._standing
+        if standing is None or not is_worker():
+            return None
+        self._shown, told = standing
+        return told
+
+    def saved(self) -> None:
+        """Answer the last notice that :func:`notice` returned: the round may change now."""
+        if is_worker():
+            self._answer(self._shown)
+
+    def _closed(self) -> None:
+        self._standing = None
+
+    def _take(self, message: dict[str, Any]) -> None:
+        number, seconds = int(message["notice"]), float(message["seconds"])
+        with self._lock:
+            if seconds == 0:
+                self._standing = None
+                return
+            if number <= self._answered:
+                return
+            known = self._standing is not None and self._standing[0] == number
+            told = Notice(str(message["reason"]), str(message["cause"]), time.monotonic() + seconds)
+            self._standing = number, told
+            callback = self._callback
+        if callback is not None and not known:
+            run_beside(self._call, callback, number, told)
+
+    def _call(self, callback: Callable[[Notice], object], number: int, told: Notice) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._signals)  # processes that it starts inherit the mask
+        try:
+            callback(told)
+        except Exception:  # noqa: BLE001 - anything that the program raises
+            traceback.print_exc()
+        finally:
+            self._answer(number)
+
+    def _answer(self, number: int) -> None:
+        with self._lock:
+            if self._standing is not None and self._standing[0] == number:
+                self._standing = None
+                self._answered = number
+                AGENT.send({"saved": number})
+
+
+_notices: Final = Notices()
+ask_for_notice: Final = _notices.ask_for_notice
+notice: Final = _notices.notice
+saved: Final = _notices.saved
+
+
+def heartbeat() -> None:
+    """Report that this worker makes progress. The call is cheap enough for every step.
+
+    If ``--heartbeat-timeout`` is given, a worker without a heartbeat for that time counts as hung. The agent ends it
+    and reports a failure with the stack of the worker. A program that is not written in Python touches the file named
+    by ``TORCHELASTIC_HEARTBEAT_FILE`` instead; the variable is set if ``--heartbeat-timeout`` is given.
+    """
+    path = os.environ.get(HEARTBEAT_FILE)
+    if path and is_worker():
+        with contextlib.suppress(OSError):
+            os.utime(path)
+
+
+class NonRetryableException(Exception):  # noqa: N818 - the name that torchelastic's users know
+    """Raised by a program to end the run: the run fails with this exception, and is not restarted.
+
+    A program's own exceptions may derive from it. Only the exception that ends the worker counts.
+    """
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        """Make sure that the agent learns of this exception if it ends the program."""
+        _install_hook()
+        return super().__new__(cls, *args, **kwargs)
+
+
+def _install_hook() -> None:
+    before = sys.excepthook
+    if hasattr(before, "reports_to_agent") or not os.environ.get(CHANNEL):
+        return
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, NonRetryableException):
+            from torchelastic.agent.failures import record_exception
+
+            record_exception(error)
+        before(kind, error, trace)
+
+    report.reports_to_agent = True  # type: ignore[attr-defined]
+    sys.excepthook = report
