@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import sys
 import uuid
 from typing import TYPE_CHECKING
 
@@ -14,12 +12,10 @@ import pytest
 
 from tests.support import etcd_kinds
 from tests.support.agents import MEETING, AgentProcess
-from tests.support.crew import told
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.support.etcd import EtcdServer
 
 pytestmark = pytest.mark.real
 
@@ -35,23 +31,6 @@ def program(tmp_path: Path) -> Path:
 def stop(tmp_path: Path) -> Path:
     """The file whose appearance lets the workers finish."""
     return tmp_path / "stop"
-
-
-async def test_two_nodes_train_restart_after_a_killed_worker_and_succeed(
-    etcd: EtcdServer, program: Path, stop: Path
-) -> None:
-    line = (f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1")
-    nodes = (*line, "--nnodes=2", "--nproc-per-node=2", program, stop)
-    async with AgentProcess(*nodes) as a, AgentProcess(*nodes) as b:
-        worker, _ = await asyncio.gather(a.trains(world=4), b.trains(world=4))
-        os.kill(worker, signal.SIGKILL)
-        for agent in (a, b):
-            await agent.said(r"round 2 rank \d of 4")
-            await agent.said(r"round 2: rank \d on \S+: .*SIGKILL")
-        stop.touch()
-        assert [await a.code(), await b.code()] == [0, 0]
-    ranks = {text for agent in (a, b) for text in agent.lines if "is done" in text}
-    assert ranks == {f"[rank {rank}] rank {rank} is done" for rank in range(4)}
 
 
 async def test_a_program_that_keeps_failing_at_start_fails_the_run_with_its_own_exception(
@@ -84,13 +63,6 @@ async def test_an_etcd_that_never_starts_fails_with_one_sentence(program: Path, 
         assert await agent.code() == 3
     assert "127.0.0.1:1" in agent.lines[-1]
     assert "Traceback" not in agent.output
-
-
-async def test_bad_input_gets_one_sentence(tmp_path: Path) -> None:
-    async with AgentProcess("--standalone", tmp_path / "missing.py") as agent:
-        assert await agent.code() == 2
-    assert len(agent.lines) == 1
-    assert "missing.py" in agent.lines[0]
 
 
 async def test_a_log_folder_that_cannot_be_created_is_reported_before_the_node_joins(program: Path, stop: Path) -> None:
@@ -148,61 +120,6 @@ async def test_a_non_retryable_exception_ends_the_run_unless_it_is_caught(
     assert (f"round {rounds}" in agent.output, f"round {rounds + 1}" in agent.output) == (True, False)
     failure = json.loads(log.read_text())["failure"]
     assert (failure["exit_code"], failure["non_retryable"]) == (1, True)
-
-
-STANDS = """
-import json, multiprocessing, os, sys, time
-from pathlib import Path
-import torchelastic as worker
-
-def ask(whose):
-    print(f"{whose}: {worker.round_stands(timeout=1)}", flush=True)
-
-if __name__ == "__main__":
-    ask("worker")
-    child = multiprocessing.get_context("spawn").Process(target=ask, args=("child",))
-    child.start()
-    child.join()
-    names = ("TORCHELASTIC_WORKER_CHANNEL", "TORCHELASTIC_ROUND", "LOCAL_RANK")
-    print(json.dumps({name: os.environ[name] for name in names}), os.getpid(), flush=True)
-    while not (Path(sys.argv[1]) / "ask").exists():
-        time.sleep(0.01)
-    ask("worker of an agent that does not answer")
-    (Path(sys.argv[1]) / "asked").touch()
-    time.sleep(600)
-"""
-
-ASK = "import torchelastic as worker; print(worker.round_stands())"
-
-
-async def _asked_with(environment: str) -> str:
-    """The answer to a process that has a worker's environment but was started by another process."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", ASK), env={**os.environ, **json.loads(environment)}, stdout=asyncio.subprocess.PIPE
-    )
-    return (await process.communicate())[0].decode().strip()
-
-
-async def test_a_round_is_current_for_its_workers_until_it_ends(tmp_path: Path) -> None:
-    program = tmp_path / "stands.py"
-    program.write_text(STANDS)
-    async with AgentProcess("--standalone", program, tmp_path, env={"TMPDIR": str(tmp_path)}) as agent:
-        await agent.said("worker: True")
-        await agent.said("child: True")
-        first = await agent.said(r"(\{.*\}) (\d+)")
-        os.kill(int(first[2]), signal.SIGKILL)
-        await agent.said("round 2: ")
-        seen = len(agent.lines)
-        second = await agent.said(r"(\{.*\}) (\d+)", since=seen)
-        assert json.loads(second[1])["TORCHELASTIC_ROUND"] == "2"
-        assert await _asked_with(first[1]) == "False"
-        assert await _asked_with(second[1]) == "True"  # it has the environment of a worker of this round
-        agent.kill(signal.SIGSTOP)
-        (tmp_path / "ask").touch()
-        await told(tmp_path / "asked")
-        agent.kill(signal.SIGCONT)
-        await agent.said("worker of an agent that does not answer: False")
-    assert await _asked_with(second[1]) == "False"
 
 
 async def test_workers_of_a_failed_round_have_the_stop_timeout(tmp_path: Path) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import signal
 import socket
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.agents import AgentProcess
 from tests.support.ports import descendants, free_range, listening
 from tests.support.puppets import Stage
 from torchelastic.protocol import NodeRecord, ResumeRecord, RoundRecord, decode, decode_state, encode
@@ -114,16 +112,6 @@ async def test_a_resumed_run_continues_with_the_next_round_and_the_charged_resta
         workers[1].tell("raise ValueError('the fourth')")
         assert (await one.code(), await two.code()) == (1, 1)
         assert "the fourth (order.py:1); no restart is left of the 3 that it may have" in one.lines[-1]
-
-
-async def test_unreadable_earlier_state_of_a_run_is_bad_input(tmp_path: Path) -> None:
-    last_words = tmp_path / "last-words"
-    env = {"TORCHELASTIC_RESUME": '{"round":"seven"}', "TORCHELASTIC_TERMINATION_LOG": str(last_words)}
-    async with AgentProcess("--standalone", __file__, env=env) as agent:
-        assert await agent.code() == 2
-    said = json.loads(last_words.read_text())
-    assert said["reason"] == "BadInput"
-    assert said["message"].startswith('TORCHELASTIC_RESUME={"round":"seven"}: this is not a ResumeRecord')
 
 
 # -- observation from outside

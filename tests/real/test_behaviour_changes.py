@@ -1,4 +1,4 @@
-"""Planned changes: notices and grace periods of workers; spares wait and take over."""
+"""Planned changes: grace periods of workers; spares wait and take over."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.puppets import Stage
-from torchelastic.protocol import Env, SizeRecord, encode
+from torchelastic.protocol import SizeRecord, encode
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,18 +18,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real
 
 NO_TIMERS = "--rdzv-conf=last_call_timeout=3600,lease=3600,join_debounce=3600"
-
-ASKS = """
-    import torchelastic
-    torchelastic.ask_for_notice(600)
-"""
-IS_TOLD = """
-    import time
-    while (told := torchelastic.notice()) is None:
-        time.sleep(0.005)
-    answer = [told.reason, told.cause]
-"""
-ANSWERS = "torchelastic.saved()"
 
 SAVES_WHEN_ASKED_TO_END = """
     import signal, time
@@ -44,32 +32,6 @@ HEEDS_NOTHING = """
     import signal
     signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
 """
-
-
-async def test_workers_that_asked_for_it_save_before_a_scale_down(tmp_path: Path, etcd: EtcdServer) -> None:
-    env = {Env.SIZE: encode(SizeRecord(min=1, max=2, desired=2)).decode()}
-    async with (
-        Stage(tmp_path, etcd) as stage,
-        stage.agent("one", NO_TIMERS, "--notice=600", env=env) as one,
-        stage.agent("two", NO_TIMERS, "--notice=600", env=env) as two,
-    ):
-        staying, going = await stage.round(1, world=2)
-        for worker in (staying, going):
-            await worker.does(ASKS)
-        store = await stage.store()
-        await store.put(stage.keys.size, encode(SizeRecord(min=1, max=2, desired=1, generation=1)))
-        await store.close()
-        for worker in (staying, going):
-            [reason, cause] = await worker.does(IS_TOLD)
-            assert (reason, cause) == ("resized", f"{going.node} is taken away")
-        going.tell(ANSWERS)
-        assert await staying.does("answer = torchelastic.round_stands()"), "one has not answered yet"
-        assert stage.rounds == {1}
-        staying.tell(ANSWERS)
-        [alone] = await stage.round(2, world=1)
-        assert (alone.node, alone.env["TORCHELASTIC_RESTART_COUNT"]) == (staying.node, "0")
-        alone.tell("raise SystemExit(0)")
-        assert [await one.code(), await two.code()] == [0, 0]
 
 
 async def test_a_spare_takes_over_at_once_and_workers_of_a_leaving_node_have_the_grace_period(

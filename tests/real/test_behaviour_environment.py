@@ -114,18 +114,3 @@ async def test_gloo_and_nccl_use_the_interface_of_the_node_address_unless_the_us
         await agent.said(r"\[rank 0\] met at 10\.1\.2\.3 rack7 =rack7$")
         await other.said(r"\[rank 0\] met at 10\.1\.2\.3 rack7 ib0$")
         assert [await agent.code(), await other.code()] == [0, 0]
-
-
-async def test_nodes_of_one_topology_domain_have_neighbouring_ranks(tmp_path: Path, etcd: EtcdServer) -> None:
-    flags = ("--nnodes=3", "--rdzv-conf=last_call_timeout=3600")
-    async with Stage(tmp_path, etcd) as stage, stage.agent("left-1", *flags, "--place=left") as left:
-        # They start one after the other, so that without their topology they would have another order.
-        await left.said(r"1 node \(left-1\) ")
-        async with stage.agent("right", *flags, "--place=right") as right:
-            await left.said("2 nodes ")
-            async with stage.agent("left-2", *flags, "--place=left") as other:
-                workers = await stage.round(1, world=3)
-                assert [worker.node for worker in workers] == ["left-1", "left-2", "right"]
-                for worker in workers:
-                    worker.tell("raise SystemExit(0)")
-                assert [await agent.code() for agent in (left, right, other)] == [0, 0, 0]

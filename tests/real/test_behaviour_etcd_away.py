@@ -140,5 +140,4 @@ async def test_several_servers_certificates_a_user_and_a_password_come_from_the_
             assert await agent.code() == 0
         async with stage.agent("a", place, "--nnodes=1:1", f"{conf}hunter2") as agent:
             assert await agent.code() == 5
-        assert "does not accept the user name and password" in agent.lines[-1]
         assert "hunter2" not in agent.output

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.nodes import Meeting, all_with
 from tests.support.puppets import Stage
-from torchelastic.protocol import Env, LeaderRecord, NodePhase, OutcomeRecord, OutcomeState, decode
-from torchelastic.store import connect
+from torchelastic.protocol import Env, LeaderRecord, OutcomeRecord, OutcomeState, decode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from tests.support.etcd import EtcdServer
-    from torchelastic.store import Store
 
 pytestmark = pytest.mark.real
 
@@ -54,33 +49,3 @@ async def test_an_early_finish_is_no_failure_and_a_later_failure_restarts_all(tm
             assert await d.code() == 0
             assert d.lines[-1].endswith("the run has succeeded")
             assert "started rank" not in d.output
-
-
-@pytest.fixture
-async def meeting(etcd: EtcdServer) -> AsyncIterator[Meeting]:
-    async def reach() -> Store:
-        return await connect(etcd.settings)
-
-    async with Meeting(reach, f"test-{uuid.uuid4()}") as made:
-        yield made
-
-
-async def test_a_reusable_id_keeps_its_outcome_while_a_node_lives_and_then_starts_a_new_run(
-    meeting: Meeting,
-) -> None:
-    a, b = [await meeting.node(name, wanted=2) for name in "ab"]
-    await all_with(a, b)
-    for node in (a, b):
-        node.inner.report(1, phase=NodePhase.DONE)
-    for node in (a, b):
-        await node.until(lambda node: node.outcome is not None)
-    await a.close()
-    c = await meeting.node("c", wanted=2)
-    await c.until(lambda node: node.outcome is not None)
-    assert c.outcome is not None
-    assert c.outcome.state is OutcomeState.SUCCEEDED
-    for node in (b, c):
-        await node.close()
-    d = await meeting.node("d", wanted=1)
-    assert (await all_with(d)).number == 1
-    assert d.outcome is None

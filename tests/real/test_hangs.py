@@ -77,29 +77,6 @@ async def test_a_stopped_process_is_reported_as_stopped(tmp_path: Path) -> None:
     assert "stopped (SIGSTOP): no heartbeat for 3 s" in agent.lines[-1]
 
 
-async def test_heartbeats_keep_a_worker_alive_from_any_of_its_threads(tmp_path: Path) -> None:
-    program = program_of(
-        tmp_path,
-        """
-        import threading, time
-        import torchelastic as worker
-        over = threading.Event()
-
-        def beat():
-            while not over.wait(0.05):
-                worker.heartbeat()
-
-        threading.Thread(target=beat).start()
-        time.sleep(10)
-        over.set()
-        print("all is well", flush=True)
-        """,
-    )
-    async with AgentProcess(*PATIENT, program) as agent:
-        assert await agent.code() == 0
-    assert "all is well" in agent.output
-
-
 async def test_a_non_python_program_sends_heartbeats_by_touching_a_file(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text(
