@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from torchelastic.agent.workers.linux import TREE_MARK, ProcessEntry, read_table, with_descendants
-from torchelastic.agent.workers.processes import Reaper, spawn
-from torchelastic.agent.workers.watchdog import Watchdog
+from torchelastic.agent.workers.processes import Reaper, Watchdog, spawn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -49,11 +48,10 @@ class ProcessTree:
             stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
             self.scratch = self.folder / "tmp"
             self.scratch.mkdir()
-            stack.enter_context(self._reaper)
+            await stack.enter_async_context(self._reaper)
             self._watchdog = Watchdog(self._reaper, self._mark, [self.folder])
             self._watchdog.start()
             self._watchdog_pids = {entry.pid for entry in read_table().values() if entry.parent == os.getpid()}
-            stack.push_async_callback(self._watchdog.close)
             stack.push_async_callback(self.end_all)
             self._stack = stack.pop_all()
         return self

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.agents import until_gone
-from tests.support.crew import eventually
-from tests.support.memory_limit import memory_limit
+from tests.support.crew import TELL, Crew, eventually, exit_of, lives, started, told, workers_of
 from tests.support.namespaces import first_process
 from tests.support.puppets import Stage
-from torchelastic.agent.workers.linux import read_process, read_table
+from torchelastic.agent.workers.linux import read_process, read_table, with_descendants
+from torchelastic.agent.workers.processes import python_code
+from torchelastic.config.settings import LogSettings, Program, ProgramKind
 
 pytestmark = pytest.mark.real
 
@@ -24,7 +29,8 @@ import os, signal, subprocess
 def forked(*, session, orphan):
     reading, writing = os.pipe()
     if os.fork() == 0:
-        link.close()
+        if "link" in globals():
+            link.close()
         if session:
             os.setsid()
         if orphan and os.fork() != 0:
@@ -36,39 +42,53 @@ def forked(*, session, orphan):
         os.wait()
     return int(os.read(reading, 20))
 
+def of_a_shell(*before):
+    return int(subprocess.check_output([*before, "sh", "-c", "setsid sleep 600 >/dev/null & echo $!"]))
+
 answer = [forked(session=session, orphan=orphan) for session in (False, True) for orphan in (False, True)]
 answer.append(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
-answer.append(int(subprocess.check_output(["sh", "-c", "setsid sleep 600 >/dev/null & echo $!"])))
+answer.append(of_a_shell())
 """
 """An order: start children and orphans, inside and outside of the worker's session."""
 
+WITHOUT_ENVIRONMENT = f"""
+{FAMILY}
+answer.append(subprocess.Popen(["env", "-i", "sleep", "600"]).pid)
+while b"env" in open(f"/proc/{{answer[-1]}}/cmdline", "rb").read():
+    pass
+"""
+"""An order: the same, and a child without the worker's environment."""
 
-async def test_workers_and_their_processes_end_with_the_agent(tmp_path: Path) -> None:
+HIDDEN = f"{FAMILY}\nanswer.append(of_a_shell('env', '-i'))"
+"""An order: the same, and an orphan with neither the worker's session nor its environment."""
+
+
+def titled(agent: int, title: str) -> list[int]:
+    """The living processes of an agent with this title."""
+    table, found = read_table(), []
+    for pid in with_descendants(table, [agent]):
+        with contextlib.suppress(OSError):  # it has ended since
+            if not table[pid].dead and Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title.encode()):
+                found.append(pid)
+    return found
+
+
+async def test_workers_and_their_processes_end_with_the_agent_even_after_its_helpers(tmp_path: Path) -> None:
     async with (
         Stage(tmp_path, None) as stage,
         stage.agent("one", "--standalone", "--nproc-per-node=2") as agent,
     ):
         workers = await stage.round(1, world=2)
-        families = [pid for worker in workers for pid in await worker.does(FAMILY)]
+        families = [pid for worker in workers for pid in await worker.does(WITHOUT_ENVIRONMENT)]
+        [watchdog] = titled(agent.pid, "torchelastic: watchdog")
+        os.kill(watchdog, signal.SIGKILL)
+        await eventually(lambda: titled(agent.pid, "torchelastic: watchdog") not in ([], [watchdog]))
         helpers = [entry.pid for entry in read_table().values() if entry.parent == agent.pid]
+        [server] = titled(agent.pid, "torchelastic: fork server")
+        os.kill(server, signal.SIGKILL)
         agent.kill()
         assert await agent.process.wait() == -signal.SIGKILL
         await asyncio.gather(*(until_gone(pid) for pid in {*helpers, *families, *(worker.pid for worker in workers)}))
-
-
-async def test_an_agent_killed_for_memory_leaves_no_process(tmp_path: Path) -> None:
-    with memory_limit(600) as within:
-        async with (
-            Stage(tmp_path, None) as stage,
-            stage.agent("one", "--standalone", within=within) as agent,
-        ):
-            [worker] = await stage.round(1, world=1)
-            family = await worker.does(FAMILY)
-            pids = [*family, *(entry.pid for entry in read_table().values() if entry.parent == agent.pid)]
-            Path(f"/proc/{agent.pid}/oom_score_adj").write_text("1000")
-            worker.tell("all = []\nwhile True: all.append(bytes(16 << 20) + b'1')")
-            assert await agent.process.wait() == -signal.SIGKILL
-            await asyncio.gather(*(until_gone(pid) for pid in {*pids, worker.pid}))
 
 
 async def test_a_restart_leaves_nothing_of_the_earlier_workers(tmp_path: Path) -> None:
@@ -77,7 +97,7 @@ async def test_a_restart_leaves_nothing_of_the_earlier_workers(tmp_path: Path) -
         stage.agent("one", "--standalone", "--nproc-per-node=2") as agent,
     ):
         workers = await stage.round(1, world=2)
-        families = [pid for worker in workers for pid in await worker.does(FAMILY)]
+        families = [pid for worker in workers for pid in await worker.does(HIDDEN)]
         workers[0].tell("raise SystemExit(7)")
         for worker in await stage.round(2, world=2):
             assert not [pid for pid in [*families, *(worker.pid for worker in workers)] if read_process(pid)]
@@ -112,3 +132,54 @@ async def test_the_first_process_of_a_container_reaps_orphans_and_leaves_on_sigt
         await eventually(lambda: read_process(first) is None)
         await outside.said("SIGTERM: leaving the run")
         assert await outside.code() == 143
+
+
+async def test_an_agent_in_a_program_leaves_nothing_and_leaves_other_children_alone(tmp_path: Path) -> None:
+    source = f"{TELL}\n{FAMILY}\ntell('family', answer)\nif 'LEAVE' not in os.environ: signal.pause()"
+    descriptors = len([*Path("/proc/self/fd").iterdir()])
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as mine:  # noqa: ASYNC220 - a user's child
+        before = {entry.pid for entry in read_table().values() if entry.parent == os.getpid()}
+        async with Crew(tmp_path) as crew:
+            for leave in ({"LEAVE": "1"}, {}):
+                group = await crew.start(source, **leave)
+                family = json.loads(await crew.told("family"))
+                if leave:
+                    assert (await exit_of(group)).exit_code == 0
+                else:
+                    assert all(map(lives, family))
+                await group.stop(0)
+                assert not [pid for pid in [*family, group.workers[0].child.pid] if read_process(pid)]
+            await crew.start_with_store(source)
+            await crew.told("family")
+            scratch = crew.workers.scratch
+            assert scratch.exists()
+        assert {entry.pid for entry in read_table().values() if entry.parent == os.getpid()} == before
+        assert not scratch.exists()
+        assert mine.poll() is None
+        mine.kill()
+        assert mine.wait() == -signal.SIGKILL
+    assert len([*Path("/proc/self/fd").iterdir()]) == descriptors
+
+
+async def test_a_command_ends_with_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program(ProgramKind.COMMAND, ("sh", "-c", "sleep 600 & echo $! > child.part; mv child.part child; wait"))
+    monkeypatch.chdir(tmp_path)
+    async with workers_of(program, LogSettings(tmp_path / "logs")) as workers:
+        group = await started(workers, {})
+        child = int(await told(tmp_path / "child"))
+        os.kill(group.workers[0].child.pid, signal.SIGKILL)
+        assert (await exit_of(group)).exit_code == -signal.SIGKILL
+        await until_gone(child)
+
+
+def test_a_watchdog_removes_memory_even_if_its_agent_died_during_its_start(tmp_path: Path) -> None:
+    folder = tmp_path / "a name\nof two lines"
+    folder.mkdir()
+    (folder / "file").touch()
+    agent = subprocess.Popen([sys.executable, "-c", ""])
+    agent.wait(60)
+    watchdog = python_code("torchelastic.agent.workers.watchdog", minimal=True)
+    subprocess.run(
+        [*watchdog, str(agent.pid), "a mark that nothing carries", folder], input=b"", timeout=60, check=True
+    )
+    assert not folder.exists()

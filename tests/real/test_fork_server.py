@@ -7,7 +7,6 @@ import contextlib
 import errno
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,19 +14,17 @@ import msgspec
 import pytest
 
 from tests.support.agents import MEETING, AgentProcess
-from tests.support.crew import LIMIT, eventually, exit_of, gone
+from tests.support.crew import LIMIT, eventually, exit_of, gone, started, workers_of
 from tests.support.memory_limit import memory_limit
 from tests.support.programs import script
 from tests.support.puppets import Stage
-from torchelastic.agent.workers import fork_server, processes
+from torchelastic.agent.workers import fork_server
 from torchelastic.agent.workers.linux import read_table, with_descendants
-from torchelastic.agent.workers.pool import Workers, WorkerStart
-from torchelastic.config.settings import LogSettings
 from torchelastic.errors import StartError
 from torchelastic.protocol import ExitCode, FailureKind, TerminationMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Sequence
 
 pytestmark = pytest.mark.real
 
@@ -74,119 +71,61 @@ async def test_a_run_stays_in_its_round_when_the_fork_server_dies(tmp_path: Path
         assert await agent.code() == ExitCode.SUCCEEDED
 
 
-async def test_an_idle_fork_server_that_dies_is_replaced_after_the_next_start_of_workers(
+async def test_a_fork_server_that_dies_during_imports_or_when_idle_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(fork_server, "REFILL_DELAY", 0.0)
-    async with Workers(script(tmp_path, "pass"), LogSettings(tmp_path / "logs")) as workers:
-        await workers.ready()
-        first = workers.fork_server_pid
-        assert first is not None
+    async with workers_of(script(tmp_path, "pass")) as workers:
+        first = await process_of(os.getpid(), "fork server")
+        ready = asyncio.ensure_future(workers.ready())
+        await asyncio.sleep(0)  # so that it waits for the one that is killed
         os.kill(first, signal.SIGKILL)
-        await eventually(lambda: workers.fork_server_pid is None)
-        group = await workers.start(1, [WorkerStart(0, 0, {})])
-        assert (await exit_of(group)).message == ""
-        await eventually(lambda: workers.fork_server_pid not in {None, first})
-    assert "The fork server died" in caplog.text
+        await ready
+        [second] = fork_servers(os.getpid())
+        await eventually(lambda: len(processes_of(os.getpid(), "spare process")) == 2)
+        os.kill(second, signal.SIGKILL)
+        await eventually(lambda: not fork_servers(os.getpid()))
+        group = await started(workers, {})
+        assert (await exit_of(group)).exit_code == 0
+        assert await process_of(os.getpid(), "fork server") not in {first, second}
+    assert caplog.text.count("The fork server died") == 2
 
 
-async def test_a_fork_server_that_dies_while_forking_blocks_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ends: list[int] = []
-
-    def spawn(argv: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int]) -> int:
-        if not ends:  # as a process does that is about to fork others
-            ends.append(os.dup(descriptors[fork_server.CONTROL]))
-        return processes.spawn(argv, environment, descriptors)
-
-    monkeypatch.setattr(fork_server, "spawn", spawn)
-    async with Workers(script(tmp_path, "pass"), LogSettings(tmp_path / "logs")) as workers:
-        await workers.ready()
-        first = workers.fork_server_pid
-        assert first is not None
-        os.kill(first, signal.SIGSTOP)
-        starting = asyncio.ensure_future(workers.start(1, [WorkerStart(rank, rank, {}) for rank in range(5)]))
-        await asyncio.sleep(0)  # so that it has asked for more than there are in stock
-        os.kill(first, signal.SIGKILL)
-        await eventually(lambda: workers.fork_server_pid != first)
-        os.close(ends[0])
-        group = await asyncio.wait_for(starting, LIMIT)
-        assert [(await exit_of(group)).message for _ in range(5)] == [""] * 5
-
-
-async def test_a_machine_that_refuses_a_new_fork_server_fails_only_that_start(
+async def test_a_fork_server_that_dies_while_forking_or_cannot_be_replaced_fails_at_most_that_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: object) -> int:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    async with Workers(script(tmp_path, "pass"), LogSettings(tmp_path / "logs")) as workers:
+    many = [dict[str, str]()] * 5  # more than there are in stock
+    async with workers_of(script(tmp_path, "pass")) as workers:
         await workers.ready()
-        server = workers.fork_server_pid
-        assert server is not None
-        os.kill(server, signal.SIGKILL)
-        await eventually(lambda: workers.fork_server_pid is None)
-        starts = [WorkerStart(rank, rank, {}) for rank in range(5)]  # more than there are in stock
+        [first] = fork_servers(os.getpid())
+        os.kill(first, signal.SIGSTOP)
+        starting = asyncio.ensure_future(started(workers, *many))
+        await asyncio.sleep(0)  # so that it has asked for them
+        os.kill(first, signal.SIGKILL)
+        group = await asyncio.wait_for(starting, LIMIT)
+        assert [(await exit_of(group)).exit_code for _ in many] == [0] * 5
+        await group.stop(0)
+
+        os.kill(await process_of(os.getpid(), "fork server"), signal.SIGKILL)
+        await eventually(lambda: not fork_servers(os.getpid()))
         with monkeypatch.context() as patch:
             patch.setattr(fork_server, "spawn", refused)
             with pytest.raises(StartError, match="the fork server cannot be started: Resource temporarily unavailable"):
-                await workers.start(1, starts)
-        group = await workers.start(2, starts)
-        assert [(await exit_of(group)).message for _ in range(5)] == [""] * 5
+                await started(workers, *many, round=2)
+        group = await started(workers, *many, round=3)
+        assert [(await exit_of(group)).exit_code for _ in many] == [0] * 5
 
 
-@contextlib.contextmanager
-def ended_before_they_begin(monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[None]:
-    """Kill the next processes of the fork server before they have read their order."""
-    fork, left = fork_server.ForkServer.fork, count
-
-    async def forked(server: fork_server.ForkServer, number: int) -> list[fork_server.ForkedProcess]:
-        nonlocal left
-        taken = await fork(server, number)
-        for process in taken[:left]:
-            process.child.signal(signal.SIGSTOP)
-            asyncio.get_running_loop().call_soon(process.child.signal, signal.SIGKILL)
-            left -= 1
-        return taken
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fork_server.ForkServer, "fork", forked)
-        yield
-    assert left == 0
-
-
-async def test_a_store_process_that_dies_before_its_start_is_replaced_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with Workers(script(tmp_path, "pass"), LogSettings(tmp_path / "logs")) as workers:
-        await workers.ready()
-        with (
-            ended_before_they_begin(monkeypatch, 2),
-            pytest.raises(StartError, match=r"was to serve the round's TCPStore was killed by SIGKILL$"),
-        ):
-            await asyncio.wait_for(workers.serve_store(socket.create_server(("127.0.0.1", 0))), LIMIT)
-        listener = socket.create_server(("127.0.0.1", 0))
-        address = listener.getsockname()
-        with ended_before_they_begin(monkeypatch, 1):
-            store = await asyncio.wait_for(workers.serve_store(listener), LIMIT)
-        socket.create_connection(address).close()
-        assert not store.ended.done()
-
-
-async def test_an_agent_replaces_a_spare_process_that_dies_while_becoming_the_store() -> None:
+async def test_the_death_of_a_store_process_ends_the_round() -> None:
     async with AgentProcess("--standalone", "--no-python", "sleep", "600") as agent:
         store = await process_of(agent.pid, "store of the round")
-        assert await process_of(agent.pid, "sleep")  # until then it is a spare process
-        await eventually(lambda: len(processes_of(agent.pid, "spare process")) == 2)  # for a store and a worker
-        spare = min(processes_of(agent.pid, "spare process"))  # the first one forked becomes the store
-        os.kill(spare, signal.SIGSTOP)  # as a process on a machine without free memory is slow to read
         os.kill(store, signal.SIGKILL)
         await agent.said("round 2: .* the process that serves the round's TCPStore died")
-        assert await process_of(agent.pid, "sleep")  # its store and its worker start side by side
-        os.kill(spare, signal.SIGKILL)
         await agent.said("round 2: started")
-        assert await process_of(agent.pid, "store of the round") not in {store, spare}
+        await eventually(lambda: processes_of(agent.pid, "store of the round") not in ([], [store]))
         agent.kill(signal.SIGTERM)
         assert await agent.code() == ExitCode.LEFT
         assert not [line for line in agent.lines if "round 3" in line or "Traceback" in line]

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.crew import ANY_PROGRAM, eventually, exit_of
+from tests.support.crew import ANY_PROGRAM, eventually, exit_of, started, workers_of
 from torchelastic.agent.logs import Console, LogPipe, WorkerOutput
-from torchelastic.agent.workers.pool import Workers, WorkerStart
 from torchelastic.config.settings import LogSettings, Streams
-from torchelastic.errors import SettingsError
 
 pytestmark = pytest.mark.real
 
@@ -41,21 +39,11 @@ for number in range(0, {LINES}, 2):
 async def run(logs: LogSettings, folder: Path, source: str, count: int = 1) -> None:
     program = folder / "program.py"
     program.write_text(source)
-    async with Workers(ANY_PROGRAM, logs, local_world_size=2) as workers:
-        env = {"PROGRAM": str(program)}
-        group = await workers.start(1, [WorkerStart(n, n, {**env, "RANK": str(n)}) for n in range(count)])
+    async with workers_of(ANY_PROGRAM, logs, 2) as workers:
+        group = await started(workers, *[{"PROGRAM": str(program)}] * count)
         for _ in range(count):
             await exit_of(group)
         await group.stop(0)
-
-
-async def test_output_goes_to_the_agents_streams_with_its_rank_if_there_is_no_log_folder(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    await run(LogSettings(), tmp_path, BOTH_STREAMS)
-    out, err = capfd.readouterr()
-    assert out == "[rank 0] one\n[rank 0] three\n[rank 0] five\n"
-    assert err == "[rank 0] two\n[rank 0] four\n"
 
 
 async def test_streams_are_redirected_and_teed_by_local_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -75,13 +63,6 @@ async def test_streams_are_redirected_and_teed_by_local_rank(tmp_path: Path, cap
     }
 
 
-async def test_many_lines_of_two_workers_reach_their_files(tmp_path: Path) -> None:
-    await run(LogSettings(tmp_path / "logs"), tmp_path, MANY_LINES, 2)
-    for rank in (0, 1):
-        lines = (tmp_path / f"logs/round_1/rank_{rank}/output.log").read_text().splitlines()
-        assert lines == [f"line {number} of {rank}" for number in range(LINES)]
-
-
 async def test_many_lines_of_two_workers_reach_the_agents_streams(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,41 +72,6 @@ async def test_many_lines_of_two_workers_reach_the_agents_streams(
         mine = [line for line in lines if line.startswith(f"[rank {rank}] ")]
         assert mine == [f"[rank {rank}] line {number} of {rank}" for number in range(LINES)]
     assert len(lines) == 2 * LINES
-
-
-async def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(SettingsError, match=r"below .*/file: it is not a folder. Choose another --log-dir"):
-        await run(LogSettings(tmp_path / "file"), tmp_path, "")
-
-
-async def test_a_stalled_reader_stops_output_but_not_the_agent() -> None:
-    reading, writing = os.pipe()
-    console = Console()
-    line = b"x" * 1000 + b"\n"
-    count = 0
-    while not console.full:
-        console.write(writing, line)
-        count += 1
-    resumed = asyncio.Event()
-    console.when_free(resumed.set)
-    await asyncio.sleep(0)
-    assert console.full
-    assert not resumed.is_set()
-    received = bytearray()
-
-    def read_all() -> None:
-        while len(received) < count * len(line):
-            received.extend(os.read(reading, 65536))
-
-    reader = threading.Thread(target=read_all)
-    reader.start()
-    await asyncio.wait_for(resumed.wait(), 30)
-    await console.close(patience=30, limit=30)
-    reader.join()
-    assert received == line * count
-    os.close(reading)
-    os.close(writing)
 
 
 async def test_output_without_a_reader_is_dropped() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from tests.support.crew import TELL, Crew, eventually, exit_of, lives
+from tests.support.crew import LIMIT, TELL, Crew, exit_of
 from torchelastic.protocol import FailureKind
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ async def test_two_workers_meet_in_the_served_store(crew: Crew) -> None:
     assert sorted(end.rank for end in ends) == [0, 1]
     assert "total 3.0" in crew.log(0)
     assert "total 3.0" in crew.log(1)
-    assert await group.next_exit() is None
 
 
 async def test_a_convolutional_network_trains_with_threads_and_data_loader_workers(crew: Crew) -> None:
@@ -80,36 +79,26 @@ async def test_a_convolutional_network_trains_with_threads_and_data_loader_worke
         """
     )
     ends = [await exit_of(group), await exit_of(group)]
-    assert [(end.exit_code, end.message) for end in ends] == [(0, ""), (0, "")]
+    assert [(end.exit_code, end.explanation.message) for end in ends] == [(0, ""), (0, "")]
     assert "trained 2" in crew.log(0)
 
 
 async def test_a_killed_worker_is_reported_with_its_signal(crew: Crew) -> None:
     group = await crew.start(FOREVER, 2)
     await crew.told("up.1")
-    os.kill(group.pids[1], signal.SIGKILL)
+    killed = group.workers[1].child.pid
+    os.kill(killed, signal.SIGKILL)
     end = await exit_of(group)
-    assert (end.rank, end.local_rank, end.pid, end.exit_code) == (1, 1, group.pids[1], -signal.SIGKILL)
-    assert (end.kind, end.message) == (FailureKind.PROGRAM, "killed by SIGKILL")
+    assert (end.rank, end.local_rank, end.pid, end.exit_code) == (1, 1, killed, -signal.SIGKILL)
+    assert end.explanation == (FailureKind.PROGRAM, "killed by SIGKILL", False)
     assert end.uptime > 0
-    assert group.running == {0}
+    assert [worker.rank for worker in group.running] == [0]
 
 
 async def test_workers_that_die_at_once_are_each_reported_once(crew: Crew) -> None:
     group = await crew.start("import os; os._exit(int(os.environ['RANK']) + 10)", 8)
     ends = [await exit_of(group) for _ in range(8)]
     assert sorted(end.exit_code for end in ends) == list(range(10, 18))
-    assert await group.next_exit() is None
-
-
-async def test_a_wait_for_an_exit_can_be_cancelled_without_losing_the_exit(crew: Crew) -> None:
-    group = await crew.start(FOREVER)
-    waiting = asyncio.ensure_future(group.next_exit())
-    await crew.told("up.0")
-    waiting.cancel()
-    await asyncio.wait([waiting])
-    os.kill(group.pids[0], signal.SIGKILL)
-    assert (await exit_of(group)).exit_code == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
@@ -121,11 +110,16 @@ async def test_a_wait_for_an_exit_can_be_cancelled_without_losing_the_exit(crew:
         ("import atexit, os; atexit.register(os._exit, 9)", 9, "exit code 9"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -15, "killed by SIGTERM"),
         ("import os; os.abort()", -6, "killed by SIGABRT"),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
+            -2,
+            "KeyboardInterrupt (program.py:1) (killed by SIGINT)",
+        ),
     ],
 )
 async def test_the_reported_exit_is_the_programs_exit(crew: Crew, source: str, exit_code: int, message: str) -> None:
     end = await crew.end_of(source)
-    assert (end.exit_code, end.message) == (exit_code, message)
+    assert (end.exit_code, end.explanation.message) == (exit_code, message)
 
 
 async def test_an_exception_is_reported_with_its_place_and_printed_as_in_a_plain_interpreter(crew: Crew) -> None:
@@ -137,26 +131,11 @@ async def test_an_exception_is_reported_with_its_place_and_printed_as_in_a_plain
         train()
         """
     )
-    assert (end.exit_code, end.kind) == (1, FailureKind.PROGRAM)
-    assert end.message == "ValueError: bad input (program.py:3)"
+    assert end.exit_code == 1
+    assert end.explanation == (FailureKind.PROGRAM, "ValueError: bad input (program.py:3)", False)
     assert crew.log().startswith("Traceback (most recent call last):\n")
     assert crew.log().endswith("ValueError: bad input\n")
     assert "torchelastic" not in crew.log()
-
-
-async def test_an_exception_recorded_by_torch_is_kept(crew: Crew) -> None:
-    end = await crew.end_of(
-        """
-        from torch.distributed.elastic.multiprocessing.errors import record
-
-        @record
-        def main():
-            raise KeyError("no such layer")
-
-        main()
-        """
-    )
-    assert end.message == "KeyError: 'no such layer' (program.py:6)"
 
 
 async def test_a_broken_collective_is_not_a_program_failure(crew: Crew) -> None:
@@ -172,77 +151,18 @@ dist.all_reduce(total)
 """
     )
     await crew.told("met")
-    os.kill(group.pids[1], signal.SIGKILL)
+    os.kill(group.workers[1].child.pid, signal.SIGKILL)
     first, second = await exit_of(group), await exit_of(group)
-    assert (first.rank, first.kind) == (1, FailureKind.PROGRAM)
-    assert (second.rank, second.kind) == (0, FailureKind.COMMUNICATION)
-    assert "program.py:" in second.message
-
-
-async def test_an_interrupt_ends_a_worker_like_a_plain_program(crew: Crew) -> None:
-    group = await crew.start(FOREVER)
-    await crew.told("up.0")
-    os.kill(group.pids[0], signal.SIGINT)
-    end = await exit_of(group)
-    assert end.exit_code == -signal.SIGINT
-    assert "KeyboardInterrupt" in crew.log()
-
-
-async def test_a_stop_with_a_grace_period_lets_a_handler_finish(crew: Crew) -> None:
-    group = await crew.start(
-        f"""
-{TELL}
-import signal, sys
-def save(*_):
-    tell("saved", "all of it")
-    sys.exit(0)
-signal.signal(signal.SIGTERM, save)
-tell("up")
-while True:
-    signal.pause()
-"""
-    )
-    await crew.told("up")
-    await asyncio.wait_for(group.stop(60), 50)
-    assert (crew.here / "saved").read_text() == "all of it"
-    assert await group.next_exit() is None  # a requested end is not reported
-
-
-async def test_a_stop_kills_processes_that_ignore_it_after_the_grace_period(crew: Crew) -> None:
-    deaf = f"import signal; signal.signal(signal.SIGTERM, lambda *_: tell('asked'))\n{FOREVER}"
-    group = await crew.start(f"{TELL}\n{deaf}")
-    await crew.told("up.0")
-    await group.stop(0.2)
-    assert (crew.here / "asked").exists()
-    assert not lives(group.pids[0])
-    assert group.running == frozenset()
-
-
-async def test_a_second_stop_cuts_the_grace_period_short(crew: Crew) -> None:
-    group = await crew.start(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{FOREVER}")
-    await crew.told("up.0")
-    patient = asyncio.ensure_future(group.stop(600))
-    await asyncio.sleep(0)
-    await group.stop(0)
-    await asyncio.wait_for(patient, 30)
-    assert not lives(group.pids[0])
-
-
-async def test_earlier_exits_can_be_read_after_a_stop(crew: Crew) -> None:
-    group = await crew.start(
-        "import os, signal; os._exit(7) if os.environ['RANK'] == '0' else [signal.pause() for _ in iter(int, 1)]", 2
-    )
-    await eventually(lambda: 0 not in group.running)
-    await group.stop(0)
-    assert (await exit_of(group)).exit_code == 7
-    assert await group.next_exit() is None
+    assert (first.rank, first.explanation.kind) == (1, FailureKind.PROGRAM)
+    assert (second.rank, second.explanation.kind) == (0, FailureKind.COMMUNICATION)
+    assert "program.py:" in second.explanation.message
 
 
 async def test_a_dead_store_process_is_reported(crew: Crew) -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    store = await crew.workers.serve_store(listener)
-    os.kill(store.pid, signal.SIGKILL)
-    assert await asyncio.wait_for(store.ended, 30) == -signal.SIGKILL
+    group = await crew.start_with_store(f"{TELL}\ntell('port', os.environ['MASTER_PORT'])\nos.read(0, 1)", 1)
+    port = int(await crew.told("port"))
+    assert group.store is not None
+    os.kill(group.store.pid, signal.SIGKILL)
+    assert await asyncio.wait_for(group.store.ended, LIMIT) == -signal.SIGKILL
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))

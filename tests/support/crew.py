@@ -8,26 +8,58 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import dedent
 from typing import TYPE_CHECKING, Self
+from weakref import WeakKeyDictionary
 
 from tests.support.agents import until_gone as gone
 from torchelastic.agent.workers.linux import read_process
-from torchelastic.agent.workers.pool import StoreServer, WorkerGroup, Workers, WorkerStart
-from torchelastic.config.settings import LogSettings, Program, ProgramKind
+from torchelastic.agent.workers.pool import WorkerGroup, Workers
+from torchelastic.config.settings import AgentSettings, LogSettings, Program, ProgramKind, RendezvousSettings
+from torchelastic.protocol import SizeRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from types import TracebackType
 
     from torchelastic.agent.failures import WorkerExit
 
 __all__ = [
-    "ANY_PROGRAM", "LIMIT", "TELL", "Crew", "eventually", "exit_of", "gone", "lives", "told",
+    "ANY_PROGRAM", "LIMIT", "TELL", "Crew", "eventually", "exit_of", "gone", "lives", "started", "told", "workers_of",
 ]  # fmt: skip
 
 ANY_PROGRAM = Program(ProgramKind.SCRIPT, (str(Path(__file__).with_name("any_program.py")),))
 
 LIMIT = 180.0
 """Seconds after which a test gives up; no measurement uses it."""
+
+
+_exits: WeakKeyDictionary[WorkerGroup, asyncio.Queue[WorkerExit]] = WeakKeyDictionary()
+
+
+def workers_of(
+    program: Program, logs: LogSettings | None = None, count: int = 1, *, owns_process: bool = False
+) -> Workers:
+    """The workers of an agent, not entered yet."""
+    settings = AgentSettings(
+        rendezvous=RendezvousSettings("tests", SizeRecord(min=1, max=1)),
+        store=None,
+        node_name="here",
+        address="127.0.0.1",
+        program=program,
+        workers=count,
+        logs=logs or LogSettings(),
+    )
+    return Workers(settings, owns_process=owns_process)
+
+
+async def started(
+    workers: Workers, *environments: Mapping[str, str], round: int = 1, listener: socket.socket | None = None
+) -> WorkerGroup:
+    """Start a round with a worker for each environment, to which its ranks are added."""
+    exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
+    ranked = [{**env, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank, env in enumerate(environments)]
+    group = await workers.start(round, ranked, exits.put_nowait, listener)
+    _exits[group] = exits
+    return group
 
 
 @dataclass
@@ -41,11 +73,10 @@ class Crew:
     folder: Path
     round: int = 0
     group: WorkerGroup | None = None
-    store: StoreServer | None = None
     workers: Workers = field(init=False)
 
     async def __aenter__(self) -> Self:
-        self.workers = Workers(ANY_PROGRAM, LogSettings(self.folder / "logs"), local_world_size=2)
+        self.workers = workers_of(ANY_PROGRAM, LogSettings(self.folder / "logs"), 2)
         await self.workers.__aenter__()
         return self
 
@@ -58,11 +89,11 @@ class Crew:
         """End what the previous test has left."""
         if self.group is not None:
             await self.group.stop(0)
-        if self.store is not None:
-            await self.store.close()
-        self.group = self.store = None
+        self.group = None
 
-    async def start(self, source: str, count: int = 1, **env: str) -> WorkerGroup:
+    async def start(
+        self, source: str, count: int = 1, *, listener: socket.socket | None = None, **env: str
+    ) -> WorkerGroup:
         """Start workers of a source text; HERE is the folder of their round."""
         self.round += 1
         here = self.here
@@ -70,19 +101,15 @@ class Crew:
         program = here / "program.py"
         program.write_text(dedent(source))
         common = {"PROGRAM": str(program), "HERE": str(here), "WORLD_SIZE": str(count), **env}
-        starts = [
-            WorkerStart(rank, rank, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(count)
-        ]
-        self.group = await self.workers.start(self.round, starts)
+        self.group = await started(self.workers, *[common] * count, round=self.round, listener=listener)
         return self.group
 
     async def start_with_store(self, source: str, count: int = 2, **env: str) -> WorkerGroup:
         """Start workers with a TCPStore."""
-        listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        self.store = await self.workers.serve_store(listener)
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        return await self.start(source, count, **meeting, **env)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            return await self.start(source, count, listener=listener, **meeting, **env)
 
     async def end_of(self, source: str, **env: str) -> WorkerExit:
         """Run one worker to its end."""
@@ -130,9 +157,7 @@ async def told(path: Path) -> str:
 async def exit_of(group: WorkerGroup) -> WorkerExit:
     """The next exit, with a time limit."""
     async with asyncio.timeout(LIMIT):
-        exit_ = await group.next_exit()
-    assert exit_ is not None
-    return exit_
+        return await _exits[group].get()
 
 
 def lives(pid: int) -> bool:

@@ -7,8 +7,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from tests.support.crew import exit_of
-from torchelastic.agent.workers.pool import Workers, WorkerStart
+from tests.support.crew import exit_of, started, workers_of
 from torchelastic.config.settings import LogSettings, Program, ProgramKind, StartMethod
 
 if TYPE_CHECKING:
@@ -33,8 +32,8 @@ def script(
 
 async def run(program: Program, folder: Path, env: Mapping[str, str] | None = None) -> tuple[WorkerExit, str]:
     """Run one worker to its end; returns that and what it printed."""
-    async with Workers(program, LogSettings(folder)) as workers:
-        group = await workers.start(1, [WorkerStart(0, 0, env or {})])
+    async with workers_of(program, LogSettings(folder)) as workers:
+        group = await started(workers, env or {})
         end = await exit_of(group)
         await group.stop(0)
     return end, (folder / "round_1/rank_0/output.log").read_text()
@@ -43,7 +42,7 @@ async def run(program: Program, folder: Path, env: Mapping[str, str] | None = No
 async def output_of(program: Program, folder: Path, env: Mapping[str, str] | None = None) -> str:
     """What one worker prints, which ends well."""
     end, printed = await run(program, folder, env)
-    assert (end.exit_code, end.message) == (0, ""), printed
+    assert (end.exit_code, end.explanation.message) == (0, ""), printed
     return printed
 
 

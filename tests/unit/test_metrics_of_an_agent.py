@@ -26,13 +26,12 @@ from torchelastic.protocol import ExitCode, RoundRecord, RunState, SizeRecord, T
 from torchelastic.store import MemoryStore, NodeStore
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Iterator
     from pathlib import Path
 
     from prometheus_client import CollectorRegistry, Metric
 
-    from torchelastic.agent.workers.pool import StoreServer, Workers
+    from torchelastic.agent.workers.pool import Workers
     from torchelastic.rendezvous.node import RendezvousNode
     from torchelastic.store import Store
 
@@ -171,12 +170,8 @@ class WorkersThatCannotStart:
     async def ready(self) -> None:
         pass
 
-    async def start(self, round: int, workers: object) -> NoReturn:
+    async def start(self, *_: object) -> NoReturn:
         raise StartError("no worker can be started: Resource temporarily unavailable")
-
-    async def serve_store(self, listener: socket.socket) -> StoreServer:
-        listener.close()
-        raise StartError("nor can the store")
 
 
 async def test_a_failed_start_of_workers_is_counted(agent: AgentMetrics, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from contextlib import AsyncExitStack, nullcontext, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.agent.events import (
@@ -24,11 +25,10 @@ from torchelastic.agent.events import (
     StoreServerEnded,
     WorkerEnded,
 )
-from torchelastic.agent.exit_status import ExitStatus
 from torchelastic.agent.failures import OUT_OF_MEMORY, failure_of_node, failure_of_worker, in_full
 from torchelastic.agent.worker_socket import WorkerSocket
-from torchelastic.agent.workers.pool import WorkerStart
-from torchelastic.errors import NoPortFree, SettingsError, StartError, StoreError
+from torchelastic.agent_socket import CHANNEL
+from torchelastic.errors import NoPortFree, SettingsError, StartError, StoreError, StoreRefused
 from torchelastic.output import started
 from torchelastic.protocol import (
     ExitCode,
@@ -40,6 +40,7 @@ from torchelastic.protocol import (
     OutcomeRecord,
     OutcomeState,
     RunState,
+    TerminationMessage,
 )
 from torchelastic.rendezvous.history import History
 from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted, worker_environments
@@ -51,8 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
 
     from torchelastic.agent.events import AgentEvent
-    from torchelastic.agent.failures import WorkerExit
-    from torchelastic.agent.workers.pool import StoreServer, WorkerGroup, Workers
+    from torchelastic.agent.workers.pool import WorkerGroup, Workers
     from torchelastic.config.settings import AgentSettings
     from torchelastic.metrics.agent import AgentMetrics
     from torchelastic.protocol import RoundRecord
@@ -61,6 +61,48 @@ logger = logging.getLogger(__name__)
 
 LEAVE_TIMEOUT: Final = 0.5
 """Seconds after which a node that leaves assumes that no leader forms a round without it, as when all leave at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExitStatus:
+    """How an agent ends: its exit code, and the termination message with its reason."""
+
+    code: ExitCode
+    message: TerminationMessage
+
+    @classmethod
+    def because(cls, code: ExitCode, reason: str, message: str, *, round: int = 0) -> ExitStatus:
+        """An end that no worker has caused."""
+        return cls(code, TerminationMessage(reason=reason, message=message, round=round))
+
+    @classmethod
+    def by_error(cls, error: BaseException | None) -> ExitStatus:
+        """Return the end of an agent that cannot take part; None if its rendezvous just ended.
+
+        A store out of reach is told apart from one that refuses, because only the latter would refuse again.
+        """
+        match error:
+            case SettingsError() | StartError():
+                return cls.because(ExitCode.BAD_INPUT, "BadInput", f"{error}")
+            case NoPortFree():
+                return cls.because(ExitCode.NO_PORT, "NoPortFree", f"{error}")
+            case StoreRefused():
+                return cls.because(ExitCode.BROKEN, "StoreRefused", f"{error}")
+            case StoreError():
+                return cls.because(ExitCode.STORE, "StoreUnavailable", f"{error}")
+        said = "the rendezvous ended by itself" if error is None else str(error) or type(error).__name__
+        return cls.because(ExitCode.BROKEN, "Defect", said)
+
+    @classmethod
+    def with_the_run(cls, outcome: OutcomeRecord) -> ExitStatus:
+        """Return the end of an agent at the end of its run."""
+        if outcome.state is OutcomeState.SUCCEEDED:
+            return cls.because(ExitCode.SUCCEEDED, "Succeeded", "", round=outcome.round)
+        reason = "WorkerFailed" if outcome.failure is not None else "TooFewNodes"
+        return cls(
+            ExitCode.FAILED,
+            TerminationMessage(reason=reason, message=outcome.message, round=outcome.round, failure=outcome.failure),
+        )
 
 
 class RoundTimes:
@@ -122,8 +164,6 @@ class Agent:
         self._group: WorkerGroup | None = None
         self._unfinished: set[int] = set()
         self._failures: list[FailureRecord] = []
-        self._exits: asyncio.Task[None] | None = None
-        self._store_server: StoreServer | None = None
         self._broken_at: float | None = None
         self._began_at = 0.0
         self._history = History(settings.job_created or None, settings.rendezvous.resume.time_breakdown)
@@ -239,10 +279,6 @@ class Agent:
             error = error.exceptions[0]
         self._events.put_nowait(RendezvousFailed(error))
 
-    async def _follow_exits(self, group: WorkerGroup, round: int) -> None:
-        while (exit_ := await group.next_exit()) is not None:
-            self._events.put_nowait(WorkerEnded(round, exit_))
-
     async def _unless_signalled(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something, but stop when a signal asks this agent to leave: that is the next event."""
         with suppress(SignalledFirst):
@@ -302,29 +338,21 @@ class Agent:
             self._metrics.recovered(time.monotonic() - self._broken_at, round.reason)
             self._broken_at = None
         logger.info("%s", started(round.number, [int(env["RANK"]) for env in environments], round.world_size))
-        self._exits = asyncio.create_task(self._follow_exits(self._group, round.number))
 
     async def _start(
         self, began: RoundStarted, workers: Workers, environments: Sequence[Mapping[str, str]]
     ) -> WorkerGroup:
-        """Start the round's workers, and at the same time its TCPStore if this node serves it.
-
-        The store's socket is bound already, so workers that are faster than the store wait there.
-        """
+        """Start the round's workers, and its TCPStore if this node serves it."""
         round = began.record.number
-        starts = [
-            WorkerStart(int(env["LOCAL_RANK"]), int(env["RANK"]), {**env, **self._socket.variables})
-            for env in environments
-        ]
-        serving = None if began.store is None else asyncio.create_task(workers.serve_store(began.store))
-        try:
-            await asyncio.sleep(0)  # the store is the first to get a process, because the workers wait for it
-            self._group = await workers.start(round, starts)
-        finally:
-            if serving is not None:
-                self._store_server = await serving
-                self._store_server.ended.add_done_callback(lambda _: self._events.put_nowait(StoreServerEnded(round)))
-        return self._group
+        group = await workers.start(
+            round,
+            [{**environment, CHANNEL: self._socket.path} for environment in environments],
+            lambda exit_: self._events.put_nowait(WorkerEnded(round, exit_)),
+            began.store,
+        )
+        if group.store is not None:
+            group.store.ended.add_done_callback(lambda _: self._events.put_nowait(StoreServerEnded(round)))
+        return group
 
     async def _worker_ended(self, ended: WorkerEnded) -> None:
         if self._is_past(ended.round):
@@ -334,22 +362,18 @@ class Agent:
         if ended.exit.exit_code == 0:
             self._worker_succeeded(ended)
             return
-        failure = self._failure(ended.exit, ended.round)
+        failure = failure_of_worker(ended.exit, ended.round, self._node_id, self._settings)
         logger.warning("%s", in_full(failure))
         self._metrics.worker_state(self._settings.role, "unhealthy")
         self._failures.append(failure)
         if len(self._failures) == 1:
             self._broken_at = time.monotonic()
             self._history.enter(RunState.STOPPING)
-            overdue = CauseOverdue(ended.round)
-            asyncio.get_running_loop().call_later(self._patience(), self._events.put_nowait, overdue)
+            spent = self._round is not None and self._round.restarts >= self._settings.rendezvous.max_restarts
+            patience = REPORT_WINDOW if spent else CAUSE_WINDOW  # for a failure that explains this one
+            asyncio.get_running_loop().call_later(patience, self._events.put_nowait, CauseOverdue(ended.round))
         if failure.kind is FailureKind.PROGRAM or len(self._failures) == len(self._unfinished):
             await self._blame(ended.round)
-
-    def _patience(self) -> float:
-        """Seconds to wait for a failure that explains the one of a worker whose peers have failed."""
-        spent = self._round is not None and self._round.restarts >= self._settings.rendezvous.max_restarts
-        return REPORT_WINDOW if spent else CAUSE_WINDOW
 
     async def _blame(self, round: int) -> None:
         """Report the failure that explains most, and stop the other workers."""
@@ -373,11 +397,11 @@ class Agent:
             self._metrics.worker_state(self._settings.role, "succeeded")
 
     async def _store_server_ended(self, round: int) -> None:
-        server = self._store_server
-        if server is None or self._is_past(round):
+        if self._is_past(round) or self._group is None or self._group.store is None:
             return
-        memory = server.out_of_memory
-        end, kind = (f"was {OUT_OF_MEMORY}", FailureKind.PROGRAM) if memory else ("died", FailureKind.COMMUNICATION)
+        end, kind = "died", FailureKind.COMMUNICATION
+        if self._group.store.out_of_memory:
+            end, kind = f"was {OUT_OF_MEMORY}", FailureKind.PROGRAM
         await self._round_failed(f"the process that serves the round's TCPStore {end}", kind)
 
     async def _round_failed(self, message: str, kind: FailureKind) -> None:
@@ -390,9 +414,6 @@ class Agent:
         )
         logger.warning("%s", in_full(failure))
         await self._report_failure(failure)
-
-    def _failure(self, worker: WorkerExit, round: int) -> FailureRecord:
-        return failure_of_worker(worker, round, self._node_id, self._settings)
 
     async def _leave(self, number: signal.Signals) -> None:
         """Leave the run, and stop the workers when no round needs them any more.
@@ -440,7 +461,7 @@ class Agent:
         return False
 
     async def _stop_workers(self, grace: float) -> None:
-        """Stop the workers of this node and their store; a second signal ends the grace period."""
+        """Stop the workers of this node and the round's TCPStore; a second signal ends the grace period."""
         if self._group is not None:
             self._history.enter(RunState.STOPPING)
             with self._metrics.measured("LocalElasticAgent._stop_workers"):
@@ -449,12 +470,6 @@ class Agent:
                     await self._group.stop(0.0)
             self._group = None
             self._history.enter(RunState.RENDEZVOUS)
-        if self._exits is not None:
-            self._exits.cancel()
-            self._exits = None
-        server, self._store_server = self._store_server, None
-        if server is not None:
-            server.kill()
 
     def _report_outcome(self, outcome: OutcomeRecord) -> None:
         succeeded = outcome.state is OutcomeState.SUCCEEDED
@@ -470,10 +485,8 @@ class Agent:
             logger.info("the run has succeeded")
 
     def _left(self, number: signal.Signals) -> ExitStatus:
-        code = LEAVING_SIGNALS[number]
-        return ExitStatus.because(
-            code, "Left", f"left on {number.name}", round=self._round.number if self._round else 0
-        )
+        round = self._round.number if self._round else 0
+        return ExitStatus.because(LEAVING_SIGNALS[number], "Left", f"left on {number.name}", round=round)
 
 
 def _cannot_go_on(error: BaseException | None) -> ExitStatus:

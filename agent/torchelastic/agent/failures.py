@@ -17,11 +17,8 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import msgspec
-
-from torchelastic.machine import control_groups
 from torchelastic.protocol import FailureKind, FailureRecord, name_of, shorten
 
 if TYPE_CHECKING:
@@ -76,9 +73,8 @@ _TERMINATE: Final = re.compile(
 _NATIVE_FRAME: Final = re.compile(r"^\s*(?:\[\w+\]: ?)?frame #\d+: ")
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """The message and the kind of a failure. `final` means that the program has declared it non-retryable."""
+class Explanation(NamedTuple):
+    """The kind and the message of a failure. `final` means that the program has declared it non-retryable."""
 
     kind: FailureKind
     message: str
@@ -93,7 +89,7 @@ class WorkerExit:
         exit_code: its exit code, or the negative number of the signal that ended it.
         uptime: seconds from its start to its exit.
         ended: the time of the exit, on the clock of the event loop.
-        message: see :class:`Explanation`; empty if the exit code is 0.
+        explanation: the message is empty if the exit code is 0.
     """
 
     local_rank: int
@@ -102,14 +98,12 @@ class WorkerExit:
     exit_code: int
     uptime: float
     ended: float
-    kind: FailureKind
-    message: str
-    final: bool = False
+    explanation: Explanation
 
 
-def explain(exit_code: int, *, error_file: Path, tail: str, memory: bool) -> Explanation:
+def explain(exit_code: int, *, error_file: Path, tail: str, out_of_memory: bool) -> Explanation:
     """Return why a worker failed, from its exit code, its error file, its last output and out-of-memory kills."""
-    if exit_code == -signal.SIGKILL and memory:
+    if out_of_memory:
         return Explanation(FailureKind.PROGRAM, OUT_OF_MEMORY)
     recorded, final = _recorded_exception(error_file)
     if exception := recorded or _printed_exception(tail):
@@ -176,29 +170,19 @@ def _bounded(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit // 3]}\n…\n{text[-(limit * 2 // 3) :]}"
 
 
-class _Message(msgspec.Struct):
-    message: str
-    extraInfo: Any = None  # noqa: N815 - torch's name
-
-
-class _ErrorFile(msgspec.Struct):
-    message: str | _Message
-
-
 def _recorded_exception(path: Path) -> tuple[str, bool]:
     """Return the exception in an error file with its line, and whether it is non-retryable; empty without a file."""
     try:
         with path.open("rb") as file:
-            record = json.loads(file.read(_FILE_LIMIT))  # msgspec.json refuses lone surrogates
-        message = msgspec.convert(record, _ErrorFile).message
-    except (OSError, ValueError, RecursionError):
+            message = json.loads(file.read(_FILE_LIMIT))["message"]
+        if isinstance(message, str):
+            return message.strip(), False
+        text, details = message["message"].strip(), message.get("extraInfo")
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):  # not what torch writes
         return "", False
-    if isinstance(message, str):
-        return message.strip(), False
-    details = message.extraInfo if isinstance(message.extraInfo, dict) else {}
+    details = details if isinstance(details, dict) else {}
     trace = details.get("py_callstack")
-    text = _root(message.message.strip(), trace if isinstance(trace, str) else "")
-    return text, details.get("final") is True
+    return _root(text, trace if isinstance(trace, str) else ""), details.get("final") is True
 
 
 # -- the output
@@ -286,17 +270,17 @@ def in_full(failure: FailureRecord) -> str:
 def failure_of_worker(worker: WorkerExit, round: int, node: str, settings: AgentSettings) -> FailureRecord:
     """Return the failure of a worker, as its node reports it."""
     code = worker.exit_code if worker.exit_code >= 0 else 128 - worker.exit_code  # as a shell shows it
-    final = worker.final or code in settings.final_exit_codes
+    final = worker.explanation.final or code in settings.final_exit_codes
     return FailureRecord(
         round=round,
         rank=worker.rank,
         local_rank=worker.local_rank,
         node=node,
         exit_code=max(min(worker.exit_code, 255), -255),
-        kind=worker.kind,
+        kind=worker.explanation.kind,
         host=settings.address,
         pid=worker.pid,
-        message=worker.message,
+        message=worker.explanation.message,
         uptime=builtins.round(worker.uptime, 3),
         non_retryable=final,
         uncharged=not final and code in settings.free_exit_codes,
@@ -318,30 +302,3 @@ def failure_of_node(
         message=message,
         uptime=builtins.round(time.monotonic() - began, 3),
     )
-
-
-class MemoryKills:
-    """Counts the processes that the kernel has killed for memory in this process's cgroup, or else on the machine.
-
-    Args:
-        root: the folder of /proc and /sys.
-    """
-
-    def __init__(self, root: Path = Path("/")) -> None:
-        names = ("memory.events", "memory.oom_control")  # of versions 2 and 1
-        self._files = [folder / name for folder in control_groups("memory", root) for name in names]
-        self._files = [path for path in self._files if path.exists()] + [root / "proc/vmstat"]
-
-    def count(self) -> int:
-        """Return how many so far; 0 if nothing counts them."""
-        for path in self._files:
-            with contextlib.suppress(OSError):
-                for line in path.read_text().splitlines():
-                    name, _, value = line.partition(" ")
-                    if name == "oom_kill":
-                        return int(value)
-        return 0
-
-    def explains(self, exit_code: int, *, since: int) -> bool:
-        """Return whether a process with this exit code was killed for memory, given the count before it started."""
-        return exit_code == -signal.SIGKILL and self.count() > since

@@ -6,6 +6,7 @@ are written by the program that starts the workers and by the workers; nothing f
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import sys
@@ -57,18 +58,8 @@ def call_of(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
 
 
 def write_call(scratch: Path, call: bytes) -> None:
-    """Write the call to the agent's scratch folder.
-
-    Raises:
-        SettingsError: there is no room for it.
-    """
-    try:
-        _write(scratch / _CALL, call)
-    except OSError as error:
-        raise SettingsError(
-            f"What the workers are to call cannot be written below {scratch}: {error.strerror}. Make room there, "
-            "or name another folder in TMPDIR."
-        ) from None
+    """Write the call to the agent's scratch folder."""
+    _write(scratch / _CALL, call)
 
 
 def read_results(scratch: Path, round: int, ranks: Iterable[int]) -> dict[int, Any]:
@@ -112,3 +103,7 @@ def _write(path: Path, data: bytes) -> None:
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:  # noqa: PTH123 - a descriptor
         file.write(data)
     partial.rename(path)
+
+
+if __name__ == "__main__":  # the program of the workers; what it calls replaces names of __main__, not of this module
+    importlib.import_module("torchelastic.agent.function_call").make_call()

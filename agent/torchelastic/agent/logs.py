@@ -13,9 +13,11 @@ import itertools
 import logging
 import os
 import queue
+import re
 import select
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.config.settings import Streams
@@ -39,7 +41,12 @@ _LINE_LIMIT: Final = 1 << 20
 _PIPE_LIMIT: Final = 1 << 20
 """Bytes that a pipe contains at most."""
 
+_PIECE: Final = re.compile(rb"(?s:.{0,%d})\n|[^\n]+\n?" % (select.PIPE_BUF - 1))
+"""Whole lines that the kernel writes to a pipe in one go; a longer line is a piece of its own."""
+
 _QUEUE_LIMIT: Final = 1 << 20
+_RETRY_DELAY: Final = 0.01
+"""Seconds until a pipe is read again if the console is full."""
 
 
 class Console:
@@ -50,97 +57,57 @@ class Console:
     """
 
     def __init__(self, *, carries_log: bool = False) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: queue.SimpleQueue[tuple[int, bytes, int] | None] = queue.SimpleQueue()
-        self._queued = 0
-        self._progress = 0
-        self._waiting: list[Callable[[], None]] = []
-        self._ended = asyncio.Event()
+        self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self._queued = 0  # bytes, counted without a lock: a few more or less do not matter
+        self._written = 0
         handlers = logging.getLogger().handlers if carries_log else []
         self._handlers = [handler for handler in handlers if getattr(handler, "stream", None) is sys.stderr]
         for handler in self._handlers:
-            handler.setStream(_LogStream(self._queue))  # type: ignore[attr-defined] # a StreamHandler
-        threading.Thread(target=self._write_all, name="console", daemon=True).start()
+            handler.setStream(_LogStream(self.write))  # type: ignore[attr-defined] # a StreamHandler
+        self._thread = threading.Thread(target=self._write_all, name="console", daemon=True)
+        self._thread.start()
 
     def write(self, descriptor: int, lines: bytes) -> None:
         """Write whole lines to a descriptor."""
         self._queued += len(lines)
-        self._queue.put((descriptor, lines, len(lines)))
+        self._queue.put((descriptor, lines))
 
     @property
     def full(self) -> bool:
         """Whether so much is queued that no more should be read."""
-        return self._queued > _QUEUE_LIMIT
-
-    def when_free(self, resume: Callable[[], None]) -> None:
-        """Call this once when the console is no longer full."""
-        self._waiting.append(resume)
+        return self._queued - self._written > _QUEUE_LIMIT
 
     async def close(self, *, patience: float, limit: float) -> None:
         """Wait until everything is written: `limit` seconds at most, and `patience` while the reader takes nothing."""
         for handler in self._handlers:
             handler.setStream(sys.stderr)  # type: ignore[attr-defined] # a StreamHandler
         self._queue.put(None)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit):
-                seen = -1
-                while not self._ended.is_set() and seen != self._progress:
-                    seen = self._progress
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._ended.wait(), patience)
-
-    def _written(self, size: int) -> None:
-        self._queued -= size
-        if not self.full:
-            waiting, self._waiting = self._waiting, []
-            for resume in waiting:
-                resume()
+        deadline = time.monotonic() + limit
+        seen = -1
+        while self._thread.is_alive() and seen != self._written and time.monotonic() < deadline:
+            seen = self._written
+            await asyncio.to_thread(self._thread.join, patience)
 
     def _write_all(self) -> None:
-        broken: set[int] = set()
         while (item := self._queue.get()) is not None:
-            descriptor, lines, size = item
-            if descriptor not in broken:
-                try:
-                    for piece in _pieces(lines):
-                        _write(descriptor, piece)
-                        self._progress += 1
-                except OSError:  # its reader is gone: this output is dropped
-                    broken.add(descriptor)
-            self._call(self._written, size)
-        self._call(self._ended.set)
-
-    def _call(self, callback: Callable[..., None], *arguments: int) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(callback, *arguments)
+            descriptor, lines = item
+            for piece in _PIECE.finditer(lines):
+                with contextlib.suppress(OSError):  # its reader is gone: this output is dropped
+                    _write(descriptor, piece[0])
+                self._written += len(piece[0])
 
 
 class _LogStream:
     """A stream for :mod:`logging` that never blocks."""
 
-    def __init__(self, queue: queue.SimpleQueue[tuple[int, bytes, int] | None]) -> None:
-        self._queue = queue
+    def __init__(self, write: Callable[[int, bytes], None]) -> None:
+        self._write = write
 
     def write(self, text: str) -> None:
-        self._queue.put((2, text.encode(errors="backslashreplace"), 0))
+        self._write(2, text.encode(errors="backslashreplace"))
 
     def flush(self) -> None:
         pass
-
-
-def _pieces(lines: bytes) -> list[bytes]:
-    """Whole lines in pieces that the kernel writes to a pipe in one go; a longer line is a piece of its own."""
-    pieces = []
-    start = 0
-    while start < len(lines):
-        end = len(lines)
-        if end - start > select.PIPE_BUF:
-            end = lines.rfind(b"\n", start, start + select.PIPE_BUF) + 1
-            if end == 0:
-                end = lines.find(b"\n", start) + 1 or len(lines)
-        pieces.append(lines[start:end])
-        start = end
-    return pieces
 
 
 def _write(descriptor: int, data: bytes) -> None:
@@ -185,7 +152,7 @@ class LogPipe:
     def _read(self) -> None:
         if self._read_chunk() and self._console.full:
             self._loop.remove_reader(self._reading)
-            self._console.when_free(self._resume)
+            self._loop.call_later(_RETRY_DELAY, self._resume)
 
     def _read_chunk(self) -> int:
         if self.ended.done():
@@ -232,7 +199,11 @@ class LogPipe:
             self._file = None
 
     def _resume(self) -> None:
-        if not self.ended.done():
+        if self.ended.done():
+            return
+        if self._console.full:
+            self._loop.call_later(_RETRY_DELAY, self._resume)
+        else:
             self._loop.add_reader(self._reading, self._read)
 
     def _pass_on(self, lines: bytes) -> None:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
 import msgspec
 
-from torchelastic.agent_socket import CHANNEL, LINE_LIMIT, short_path
+from torchelastic.agent_socket import LINE_LIMIT, short_path
 from torchelastic.errors import SettingsError
 from torchelastic.protocol import RoundReason, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
     from torchelastic.protocol import NoticeRecord, RoundRecord
@@ -86,10 +86,13 @@ class WorkerSocket:
         node: this node; gets requests for notices, answers and progress.
         limit: maximum number of seconds of a notice.
         changed: called when the workers ask for something else, or have answered; :meth:`report` is to follow.
+
+    Attributes:
+        path: the socket's path.
     """
 
     def __init__(self, folder: Path, node: RendezvousNode, *, limit: float, changed: Callable[[], None]) -> None:
-        self._path = str(folder / "channel")
+        self.path = str(folder / "channel")
         self._node = node
         self._limit = limit
         self._changed = changed
@@ -108,13 +111,13 @@ class WorkerSocket:
     async def __aenter__(self) -> Self:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with short_path(self._path) as path:
+            with short_path(self.path) as path:
                 listener.bind(path)
             self._server = await asyncio.start_unix_server(self._accept, sock=listener, limit=LINE_LIMIT)
         except OSError as error:
             listener.close()
             raise SettingsError(
-                f"no socket for the workers can be made at {self._path}: {error.strerror}. Name another folder for "
+                f"no socket for the workers can be made at {self.path}: {error.strerror}. Name another folder for "
                 "temporary files in TMPDIR."
             ) from None
         return self
@@ -124,11 +127,6 @@ class WorkerSocket:
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
-
-    @property
-    def variables(self) -> Mapping[str, str]:
-        """The environment variables with which workers find the socket."""
-        return {CHANNEL: self._path}
 
     def begin(self, round: RoundRecord) -> None:
         """Start a round: disconnect the workers of the previous round."""

@@ -41,6 +41,9 @@ _READ_AT_USE: Final = ("TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME", "
 _READ_AT_START: Final = ("PYTHON", "LANG", "LC_", "LD_", "GLIBC_TUNABLES", "MALLOC_")
 """Prefixes of variables that the interpreter, the dynamic linker or the C library read when a process starts."""
 
+_OF_THE_COMPILER: Final = ("TORCHDYNAMO_", "TORCHINDUCTOR_")
+"""Prefixes of variables that torch reads when it imports its compiler, which is later than its own import."""
+
 _STARTED_WITH_INTERPRETER: Final = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
 """Variables that ask for a tool that only starts with an interpreter."""
 
@@ -125,5 +128,7 @@ def reason_to_execute(program: Program) -> str:
     except OSError:
         return ""
     before_torch = _IMPORTS_TORCH.split(source, maxsplit=1)[0]
-    names = {match["name"] for match in _ASSIGNMENT.finditer(before_torch) if is_read_at_import(match["name"])}
+    names = {match["name"] for match in _ASSIGNMENT.finditer(before_torch)}
+    names |= {match["name"] for match in _ASSIGNMENT.finditer(source) if match["name"].startswith(_OF_THE_COMPILER)}
+    names = {*filter(is_read_at_import, names)}
     return f"{path.name} sets {', '.join(sorted(names))}, which torch reads when it is imported" if names else ""

@@ -25,7 +25,7 @@ from torchelastic.agent.agent import Agent
 from torchelastic.agent.events import Signalled, Signals
 from torchelastic.agent.function_call import call_of, read_results, write_call
 from torchelastic.agent.server.api import ProcessFailure, RunResult, WorkerSpec, WorkerState
-from torchelastic.agent.workers.pool import workers_of
+from torchelastic.agent.workers.pool import Workers
 from torchelastic.config import parsing
 from torchelastic.config.main import read_logs
 from torchelastic.config.parsing import Given
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from torchelastic.agent.exit_status import ExitStatus
+    from torchelastic.agent.agent import ExitStatus
     from torchelastic.agent.server.torch_agent import TorchAgent
 
 __all__ = ["LocalElasticAgent"]
@@ -166,7 +166,7 @@ class LocalElasticAgent:
             from torchelastic.agent.server.torch_agent import TorchAgent
 
             return TorchAgent(spec, self._logs, self._exit_barrier_timeout, stopped)
-        program = Program(ProgramKind.MODULE, ("torchelastic.agent.function_worker",), self._start_method)
+        program = Program(ProgramKind.MODULE, ("torchelastic.agent.function_call",), self._start_method)
         if isinstance(spec.entrypoint, str):
             program = program_of_command((spec.entrypoint, *map(str, spec.args)), self._start_method)
         node = {each.name: getattr(handler.settings, each.name) for each in dataclasses.fields(handler.settings)}
@@ -215,7 +215,7 @@ class _OurAgent(Agent):
             self._loop.call_soon_threadsafe(self._signals.take, signal.SIGTERM)
 
     async def _result(self) -> RunResult:
-        async with workers_of(self._settings, owns_process=False) as workers:
+        async with Workers(self._settings, owns_process=False) as workers:
             if self._call is not None:
                 write_call(workers.scratch, self._call)
             return self._result_of(await self.run(workers), workers.scratch)

@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from torchelastic.errors import StartError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torchelastic.agent.failures import MemoryKills
     from torchelastic.agent.workers.processes import Child, Reaper
     from torchelastic.config.settings import Program
 
@@ -37,7 +35,8 @@ REFILL_DELAY: Final = 3.0
 A fork server that has died is restarted then, or as soon as there are too few spare processes."""
 
 _COMPILER: Final = "torch._dynamo"
-"""Imported by the first step of any optimizer; it takes longer than the rest of a restart, and much memory."""
+"""Imported by the first step of any optimizer, which takes longer than the rest of a restart. It is preloaded when the
+first workers have started, for the next ones."""
 
 _ATTEMPTS: Final = 2
 
@@ -49,9 +48,6 @@ MESSAGE_LIMIT: Final = 64 << 10
 
 DESCRIPTOR_LIMIT: Final = 250
 """Descriptors beside one message; the kernel's limit is 253."""
-
-READY: Final = b"ready"
-"""Sent by a process with the role "store" when it serves."""
 
 
 def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
@@ -68,6 +64,7 @@ class ForkedProcess:
 
     def begin(self, role: str, content: Mapping[str, Any], output: tuple[int, int], extra: Sequence[int] = ()) -> None:
         """Give it its role ("worker", "command" or "store") with its arguments, output and more descriptors."""
+        self.child.begin()
         with open(os.memfd_create("content"), "wb") as file:  # noqa: PTH123 - a descriptor
             file.write(json.dumps(content).encode())
             file.flush()
@@ -78,42 +75,31 @@ class ForkedProcess:
 class ForkServer:
     """A process that has imported torch and forks others.
 
-    Attributes:
-        report_address: where a worker reports that it trains; empty if that is of no use.
+    Args:
+        reaper: adopts the processes.
+        environment: its environment.
+        program: the program of the workers.
+        spares: the number of processes that are kept ready.
+        compiler: whether to preload the compiler of torch.
     """
 
     def __init__(
-        self,
-        reaper: Reaper,
-        environment: Mapping[str, str],
-        program: Program,
-        *,
-        memory_kills: MemoryKills,
-        spares: int = 0,
+        self, reaper: Reaper, environment: Mapping[str, str], program: Program, *, spares: int, compiler: bool
     ) -> None:
         self._reaper = reaper
         self._environment = environment
         self._program = program
-        self._memory_kills = memory_kills
-        self._killed_before = 0
         self._wanted = spares
         self._spares: list[ForkedProcess] = []
         self._import_error: str | None = None
-        self._trains = False
+        self._compiler = compiler
         self._compiler_imported = False
-        self._reports = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.report_address = self._listen_to_reports()
+        self._has_forked = False
         self._refill = asyncio.Event()
         self._lock = asyncio.Lock()
         self._process: Child | None = None
-        self._connection: socket.socket | None = None
+        self._connection: socket.socket
         self._keeper: asyncio.Task[None] | None = None
-        self._closed = False
-
-    @property
-    def pid(self) -> int | None:
-        """The server's process id while it runs."""
-        return self._process.pid if self._process is not None and self._process.running else None
 
     def start(self) -> None:
         """Start the process, which then imports torch and the modules to preload.
@@ -121,46 +107,32 @@ class ForkServer:
         Raises:
             StartError: the machine does not allow it.
         """
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
         if self._process is not None:
-            end = f"was {OUT_OF_MEMORY}" if self._out_of_memory(self._process) else "died"
+            self._connection.close()
+            end = f"was {OUT_OF_MEMORY}" if self._process.out_of_memory else "died"
             logger.warning("The fork server %s and is restarted. Running workers are not affected.", end)
-        self._killed_before = self._memory_kills.count()
         try:
-            pid, connection = _spawn(self._environment)
+            pid, self._connection = _spawn(self._environment)
         except OSError as error:
             raise StartError(f"the fork server cannot be started: {error.strerror}") from None
+        self._process = self._reaper.adopt(pid)
         program = self._program
         order = {"preload": program.preload, "search_path": search_path(program.kind.value, program.argv[0])}
         with contextlib.suppress(OSError):  # it is dead already, which is noticed as any later death
-            send(connection, order)
-        self._process = self._reaper.adopt(pid)
-        self._connection = connection
+            send(self._connection, order)
         self._compiler_imported = False
         self._import_error = None
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep_filled())
 
     async def close(self) -> None:
-        """End the server and the spare processes; other forked processes continue."""
-        self._closed = True
-        ending = [spare.child for spare in self._spares]
-        if self._process is not None:
-            ending.append(self._process)
-        for child in ending:
-            child.signal(signal.SIGKILL)
-        await asyncio.gather(*(asyncio.shield(child.ended) for child in ending))
+        """Restart it no more; it and the spare processes end with the reaper."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])
+            self._connection.close()
         for spare in self._spares:
             spare.link.close()
-        if self._connection is not None:
-            self._connection.close()
-        asyncio.get_running_loop().remove_reader(self._reports)
-        self._reports.close()
 
     async def ready(self) -> None:
         """Wait until everything is imported; a server that dies meanwhile is restarted.
@@ -186,6 +158,7 @@ class ForkServer:
             for process in taken:
                 process.link.close()
             raise
+        self._has_forked = True
         self._refill.set()
         return taken
 
@@ -201,9 +174,6 @@ class ForkServer:
 
     # -- the process
 
-    def _out_of_memory(self, process: Child) -> bool:
-        return self._memory_kills.explains(process.ended.result(), since=self._killed_before)
-
     async def _keep_filled(self) -> None:
         """Keep spare processes ready."""
         while True:
@@ -215,11 +185,8 @@ class ForkServer:
             await asyncio.sleep(REFILL_DELAY)
 
     async def _fill(self) -> None:
-        if self._closed:
-            return
-        if self.pid is None:
-            self.start()
-        if self._trains and not self._compiler_imported and self._connection is not None:
+        self._start_if_dead()
+        if self._compiler and self._has_forked and not self._compiler_imported:
             await self._request(0)  # it has imported torch
             self._compiler_imported = True
             send(self._connection, {"import": _COMPILER})
@@ -230,29 +197,16 @@ class ForkServer:
         if (missing := self._wanted - len(self._spares)) > 0:
             self._spares += await self._request(missing)
 
-    def _listen_to_reports(self) -> str:
-        self._reports.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._reports, self._read_report)
-        with contextlib.suppress(OSError):  # not all sandboxes have abstract addresses
-            self._reports.bind("")
-            return str(self._reports.getsockname(), "latin-1")
-        return ""
-
-    def _read_report(self) -> None:
-        with contextlib.suppress(OSError):
-            self._reports.recv(64)
-            self._trains = True
-            self._refill.set()
-
     # -- requests; the lock is held
+
+    def _start_if_dead(self) -> None:
+        if self._process is None or not self._process.running:
+            self.start()
 
     async def _fork_now(self, count: int) -> list[ForkedProcess]:
         """Have processes forked, by a new server if need be."""
         for _ in range(_ATTEMPTS):
-            if self._closed:
-                raise StartError("the agent is ending")
-            if self.pid is None:
-                self.start()
+            self._start_if_dead()
             try:
                 return await self._request(count)
             except (EOFError, ConnectionError):
@@ -260,14 +214,12 @@ class ForkServer:
                     await asyncio.shield(self._process.ended)
         modules = ", ".join(("torch", *self._program.preload))
         dies = f"the fork server dies repeatedly while it imports {modules} or forks"
-        if self._process is not None and self._out_of_memory(self._process):
+        if self._process is not None and self._process.out_of_memory:
             raise StartError(f"{dies}, {OUT_OF_MEMORY}; raise the memory limit")
         raise StartError(f"{dies}; try `{sys.executable} -c 'import {modules}'`")
 
     async def _request(self, count: int) -> list[ForkedProcess]:
         connection = self._connection
-        if connection is None:
-            raise EOFError
         if self._import_error is None:
             self._import_error = str((await _receive(connection))["error"])
         if self._import_error:
@@ -284,7 +236,6 @@ class ForkServer:
                 link, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 links.append(ours.enter_context(link))
                 other_ends.append(theirs.enter_context(other_end).fileno())
-            killed_before = self._memory_kills.count()
             with self._reaper.adopting():
                 send(connection, {"fork": count}, other_ends)
                 try:
@@ -295,8 +246,7 @@ class ForkServer:
                     raise
                 children = [self._reaper.adopt(pid) for pid in answer.get("pids", ())]
             if "error" in answer:
-                memory = self._memory_kills.count() > killed_before
-                raise StartError(f"{answer['error']}, {OUT_OF_MEMORY}" if memory else answer["error"])
+                raise StartError(answer["error"])
             ours.pop_all()
         return [ForkedProcess(child, link) for child, link in zip(children, links, strict=True)]
 

@@ -1,6 +1,6 @@
 """The fork server's process: it imports torch and the modules to preload, and is forked into workers.
 
-A fork copies memory but no threads, and a device or CUDA context does not work in the child. So a module that would
+A fork copies memory but no threads, and a CUDA context does not work in the child. So a module that would
 break the workers is refused. A worker is forked twice, so that its parent is the agent, which watches and reaps it. The
 garbage collector is off during imports, which makes them faster, and everything imported is exempt from it afterwards:
 a collection in a worker then does not copy shared memory pages.
@@ -20,7 +20,6 @@ import random
 import runpy
 import signal
 import socket
-import stat
 import sys
 import tempfile
 import threading
@@ -33,26 +32,16 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torchelastic.training  # noqa: F401 - a signal handler may need it while the program imports it
 from torchelastic.agent.failures import record_exception, record_message
-from torchelastic.agent.workers.fork_server import CONTROL, DESCRIPTOR_LIMIT, MESSAGE_LIMIT, READY, send
+from torchelastic.agent.workers.fork_server import CONTROL, DESCRIPTOR_LIMIT, MESSAGE_LIMIT, send
 from torchelastic.agent.workers.linux import close_fds, set_parent_death_signal, set_title
 from torchelastic.agent_socket import METRICS_FILE
-from torchelastic.config.program import absolute, changed_imports, is_container, python_command, search_path
+from torchelastic.config.program import absolute, is_container, python_command, search_path
 from torchelastic.metrics import worker as worker_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-_HARMLESS_DEVICES: Final = (
-    "/dev/null",
-    "/dev/zero",
-    "/dev/full",
-    "/dev/random",
-    "/dev/urandom",
-    "/dev/tty",
-    "/dev/pts/",
-)
 _OURS: Final = f"{Path(__file__).parent}{os.sep}"
-_CANNOT_OPEN: Final = 2
 _NOT_EXECUTABLE: Final = 126
 _NOT_FOUND: Final = 127
 
@@ -156,12 +145,12 @@ def _preload(modules: Sequence[str], search_path: str) -> str:
     if search_path:
         sys.path.insert(0, search_path)
     try:
+        threads = _threads()
         with _collector_off():
             for module in modules:
-                threads, devices = _threads(), _open_devices()
                 if error := _import(module):
                     return f"--preload {module}: it cannot be imported: {error}"
-                if problem := _problem(_threads() - threads, _open_devices() - devices):
+                if problem := _problem(_threads() - threads):
                     return f"--preload {module}: {problem}. Leave it out: the program then imports it by itself."
     finally:
         if search_path in sys.path:
@@ -201,29 +190,15 @@ def _tasks() -> set[int]:
     return {int(task.name) for task in Path("/proc/self/task").iterdir()}
 
 
-def _problem(threads: set[int], devices: set[str]) -> str:
-    """Return why workers cannot be forked after the import of a module; empty if they can."""
-    if threads:
-        names = {thread.native_id: thread.name for thread in threading.enumerate()}
-        known = sorted(f"{names[thread]!r}" for thread in threads if thread in names)
-        if native := len(threads) - len(known):
-            known.append(f"{native} of native code, as an OpenMP pool has them")
-        count = "a thread" if len(threads) == 1 else f"{len(threads)} threads"
-        return f"it leaves {count} behind ({', '.join(known)}), and forked workers would not have that"
+def _problem(threads: set[int]) -> str:
+    """Return why workers cannot be forked after the import of a module, which left these threads; empty if they can."""
     if sys.modules["torch"].cuda.is_initialized():
         return "it initialises CUDA, which does not work in a process that is forked after that"
-    if devices:
-        return f"it leaves {' and '.join(sorted(devices))} open, and forked processes cannot share a device"
+    if threads:
+        names = sorted(f"{thread.name!r}" for thread in threading.enumerate() if thread.native_id in threads)
+        which = f" ({', '.join(names)})" if names else ", as an OpenMP pool has them"
+        return f"it leaves threads behind{which}; forked workers would not have them"
     return ""
-
-
-def _open_devices() -> set[str]:
-    devices = set()
-    for link in [*Path("/proc/self/fd").iterdir()]:
-        with contextlib.suppress(OSError):  # the descriptor of the listing
-            if stat.S_ISCHR(link.stat().st_mode) and not (name := str(link.readlink())).startswith(_HARMLESS_DEVICES):
-                devices.add(name)
-    return devices
 
 
 # -- a forked process
@@ -249,24 +224,22 @@ def _play_role(link: socket.socket, agent: int, inherited: Mapping[str, str]) ->
     for number, descriptor in ((1, out), (2, err)):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    link.close()
     match role["role"]:
         case "store":
-            _serve_store(link, *listener, **content)
+            _serve_store(*listener, **content)
         case "command":
-            link.close()
             os.sched_setaffinity(0, os.sched_getaffinity(agent))  # OpenMP may have changed it
             _execute(**content)
         case _:
-            link.close()
             _run_worker(inherited, **content)
 
 
-def _serve_store(link: socket.socket, listener: int, *, host: str, port: int) -> None:
+def _serve_store(listener: int, *, host: str, port: int) -> None:
     """Serve the round's TCPStore until this process is killed."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # not listed in its __all__
 
     _store = TCPStore(host, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listener)
-    link.send(READY)
     set_title(["torchelastic: store of the round"])
     while True:
         signal.pause()
@@ -281,11 +254,10 @@ def _execute(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     try:
         os.execvp(argv[0], [*argv])  # noqa: S606 - no shell is wanted
     except OSError as error:
-        missing = isinstance(error, FileNotFoundError)
-        why = "there is no such command" if missing else f"it cannot be executed: {error.strerror}"
-        record_message(f"{argv[0]}: {why}")
-        os.write(2, f"{argv[0]}: {why}\n".encode(errors="surrogateescape"))
-        os._exit(_NOT_FOUND if missing else _NOT_EXECUTABLE)
+        message = f"{argv[0]} cannot be executed: {error.strerror}"
+        record_message(message)
+        os.write(2, f"{message}\n".encode(errors="surrogateescape"))
+        os._exit(_NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)
 
 
 def _set_environment(environment: Mapping[str, str]) -> None:
@@ -293,9 +265,7 @@ def _set_environment(environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
 
 
-def _run_worker(
-    inherited: Mapping[str, str], *, kind: str, argv: Sequence[str], environment: dict[str, str], report: str
-) -> None:
+def _run_worker(inherited: Mapping[str, str], *, kind: str, argv: Sequence[str], environment: dict[str, str]) -> None:
     if _shadows_imported_module(search_path(kind, argv[0])):
         _execute(*python_command(kind, argv, environment))
     for name, value in os.environ.items():  # what imports have set
@@ -307,7 +277,6 @@ def _run_worker(
     set_title(sys.orig_argv)
     if METRICS_FILE in environment:
         worker_metrics.attach()
-    _report_training(report)
     try:
         _run_program(kind, argv)
     except SystemExit:
@@ -354,7 +323,7 @@ class _QuietEnd:
     """Silences standard error at the very end of the interpreter.
 
     Modules imported before the fork are not destroyed then, because that would copy all their memory pages. Some
-    libraries report this as leaks.
+    libraries report this as leaks, as triton does, which the compiler of torch imports.
     """
 
     def __init__(self) -> None:
@@ -363,28 +332,6 @@ class _QuietEnd:
     def __del__(self) -> None:
         open_, nowhere, mode, dup2 = self._steps
         dup2(open_(nowhere, mode), 2)
-
-
-def _report_training(address: str) -> None:
-    """Tell the agent when the program trains for the first time: the fork server then imports torch's compiler.
-
-    The first step of an optimizer imports it, which takes longer than all else in a restart. A program that has changed
-    what the compiler reads at import does not report.
-    """
-    if not address or "torch._dynamo" in sys.modules:
-        return
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    before = dict(os.environ)
-
-    def report(*_: object) -> None:
-        handle.remove()
-        if not changed_imports(before, os.environ):
-            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
-                connection.setblocking(False)
-                connection.sendto(b"trains", address.encode("latin-1"))
-
-    handle = register_optimizer_step_pre_hook(report)
 
 
 def _without_our_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
@@ -421,14 +368,8 @@ def _new_main_module() -> types.ModuleType:
 
 
 def _run_as_module(name: str, *, alter_argv: bool) -> None:
-    try:
-        # The function that the interpreter itself calls for -m, folders and archives.
-        runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]  # noqa: SLF001
-    except SystemExit as end:
-        message = str(end.code)
-        if message.startswith(f"{sys.executable}: "):
-            record_message(message.removeprefix(f"{sys.executable}: "))
-        raise
+    # The function that the interpreter itself calls for -m, folders and archives.
+    runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def _script(main: types.ModuleType, name: str) -> Any:  # noqa: ANN401 - code
@@ -437,10 +378,4 @@ def _script(main: types.ModuleType, name: str) -> Any:  # noqa: ANN401 - code
     main.__spec__ = None
     main.__dict__["__cached__"] = None
     main.__loader__ = SourceFileLoader("__main__", path)
-    try:
-        source = Path(path).read_bytes()
-    except OSError as error:
-        record_message(f"the program {name} cannot be opened: {error.strerror}")
-        sys.stderr.write(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}\n")
-        raise SystemExit(_CANNOT_OPEN) from None
-    return compile(source, path, "exec", dont_inherit=True)
+    return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)

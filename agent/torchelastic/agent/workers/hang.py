@@ -12,7 +12,6 @@ import contextlib
 import re
 import resource
 import signal
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.agent.failures import MESSAGE_LIMIT, Explanation
@@ -102,39 +101,28 @@ class Heartbeats:
         return []
 
 
-@dataclass(frozen=True, slots=True)
-class Hang:
-    """A worker without a heartbeat for a number of seconds; `state` says why it cannot run, and is empty if it can."""
-
-    seconds: float
-    state: str
-
-
-def hang_of(child: Child, seconds: float) -> Hang:
-    """Describe a worker that hangs, before it is ended."""
+def silence_of(child: Child, seconds: float) -> str:
+    """Describe the silence of a worker that has sent no heartbeat for a number of seconds."""
     entry = read_process(child.pid)
-    return Hang(seconds, _STOPPED.get(entry.state, "") if entry is not None else "")
+    state = _STOPPED.get(entry.state) if entry is not None else None
+    return f"{state}: no heartbeat for {seconds:g} s" if state else f"no heartbeat for {seconds:g} s"
 
 
-async def end(child: Child, hang: Hang) -> None:
-    """End the worker, after it has written its stacks if it can."""
-    if not hang.state:
-        with contextlib.suppress(OSError, ValueError):  # no core file with a whole model
-            resource.prlimit(child.pid, resource.RLIMIT_CORE, (0, 0))
-        child.signal(signal.SIGABRT)
-        await asyncio.wait([child.ended], timeout=_DUMP_TIMEOUT)
+async def end(child: Child) -> None:
+    """End a worker that hangs, after it has written its stacks if it can."""
+    with contextlib.suppress(OSError, ValueError):  # no core file with a whole model
+        resource.prlimit(child.pid, resource.RLIMIT_CORE, (0, 0))
+    child.signal(signal.SIGABRT)
+    await asyncio.wait([child.ended], timeout=_DUMP_TIMEOUT)
     child.signal(signal.SIGKILL)
     await asyncio.wait([child.ended])
 
 
-def explain(hang: Hang, tail: str) -> Explanation:
-    """Return why a hung worker was ended, from the end of its output.
+def explain(silence: str, tail: str) -> Explanation:
+    """Return why a hung worker was ended, from its silence and the end of its output.
 
     A worker that waits for others in a collective explains less than one that they wait for.
     """
-    silence = f"no heartbeat for {hang.seconds:g} s"
-    if hang.state:
-        return Explanation(FailureKind.PROGRAM, f"{hang.state}: {silence}")
     frames = [(match["path"], match["line"], match["function"]) for match in _frames(tail)]
     if not frames:
         return Explanation(FailureKind.PROGRAM, silence)

@@ -26,7 +26,6 @@ TITLE_ROOM: Final = " " * 512
 
 _SET_PARENT_DEATH_SIGNAL: Final = 1
 _SET_CHILD_SUBREAPER: Final = 36
-_GET_CHILD_SUBREAPER: Final = 37
 
 _ARGUMENTS: Final = 45
 """The field of /proc/self/stat, after the command's name, with the start of its arguments; the next is their end."""
@@ -113,14 +112,7 @@ def set_subreaper(*, on: bool) -> None:
     _prctl(_SET_CHILD_SUBREAPER, ctypes.c_ulong(on))
 
 
-def is_subreaper() -> bool:
-    """Return whether orphaned descendants become children of the calling process."""
-    value = ctypes.c_int()
-    _prctl(_GET_CHILD_SUBREAPER, ctypes.byref(value))
-    return bool(value.value)
-
-
-def _prctl(option: int, argument: object) -> None:
+def _prctl(option: int, argument: ctypes.c_ulong) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, argument, 0, 0, 0) != 0:
         number = ctypes.get_errno()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import json
 import logging
 import os
 import signal
@@ -21,13 +22,14 @@ from torchelastic.agent.workers.linux import (
     ProcessEntry,
     Table,
     has_mark,
-    is_subreaper,
     read_process,
     read_table,
     set_subreaper,
     with_descendants,
 )
+from torchelastic.agent.workers.watchdog import SESSIONS
 from torchelastic.errors import SettingsError
+from torchelastic.machine import control_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -35,9 +37,33 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SLOW_DEATH: Final = 5.0
+_RESTART_DELAY: Final = 0.2
 _UNKNOWN: Final = 255
 _FIRST_FREE_DESCRIPTOR: Final = 64
 _PACKAGE_ROOT: Final = str(Path(__file__).resolve().parents[3])
+
+
+class MemoryKills:
+    """Counts the processes that the kernel has killed for memory in this process's cgroup, or else on the machine.
+
+    Args:
+        root: the folder of /proc and /sys.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        names = ("memory.events", "memory.oom_control")  # of versions 2 and 1
+        self._files = [folder / name for folder in control_groups("memory", root) for name in names]
+        self._files = [path for path in self._files if path.exists()] + [root / "proc/vmstat"]
+
+    def count(self) -> int:
+        """Return how many so far; 0 if nothing counts them."""
+        for path in self._files:
+            with contextlib.suppress(OSError):
+                for line in path.read_text().splitlines():
+                    name, _, value = line.partition(" ")
+                    if name == "oom_kill":
+                        return int(value)
+        return 0
 
 
 class Child:
@@ -46,21 +72,35 @@ class Child:
     Attributes:
         pid: its id.
         ended: its exit code, or the negative number of the signal that ended it.
-        end_time: when it was reaped, by the loop's clock; 0 while it runs.
+        began: when it began its work, by the loop's clock.
+        end_time: when it was reaped, by the same clock; 0 while it runs.
     """
 
-    def __init__(self, pid: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, pid: int, loop: asyncio.AbstractEventLoop, memory_kills: MemoryKills) -> None:
         self.pid = pid
         self.ended: asyncio.Future[int] = loop.create_future()
         self.end_time = 0.0
         self._loop = loop
+        self._memory_kills = memory_kills
         self._pidfd = os.pidfd_open(pid)
+        self.begin()
         loop.add_reader(self._pidfd, self.reap)
+
+    def begin(self) -> None:
+        """Note that it begins its work: earlier kills for memory do not explain its end."""
+        self.began = self._loop.time()
+        self._killed_before = self._memory_kills.count()
 
     @property
     def running(self) -> bool:
         """Whether it has not been reaped."""
         return not self.ended.done()
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the kernel has killed it for memory."""
+        killed = self.ended.done() and self.ended.result() == -signal.SIGKILL
+        return killed and self._memory_kills.count() > self._killed_before
 
     def reap(self) -> None:
         """Take its exit status if it has ended."""
@@ -78,7 +118,8 @@ class Child:
             exit_code = _UNKNOWN
         else:
             exit_code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
-        self.forget()
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
         self.end_time = self._loop.time()
         self.ended.set_result(exit_code)
 
@@ -88,37 +129,35 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
-    def forget(self) -> None:
-        """Stop watching it."""
-        if self._pidfd >= 0:
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = -1
-
 
 class Reaper:
-    """The known children of this process, and the orphans that it inherits; a context manager.
+    """The known children of this process, and the orphans that it inherits.
+
+    An async context manager, which kills the known children at its end.
 
     Args:
         owns_process: this process has no children of its own, so any unknown child is an orphan to be reaped. False in
             another program's process, whose children are not touched.
+
+    Attributes:
+        closing: whether it ends, so that no child should be replaced.
     """
 
     def __init__(self, *, owns_process: bool = False) -> None:
         self.owns_process = owns_process
+        self.closing = False
+        self._memory_kills = MemoryKills()
         self._children: dict[int, Child] = {}
         self._loop: asyncio.AbstractEventLoop
-        self._was_subreaper = False
         self._settled = asyncio.Event()
         self._settled.set()
 
-    def __enter__(self) -> Self:
+    async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         try:
             os.close(os.pidfd_open(os.getpid()))
         except (OSError, AttributeError):
             raise SettingsError("torchelastic needs Linux 5.4 or later: this kernel has no pidfd_open.") from None
-        self._was_subreaper = is_subreaper()
         set_subreaper(on=True)
         if self.owns_process:
             self._loop.add_signal_handler(signal.SIGCHLD, self._sweep)
@@ -127,13 +166,15 @@ class Reaper:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    async def __aexit__(self, *_: object) -> None:
+        self.closing = True
+        children = [*self._children.values()]
+        for child in children:
+            child.signal(signal.SIGKILL)
+        await asyncio.gather(*(asyncio.shield(child.ended) for child in children))
         if self.owns_process:
             self._loop.remove_signal_handler(signal.SIGCHLD)
-        for child in self._children.values():
-            child.forget()
-        self._children.clear()
-        set_subreaper(on=self._was_subreaper)
+        set_subreaper(on=False)
 
     @contextlib.contextmanager
     def adopting(self) -> Iterator[None]:
@@ -148,7 +189,7 @@ class Reaper:
 
     def adopt(self, pid: int) -> Child:
         """Watch a child of this process, running or already dead."""
-        child = Child(pid, self._loop)
+        child = Child(pid, self._loop, self._memory_kills)
         self._children[pid] = child
         child.ended.add_done_callback(lambda _: self._children.pop(pid, None))
         return child
@@ -271,3 +312,38 @@ def python_code(module: str, *, minimal: bool = False) -> list[str]:
         return [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {_PACKAGE_ROOT!r}); {start}"]
     # With -c, the working directory comes first in sys.path: a file there must not replace one of our modules.
     return [sys.executable, "-c", f"import sys; sys.flags.safe_path or sys.path.pop(0); {start}", TITLE_ROOM]
+
+
+class Watchdog:
+    """A small process that ends the workers' process trees when the agent dies: see :mod:`.watchdog`.
+
+    Args:
+        reaper: adopts the process.
+        mark: the tree mark of all workers.
+        folders: to be removed after the agent's death; the first one is private.
+    """
+
+    def __init__(self, reaper: Reaper, mark: str, folders: Sequence[Path]) -> None:
+        self._reaper = reaper
+        self._arguments = [str(os.getpid()), mark, *map(str, folders)]
+        self._sessions = folders[0] / SESSIONS
+
+    def start(self) -> None:
+        """Start the process; it is restarted if it ends before the reaper."""
+        command = python_code("torchelastic.agent.workers.watchdog", minimal=True)
+        pid = spawn([*command, *self._arguments], {}, {1: 2, 2: 2})
+        self._reaper.adopt(pid).ended.add_done_callback(self._ended)
+
+    def watch(self, workers: Sequence[Child]) -> None:
+        """Note the current workers, of which each leads a session."""
+        found = {worker.pid: entry.started for worker in workers if (entry := read_process(worker.pid)) is not None}
+        with contextlib.suppress(OSError):  # the mark remains
+            self._sessions.write_text(json.dumps(found))
+
+    def _ended(self, ended: asyncio.Future[int]) -> None:
+        ended.get_loop().call_later(_RESTART_DELAY, self._restart)
+
+    def _restart(self) -> None:
+        if not self._reaper.closing:
+            with contextlib.suppress(OSError):  # no process can be started for now
+                self.start()

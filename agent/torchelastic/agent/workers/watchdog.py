@@ -1,8 +1,8 @@
-"""The watchdog: a small process that ends the workers' process trees when the agent dies, however it dies.
+"""The process of the watchdog: it ends the workers' process trees when the agent dies, however it dies.
 
 The kernel ends the workers themselves (their parent-death signal), but not the processes that they have started. The
-watchdog's process imports nothing large, watches the agent through a pidfd, and finds those processes by their mark
-and by their session, which the agent writes to a file.
+watchdog imports nothing large, watches the agent through a pidfd, and finds those processes by their mark and by their
+session, which the agent writes to a file.
 """
 
 from __future__ import annotations
@@ -18,67 +18,15 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from torchelastic.agent.workers.linux import has_mark, read_process, read_table, set_title, with_descendants
+from torchelastic.agent.workers.linux import has_mark, read_table, set_title, with_descendants
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from torchelastic.agent.workers.processes import Child, Reaper
+SESSIONS: Final = "sessions"
+"""The name of the file."""
 
 _KILL_TIMEOUT: Final = 10.0
-_RESTART_DELAY: Final = 0.2
-_SESSIONS: Final = "sessions"
-
-
-class Watchdog:
-    """The agent's side: starts the process, and restarts it if it dies.
-
-    Args:
-        reaper: adopts the process.
-        mark: the tree mark of all workers.
-        folders: to be removed after the agent's death; the first one is private.
-    """
-
-    def __init__(self, reaper: Reaper, mark: str, folders: Sequence[Path]) -> None:
-        self._reaper = reaper
-        self._arguments = [str(os.getpid()), mark, *map(str, folders)]
-        self._sessions = folders[0] / _SESSIONS
-        self._child: Child
-        self._restart: asyncio.TimerHandle | None = None
-        self._closed = False
-
-    def start(self) -> None:
-        """Start the process; it is restarted whenever it ends."""
-        from torchelastic.agent.workers.processes import python_code, spawn
-
-        pid = spawn([*python_code(__name__, minimal=True), *self._arguments], {}, {1: 2, 2: 2})
-        self._child = self._reaper.adopt(pid)
-        self._child.ended.add_done_callback(self._ended)
-
-    def watch(self, workers: Sequence[Child]) -> None:
-        """Note the current workers, of which each leads a session."""
-        found = {worker.pid: entry.started for worker in workers if (entry := read_process(worker.pid)) is not None}
-        with contextlib.suppress(OSError):  # the mark remains
-            self._sessions.write_text(json.dumps(found))
-
-    async def close(self) -> None:
-        """End the process."""
-        self._closed = True
-        if self._restart is not None:
-            self._restart.cancel()
-        self._child.signal(signal.SIGKILL)
-        await self._child.ended
-
-    def _ended(self, ended: asyncio.Future[int]) -> None:
-        if not self._closed:
-            self._restart = ended.get_loop().call_later(_RESTART_DELAY, self._start_again, ended)
-
-    def _start_again(self, ended: asyncio.Future[int]) -> None:
-        try:
-            self.start()
-        except OSError:  # no process can be started for now
-            self._ended(ended)
 
 
 def main() -> None:
@@ -97,7 +45,7 @@ def main() -> None:
 def _read_sessions(folder: Path) -> Mapping[int, int]:
     """Return the ids of the workers' sessions with the start times of their leaders."""
     with contextlib.suppress(OSError, ValueError):
-        return {int(session): started for session, started in json.loads((folder / _SESSIONS).read_bytes()).items()}
+        return {int(session): started for session, started in json.loads((folder / SESSIONS).read_bytes()).items()}
     return {}
 
 
