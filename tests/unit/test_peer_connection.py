@@ -99,14 +99,16 @@ async def test_a_peer_that_sends_more_than_a_greeting_is_disconnected() -> None:
         writer.close()
 
 
-async def test_a_closed_peer_server_means_a_dead_node() -> None:
+async def test_nodes_with_long_ids_connect_and_a_closed_peer_server_means_a_dead_node() -> None:
+    run, ours, theirs = "字" * 5000, "é" * 253 + ".12345678", "𝄞" * 253 + ".12345678"
     observer = Observer()
-    async with serving() as (server, _):
+    async with serving(node=theirs, run=run) as (server, seen):
         address = f"127.0.0.1:{server.port}"
-        holding = asyncio.create_task(hold_connection(address, run="run", node="b.1", peer="a.1", observer=observer))
-        assert await observer.seen.get() == ("connected", "a.1")
+        holding = asyncio.create_task(hold_connection(address, run=run, node=ours, peer=theirs, observer=observer))
+        assert await seen.seen.get() == ("connected", ours)
+        assert await observer.seen.get() == ("connected", theirs)
     assert await holding is Verdict.DEAD
-    assert await observer.seen.get() == ("lost", "a.1")
+    assert await observer.seen.get() == ("lost", theirs)
 
 
 @pytest.mark.parametrize("turns", range(6))
@@ -124,17 +126,6 @@ async def test_a_connection_accepted_while_the_server_closes_is_closed(
         with contextlib.suppress(ConnectionResetError):
             async with asyncio.timeout(30):
                 assert await asyncio.get_running_loop().sock_recv(early, 1) == b""
-
-
-async def test_nodes_with_long_unicode_ids_connect() -> None:
-    run, ours, theirs = "字" * 5000, "é" * 253 + ".12345678", "𝄞" * 253 + ".12345678"
-    observer = Observer()
-    async with serving(node=theirs, run=run) as (server, seen):
-        address = f"127.0.0.1:{server.port}"
-        holding = asyncio.create_task(hold_connection(address, run=run, node=ours, peer=theirs, observer=observer))
-        assert await seen.seen.get() == ("connected", ours)
-        assert await observer.seen.get() == ("connected", theirs)
-    await holding
 
 
 async def test_another_node_at_the_address_is_dead_and_another_run_is_silent() -> None:
