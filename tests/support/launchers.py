@@ -17,15 +17,9 @@ class Launcher(AgentProcess):
     program = ()
 
 
-def script(folder: Path, source: str, *, name: str = "launcher.py") -> Path:
-    """A script of this source.
-
-    Args:
-        folder: the folder of the script.
-        source: its source; the functions of all tests are put before it.
-        name: its file's name.
-    """
-    path = folder / name
+def script(folder: Path, source: str) -> Path:
+    """A script of this source, with the functions of all tests before it."""
+    path = folder / "launcher.py"
     path.write_text(COMMON + dedent(source))
     return path
 

@@ -58,7 +58,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(given: str) -> AgentSettings:
-    """Parse variables, flags and perhaps a program; words that look like NAME=VALUE are variables."""
+    """Parse flags, before a program, and variables, which are the words of the form NAME=VALUE."""
     words = given.split(" ") if given else []
     variables = [word for word in words if re.match(r"[A-Z_]+=", word)]
     flags = [word for word in words if word not in variables]

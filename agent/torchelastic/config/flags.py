@@ -140,7 +140,7 @@ _FROM_OPERATOR: Final[Mapping[str, Callable[[Given], Any]]] = {
 }
 """What only the operator gives."""
 
-VARIABLES: Final[Mapping[str, str]] = {
+OPERATOR_VARIABLES: Final[Mapping[str, str]] = {
     "local-addr": Env.NODE_ADDRESS,
     "node-name": Env.NODE_NAME,
     "metrics-port": Env.METRICS_PORT,
@@ -214,7 +214,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
         SystemExit: after ``--help`` or ``--version``.
     """
     torchruns = {name: f"PET_{name.upper().replace('-', '_')}" for name in _BY_NAME}
-    given = from_variables(environ, VARIABLES) | from_variables(environ, torchruns)
+    given = from_variables(environ, OPERATOR_VARIABLES) | from_variables(environ, torchruns)
     short = [f"{written[1:]}{':' * bool(flag.metavar)}" for written, flag in _AS_WRITTEN.items() if len(written) == 2]
     long = [f"{written[2:]}{'=' * bool(flag.metavar)}" for written, flag in _AS_WRITTEN.items() if len(written) > 2]
     try:

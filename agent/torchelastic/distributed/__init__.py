@@ -1,1 +1,1 @@
-"""Launchers under the paths that they have in torch: :mod:`.launch` and :mod:`.launcher`."""
+"""The launcher under its older path, :mod:`.launch`."""

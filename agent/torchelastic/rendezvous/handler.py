@@ -17,7 +17,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from torchelastic.config.flags import VARIABLES, CommandLine, from_variables, read_conf
+from torchelastic.config.flags import OPERATOR_VARIABLES, CommandLine, from_variables, read_conf
 from torchelastic.config.parsing import Given
 from torchelastic.config.rendezvous import read_node
 from torchelastic.config.settings import NodeSettings
@@ -280,7 +280,7 @@ def read_settings(parameters: RendezvousParameters, environ: Mapping[str, str]) 
     # torchrun adds the rank for its own handlers.
     conf = read_conf("--rdzv-conf", [pair for pair in parameters.config.items() if pair[0] != "rank"])
     given = {name: Given(f"--{name}", text, between=" ") for name, text in flags.items() if text}
-    line = CommandLine({**from_variables(environ, VARIABLES), **given, **conf})
+    line = CommandLine({**from_variables(environ, OPERATOR_VARIABLES), **given, **conf})
     return NodeSettings(**read_node(line))
 
 
