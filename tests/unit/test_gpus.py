@@ -113,7 +113,7 @@ def test_a_lost_gpu_is_left_out_and_logged_once(nvml: StandIn, caplog: pytest.Lo
     for _ in range(2):
         assert {gpu for _, gpu in shown(gpus)} == {"0", "2"}
     assert [record.message for record in caplog.records] == [
-        "Not all that is known of GPUs can be shown under /metrics: error 15."
+        "/metrics does not show all metrics of the GPUs: error 15."
     ]
 
 
@@ -133,7 +133,7 @@ def test_a_driver_that_hangs_is_called_once_and_logged_once(nvml: StandIn, caplo
         assert shown(gpus) == {}
     assert nvml.opened == 1
     assert [record.message for record in caplog.records] == [
-        "Not all that is known of GPUs can be shown under /metrics: the driver does not answer."
+        "/metrics does not show all metrics of the GPUs: the driver does not answer."
     ]
     nvml.answers.set()
     assert len(shown(Gpus())) == 9

@@ -74,8 +74,7 @@ class AgentMetrics:
                 if collector not in self._failed:
                     self._failed.add(collector)
                     _log.exception(
-                        "What %s knows cannot be shown under /metrics. The rest is; further errors of it are not "
-                        "logged.",
+                        "/metrics does not show the metrics of %s. Further errors of it are not logged.",
                         type(collector).__name__,
                     )
                 continue

@@ -96,4 +96,4 @@ class Gpus(Collector):
     def _tell(self, problem: str) -> None:
         if not self._told:
             self._told = True
-            _log.warning("Not all that is known of GPUs can be shown under /metrics: %s.", problem)
+            _log.warning("/metrics does not show all metrics of the GPUs: %s.", problem)

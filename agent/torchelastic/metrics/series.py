@@ -143,35 +143,41 @@ def _durations(name: str, about: str) -> Series:
     return _family(name, Form(Kind.HISTOGRAM, DURATION_BUCKETS), about, 1000)
 
 
-ROUND: Final = _family("round", GAUGE, "Number of the current round: how often it was agreed on who trains together.")
-WORLD_SIZE: Final = _family("world_size", GAUGE, "Workers that train together in the current round.")
+ROUND: Final = _family("round", GAUGE, "Number of the current round.")
+WORLD_SIZE: Final = _family("world_size", GAUGE, "Number of workers in the current round.")
 WORKER_STATE: Final = _family("worker_state", GAUGE, "1 for the state of the workers of this node, 0 for the others.")
-REMAINING_RESTARTS: Final = _family("remaining_restarts", GAUGE, "Failures of workers that the run may still have.")
+REMAINING_RESTARTS: Final = _family(
+    "remaining_restarts", GAUGE, "Failures of workers that are left in the restart budget of the run."
+)
 RECOVERY: Final = _durations("recovery_duration_seconds", "Time from a failure or change until workers run, by cause.")
 RUNS: Final = _family("runs", COUNTER, "Runs that ended.")
 RUN_OUTCOMES: Final = _family("run_outcomes", COUNTER, "Runs that ended, by outcome and whether workers restarted.")
-FLAKINESS: Final = _family("flakiness_ratio", GAUGE, "Share of the restart budget that is spent; 1 if it failed.", 100)
+FLAKINESS: Final = _family(
+    "flakiness_ratio", GAUGE, "Share of the restart budget that is used; 1 if the run failed.", 100
+)
 OPERATION_OUTCOMES: Final = _family("operations", COUNTER, "Operations of the agent, by outcome.")
 OPERATION_DURATION: Final = _durations("operation_duration_seconds", "Time that an operation of the agent took.")
 CHECKPOINT_WRITE: Final = _durations("checkpoint_write_latency_seconds", "Time that writing a checkpoint took.")
-DROPPED: Final = _family("metrics_dropped", COUNTER, "Measured values that were not taken, by reason.")
+DROPPED: Final = _family("metrics_dropped", COUNTER, "Values that were rejected, by reason.")
 STORE_REQUEST: Final = _family(
     "store_request_duration_seconds",
     Form(Kind.HISTOGRAM, _REQUEST_BUCKETS),
-    "Time until the store (etcd) answered, or had not, by request and outcome.",
+    "Duration of requests to the store (etcd), by request and outcome.",
 )
-WORKER_MEMORY: Final = _family("worker_memory_bytes", GAUGE, "Resident memory of a worker and all that it has started.")
-GPU_MEMORY_USED: Final = _family("gpu_memory_used_bytes", GAUGE, "Memory of the GPU that is in use.")
-GPU_MEMORY_TOTAL: Final = _family("gpu_memory_total_bytes", GAUGE, "Memory that the GPU has.")
-GPU_UTILIZATION: Final = _family("gpu_utilization_ratio", GAUGE, "Share of the last moments in which it computed.", 100)
+WORKER_MEMORY: Final = _family("worker_memory_bytes", GAUGE, "Resident memory of a worker and its child processes.")
+GPU_MEMORY_USED: Final = _family("gpu_memory_used_bytes", GAUGE, "Used memory of the GPU.")
+GPU_MEMORY_TOTAL: Final = _family("gpu_memory_total_bytes", GAUGE, "Total memory of the GPU.")
+GPU_UTILIZATION: Final = _family(
+    "gpu_utilization_ratio", GAUGE, "Share of the last moments in which the GPU executed a kernel.", 100
+)
 JOB_SECONDS: Final = _family("job_seconds", COUNTER, "Time since the job was created, by state; shown by its leader.")
-JOB_LOST: Final = _family("job_lost_seconds", COUNTER, "Time of training that no checkpoint held when it ended.")
+JOB_LOST: Final = _family("job_lost_seconds", COUNTER, "Time of training that no checkpoint held when its round ended.")
 JOB_RESTARTS: Final = _family("job_restarts", COUNTER, "Restarts of the workers, by whether the run was charged.")
 JOB_JOINED: Final = _family("job_nodes_joined", COUNTER, "Nodes that joined, those of the first round included.")
-JOB_GONE: Final = _family("job_nodes_gone", COUNTER, "Nodes of a round that the next one did not have, by cause.")
-JOB_NODES: Final = _family("job_nodes", GAUGE, "Nodes of the current round.")
-JOB_WANTED_NODES: Final = _family("job_wanted_nodes", GAUGE, "Nodes that there should be.")
-JOB_MIN_NODES: Final = _family("job_min_nodes", GAUGE, "Nodes without which the job does not train.")
+JOB_GONE: Final = _family("job_nodes_gone", COUNTER, "Nodes that left a round, by cause.")
+JOB_NODES: Final = _family("job_nodes", GAUGE, "Number of nodes in the current round.")
+JOB_WANTED_NODES: Final = _family("job_wanted_nodes", GAUGE, "Desired number of nodes.")
+JOB_MIN_NODES: Final = _family("job_min_nodes", GAUGE, "Minimum number of nodes for training.")
 
 PLATFORM_SAMPLES: Final = frozenset().union(*(series.samples for series in _families))
 """The sample names of all platform series; metrics of programs never get one of them."""
