@@ -233,6 +233,10 @@ def test_template_may_be_empty(shape: dict[str, object]) -> None:
             "the flag --nnode in args is the operator's to set; use spec.minReplicas and spec.maxReplicas instead",
         ),
         (
+            {"args": ("--no-py", "--max-rest", "3", "./x")},
+            "the flag --max-rest in args is the operator's to set; use spec.maxRestarts instead",
+        ),
+        (
             {"args": ("-m", "--metrics-port=1", "x")},
             "the flag --metrics-port in args is the operator's to set; use spec.metricsPort instead",
         ),

@@ -118,6 +118,14 @@ _SWITCHES: Final = frozenset({"m", "module", "no-python", "run-path", "standalon
 
 _OLD_NAMES: Final = {"nnode": "nnodes"}
 
+_KNOWN: Final = (
+    _SWITCHES
+    | _OPERATORS
+    | _FIELDS.keys()
+    | {"help", "metrics-port", "node-name", "notice", "stop-grace", "termination-log", "version"}
+)
+"""Flags that the operator looks for. Launchers accept each unambiguous beginning of a flag."""
+
 _LONGEST_START: Final = 8
 """Words of a command that are searched for a launcher."""
 
@@ -144,7 +152,8 @@ class LauncherFlag:
     """A flag before the program.
 
     Attributes:
-        name: without leading dashes, and with inner dashes: nproc-per-node, m; the current name of a renamed flag.
+        name: without leading dashes, and with inner dashes: nproc-per-node, m; the whole and current name of a
+            flag that is shortened or was renamed.
         value: its value; empty for a switch, or if it is missing.
         words: the words as given, one or two.
     """
@@ -163,6 +172,9 @@ def launcher_flags(words: Sequence[str]) -> Iterator[LauncherFlag]:
         written, equals, value = word.partition("=") if long else (word[:2], word[2:], word[2:].removeprefix("="))
         name = written.lstrip("-").replace("_", "-")
         name = _OLD_NAMES.get(name, name)
+        if long and name not in _KNOWN:
+            begun = [known for known in _KNOWN if known.startswith(name)]
+            name = begun[0] if len(begun) == 1 else name
         taken = words[position : position + 1 if equals or name in _SWITCHES else position + 2]
         if len(taken) > 1:
             value = taken[1]
