@@ -56,11 +56,9 @@ async def test_users_files_are_unchanged_and_a_failed_part_is_named(
     for variable in [name for name in os.environ if name.startswith("XDG_")]:
         monkeypatch.delenv(variable)
     async with ControlPlane(folder) as control_plane:
-        monkeypatch.setenv("HOME", str(home))
-        environ = {"XDG_CACHE_HOME": str(home / "cache")}
+        environ = {"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
         await control_plane.run("kubectl", "get", "namespaces", env=environ)
         await control_plane.run("helm", "list", "--all-namespaces", env=environ)
-        monkeypatch.undo()
         daemon = control_plane.daemons["kube-apiserver"]
         os.kill(daemon.pid, signal.SIGKILL)
         assert await gone([daemon.pid], within=10)

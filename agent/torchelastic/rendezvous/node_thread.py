@@ -203,8 +203,10 @@ class NodeThread:
             match await node.events.get():
                 case RoundStarted(record, listener):
                     logger.info("round %d: %s", record.number, record.cause)
-                    # If this is cancelled, asyncio.run() waits for the thread, and the server owns the listener.
-                    server = None if listener is None else await asyncio.to_thread(self._serve, listener)
+                    server = None
+                    if listener is not None:
+                        with listener:  # if this is cancelled before the thread has begun
+                            server = await asyncio.to_thread(self._serve, listener)
                     self._update(serial=self.status.serial + 1, record=record, server=server, partitioned=False)
                     if record.members:
                         node.history.workers_started()  # approximately now
