@@ -468,7 +468,7 @@ class RendezvousNode:
                 await changed.after(seen, timeout=left)
             elif await self._reaches_any(min(FINAL_PROBE_TIMEOUT, lease)):
                 await changed.after(seen, timeout=lease)
-            elif self._trains_with_others():
+            elif run.away_since is not None and self._trains_with_others():
                 logger.warning("neither the store nor a peer can be reached: stopping the workers")
                 self.report(self.registration.record.round, phase=NodePhase.PARTITIONED)
                 self.events.put_nowait(Partitioned())
