@@ -52,14 +52,16 @@ class Memory:
     """The memory of a handler, mapped into this process. Only one process writes to it.
 
     Args:
-        descriptor: of a file of this size, which may be closed later; -1 for memory of this process.
+        descriptor: of a file of this size, which may be closed later; -1 for memory of this process, of which a forked
+            child gets a copy.
 
     Attributes:
         dropped: the words that count dropped values, by reason.
     """
 
     def __init__(self, descriptor: int = -1) -> None:
-        memory = memoryview(mmap.mmap(descriptor, MEMORY_SIZE))
+        flags = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE
+        memory = memoryview(mmap.mmap(descriptor, MEMORY_SIZE, flags=flags))
         self._words = memory.cast("d")
         self._numbers = memory.cast("Q")
         self._names = memory[8 * _NAMES :]
@@ -78,7 +80,7 @@ class Memory:
                 if first >= _VALUES and end <= _NAMES:
                     self._sources[source] = self._words[first:end]
                     self._free = max(self._free, end)
-            except (ValueError, TypeError, RecursionError):  # the line is not complete yet, or spoiled
+            except (ValueError, TypeError, OverflowError, RecursionError):  # the line is not complete yet, or spoiled
                 break
             self._names_end += len(line)
         return self._sources
