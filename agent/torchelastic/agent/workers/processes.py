@@ -345,5 +345,7 @@ class Watchdog:
 
     def _restart(self) -> None:
         if not self._reaper.closing:
-            with contextlib.suppress(OSError):  # no process can be started for now
+            try:
                 self.start()
+            except OSError:  # no process can be started for now
+                asyncio.get_running_loop().call_later(_RESTART_DELAY, self._restart)
