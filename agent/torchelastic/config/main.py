@@ -140,6 +140,8 @@ def _check_exists(program: Program, *, is_command: bool) -> None:
             if not is_command and shutil.which(name):
                 raise SettingsError(f"There is no script {name}; to run the command {name}, put --no-python before it.")
             raise SettingsError(f"There is no script {name} (looked up from {here}).")
+        case ProgramKind.SCRIPT if not os.access(name, os.R_OK):
+            raise SettingsError(f"The script {name} cannot be read by the user that runs this.")
 
 
 def read_logs(given: Mapping[str, Given], workers: int) -> LogSettings:
