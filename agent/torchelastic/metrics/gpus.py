@@ -71,12 +71,13 @@ class Gpus(Collector):
                 nvml.nvmlInit()
                 self._open = True
             self._found = self._readings(nvml)
-        except nvml.NVMLError as error:
+        except Exception as error:  # noqa: BLE001 - errors of pynvml itself too, once and without a traceback
             if self._open:  # it is opened again at the next scrape
                 self._open = False
                 with suppress(nvml.NVMLError):
                     nvml.nvmlShutdown()
-            if error.value not in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):
+            absent = (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
+            if getattr(error, "value", None) not in absent:
                 self._tell(str(error))
 
     def _readings(self, nvml: Any) -> list[tuple[Series, dict[str, str], tuple[float]]]:  # noqa: ANN401
