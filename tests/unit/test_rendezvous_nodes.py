@@ -106,6 +106,38 @@ async def test_a_node_whose_leader_answers_a_later_probe_is_not_partitioned(monk
         assert {probes.get_nowait() for _ in range(3)} == {LEASE}
 
 
+async def test_a_node_that_sees_the_store_again_during_a_mute_probe_is_not_partitioned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clients = Clients()
+    async with Meeting(clients.connect, "run", lease=LEASE) as meeting:
+        a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+        await all_with(a, b)
+        member = b if a.inner.is_leader else a
+        asked, given_up = asyncio.Event(), asyncio.Event()
+
+        async def probe(_address: str, **_: object) -> Verdict:
+            if asked.is_set():
+                return Verdict.ALIVE
+            asked.set()
+            clients.reach(True)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                given_up.set()
+            raise AssertionError
+
+        monkeypatch.setattr("torchelastic.rendezvous.leader_election.probe", probe)
+        monkeypatch.setattr("torchelastic.store.client.RETRY_MAX", LEASE / 10)
+        clients.reach(False)
+        async with asyncio.timeout(PATIENCE):
+            await given_up.wait()
+        assert member.inner.run.away_since is None
+        await asyncio.sleep(LEASE / 10)
+        member.drain()
+        assert not member.partitioned
+
+
 @pytest.mark.parametrize("answers", [True, False])
 async def test_a_leader_without_the_store_asks_all_its_peers_at_once(
     answers: bool, monkeypatch: pytest.MonkeyPatch
