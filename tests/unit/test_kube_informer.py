@@ -180,6 +180,19 @@ async def test_a_watch_that_may_have_fallen_silent_is_opened_again(
         assert server.lists.count("pods") == 1
 
 
+async def test_of_watches_that_end_because_one_failed_none_is_left(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_operator.kubernetes.informer._RESTART_DELAY", 0.0)
+    async with informed(server) as (informer, _):
+        await informer.synced.wait()
+        await until(lambda: server.watches == 1)
+        server.changes.put_nowait({"type": "ERROR", "object": {"code": 500}})
+        await until(lambda: server.watches == 2)
+        watchers = [each for each in asyncio.all_tasks() if each.get_name().startswith("watcher for ")]
+        assert len(watchers) == len(WATCHED)
+
+
 @pytest.mark.parametrize("forbidden", ["/namespaces/a/", "/namespaces/a/pods"])
 async def test_a_forbidden_namespace_does_not_delay_others_and_is_listed_once_it_is_permitted(
     server: Server, caplog: pytest.LogCaptureFixture, forbidden: str

@@ -238,6 +238,12 @@ class Informer:
                 registry=registry,
             )(self._handler(resource))
         sessions: list[WatchSession] = []
+        watchers: set[asyncio.Task[Any]] = set()
+
+        async def list_for_watcher(resource: Resource, namespace: str | None) -> str:
+            if (task := asyncio.current_task()) is not None:
+                watchers.add(task)  # each begins with a list; if one fails, kopf ends and leaves the others
+            return await self.list(resource, namespace)
 
         @kopf.on.login(id="login", registry=registry)
         async def login(**_: object) -> kopf.AiohttpSession:
@@ -246,7 +252,7 @@ class Informer:
             if not sessions or sessions[-1].info != info:
                 if sessions:
                     await sessions.pop().close()
-                sessions.append(WatchSession(info, self.list, self._watch_failed))
+                sessions.append(WatchSession(info, list_for_watcher, self._watch_failed))
             return kopf.AiohttpSession(server=info.server, aiohttp_session=cast("Any", sessions[-1]))
 
         # kopf.operator() would cancel all tasks of the event loop when it ends, not only its own.
@@ -263,9 +269,11 @@ class Informer:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks, timeout=_STOP_TIMEOUT)
+            for ours in (set(tasks), watchers):
+                for task in ours:
+                    task.cancel()
+                if ours:
+                    await asyncio.wait(ours, timeout=_STOP_TIMEOUT)
             for session in sessions:
                 await session.close()
         errors = (task.exception() for task in tasks if task.done() and not task.cancelled())
