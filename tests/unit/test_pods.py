@@ -86,6 +86,8 @@ def test_command_is_not_parsed_for_flags(command: tuple[str, ...], args: tuple[s
         ("bash", "-c", "python train.py  # not torchrun\n# torchrun x.py"),
         ("bash", "-c", "echo torchrun; python -m train torchrun"),
         ("bash", "-c", "version=$(torchrun --version); python train.py"),
+        ("bash", "-c", "\n" * 131_071),  # in linear time: the operator checks the specs of all tenants
+        ("bash", "-c", ";a=" * 43_690),
         ("sh", "-c"),
         ("python", "torchrun.py"),
     ],
@@ -282,6 +284,7 @@ def test_invalid_spec_is_rejected(fields: dict[str, object], words: str) -> None
         ("/opt/python3", "-m", "torch.distributed.run", "x.py"),
         ("python", "-um", "torch.distributed.launch", "x.py"),
         ("bash", "-c", "torchrun --nproc_per_node=4 x.py"),
+        ("bash", "-c", "NCCL_DEBUG=${DEBUG:-INFO} torchrun x.py"),
         ("/bin/sh", "-e", "-xc", "cd /data && exec python -m torch.distributed.run x.py"),
     ],
 )

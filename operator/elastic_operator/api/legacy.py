@@ -139,12 +139,14 @@ _LAUNCHER: Final = re.compile(
 _SHELLS: Final = frozenset({"ash", "bash", "dash", "ksh", "sh", "zsh"})
 _SCRIPT_FLAG: Final = re.compile(r"-[A-Za-z]*c")
 """A shell's flags in one word, the last of which is followed by a script."""
-_LAUNCHER_IN_SCRIPT: Final = re.compile(
-    r"(?:^|[;&|\n{]|(?<!\$)\()\s*"  # a command in $( ) is run for its output; it does not train
-    r"(?:(?:!|do|else|exec|if|nohup|then|time|while)\s+|[A-Za-z_]\w*=\S*\s+)*"
-    rf"{_LAUNCHER.pattern}(?:\s|;|$)"
+_COMMANDS: Final = re.compile(r"[;&|\n]|(?<!\$)[({]")  # a command in $( ) is run for its output; it does not train
+"""What separates the commands of a script, approximately: quotes and escapes are not interpreted."""
+
+_STARTS_LAUNCHER: Final = re.compile(
+    r"\s*(?:(?:!|do|else|exec|if|nohup|then|time|while)\s+|[A-Za-z_]\w*=\S*\s+)*"
+    rf"{_LAUNCHER.pattern}(?:\s|$)"
 )
-"""A launcher at the start of a command, approximately: quotes and escapes are not interpreted."""
+"""A launcher at the start of a command. Scripts may be long, so nothing here may take more than linear time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +197,7 @@ def starts_launcher(command: Sequence[str]) -> bool:
     if command and command[0].rpartition("/")[2] in _SHELLS:
         for flag, script in itertools.pairwise(command[1:]):
             if _SCRIPT_FLAG.fullmatch(flag):
-                return _LAUNCHER_IN_SCRIPT.search(script) is not None
+                return any(map(_STARTS_LAUNCHER.match, _COMMANDS.split(script)))
     return after_launcher(command) is not None
 
 
