@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from elastic_operator.api.constants import EventReason
+from elastic_operator.api.status import JobStatus
 from elastic_operator.controller.model import JobEvent
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, SERVICES, Api, ApiError
 from elastic_operator.kubernetes.store import Store
@@ -99,6 +101,25 @@ async def test_a_successor_of_the_same_name_is_not_deleted(resource: Resource) -
         await writer.delete(resource, TEAM, "digits", UID)
         assert server.times("DELETE", resource) == 1
         assert server.get(resource, "digits")["metadata"]["uid"] == "a successor's"
+
+
+async def test_slow_writes_in_a_namespace_leave_connections_to_others() -> None:
+    running, most = Counter[str](), Counter[str]()
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        kind = "jobs" if "elasticjobs" in request.path else "pods"
+        running[kind] += 1
+        most[kind] = max(most[kind], running[kind])
+        await asyncio.sleep(0.01)
+        running[kind] -= 1
+        return web.json_response({**an_object(UID), "kind": "Status"})
+
+    async with answering(answer) as configuration, Api(configuration) as api:
+        writer = Writer(api, Store(changed=lambda _key: None))
+        statuses = (writer.write_status(an_object(UID), JobStatus()) for _ in range(100))
+        deletions = (writer.delete(PODS, NAMESPACE, "digits", UID) for _ in range(100))
+        await asyncio.gather(*statuses, *deletions)
+    assert most == {"jobs": 16, "pods": 64}, "of 96 connections"
 
 
 NEWS = JobEvent(EventReason.SCALED, "scaled from 2 to 3 pods")

@@ -43,7 +43,10 @@ _log: Final = logging.getLogger(__name__)
 
 _FORBIDDEN: Final = re.compile(r"^\S+( \"[^\"]*\")? is forbidden: ")
 _MAX_PER_NAMESPACE: Final = 64
-"""Concurrent writes in a namespace, fewer than there are connections: a slow webhook there holds up no other."""
+"""Concurrent writes of what the jobs of a namespace own."""
+_MAX_OF_JOBS: Final = 16
+"""Concurrent writes of these jobs and their reports. Together these are fewer than there are connections: a slow
+webhook in a namespace holds up no other."""
 _MAX_PENDING: Final = 2000
 _CONCURRENT_EVENTS: Final = 4
 _EVENT_TRIES: Final = 8
@@ -88,6 +91,7 @@ class Writer:
         self._event_slots = asyncio.Semaphore(_CONCURRENT_EVENTS)
         self._pending: set[asyncio.Task[None]] = set()
         self._slots = collections.defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(_MAX_PER_NAMESPACE))
+        self._job_slots = collections.defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(_MAX_OF_JOBS))
 
     async def __aenter__(self) -> Self:
         return self
@@ -191,7 +195,8 @@ class Writer:
         """
         about = body["metadata"]
         change = {"metadata": {"resourceVersion": about["resourceVersion"]}, "spec": {"replicas": replicas}}
-        scale = await self._api.patch(ELASTIC_JOBS, about["namespace"], about["name"], change, "scale")
+        async with self._job_slots[about["namespace"]]:
+            scale = await self._api.patch(ELASTIC_JOBS, about["namespace"], about["name"], change, "scale")
         if (version := scale["metadata"]["resourceVersion"]) == about["resourceVersion"]:
             return body
         # The answer is the scale alone; of the job, nothing else has changed.
@@ -213,7 +218,8 @@ class Writer:
             "metadata": {key: about[key] for key in ("name", "namespace", "uid", "resourceVersion")},
             "status": {**status_to_json(status), "selector": worker_selector(about["name"])},
         }
-        after = await self._api.replace(ELASTIC_JOBS, about["namespace"], about["name"], document, "status")
+        async with self._job_slots[about["namespace"]]:
+            after = await self._api.replace(ELASTIC_JOBS, about["namespace"], about["name"], document, "status")
         self._store.put(ELASTIC_JOBS, after)
 
     async def keep_report(self, job: Job, report: Report) -> None:
@@ -229,26 +235,31 @@ class Writer:
             "data": {REPORT_KEY: encode_report(report).decode()},
         }
         try:
+            async with self._job_slots[job.namespace]:
+                await self._put_report(job, wanted, report)
+        except ApiError as error:
+            raise (error if error.webhook_failed else _classified(error)) from None
+
+    async def _put_report(self, job: Job, wanted: dict[str, Any], report: Report) -> None:
+        name = wanted["metadata"]["name"]
+        try:
             await self._api.create(CONFIG_MAPS, job.namespace, wanted)
         except ApiError as error:
             if error.reason != "AlreadyExists":
-                raise (error if error.webhook_failed else _classified(error)) from None
+                raise
         else:
             return
+        existing = await self._api.get(CONFIG_MAPS, job.namespace, name)
+        _check_owner(existing, CONFIG_MAPS, job)
+        former = None
         try:
-            existing = await self._api.get(CONFIG_MAPS, job.namespace, name)
-            _check_owner(existing, CONFIG_MAPS, job)
-            former = None
-            try:
-                former = decode_report(text(existing, "data", REPORT_KEY))
-            except BadInput as error:
-                _log.warning("%s: %s", name, error)
-            wanted["data"] = {REPORT_KEY: encode_report(merged(former, report)).decode()}
-            if text(existing, "data", REPORT_KEY) != wanted["data"][REPORT_KEY]:
-                wanted["metadata"]["uid"] = existing["metadata"]["uid"]
-                await self._api.apply(CONFIG_MAPS, job.namespace, name, wanted)
-        except ApiError as error:
-            raise (error if error.webhook_failed else _classified(error)) from None
+            former = decode_report(text(existing, "data", REPORT_KEY))
+        except BadInput as error:
+            _log.warning("%s: %s", name, error)
+        wanted["data"] = {REPORT_KEY: encode_report(merged(former, report)).decode()}
+        if text(existing, "data", REPORT_KEY) != wanted["data"][REPORT_KEY]:
+            wanted["metadata"]["uid"] = existing["metadata"]["uid"]
+            await self._api.apply(CONFIG_MAPS, job.namespace, name, wanted)
 
     async def _update(self, resource: Resource, namespace: str, name: str, uid: str, answer: Awaitable[Json]) -> bool:
         """Keep the answer to a change of an object; return False if the object is gone."""
