@@ -12,7 +12,7 @@ import kopf
 import pytest
 from aiohttp import web
 
-from elastic_operator.kubernetes.client import PODS, Api
+from elastic_operator.kubernetes.client import PODS, VOLCANO_GROUPS, Api
 from elastic_operator.kubernetes.informer import Informer, WatchSession
 from elastic_operator.kubernetes.store import Store
 from tests.support.answering import answering
@@ -191,6 +191,15 @@ async def test_of_watches_that_end_because_one_failed_none_is_left(
         await until(lambda: server.watches == 2)
         watchers = [each for each in asyncio.all_tasks() if each.get_name().startswith("watcher for ")]
         assert len(watchers) == len(WATCHED)
+
+
+async def test_pod_groups_that_have_gone_are_missed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_operator.kubernetes.informer._POD_GROUPS_INTERVAL", 0.05)
+    async with informed(server) as (informer, store):
+        await informer.synced.wait()
+        store.put(VOLCANO_GROUPS, an_object("digits", "team"))
+        await until(lambda: store.count(VOLCANO_GROUPS) == 0)
+        assert server.lists.count("elasticjobs") == 1
 
 
 @pytest.mark.parametrize("forbidden", ["/namespaces/a/", "/namespaces/a/pods"])

@@ -62,6 +62,7 @@ _STOP_TIMEOUT: Final = 10.0
 _REQUEST_BACKOFF: Final = (1.0, 1.0, 2.0, 3.0, 5.0)
 _LONGEST_WATCH: Final = 300.0
 """Seconds after which a watch is opened again: it may have fallen silent."""
+_POD_GROUPS_INTERVAL: Final = 300.0
 _WATCH_INTERVAL: Final = 0.5
 """Minimum seconds between two watches of the same kind: a proxy may end each of them at once."""
 _BATCH: Final = 100
@@ -111,11 +112,16 @@ class Informer:
 
     async def run(self) -> NoReturn:
         """List and watch until cancelled."""
-        while True:
-            await self._until_possible()
-            why = await self._run_kopf()
-            _log.warning("the watches have ended%s; they begin again in %.0f s", why and f" ({why})", _RESTART_DELAY)
-            await asyncio.sleep(_RESTART_DELAY)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._list_pod_groups_again())
+            while True:
+                await self._until_possible()
+                why = await self._run_kopf()
+                _log.warning(
+                    "the watches have ended%s; they begin again in %.0f s", why and f" ({why})", _RESTART_DELAY
+                )
+                await asyncio.sleep(_RESTART_DELAY)
+        raise AssertionError("unreachable")
 
     async def list(self, resource: Resource, namespace: str | None) -> str:
         """List a kind into the store, trying until it succeeds; return the resource version of the list.
@@ -146,16 +152,31 @@ class Informer:
 
     async def _list(self, resource: Resource, namespace: str | None) -> str:
         if resource == ELASTIC_JOBS:
-            # Not every cluster has these kinds. Only the operator changes its own, so they are not watched.
-            for group in POD_GROUPS.values():
-                try:
-                    await self._list_into_store(group, namespace, LABEL_JOB)
-                except ApiError as error:
-                    if error.not_found:
-                        self._store.keep_only(group, (), sys.maxsize, namespace)
-                    elif error.status != 403:
-                        raise
+            await self._list_pod_groups(namespace)
         return await self._list_into_store(resource, namespace, _WATCHED[resource])
+
+    async def _list_pod_groups(self, namespace: str | None) -> None:
+        for group in POD_GROUPS.values():
+            try:
+                await self._list_into_store(group, namespace, LABEL_JOB)
+            except ApiError as error:
+                if error.not_found:
+                    self._store.keep_only(group, (), sys.maxsize, namespace)
+                elif error.status != 403:
+                    raise
+
+    async def _list_pod_groups_again(self) -> NoReturn:
+        """List PodGroups regularly: not every cluster has these kinds, so they are not watched.
+
+        They may be gone without the operator's doing, as with their definition, when a scheduler is installed again.
+        """
+        while True:
+            await asyncio.sleep(_POD_GROUPS_INTERVAL)
+            for namespace in [each for resource, each in self._listed if resource == ELASTIC_JOBS]:
+                try:
+                    await self._list_pod_groups(namespace)
+                except ClusterError as error:
+                    _log.info("the PodGroups could not be listed again: %s", error)
 
     async def _list_into_store(self, resource: Resource, namespace: str | None, labels: str) -> str:
         uids: set[str] = set()
