@@ -28,6 +28,8 @@ BROKEN_PIPE: Final = 141
 _OUTPUT_ERRORS: Final = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
 """An OSError does not say which file it is about; errors of other files are reported where they occur."""
 
+_UNWRITABLE: Final = "cannot write the output: {}; have it written elsewhere"
+
 _DESCRIPTION = """\
 Run elastic PyTorch training jobs on this machine, from the manifests that Kubernetes takes; show and control jobs here
 or, with -n, --context or --kubeconfig, on a cluster.
@@ -97,20 +99,25 @@ def _installed(distribution: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Execute a command line (by default this process's own), and return its exit code."""
+    if sys.stdout is None:
+        return _complain(_UNWRITABLE.format(os.strerror(errno.EBADF)), FAILED)
     try:
         try:
             return _main(argv)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:
-        _discard_output()
-        return BROKEN_PIPE
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in _OUTPUT_ERRORS:
+        cause: BaseException = error
+        while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
+            cause = cause.exceptions[0]
+        if isinstance(cause, BrokenPipeError):
             _discard_output()
-            return _complain(f"cannot write the output: {error.strerror}; have it written elsewhere", FAILED)
+            return BROKEN_PIPE
+        if isinstance(cause, OSError) and cause.errno in _OUTPUT_ERRORS:
+            _discard_output()
+            return _complain(_UNWRITABLE.format(cause.strerror), FAILED)
         error.add_note("This is a bug in elasticjob: please report it with all of the above.")
         raise
 
