@@ -417,6 +417,7 @@ def test_references_are_resolved_as_by_a_kubelet() -> None:
             {"env": ({"name": "DATA", "value": "x" * (131_071 - 4)},)},
             "no program can be started with the environment variable DATA: it may",
         ),
+        ({"args": tuple(["x" * 100_000] * 6)}, "the spec has more than 512 KiB"),
         ({"template": template(env=[{"name": "A=B"}])}, '"A=B" is not a valid name of an environment variable'),
         *(
             ({"checkpoint": CheckpointSpec(volume)}, "which is not a source of a volume")

@@ -6,6 +6,7 @@ Everything else in a template is checked by the API server when pods are created
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -99,6 +100,9 @@ _LONGEST: Final = 131_071
 
 _TOO_LONG: Final = f"it may have {_LONGEST} bytes, and no NUL; put the value into a file"
 
+_LARGEST: Final = 512 << 10
+"""Bytes of a spec. etcd takes 1.5 MiB in one request, which holds the spec and the applied spec of the status."""
+
 AROUND: Final = 25.0
 """Seconds that a pod has beyond notice and grace: for leaving the store and for final messages."""
 
@@ -121,6 +125,12 @@ def _problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
     yield from _program_problems(spec, worker)
     yield from _variable_problems(spec)
     yield from _template_problems(spec, worker)
+    long = (spec.command, spec.args, spec.env, spec.template, spec.checkpoint.volume)
+    if sum(len(json.dumps(each, default=str)) for each in long) > _LARGEST:
+        yield (
+            f"the spec has more than {_LARGEST >> 10} KiB, and with what the status repeats of it, the job would not "
+            "fit into the cluster's etcd: put what is long into a ConfigMap, or into the image"
+        )
 
 
 def _program_problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
