@@ -332,6 +332,7 @@ class Api:
             if not after:
                 return
             query["continue"] = after
+            del found, items  # or two pages would fill the memory
 
     async def create(self, resource: Resource, namespace: str, body: Json) -> Json:
         """Create an object; unknown and duplicate fields are rejected. Return the object as created."""

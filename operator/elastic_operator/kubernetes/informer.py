@@ -65,6 +65,8 @@ _LONGEST_WATCH: Final = 300.0
 _POD_GROUPS_INTERVAL: Final = 300.0
 _WATCH_INTERVAL: Final = 0.5
 """Minimum seconds between two watches of the same kind: a proxy may end each of them at once."""
+_CONCURRENT_LISTS: Final = 4
+"""A page of large pods takes 50 MB, and all kinds of all namespaces are listed at once."""
 _BATCH: Final = 100
 """Listed objects that are processed before other tasks get their turn."""
 
@@ -98,6 +100,7 @@ class Informer:
         self._base_delay = base_delay
         self._handle_signals = handle_signals
         self._listed: set[tuple[Resource, str | None]] = set()
+        self._list_slots = asyncio.Semaphore(_CONCURRENT_LISTS)
         self._progress = asyncio.Event()
         self._problems: dict[str | None, str] = {}
         """By namespace, why it cannot be listed; with the key None, why nothing can be listed."""
@@ -181,13 +184,14 @@ class Informer:
     async def _list_into_store(self, resource: Resource, namespace: str | None, labels: str) -> str:
         uids: set[str] = set()
         version = ""
-        async with contextlib.aclosing(self._api.pages(resource, namespace, labels=labels)) as pages:
+        async with self._list_slots, contextlib.aclosing(self._api.pages(resource, namespace, labels=labels)) as pages:
             async for items, version in pages:  # noqa: B007 - the version is that of the last page
                 for number, body in enumerate(items, start=1):
                     self._store.put(resource, body)
                     uids.add(body["metadata"]["uid"])
                     if not number % _BATCH:
                         await asyncio.sleep(0)
+                del items  # or two pages would fill the memory
         self._store.keep_only(resource, uids, int(version), namespace)
         return version
 
