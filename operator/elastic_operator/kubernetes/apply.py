@@ -7,6 +7,7 @@ import hashlib
 import logging
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from elastic_operator.api.constants import EventReason, report_name
@@ -332,7 +333,7 @@ class Applier:
         done, batch = 0, 1
         begun = time.monotonic()
         while done < len(pods):
-            bodies = [worker_pod(job, new, self.settings, store=endpoint) for new in pods[done : done + batch]]
+            bodies = (partial(worker_pod, job, new, self.settings, store=endpoint) for new in pods[done : done + batch])
             creates = (self.writer.create(PODS, job, body) for body in bodies)
             results = await asyncio.gather(*creates, return_exceptions=True)
             raise_worst(results)

@@ -129,8 +129,13 @@ class Writer:
                     return
             await asyncio.sleep(delay)
 
-    async def create(self, resource: Resource, job: Job, body: Json) -> None:
+    async def create(self, resource: Resource, job: Job, wanted: Json | Callable[[], Json]) -> None:
         """Create an object that a job owns, unless it exists.
+
+        Args:
+            resource: its kind.
+            job: the owner.
+            wanted: the object, or what makes it when it is its turn, because many wait.
 
         Raises:
             Rejected: it will never be accepted.
@@ -139,6 +144,7 @@ class Writer:
         """
         try:
             async with self._slots[job.namespace]:
+                body = wanted() if callable(wanted) else wanted
                 made = await self._api.create(resource, job.namespace, body)
         except ApiError as error:
             if error.reason != "AlreadyExists":
