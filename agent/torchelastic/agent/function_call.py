@@ -58,8 +58,18 @@ def call_of(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
 
 
 def write_call(scratch: Path, call: bytes) -> None:
-    """Write the call to the agent's scratch folder."""
-    _write(scratch / _CALL, call)
+    """Write the call to the agent's scratch folder.
+
+    Raises:
+        SettingsError: there is no room for it.
+    """
+    try:
+        _write(scratch / _CALL, call)
+    except OSError as error:
+        raise SettingsError(
+            f"What the workers are to call cannot be written below {scratch}: {error.strerror}. Make room there, "
+            "or name another folder in TMPDIR."
+        ) from None
 
 
 def read_results(scratch: Path, round: int, ranks: Iterable[int]) -> dict[int, Any]:

@@ -7,8 +7,9 @@ A watch is a stream that etcd may leave without a byte for ten minutes. A broken
 
 - When the stream has been quiet for half of the limit, the same server must answer a small linearizable read within the
   other half. A server that hangs, is paused, or has lost its majority does not.
-- Only the stream's own connection may be dead, or a proxy may keep it open without its server. A watch that stays quiet
-  for long is therefore made again from the next revision on; no change is lost or reported twice.
+- The kernel watches the stream's own connection (keep-alive and TCP_USER_TIMEOUT), which finds a cut path.
+- A proxy may answer for a server that it has lost. So a watch that stays quiet for long is made again from the next
+  revision on; no change is lost or reported twice.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import socket
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -184,7 +186,9 @@ class EtcdV3Store:
                 request = self._request(endpoint, "/v3/watch", body)
                 return await stack.enter_async_context(request)
 
-            yield _Stream(server, await self._servers.ask(begin, at=server))
+            response = await self._servers.ask(begin, at=server)
+            _break_if_peer_is_silent(response, self._settings.silence_limit)
+            yield _Stream(server, response)
 
     async def _revision(self, prefix: str, *, at: str | None = None) -> int:
         """Return the revision of a server that answers and lets us read the keys below the prefix."""
@@ -376,6 +380,19 @@ def _meaning(where: str, fault: _Fault, *, transient: bool = False) -> StoreErro
     if transient or (fault.code or fault.grpc_code) in _TRANSIENT_CODES:
         return StoreUnavailable(f"{where} cannot answer now: {said}")
     return StoreRefused(f"{where} refuses: {said}")
+
+
+def _break_if_peer_is_silent(response: aiohttp.ClientResponse, limit: float) -> None:
+    """Have the kernel break the connection if its peer's kernel is silent for ``limit`` seconds."""
+    transport = response.connection.transport if response.connection else None
+    if transport is None:
+        return  # it is broken already; reading from it will fail
+    connection = transport.get_extra_info("socket")
+    seconds = max(int(limit / 3), 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, seconds)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit * 1000))
 
 
 def _encoded(key: str) -> bytes:

@@ -189,11 +189,19 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NS",
         help="where the lease is (default: $POD_NAMESPACE, or the namespace of the kubeconfig's context)",
     )
-    election.add_argument("--lease-name", default="elastic-operator", metavar="NAME", help="(default: %(default)s)")
+    election.add_argument(
+        "--lease-name", default="elastic-operator", type=_name, metavar="NAME", help="(default: %(default)s)"
+    )
     connection = top.add_argument_group("the cluster")
     connection.add_argument("--kubeconfig", metavar="PATH", help="(default: $KUBECONFIG, or ~/.kube/config)")
     connection.add_argument("--context", metavar="CONTEXT", help="of the kubeconfig (default: its current one)")
     return top
+
+
+def _name(text: str) -> str:
+    if len(text) > 253 or not all(map(_LABEL.fullmatch, text.split("."))):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid name: small letters, digits, dashes and dots")
+    return text
 
 
 def _namespace(text: str) -> str:

@@ -107,6 +107,7 @@ class EtcdProcess:
             BadInput: it cannot be started at all.
         """
         shutil.rmtree(self.data, ignore_errors=True)
+        self.restarts = 0
         self.port, self._peer_port = free_ports(2)
         try:
             if not await self._serve():
