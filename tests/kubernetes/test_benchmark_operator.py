@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.control_plane, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.control_plane, pytest.mark.simulated_nodes, pytest.mark.timeout(600)]
 
 TINY = (
     *("--pods=3,9", "--repeat=1", "--deletions=2", "--scale=2,6", "--many=4,2"),

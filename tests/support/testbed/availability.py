@@ -15,12 +15,14 @@ from tests.support.testbed.cache import Missing
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-Bed = Literal["control_plane", "node", "etcds", "oldest_etcd", "oldest_torch", "prometheus", "browser"]
+Bed = Literal[
+    "control_plane", "node", "etcds", "oldest_etcd", "oldest_torch", "prometheus", "browser", "simulated_nodes"
+]
 
 EXHAUSTIVE: Final = os.environ.get("TORCHELASTIC_EXHAUSTIVE", "") not in {"", "0"}
 """Whether to run every test, as ``make test-exhaustive`` does."""
 
-ONLY_EXHAUSTIVE: Final[frozenset[Bed]] = frozenset({"oldest_etcd", "oldest_torch"})
+ONLY_EXHAUSTIVE: Final[frozenset[Bed]] = frozenset({"oldest_etcd", "oldest_torch", "simulated_nodes"})
 """Beds that only exhaustive runs use."""
 
 BEDS: Final[Mapping[Bed, str]] = {
@@ -31,6 +33,7 @@ BEDS: Final[Mapping[Bed, str]] = {
     "oldest_torch": "the oldest torch that is supported",
     "prometheus": "a real Prometheus",
     "browser": "a real browser",
+    "simulated_nodes": "simulated nodes (kwok)",
 }
 """The description of each bed; tests have its name as a marker."""
 
@@ -118,6 +121,8 @@ def _needs(bed: Bed) -> Iterator[Step]:
 
             what, is_ready, make = "a browser", browser.is_ready, browser.browser
             yield Step(what=what, lane="downloads", minutes=1, is_ready=is_ready, make=make)
+        case "simulated_nodes":
+            yield from _programs("kwok")
         case "control_plane" | "node":
             if bed == "node":
                 from tests.support.testbed import node
