@@ -1,8 +1,8 @@
-"""A small cluster in memory: what is true, what an observer may see of it, and what no plan may do to it.
+"""A simulated cluster in memory, for the model-based tests of the plan.
 
-Pods that start, die in all ways, linger, are evicted and deleted; nodes that fall silent; agents that form rounds and
-end the run; a store that cannot be read or loses its keys; an API server that refuses what the spec asks for, or has no
-room for it. The model-based tests of the plan drive it.
+Its pods start, fail, stay Terminating, are evicted and deleted; its nodes become unreachable; its agents form rounds
+and end the run; its store becomes unreadable or loses its keys; its API server rejects pods, or has an exhausted quota.
+It records the states that an observer may see, and checks every plan that is applied.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ if TYPE_CHECKING:
     from elastic_operator.controller.model import NewPod, Removal
 
 NODES: Final = ("node-0", "node-1", "node-2")
-BY_THE_OPERATOR: Final = (Reason.POD_FAILURES, Reason.POD_FAILURE_POLICY, Reason.DEADLINE_EXCEEDED)
-"""Endings that the operator itself decides on; those count the pods that have died."""
+DECIDED_BY_OPERATOR: Final = (Reason.POD_FAILURES, Reason.POD_FAILURE_POLICY, Reason.DEADLINE_EXCEEDED)
+"""Reasons for a finished job that the operator itself decides on; with these, failed pods are counted."""
 
 
 class OperatorKilledError(Exception):
-    """The operator died between two writes."""
+    """The operator was killed between two writes."""
 
 
-class NotTakenError(Exception):
-    """The API server did not take a pod."""
+class PodRejectedError(Exception):
+    """The API server rejected a pod."""
 
 
 class ConflictError(Exception):
-    """The job is not the one any more that the plan was made for."""
+    """The job has changed since the plan was made."""
 
 
 @dataclass
 class Store:
-    """The job's keys."""
+    """The keys of the job in its etcd."""
 
     readable: bool = True
     size: SizeRecord | None = None
@@ -73,27 +73,27 @@ def is_live(pod: Pod) -> bool:
 
 
 def runs(pod: Pod) -> bool:
-    """Whether an agent may still be there: not where the node is lost."""
+    """Whether the pod's agent may still run: if its node is lost, it does not."""
     return not pod.phase.ended and not (pod.terminating and pod.termination_cause is TerminationCause.NODE_LOST)
 
 
 def finish_reason(status: JobStatus) -> str:
-    """Why the job has finished; empty where it has not."""
+    """The reason why the job has finished; empty if it has not."""
     reasons = [each.reason for each in status.conditions if each.type == ConditionType.FINISHED and each.status]
     return reasons[0] if reasons else ""
 
 
 def rule_for(pod: Pod, rules: tuple[FailureRule, ...]) -> FailureRule | None:
-    """The first rule that fits a pod that has not ended well."""
+    """The first rule that matches a failed or disrupted pod."""
     for rule in rules:
-        condition_fits = any(pod.conditions.get(each.type) == each.status for each in rule.pod_conditions)
-        if condition_fits or rule.pod_reasons & pod.reasons:
+        condition_matches = any(pod.conditions.get(each.type) == each.status for each in rule.pod_conditions)
+        if condition_matches or rule.pod_reasons & pod.reasons:
             return rule
     return None
 
 
 def is_charged(pod: Pod, rules: tuple[FailureRule, ...]) -> bool:
-    """Whether the end of a pod that has not ended well costs anything, said in another way than the plan does."""
+    """Whether a failed or disrupted pod is charged; the plan computes the same differently."""
     died = pod_end(pod) is PodEnd.FAILED
     if died or pod_end(pod) is PodEnd.DISRUPTED or (pod.termination_cause is not None and pod_end(pod) is PodEnd.LEFT):
         rule = rule_for(pod, rules)
@@ -102,7 +102,7 @@ def is_charged(pod: Pod, rules: tuple[FailureRule, ...]) -> bool:
 
 
 class SimulatedCluster:
-    """What is true, what an observer may see of it, and what the plan promised."""
+    """The state of the cluster, the recorded states that an observer may see, and the checks of plans."""
 
     def __init__(self, job: Job) -> None:
         self.now = NOW
@@ -110,32 +110,32 @@ class SimulatedCluster:
         self.pods: dict[str, Pod] = {}
         self.store = Store()
         self.etcd = False
-        self.group: int | None = None
-        self.guard: int | None = None
+        self.pod_group: int | None = None
+        self.disruption_budget: int | None = None
         self.report: Report | None = None
         self.deleted = False
         self.run_ended: OutcomeState | None = None
-        self.endings: set[OutcomeState] = set()
-        self.made_from: dict[str, ElasticJobSpec] = {}
+        self.outcomes: set[OutcomeState] = set()
+        self.applied_specs: dict[str, ElasticJobSpec] = {}
         self.known_round: dict[str, int] = {}
-        self.last_words_on_rounds = 0
-        self.refused_input = False
+        self.round_at_suspension = 0
+        self.had_bad_input = False
         self.no_agent = False
-        self.refuses = False
-        self.full = False
-        self.refusal: tuple[int, str] | None = None
+        self.rejects_pods = False
+        self.quota_exhausted = False
+        self.rejection: tuple[int, str] | None = None
         self.blocked: str | None = None
-        self.deaths_seen: set[str] = set()
-        self.past_seen: set[str] = set()
-        self.sent_away: set[str] = set()
-        self.seen: list[tuple[Job, Observed]] = []
+        self.counted_failures: set[str] = set()
+        self.counted_pods: set[str] = set()
+        self.removed: set[str] = set()
+        self.recorded: list[tuple[Job, Observed]] = []
         self._uids = itertools.count()
-        self.look()
+        self.record_state()
 
-    # -- what can be seen
+    # -- observation
 
-    def look(self) -> None:
-        """Remember how the world looks now: an observer may still see this later on."""
+    def record_state(self) -> None:
+        """Record the present state, which an observer may see now or later."""
         store = self.store
         readable = store.readable and self.etcd
         observed = Observed(
@@ -145,60 +145,62 @@ class SimulatedCluster:
             round=store.round if readable else None,
             outcome=store.outcome if readable else None,
             size=store.size if readable else None,
-            rejected=self.refusal[1] if self.refusal is not None and self.refusal[0] == self.job.generation else None,
+            rejected=self.rejection[1]
+            if self.rejection is not None and self.rejection[0] == self.job.generation
+            else None,
             blocked=self.blocked,
         )
-        self.seen.append((self.job, observed))
+        self.recorded.append((self.job, observed))
 
     def observe(self, lateness: int = 0) -> tuple[Job, Observed]:
-        """The world as it was some changes ago, but not before what was seen or written last."""
-        index = max(len(self.seen) - 1 - lateness, 0)
-        del self.seen[:index]
-        return self.seen[0]
+        """The state some changes ago, but never an earlier one than that of the last observation or write."""
+        index = max(len(self.recorded) - 1 - lateness, 0)
+        del self.recorded[:index]
+        return self.recorded[0]
 
-    # -- carrying out a plan
+    # -- applying a plan
 
     def apply(self, job: Job, observed: Observed, todo: Plan, writes: int = 1_000_000) -> None:
-        """Carry out the plan.
+        """Apply the plan.
 
         Args:
-            job: what the plan was made for.
-            observed: likewise.
+            job: the job that the plan was made for.
+            observed: the observation that the plan was made for.
             todo: the plan.
-            writes: after so many of them the operator is killed.
+            writes: the number of writes after which the operator is killed.
 
         Raises:
-            ConflictError: the job is another by now; nothing was done.
-            OperatorKilledError: after some of the writes.
+            ConflictError: the job has changed since the plan was made; nothing was written.
+            OperatorKilledError: the operator was killed after this number of writes.
         """
         changes_the_job = todo.replicas is not None or todo.status is not None
         if changes_the_job and (job.generation, job.status) != (self.job.generation, self.job.status):
             raise ConflictError
         assert len({removal.uid for removal in todo.remove}) == len(todo.remove), "a pod is removed twice"
         steps: list[Callable[[], None]] = [
-            lambda: self._keep_report(todo),
+            lambda: self._store_report(todo),
             lambda: self._write_replicas(todo.replicas),
             lambda: self._write_status(job, observed, todo),
-            lambda: self._keep_etcd(todo),
-            lambda: self._keep_together(todo),
+            lambda: self._apply_etcd(todo),
+            lambda: self._apply_group_and_budget(todo),
             lambda: self._write_size(todo.size),
             *(partial(self._remove, removal) for removal in todo.remove),
             *(partial(self._create, job, observed, todo, new) for new in todo.create),
             lambda: self._delete_job(todo),
         ]
-        with contextlib.suppress(NotTakenError):
+        with contextlib.suppress(PodRejectedError):
             for step in steps[:writes]:
                 step()
         if writes < len(steps):
             raise OperatorKilledError
-        self.look()
-        self.seen = self.seen[-1:]  # what it wrote itself, the operator sees
+        self.record_state()
+        self.recorded = self.recorded[-1:]  # the operator sees its own writes
 
-    def forget(self) -> None:
-        """Another operator begins, which has not asked the API server for anything yet."""
-        self.refusal = self.blocked = None
+    def forget_responses(self) -> None:
+        """Start another operator, which has not sent any request to the API server yet."""
+        self.rejection = self.blocked = None
 
-    def _keep_report(self, todo: Plan) -> None:
+    def _store_report(self, todo: Plan) -> None:
         self.report = todo.report or self.report
 
     def _write_replicas(self, replicas: int | None) -> None:
@@ -212,33 +214,37 @@ class SimulatedCluster:
             self._check_ending(job, todo.status)
             self.job = replace(self.job, status=todo.status)
             if todo.status.state is JobState.SUSPENDED:
-                self.last_words_on_rounds = todo.status.round
+                self.round_at_suspension = todo.status.round
 
-    def _keep_etcd(self, todo: Plan) -> None:
+    def _apply_etcd(self, todo: Plan) -> None:
         if self.etcd and not todo.etcd:
             self.store = Store(readable=self.store.readable)
-            heard = self.run_ended is None or self.job.status.state.finished or self.job.deleting
-            assert heard, "a store goes before anybody has read in it that the run has ended"
+            outcome_known = self.run_ended is None or self.job.status.state.finished or self.job.deleting
+            assert outcome_known, "etcd is deleted before the operator has read that the run has ended"
             if self.job.status.state.finished and not todo.delete_job and not self.job.deleting:
-                assert self.report is not None, "a store goes before what is known of the run was kept"
+                assert self.report is not None, "etcd is deleted before the report is stored"
                 assert (self.report.state, self.report.time_breakdown) == (
                     self.job.status.state,
                     self.job.status.time_breakdown,
                 )
         self.etcd = todo.etcd
 
-    def _keep_together(self, todo: Plan) -> None:
-        over = self.job.status.state.finished or self.job.status.state is JobState.SUSPENDED or self.job.deleting
-        assert not over or (todo.min_member, todo.min_available) == (None, None), "something is kept for nobody"
-        self.group, self.guard = todo.min_member, todo.min_available
+    def _apply_group_and_budget(self, todo: Plan) -> None:
+        needs_no_pods = (
+            self.job.status.state.finished or self.job.status.state is JobState.SUSPENDED or self.job.deleting
+        )
+        assert not needs_no_pods or (todo.min_member, todo.min_available) == (None, None), (
+            "a PodGroup or PodDisruptionBudget is kept for a job without pods"
+        )
+        self.pod_group, self.disruption_budget = todo.min_member, todo.min_available
 
     def _delete_job(self, todo: Plan) -> None:
         if todo.delete_job:
             spec, status = self.job.spec, self.job.status
-            assert status.state.finished, "a job is removed that has not finished"
+            assert status.state.finished, "a job that has not finished is deleted"
             assert status.completed is not None
             assert spec.ttl_after_finished is not None
-            assert self.now >= status.completed + spec.ttl_after_finished, "a job is removed before its time"
+            assert self.now >= status.completed + spec.ttl_after_finished, "a job is deleted before its TTL has expired"
             self.deleted = True
             self.job = replace(self.job, deleting=True)
 
@@ -250,37 +256,37 @@ class SimulatedCluster:
     def _remove(self, removal: Removal) -> None:
         if (pod := self.pods.get(removal.uid)) is not None:
             finished = self.job.status.state.finished
-            assert finished or pod.uid in self.job.status.counted_pod_uids, (
-                "a pod is removed before it is accounted for"
-            )
+            assert finished or pod.uid in self.job.status.counted_pod_uids, "a pod is removed before it is counted"
             self.delete(pod)
 
     def _create(self, job: Job, observed: Observed, todo: Plan, new: NewPod) -> None:
         if any(pod.name == new.name for pod in self.pods.values()):
             return
         status = self.job.status
-        assert not status.state.finished, "a pod is made after the end"
-        assert not job.spec.suspend, "a pod is made of a job that is suspended"
-        assert status.state is not JobState.SUSPENDED, "a pod is made before it is said that the job is resumed"
-        assert observed.outcome is None, "a pod is made though the run has ended"
+        assert not status.state.finished, "a pod of a finished job is created"
+        assert not job.spec.suspend, "a pod of a suspended job is created"
+        assert status.state is not JobState.SUSPENDED, "a pod is created before the status says that the job is resumed"
+        assert observed.outcome is None, "a pod is created although the run has ended"
         had_pods = job.status.size_generation > 0
-        knew = observed.store_read or any(is_live(pod) for pod in observed.pods) or not had_pods
-        assert knew, "a pod is made though the run may have ended"
-        assert self.run_ended is None or self.etcd, "a pod is made that cannot learn that the run has ended"
-        assert status.applied_spec is not None, "a pod is made before it is said of what"
+        run_continues = observed.store_read or any(is_live(pod) for pod in observed.pods) or not had_pods
+        assert run_continues, "a pod is created although the run may have ended"
+        assert self.run_ended is None or self.etcd, "a pod that cannot read the outcome of the run is created"
+        assert status.applied_spec is not None, "a pod is created before the applied spec is in the status"
         assert new.excluded == status.excluded_nodes
-        assert self.group == (job.spec.min_replicas if job.spec.scheduling.gang else None), "a gang has no group"
-        told = new.resume.round if new.resume is not None else 0
-        assert told >= self.last_words_on_rounds, "the rounds before the suspension are forgotten"
+        assert self.pod_group == (job.spec.min_replicas if job.spec.scheduling.gang else None), (
+            "a gang-scheduled pod is created without its PodGroup"
+        )
+        known_round = new.resume.round if new.resume is not None else 0
+        assert known_round >= self.round_at_suspension, "the resume record lacks the rounds before the suspension"
         live = [pod for pod in self.pods.values() if is_live(pod)]
         spec = with_applied_spec(job, todo).spec
-        assert all(self.made_from[pod.uid].args == spec.args for pod in live), "two kinds of pods"
-        assert all(pod.index != new.index for pod in live), "two live pods in one place"
+        assert all(self.applied_specs[pod.uid].args == spec.args for pod in live), "live pods run different programs"
+        assert all(pod.index != new.index for pod in live), "two live pods have the same index"
         assert len(live) < job.spec.max_replicas, "more live pods than the maximum"
-        assert observed.rejected is None, "what was refused is asked for again"
-        self._ask_for_room()
+        assert observed.rejected is None, "a rejected pod is created again"
+        self._admit()
         uid = f"uid-{next(self._uids)}"
-        made = float(int(self.now))  # no cluster counts in less than seconds
+        made = float(int(self.now))  # Kubernetes stores times in whole seconds
         pod = Pod(
             new.name,
             uid,
@@ -292,34 +298,36 @@ class SimulatedCluster:
             failed=new.failed,
         )
         self.pods[uid] = pod
-        self.made_from[uid] = spec
-        self.known_round[uid] = told
+        self.applied_specs[uid] = spec
+        self.known_round[uid] = known_round
 
-    def _ask_for_room(self) -> None:
-        self.refusal = (self.job.generation, "the spec asks for what is not there") if self.refuses else None
-        self.blocked = f"exceeded quota at {self.now}" if self.full and not self.refuses else None
-        if self.refuses or self.full:
-            raise NotTakenError
+    def _admit(self) -> None:
+        self.rejection = (self.job.generation, "the spec is unacceptable") if self.rejects_pods else None
+        self.blocked = f"exceeded quota at {self.now}" if self.quota_exhausted and not self.rejects_pods else None
+        if self.rejects_pods or self.quota_exhausted:
+            raise PodRejectedError
 
     def _check_charges(self, job: Job, observed: Observed, todo: Plan, status: JobStatus) -> None:
         reason = finish_reason(status)
-        if job.status.state.finished or (reason and reason not in BY_THE_OPERATOR):
+        if job.status.state.finished or (reason and reason not in DECIDED_BY_OPERATOR):
             assert status.pod_failures == job.status.pod_failures
             return
         rules = with_applied_spec(job).spec.failure_rules
         for pod in observed.pods:
-            if not is_live(pod) and pod.uid not in self.past_seen:
-                charged = pod.uid not in self.sent_away and is_charged(pod, rules)
+            if not is_live(pod) and pod.uid not in self.counted_pods:
+                charged = pod.uid not in self.removed and is_charged(pod, rules)
                 unread = observed.etcd is EtcdState.READY and not observed.store_read
                 if charged and pod.phase.ended and unread:
-                    continue  # the run may have ended before
-                self.past_seen.add(pod.uid)
+                    continue  # the run may have ended before the pod
+                self.counted_pods.add(pod.uid)
                 if charged:
-                    self.deaths_seen.add(pod.uid)
-        self.sent_away = (self.sent_away & status.counted_pod_uids) | {removal.uid for removal in todo.remove}
-        assert status.pod_failures == len(self.deaths_seen), "a charge is lost or doubled"
+                    self.counted_failures.add(pod.uid)
+        self.removed = (self.removed & status.counted_pod_uids) | {removal.uid for removal in todo.remove}
+        assert status.pod_failures == len(self.counted_failures), "a failed pod is not counted, or counted twice"
         if not status.state.finished:
-            assert status.pod_failures <= max(job.spec.backoff_limit, job.status.pod_failures), "the budget is exceeded"
+            assert status.pod_failures <= max(job.spec.backoff_limit, job.status.pod_failures), (
+                "the backoff limit is exceeded"
+            )
 
     def _check_ending(self, job: Job, status: JobStatus) -> None:
         if job.status.state.finished or not status.state.finished:
@@ -329,13 +337,13 @@ class SimulatedCluster:
                 assert not job.spec.suspend
                 assert job.status.active is not None
                 assert job.spec.active_deadline is not None
-                assert self.now >= job.status.active + job.spec.active_deadline, "the job had more time"
+                assert self.now >= job.status.active + job.spec.active_deadline, "the job fails before its deadline"
             case Reason.POD_FAILURES:
                 assert status.pod_failures > job.spec.backoff_limit
             case Reason.POD_FAILURE_POLICY:
                 assert any(rule.action is FailureAction.FAIL_JOB for rule in with_applied_spec(job).spec.failure_rules)
 
-    # -- what happens to pods
+    # -- events of pods
 
     def change(self, pod: Pod, **fields: object) -> None:
         self.pods[pod.uid] = replace(pod, **fields)  # type: ignore[arg-type]
@@ -352,7 +360,7 @@ class SimulatedCluster:
             self.change(pod, terminating=True, ready=False)
 
     def disrupt(self, pod: Pod, termination_cause: TerminationCause) -> None:
-        """What Kubernetes does to pods that are in the way, or whose node is full, or silent."""
+        """Disrupt a pod: preempt it, reject it at its node, or lose its node."""
         if termination_cause is TerminationCause.NOT_ADMITTED:
             self.change(
                 pod,
@@ -368,7 +376,7 @@ class SimulatedCluster:
         self.pods[pod.uid] = replace(disrupted, terminating=True)
 
     def evict(self, pod: Pod) -> None:
-        """What a kubelet does that is short of something."""
+        """Evict a pod, as a kubelet under resource pressure does."""
         marks = {
             "termination_cause": TerminationCause.DISRUPTED,
             "reasons": frozenset({"Evicted"}),
@@ -377,20 +385,20 @@ class SimulatedCluster:
         self.end(pod, None, **marks)
 
     def finish_deletions(self) -> None:
-        """Pods that go are gone, but for those whose node does not answer."""
+        """Remove all terminating pods, except those on lost nodes."""
         self.pods = {
             uid: pod
             for uid, pod in self.pods.items()
             if not pod.terminating or pod.termination_cause is TerminationCause.NODE_LOST
         }
 
-    # -- what agents do
+    # -- actions of agents
 
     def serving(self) -> list[Pod]:
         return [pod for pod in self.pods.values() if pod.phase is PodPhase.RUNNING and not pod.terminating]
 
-    def agents_form_an_round(self) -> None:
-        """The agents know the highest generation of those that they were started with and that of the store."""
+    def agents_form_a_round(self) -> None:
+        """Form a round of the newest size that the agents know from the store or from their start."""
         serving = self.serving()
         sizes = [pod.size for pod in serving if pod.size] + ([self.store.size] if self.store.size else [])
         if not (self.store.readable and self.etcd and sizes) or self.run_ended is not None:
@@ -411,10 +419,10 @@ class SimulatedCluster:
             members = [pod for pod in self.serving() if f"{pod.name}.1" in round.nodes]
             if members:
                 self.run_ended = state
-                self.endings.add(state)
+                self.outcomes.add(state)
                 self.store.outcome = success() if state is OutcomeState.SUCCEEDED else failure("no restart is left")
 
-    def agents_hear_of_the_end(self, pod: Pod, *, sidecars_running: bool) -> None:
+    def agent_exits_with_the_outcome(self, pod: Pod, *, sidecars_running: bool) -> None:
         if self.run_ended is OutcomeState.SUCCEEDED:
             self.end(pod, ExitCode.SUCCEEDED, sidecars_running=sidecars_running)
         elif self.run_ended is OutcomeState.FAILED:
