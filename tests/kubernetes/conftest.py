@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support.cluster_user import ROOT, User
-from tests.support.operator_place import Place
+from tests.support.operator_namespace import OperatorNamespace
 from tests.support.testbed import user_cluster
 from tests.support.testbed.cache import Missing
 from tests.support.testbed.collection import MISSING
@@ -61,16 +61,16 @@ async def api(cluster_with_crd: Cluster) -> AsyncIterator[WatchingApi]:
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def place(api: WatchingApi, cluster_with_crd: Cluster) -> AsyncIterator[Place]:
-    """A namespace for one test, without an operator yet."""
+async def ns(api: WatchingApi, cluster_with_crd: Cluster) -> AsyncIterator[OperatorNamespace]:
+    """A namespace for one test, without an operator."""
     async with cluster_with_crd.namespace() as name:
-        yield Place(api, cluster_with_crd, name)
+        yield OperatorNamespace(api, cluster_with_crd, name)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def operator(place: Place, tmp_path: Path) -> AsyncIterator[OperatorProcess]:
+async def operator(ns: OperatorNamespace, tmp_path: Path) -> AsyncIterator[OperatorProcess]:
     """An operator for the test's namespace."""
-    async with place.operator(tmp_path) as operator:
+    async with ns.operator(tmp_path) as operator:
         yield operator
 
 
@@ -94,10 +94,10 @@ async def node(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Co
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def installed(node: Node) -> AsyncIterator[Node]:
     """The Kubernetes with one node, with the operator installed as in the README."""
-    place = ("elastic-operator", "--namespace", "elastic-system")
-    await node.run("helm", "install", *place, str(ROOT / "charts"), "--create-namespace", "--wait", timeout=180)
+    release = ("elastic-operator", "--namespace", "elastic-system")
+    await node.run("helm", "install", *release, str(ROOT / "charts"), "--create-namespace", "--wait", timeout=180)
     yield node
-    await node.run("helm", "uninstall", *place, "--wait", timeout=120)
+    await node.run("helm", "uninstall", *release, "--wait", timeout=120)
     await node.kubectl("delete", "crd", "elasticjobs.elastic.pytorch.org", "--ignore-not-found")
 
 

@@ -29,7 +29,7 @@ from elastic_operator.kubernetes.client import (
 )
 from tests.support.audit import AuditLog
 from tests.support.definitions import pod_groups_defined
-from tests.support.operator_place import Place, conditions, holds, index_of, live, run_keys
+from tests.support.operator_namespace import OperatorNamespace, conditions, holds, index_of, live, run_keys
 from tests.support.prometheus import prometheus_command, promtool
 from tests.support.testbed.control_plane import ControlPlane
 from tests.support.watching_api import WatchingApi
@@ -548,105 +548,105 @@ async def test_the_operators_permissions_are_sufficient_and_all_used(
         running_operator(helm, log),
         await WatchingApi.from_kubeconfig(str(helm.cluster.kubeconfig)) as api,
     ):
-        place = Place(api, helm.cluster, helm.namespace, restricted=True)
-        await from_apply_to_delete(helm, place)
-        await a_gang(place, "SchedulerPlugins", SCHEDULER_PLUGINS_GROUPS, etcd)
-        await a_gang(place, "Volcano", VOLCANO_GROUPS, etcd)
-        await a_job_that_rests(place, etcd)
-        await a_job_that_needs_a_secret_and_goes_by_itself(place, etcd)
-        await a_job_whose_pod_does_not_start(place, etcd)
+        ns = OperatorNamespace(api, helm.cluster, helm.namespace, restricted=True)
+        await from_apply_to_delete(helm, ns)
+        await a_gang(ns, "SchedulerPlugins", SCHEDULER_PLUGINS_GROUPS, etcd)
+        await a_gang(ns, "Volcano", VOLCANO_GROUPS, etcd)
+        await a_job_that_rests(ns, etcd)
+        await a_job_that_needs_a_secret_and_goes_by_itself(ns, etcd)
+        await a_job_whose_pod_does_not_start(ns, etcd)
     assert "forbidden" not in log.read_text().lower()
     assert helm.audit.refused(helm.namespace, RELEASE) == set()
     assert helm.audit.used(helm.namespace, RELEASE) == {right[:3] for right in granted}
 
 
-async def from_apply_to_delete(helm: Helm, place: Place) -> None:
+async def from_apply_to_delete(helm: Helm, ns: OperatorNamespace) -> None:
     """A job that loses a pod, shrinks, succeeds, and is deleted by hand."""
-    await place.apply("rounds", maxReplicas=2, disruptionBudget=True)
-    pods = await place.pods(2, "rounds")
+    await ns.apply("rounds", maxReplicas=2, disruptionBudget=True)
+    pods = await ns.wait_for_pods(2, "rounds")
     gone, stays = sorted(pods, key=lambda name: index_of(pods[name]))
-    await place.until(DEPLOYMENTS, lambda found: "rounds-etcd" in found)
+    await ns.wait_for(DEPLOYMENTS, lambda found: "rounds-etcd" in found)
     await helm.kubectl("delete", "pod", gone)
-    await place.until(PODS, lambda found: gone not in found and len(live(found)) == 2, labels=worker_selector("rounds"))
+    await ns.wait_for(PODS, lambda found: gone not in found and len(live(found)) == 2, labels=worker_selector("rounds"))
 
-    await place.until(DISRUPTION_BUDGETS, lambda found: "rounds-workers" in found)
-    await place.change("rounds", minReplicas=2)
-    await place.until(DISRUPTION_BUDGETS, lambda found: found["rounds-workers"]["spec"]["minAvailable"] == 2)
-    await place.change("rounds", minReplicas=1)
+    await ns.wait_for(DISRUPTION_BUDGETS, lambda found: "rounds-workers" in found)
+    await ns.change("rounds", minReplicas=2)
+    await ns.wait_for(DISRUPTION_BUDGETS, lambda found: found["rounds-workers"]["spec"]["minAvailable"] == 2)
+    await ns.change("rounds", minReplicas=1)
     await helm.kubectl("scale", "elasticjob/rounds", "--replicas=1")
-    (left,) = await place.pods(1, "rounds")
+    (left,) = await ns.wait_for_pods(1, "rounds")
     assert left != stays
-    await place.until(PODS, lambda found: stays not in found)
+    await ns.wait_for(PODS, lambda found: stays not in found)
     told = (await helm.kubectl("describe", "elasticjob/rounds")).stdout
     assert "was deleted" in told
     assert "scaled from 2 to 1 pod" in told
 
-    await place.ends(left, 0)
+    await ns.report_ended(left, 0)
     for kind in (DISRUPTION_BUDGETS, DEPLOYMENTS, SERVICES):
-        await place.until(kind, lambda found: not any(name.startswith("rounds") for name in found))
+        await ns.wait_for(kind, lambda found: not any(name.startswith("rounds") for name in found))
     await helm.kubectl("delete", "elasticjob/rounds")
 
 
-async def a_gang(place: Place, gang: str, groups: Resource, etcd: EtcdServer) -> None:
+async def a_gang(ns: OperatorNamespace, gang: str, groups: Resource, etcd: EtcdServer) -> None:
     """A job with a PodGroup, which follows its minimum and goes when it is suspended."""
     name = gang.lower()
     outside = {"endpoint": etcd.endpoint}
-    await place.apply(name, schedulingPolicy={"gang": gang}, etcd=outside, template={})
-    await place.until(groups, lambda found: name in found)
-    await place.change(name, minReplicas=2)
-    await place.until(groups, lambda found: found[name]["spec"]["minMember"] == 2)
-    await place.change(name, suspend=True)
-    await place.until(groups, lambda found: not found)
-    await place.api.delete(ELASTIC_JOBS, place.namespace, name)
+    await ns.apply(name, schedulingPolicy={"gang": gang}, etcd=outside, template={})
+    await ns.wait_for(groups, lambda found: name in found)
+    await ns.change(name, minReplicas=2)
+    await ns.wait_for(groups, lambda found: found[name]["spec"]["minMember"] == 2)
+    await ns.change(name, suspend=True)
+    await ns.wait_for(groups, lambda found: not found)
+    await ns.api.delete(ELASTIC_JOBS, ns.name, name)
 
 
-async def a_job_that_rests(place: Place, etcd: EtcdServer) -> None:
+async def a_job_that_rests(ns: OperatorNamespace, etcd: EtcdServer) -> None:
     """A job that is suspended after a round, so that its report is stored, and extended at its end.
 
     Its agent has found a port for its metrics itself.
     """
-    job = await place.apply("rests", etcd={"endpoint": etcd.endpoint}, replicas=1, metricsPort=0)
-    (pod,) = await place.pods(1, "rests")
+    job = await ns.apply("rests", etcd={"endpoint": etcd.endpoint}, replicas=1, metricsPort=0)
+    (pod,) = await ns.wait_for_pods(1, "rests")
     async with etcd.connected() as store:
         past = PastRound(number=1, began=1_700_000_000.0, nodes=1)
         await store.put(run_keys(job).history, encode(HistoryRecord(rounds=(past,))))
-        await place.train(store, job, pod, metrics=40123)
-    await place.job(lambda status: status.get("round") == 1, "rests")
+        await ns.report_round(store, job, pod, metrics=40123)
+    await ns.wait_for_job(lambda status: status.get("round") == 1, "rests")
     noted = ("elastic.pytorch.org/metrics-port", "40123")
-    await place.until(PODS, lambda found: noted in found[pod]["metadata"].get("annotations", {}).items())
-    await place.change("rests", suspend=True)
-    await place.until(CONFIG_MAPS, lambda found: "rests-report" in found)
-    await place.job(lambda status: holds(status, "Suspended"), "rests")
-    await place.change("rests", suspend=False)
-    (pod,) = await place.pods(1, "rests")
-    await place.ends(pod, 0)
-    await place.job(lambda status: holds(status, "Succeeded"), "rests")
-    reports = await place.until(CONFIG_MAPS, lambda found: "Succeeded" in str(found["rests-report"]["data"]))
+    await ns.wait_for(PODS, lambda found: noted in found[pod]["metadata"].get("annotations", {}).items())
+    await ns.change("rests", suspend=True)
+    await ns.wait_for(CONFIG_MAPS, lambda found: "rests-report" in found)
+    await ns.wait_for_job(lambda status: holds(status, "Suspended"), "rests")
+    await ns.change("rests", suspend=False)
+    (pod,) = await ns.wait_for_pods(1, "rests")
+    await ns.report_ended(pod, 0)
+    await ns.wait_for_job(lambda status: holds(status, "Succeeded"), "rests")
+    reports = await ns.wait_for(CONFIG_MAPS, lambda found: "Succeeded" in str(found["rests-report"]["data"]))
     kept = json.loads(reports["rests-report"]["data"]["report.json"])
     assert [round["number"] for round in kept["rounds"]] == [1]
-    await place.api.delete(ELASTIC_JOBS, place.namespace, "rests")
+    await ns.api.delete(ELASTIC_JOBS, ns.name, "rests")
 
 
-async def a_job_that_needs_a_secret_and_goes_by_itself(place: Place, etcd: EtcdServer) -> None:
+async def a_job_that_needs_a_secret_and_goes_by_itself(ns: OperatorNamespace, etcd: EtcdServer) -> None:
     """A job whose etcd requires credentials from a missing Secret, and that is deleted when it has finished."""
     outside = {"endpoint": f"https://{etcd.endpoint}", "tlsSecret": "nobody-has-made-it"}
-    await place.apply("brief", etcd=outside, ttlSecondsAfterFinished=0, replicas=1)
-    (pod,) = await place.pods(1, "brief")
-    await place.ends(pod, 0)
-    await place.until(ELASTIC_JOBS, lambda found: "brief" not in found)
+    await ns.apply("brief", etcd=outside, ttlSecondsAfterFinished=0, replicas=1)
+    (pod,) = await ns.wait_for_pods(1, "brief")
+    await ns.report_ended(pod, 0)
+    await ns.wait_for(ELASTIC_JOBS, lambda found: "brief" not in found)
 
 
-async def a_job_whose_pod_does_not_start(place: Place, etcd: EtcdServer) -> None:
+async def a_job_whose_pod_does_not_start(ns: OperatorNamespace, etcd: EtcdServer) -> None:
     """A job with a pod whose problem is reported by an event alone."""
-    await place.apply("stuck", etcd={"endpoint": etcd.endpoint}, template={"spec": {"nodeName": "away"}}, replicas=1)
-    ((name, pod),) = (await place.pods(1, "stuck")).items()
+    await ns.apply("stuck", etcd={"endpoint": etcd.endpoint}, template={"spec": {"nodeName": "away"}}, replicas=1)
+    ((name, pod),) = (await ns.wait_for_pods(1, "stuck")).items()
     event = {
         "apiVersion": "v1",
         "kind": "Event",
-        "metadata": {"name": name, "namespace": place.namespace},
+        "metadata": {"name": name, "namespace": ns.name},
         "involvedObject": {
             "kind": "Pod",
-            "namespace": place.namespace,
+            "namespace": ns.name,
             "name": name,
             "uid": pod["metadata"]["uid"],
         },
@@ -656,11 +656,11 @@ async def a_job_whose_pod_does_not_start(place: Place, etcd: EtcdServer) -> None
         "source": {"component": "kubelet"},
         "lastTimestamp": "2026-01-01T00:00:00Z",
     }
-    await place.api.create(EVENTS, place.namespace, event)
+    await ns.api.create(EVENTS, ns.name, event)
     why = f"{event['message']}; create it, or name another one in spec.template"
     told = f"0 of at least 1 pod are ready; {name} is not ready yet: {why}"
-    await place.job(lambda status: conditions(status).get("Waiting", {}).get("message") == told, "stuck")
-    await place.api.delete(ELASTIC_JOBS, place.namespace, "stuck")
+    await ns.wait_for_job(lambda status: conditions(status).get("Waiting", {}).get("message") == told, "stuck")
+    await ns.api.delete(ELASTIC_JOBS, ns.name, "stuck")
 
 
 async def test_namespace_viewers_and_editors_have_the_same_access_to_jobs(helm: Helm) -> None:

@@ -14,7 +14,7 @@ from elastic_operator.api.status import JobStatus, status_to_json
 from elastic_operator.manifest import crd
 from tests.support import any_job
 from tests.support.api_server import Answer, ElasticJobs
-from tests.support.operator_place import manifest as job
+from tests.support.operator_namespace import manifest as job
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -11,7 +11,7 @@ import pytest_asyncio
 import yaml
 
 from elastic_operator.manifest import crd
-from tests.support.operator_place import manifest as job
+from tests.support.operator_namespace import manifest as job
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

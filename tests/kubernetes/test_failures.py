@@ -73,7 +73,7 @@ if os.environ["RANK"] == "3":
 {WAITS}
 """
     await user.apply(a_job("fails", program, replicas=2, minReplicas=2, nprocPerNode=2, maxRestarts=0))
-    status = (await user.sees("fails", lambda status: bool(said(status, "Failed"))))["status"]
+    status = (await user.wait_for_status("fails", lambda status: bool(said(status, "Failed"))))["status"]
     assert re.search(r"rank 3 on fails-[01]-\w+: ValueError: no such digit: 11", said(status, "Failed"))
     assert "ValueError: no such digit: 11" in await user.events("fails")
     failure = status["lastFailure"]
@@ -97,7 +97,7 @@ sys.exit(9 if number < 2 else 7)
         {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [7]}},
     ]
     await user.apply(a_job("codes", program, replicas=1, maxRestarts=1, failurePolicy={"rules": rules}))
-    status = (await user.sees("codes", lambda status: bool(said(status, "Failed"))))["status"]
+    status = (await user.wait_for_status("codes", lambda status: bool(said(status, "Failed"))))["status"]
     assert status["lastFailure"]["exitCode"] == 7
     assert status["restarts"] <= 1, "9 is not charged"
     assert status["unchargedRestarts"] >= 2
@@ -107,7 +107,7 @@ async def test_a_program_over_its_memory_limit_is_reported_and_charged(user: Use
     program = "hoard = [bytearray(b'x' * 2**20) for _ in range(4096)]"
     limits = {"resources": {"limits": {"memory": "1500Mi"}}}
     await user.apply(a_job("hoards", program, worker=limits, replicas=1, maxRestarts=0))
-    status = (await user.sees("hoards", lambda status: bool(said(status, "Failed"))))["status"]
+    status = (await user.wait_for_status("hoards", lambda status: bool(said(status, "Failed"))))["status"]
     assert "memory" in said(status, "Failed")
     assert "memory" in await user.events("hoards")
     assert "memory" in status["lastFailure"]["message"]
@@ -126,7 +126,7 @@ async def test_an_evicted_or_deleted_pod_is_replaced_without_a_charge(user: User
     assert first[max(first)]["metadata"]["uid"] == second[max(first)]["metadata"]["uid"], "the other one stays"
 
     await user.kubectl("delete", "pod", max(first), "--grace-period=0", "--force")
-    await user.sees("evicted", lambda status: status["readyDesired"] == "2/2")
+    await user.wait_for_status("evicted", lambda status: status["readyDesired"] == "2/2")
     third = await serves(user, "evicted", 2)
     assert max(first) not in third
     status = (await user.get("elasticjob/evicted"))["status"]
@@ -154,12 +154,14 @@ async def test_a_pod_over_its_storage_limit_is_evicted_and_charged_unless_a_rule
         )
     )
     if excludes:
-        status = (await user.sees("writes", lambda status: "no node takes it" in said(status, "Waiting")))["status"]
+        status = (await user.wait_for_status("writes", lambda status: "no node takes it" in said(status, "Waiting")))[
+            "status"
+        ]
         assert status["excludedNodes"] == [NODE]
         assert nobody_is_charged(status), "in spite of what the pod did by itself"
         assert NODE in await user.events("writes")
     else:
-        status = (await user.sees("writes", lambda status: bool(said(status, "Failed"))))["status"]
+        status = (await user.wait_for_status("writes", lambda status: bool(said(status, "Failed"))))["status"]
         assert status["podFailures"] == 1
         assert 'Usage of EmptyDir volume "scratch" exceeds the limit' in said(status, "Failed")
 
@@ -169,7 +171,7 @@ async def test_a_disrupted_pod_fails_the_job_if_a_rule_says_so(user: User) -> No
     await user.apply(a_job("delicate", replicas=2, cleanPodPolicy="All", failurePolicy={"rules": [rule]}))
     victim = min(await serves(user, "delicate", 2))
     await evict(user, victim)
-    status = (await user.sees("delicate", lambda status: bool(said(status, "Failed"))))["status"]
+    status = (await user.wait_for_status("delicate", lambda status: bool(said(status, "Failed"))))["status"]
     assert victim in said(status, "Failed")
     (failed,) = (each for each in status["conditions"] if each["type"] == "Failed")
     assert failed["reason"] == "PodFailurePolicy"
@@ -179,7 +181,7 @@ async def test_a_disrupted_pod_fails_the_job_if_a_rule_says_so(user: User) -> No
 async def test_a_missing_image_is_reported_without_a_charge(user: User) -> None:
     late = f"localhost/late:{uuid.uuid4().hex}"
     await user.apply(a_job("late", replicas=1, image=late))
-    await user.sees("late", lambda status: f"the image {late} cannot be pulled" in said(status, "Waiting"))
+    await user.wait_for_status("late", lambda status: f"the image {late} cannot be pulled" in said(status, "Waiting"))
     async with user.node.image_called(late, "elastic-agent:dev"):
         await serves(user, "late", 1)
         assert nobody_is_charged((await user.get("elasticjob/late"))["status"])
@@ -195,10 +197,10 @@ async def test_a_volume_with_a_missing_secret_is_reported_without_a_charge(user:
     )
     await user.apply(keyed)
     missing = 'MountVolume.SetUp failed for volume "key" : secret "late-key" not found; create it'
-    await user.sees("keyed", lambda status: missing in said(status, "Waiting"))
+    await user.wait_for_status("keyed", lambda status: missing in said(status, "Waiting"))
     await user.kubectl("create", "secret", "generic", "late-key", "--from-literal=key=1")
     await serves(user, "keyed", 1)
-    status = (await user.sees("keyed", lambda status: not said(status, "Waiting")))["status"]
+    status = (await user.wait_for_status("keyed", lambda status: not said(status, "Waiting")))["status"]
     assert nobody_is_charged(status)
 
 
@@ -206,7 +208,7 @@ async def test_a_pod_rejected_by_its_node_is_created_again_with_backoff_and_with
     await user.apply(
         a_job("forced", pod={"nodeName": NODE}, worker={"resources": {"requests": {"cpu": "1000"}}}, replicas=1)
     )
-    job = await user.sees("forced", lambda status: "failed 2 times in a row" in said(status, "Waiting"))
+    job = await user.wait_for_status("forced", lambda status: "failed 2 times in a row" in said(status, "Waiting"))
     assert nobody_is_charged(job["status"])
     assert re.search(rf"was turned away by its node\s+{NODE}: OutOfcpu", await user.events("forced"))
 
@@ -220,7 +222,7 @@ async def test_a_drained_node_loses_its_pods_without_a_charge(user: User) -> Non
     workers = "--pod-selector=elastic.pytorch.org/job=drained,elastic.pytorch.org/role=worker"
     try:
         await user.node.kubectl("drain", NODE, workers, "--delete-emptydir-data", "--timeout=120s")
-        job = await user.sees("drained", lambda status: "unschedulable" in said(status, "Waiting"))
+        job = await user.wait_for_status("drained", lambda status: "unschedulable" in said(status, "Waiting"))
         assert job["status"]["state"] == "Waiting"
     finally:
         await user.node.kubectl("uncordon", NODE)
@@ -281,7 +283,7 @@ async def test_pods_of_a_silent_node_are_replaced_without_a_charge(user: User) -
         try:
             # Its pods stay Terminating until their kubelet reports that they have ended.
             await user.wait(f"pod/{lost}", "jsonpath={.metadata.deletionTimestamp}")
-            job = await user.sees("silent", lambda status: "no node takes it" in said(status, "Waiting"))
+            job = await user.wait_for_status("silent", lambda status: "no node takes it" in said(status, "Waiting"))
             assert len((await user.pods("silent")).keys() - {lost}) == 1
             assert (await user.get(f"pod/{lost}"))["status"]["phase"] == "Running", "nobody says that it has ended"
             assert nobody_is_charged(job["status"])

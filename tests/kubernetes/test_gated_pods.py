@@ -12,12 +12,12 @@ import pytest
 from elastic_operator.api.constants import worker_selector
 from elastic_operator.kubernetes.client import PODS
 from elastic_operator.kubernetes.pod_status import seconds
-from tests.support.operator_place import Place, conditions, holds, index_of, live
+from tests.support.operator_namespace import OperatorNamespace, conditions, holds, index_of, live
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.support.operator_place import Json, Objects
+    from tests.support.operator_namespace import Json, Objects
 
 pytestmark = [
     pytest.mark.control_plane,
@@ -30,13 +30,13 @@ HELD = "queue.example.org/managed"
 GATED = {"spec": {"schedulerName": "nobody", "schedulingGates": [{"name": GATE}]}}
 
 
-async def hold(place: Place, pod: str, *finalizers: str) -> None:
-    await place.api.patch(PODS, place.namespace, pod, {"metadata": {"finalizers": list(finalizers)}})
+async def hold(ns: OperatorNamespace, pod: str, *finalizers: str) -> None:
+    await ns.api.patch(PODS, ns.name, pod, {"metadata": {"finalizers": list(finalizers)}})
 
 
-async def workers(place: Place, true: Callable[[Objects], bool]) -> Objects:
+async def workers(ns: OperatorNamespace, true: Callable[[Objects], bool]) -> Objects:
     """The worker pods, as soon as they meet a condition."""
-    return await place.until(PODS, true, labels=worker_selector("digits"))
+    return await ns.wait_for(PODS, true, labels=worker_selector("digits"))
 
 
 def says_the_gate(status: Json) -> bool:
@@ -44,28 +44,28 @@ def says_the_gate(status: Json) -> bool:
 
 
 async def test_gated_pods_wait_and_a_rejected_one_is_replaced_without_a_charge(
-    place: Place,
+    ns: OperatorNamespace,
 ) -> None:
-    await place.apply(template=GATED, replicas=2, backoffLimit=0)
-    before = await place.pods(2)
-    await place.job(says_the_gate)
+    await ns.apply(template=GATED, replicas=2, backoffLimit=0)
+    before = await ns.wait_for_pods(2)
+    await ns.wait_for_job(says_the_gate)
     gone = min(before)
-    await hold(place, gone, HELD)
-    await place.api.delete(PODS, place.namespace, gone)
-    found = await workers(place, lambda pods: len(live(pods)) == 2 and live(pods).keys() != before.keys())
+    await hold(ns, gone, HELD)
+    await ns.api.delete(PODS, ns.name, gone)
+    found = await workers(ns, lambda pods: len(live(pods)) == 2 and live(pods).keys() != before.keys())
     assert gone in found, "it is still held"
     assert max(before) in live(found), "the other one stays"
-    assert (await place.job(says_the_gate))["status"]["podFailures"] == 0
-    await hold(place, gone)
+    assert (await ns.wait_for_job(says_the_gate))["status"]["podFailures"] == 0
+    await hold(ns, gone)
 
     for pod in live(found):
-        await place.api.patch(PODS, place.namespace, pod, {"spec": {"schedulingGates": []}})
-    await place.job(lambda status: not says_the_gate(status))
+        await ns.api.patch(PODS, ns.name, pod, {"spec": {"schedulingGates": []}})
+    await ns.wait_for_job(lambda status: not says_the_gate(status))
 
 
-async def test_pods_deleted_before_they_ran_are_replaced_with_growing_delays(place: Place) -> None:
-    await place.apply(template=GATED, replicas=2)
-    await place.pods(2)
+async def test_pods_deleted_before_they_ran_are_replaced_with_growing_delays(ns: OperatorNamespace) -> None:
+    await ns.apply(template=GATED, replicas=2)
+    await ns.wait_for_pods(2)
     made: list[Json] = []
     for _ in range(5):
         names = {pod["metadata"]["name"] for pod in made}
@@ -73,20 +73,22 @@ async def test_pods_deleted_before_they_ran_are_replaced_with_growing_delays(pla
         def another(pods: Objects, names: set[str] = names) -> list[Json]:
             return [pod for name, pod in live(pods).items() if index_of(pod) == 1 and name not in names]
 
-        found = await workers(place, lambda pods: bool(another(pods)))
+        found = await workers(ns, lambda pods: bool(another(pods)))
         made += another(found)
-        await place.api.delete(PODS, place.namespace, made[-1]["metadata"]["name"])
+        await ns.api.delete(PODS, ns.name, made[-1]["metadata"]["name"])
     times = [seconds(pod["metadata"]["creationTimestamp"]) or 0.0 for pod in made]
     assert times[-1] - times[0] >= 5, "0, 1, 2 and 4 seconds, and these times are in whole seconds"
-    await place.job(lambda status: "was deleted 5 times in a row before it ran" in str(status))
+    await ns.wait_for_job(lambda status: "was deleted 5 times in a row before it ran" in str(status))
 
 
-async def test_a_suspended_job_finishes_suspending_though_pods_without_a_node_have_finalizers(place: Place) -> None:
-    await place.apply(template=GATED, replicas=2)
-    first, second = await place.pods(2)
-    await hold(place, first, HELD)
-    await place.change(suspend=True)
-    await place.job(lambda status: holds(status, "Suspended"))
-    found = await workers(place, lambda pods: second not in pods)
+async def test_a_suspended_job_finishes_suspending_though_pods_without_a_node_have_finalizers(
+    ns: OperatorNamespace,
+) -> None:
+    await ns.apply(template=GATED, replicas=2)
+    first, second = await ns.wait_for_pods(2)
+    await hold(ns, first, HELD)
+    await ns.change(suspend=True)
+    await ns.wait_for_job(lambda status: holds(status, "Suspended"))
+    found = await workers(ns, lambda pods: second not in pods)
     assert "deletionTimestamp" in found[first]["metadata"]
-    await hold(place, first)
+    await hold(ns, first)

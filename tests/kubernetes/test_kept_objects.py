@@ -19,7 +19,7 @@ from elastic_operator.kubernetes.client import (
     ApiError,
 )
 from tests.support.definitions import pod_groups_defined
-from tests.support.operator_place import Json, Place, conditions, holds
+from tests.support.operator_namespace import Json, OperatorNamespace, conditions, holds
 
 if TYPE_CHECKING:
     from elastic_operator.kubernetes.client import Resource
@@ -48,18 +48,18 @@ def message_of(job: Json, kind: str) -> str:
     ],
 )
 async def test_a_gang_scheduled_job_waits_for_the_pod_group_kind_and_follows_the_job(
-    place: Place, etcd: EtcdServer, gang: str, resource: Resource, scheduler: str
+    ns: OperatorNamespace, etcd: EtcdServer, gang: str, resource: Resource, scheduler: str
 ) -> None:
     store = {"endpoint": etcd.endpoint}
-    await place.apply(minReplicas=2, schedulingPolicy={"gang": gang}, template=ASKS_FOR_GPUS, etcd=store)
-    job = await place.job(lambda status: "PodGroup" in str(conditions(status).get("Waiting", {}).get("message")))
+    await ns.apply(minReplicas=2, schedulingPolicy={"gang": gang}, template=ASKS_FOR_GPUS, etcd=store)
+    job = await ns.wait_for_job(lambda status: "PodGroup" in str(conditions(status).get("Waiting", {}).get("message")))
     assert f"this cluster knows no PodGroup of {resource.group}" in message_of(job, "Waiting")
-    await place.told("ResourcesBlocked", resource.group, "install")
-    assert await place.pods(0) == {}
+    await ns.wait_for_event("ResourcesBlocked", resource.group, "install")
+    assert await ns.wait_for_pods(0) == {}
 
-    async with pod_groups_defined(place.cluster, resource):
-        pods = await place.pods(3)
-        (group,) = (await place.until(resource, lambda found: "digits" in found)).values()
+    async with pod_groups_defined(ns.cluster, resource):
+        pods = await ns.wait_for_pods(3)
+        (group,) = (await ns.wait_for(resource, lambda found: "digits" in found)).values()
         assert group["spec"].items() >= {"minMember": 2, "minResources": {"example.org/gpu": "4"}}.items()
         for pod in pods.values():
             marks = {**pod["metadata"]["labels"], **pod["metadata"]["annotations"]}
@@ -69,76 +69,76 @@ async def test_a_gang_scheduled_job_waits_for_the_pod_group_kind_and_follows_the
                 marks.get("scheduling.k8s.io/group-name"),
             )
         asked = f"the scheduler {scheduler} has not looked at it yet; does it run?"
-        await place.job(lambda status: asked in str(conditions(status)["Waiting"]["message"]))
+        await ns.wait_for_job(lambda status: asked in str(conditions(status)["Waiting"]["message"]))
 
-        await place.api.patch(resource, place.namespace, "digits", {"metadata": {"labels": {"mine": "yes"}}})
-        await place.change(minReplicas=3)
+        await ns.api.patch(resource, ns.name, "digits", {"metadata": {"labels": {"mine": "yes"}}})
+        await ns.change(minReplicas=3)
         (group,) = (
-            await place.until(resource, lambda found: found.get("digits", {})["spec"]["minMember"] == 3)
+            await ns.wait_for(resource, lambda found: found.get("digits", {})["spec"]["minMember"] == 3)
         ).values()
         assert group["spec"]["minResources"] == {"example.org/gpu": "6"}
         assert group["metadata"]["labels"]["mine"] == "yes", "what others say in it stays"
 
-        await place.change(suspend=True)
-        await place.until(resource, lambda found: not found)
-        await place.job(lambda status: holds(status, "Suspended"))
-        await place.change(suspend=False)
-        await place.until(resource, lambda found: "digits" in found)
-        await place.pods(3)
+        await ns.change(suspend=True)
+        await ns.wait_for(resource, lambda found: not found)
+        await ns.wait_for_job(lambda status: holds(status, "Suspended"))
+        await ns.change(suspend=False)
+        await ns.wait_for(resource, lambda found: "digits" in found)
+        await ns.wait_for_pods(3)
 
 
-async def test_a_disruption_budget_keeps_the_minimum_while_it_is_requested_and_useful(place: Place) -> None:
-    await place.apply(minReplicas=2, disruptionBudget=True)
-    pods = await place.pods(3)
-    await place.until(DISRUPTION_BUDGETS, lambda found: "digits-workers" in found)
+async def test_a_disruption_budget_keeps_the_minimum_while_it_is_requested_and_useful(ns: OperatorNamespace) -> None:
+    await ns.apply(minReplicas=2, disruptionBudget=True)
+    pods = await ns.wait_for_pods(3)
+    await ns.wait_for(DISRUPTION_BUDGETS, lambda found: "digits-workers" in found)
 
     for pod in pods:
-        await place.runs(pod)
+        await ns.report_running(pod)
         ready = [{"type": kind, "status": "True"} for kind in ("Ready", "ContainersReady")]
-        await place.api.patch(PODS, place.namespace, pod, {"status": {"conditions": ready}}, "status")
-    budgets = await place.until(
+        await ns.api.patch(PODS, ns.name, pod, {"status": {"conditions": ready}}, "status")
+    budgets = await ns.wait_for(
         DISRUPTION_BUDGETS,
         lambda found: found["digits-workers"].get("status", {}).get("currentHealthy") == 3,
     )
     assert budgets["digits-workers"]["status"]["disruptionsAllowed"] == 1
     first, second, _ = sorted(pods)
-    await evict(place, first)
+    await evict(ns, first)
     with pytest.raises(ApiError, match="violate the pod's disruption budget"):
-        await evict(place, second)
+        await evict(ns, second)
 
-    await place.change(minReplicas=1)
-    await place.until(DISRUPTION_BUDGETS, lambda found: found["digits-workers"]["spec"]["minAvailable"] == 1)
-    await place.change(disruptionBudget=False)
-    await place.until(DISRUPTION_BUDGETS, lambda found: not found)
+    await ns.change(minReplicas=1)
+    await ns.wait_for(DISRUPTION_BUDGETS, lambda found: found["digits-workers"]["spec"]["minAvailable"] == 1)
+    await ns.change(disruptionBudget=False)
+    await ns.wait_for(DISRUPTION_BUDGETS, lambda found: not found)
 
 
-async def evict(place: Place, pod: str) -> None:
+async def evict(ns: OperatorNamespace, pod: str) -> None:
     """Evict a pod through the API, as a drain does."""
-    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": place.namespace}}
-    await place.api.create(replace(PODS, plural=f"pods/{pod}/eviction"), place.namespace, body)
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": ns.name}}
+    await ns.api.create(replace(PODS, plural=f"pods/{pod}/eviction"), ns.name, body)
 
 
-async def test_a_foreign_disruption_budget_is_reported_and_blocks_no_pod(place: Place) -> None:
-    await place.kubectl("create", "poddisruptionbudget", "digits-workers", "--selector=app=x", "--min-available=1")
-    await place.apply(disruptionBudget=True)
-    await place.pods(3)
-    await place.told(
+async def test_a_foreign_disruption_budget_is_reported_and_blocks_no_pod(ns: OperatorNamespace) -> None:
+    await ns.kubectl("create", "poddisruptionbudget", "digits-workers", "--selector=app=x", "--min-available=1")
+    await ns.apply(disruptionBudget=True)
+    await ns.wait_for_pods(3)
+    await ns.wait_for_event(
         "ResourcesBlocked", "a PodDisruptionBudget called digits-workers is there that does not belong to this job"
     )
     # Also one of its own that is removed is created again.
     for _ in range(2):
-        await place.kubectl("delete", "poddisruptionbudget", "digits-workers")
-        await place.until(
+        await ns.kubectl("delete", "poddisruptionbudget", "digits-workers")
+        await ns.wait_for(
             DISRUPTION_BUDGETS,
             lambda found: bool(found.get("digits-workers", {}).get("metadata", {}).get("ownerReferences")),
         )
 
 
-async def test_a_job_managed_by_another_controller_is_left_alone(place: Place) -> None:
-    await place.apply("theirs", managedBy="kueue.x-k8s.io/multikueue")
-    await place.apply()
-    await place.pods(3)
-    theirs = await place.api.get(ELASTIC_JOBS, place.namespace, "theirs")
+async def test_a_job_managed_by_another_controller_is_left_alone(ns: OperatorNamespace) -> None:
+    await ns.apply("theirs", managedBy="kueue.x-k8s.io/multikueue")
+    await ns.apply()
+    await ns.wait_for_pods(3)
+    theirs = await ns.api.get(ELASTIC_JOBS, ns.name, "theirs")
     assert "status" not in theirs
     assert "replicas" not in theirs["spec"]
-    assert await place.pods(0, "theirs") == {}
+    assert await ns.wait_for_pods(0, "theirs") == {}

@@ -15,7 +15,7 @@ from scripts.monitoring.fleet import FLEET_PAGE
 from scripts.monitoring.job import JOB_PAGE
 from scripts.monitoring.page import Needs
 from tests.support.monitored import complaints, filled_in, queries, unit_of
-from tests.support.operator_place import Place, holds
+from tests.support.operator_namespace import OperatorNamespace, holds
 from tests.support.operator_process import OperatorProcess
 from tests.support.prometheus import Prometheus, promtool
 
@@ -64,27 +64,27 @@ async def watched(
         cluster_with_crd.namespace() as namespace,
         Prometheus.running(folder / "prometheus") as prometheus,
     ):
-        place = Place(api, cluster_with_crd, namespace)
-        async with place.operator(folder) as operator:
+        ns = OperatorNamespace(api, cluster_with_crd, namespace)
+        async with ns.operator(folder) as operator:
             prometheus.scrape([operator.address])
             found.prometheus, found.operator, found.namespace = prometheus, operator, namespace
             outside = {"etcd": {"endpoint": etcd.endpoint}}
             trains, lacks = [
-                await place.apply(name, minReplicas=2, replicas=2, backoffLimit=2, **outside)
+                await ns.apply(name, minReplicas=2, replicas=2, backoffLimit=2, **outside)
                 for name in ("trains", "lacks")
             ]
             # Prometheus sees an increase only of a series that it has scraped before.
             await prometheus.until(
                 "count_over_time(elastic_operator_job_min_pods[1m]) > 4", lambda seen: len(seen) == 2
             )
-            victim = min(await place.pods(2, "trains"))
-            await place.runs(victim)
-            await place.ends(victim, 1)
-            await place.job(lambda status: status.get("podFailures") == 1, "trains")
-            await place.train(store, trains, *await place.pods(2, "trains"))
-            await place.serves(store, lacks, min(await place.pods(2, "lacks")))
-            await place.job(lambda status: status.get("readyReplicas") == 1, "lacks")
-            await place.job(lambda status: holds(status, "Running"), "trains")
+            victim = min(await ns.wait_for_pods(2, "trains"))
+            await ns.report_running(victim)
+            await ns.report_ended(victim, 1)
+            await ns.wait_for_job(lambda status: status.get("podFailures") == 1, "trains")
+            await ns.report_round(store, trains, *await ns.wait_for_pods(2, "trains"))
+            await ns.report_joined(store, lacks, min(await ns.wait_for_pods(2, "lacks")))
+            await ns.wait_for_job(lambda status: status.get("readyReplicas") == 1, "lacks")
+            await ns.wait_for_job(lambda status: holds(status, "Running"), "trains")
             await prometheus.until('elastic_operator_job_condition{condition="Running"} == 1')
             await prometheus.until("elastic_operator_apply_to_running_seconds_count offset 2s == 1")
             yield found
@@ -154,7 +154,9 @@ async def test_an_operator_without_list_permission_raises_an_alert(cluster_with_
         await cluster_with_crd.kubectl("create", "serviceaccount", "nobody", f"--namespace={namespace}")
         kubeconfig = await cluster_with_crd.kubeconfig_for(namespace, "nobody")
         async with OperatorProcess(tmp_path, kubeconfig, f"--namespace={namespace}", wait=False) as operator:
-            await operator.says("what exists cannot be listed: ", f":{namespace}:nobody", 'cannot list resource "')
+            await operator.wait_for_log(
+                "what exists cannot be listed: ", f":{namespace}:nobody", 'cannot list resource "'
+            )
             prometheus.scrape([operator.address])
             [sample] = await prometheus.until("max(elastic_operator_leader)")
             assert sample.value == 0

@@ -24,10 +24,10 @@ from elastic_operator.kubernetes.client import (
     SERVICES,
     Resource,
 )
-from tests.support.operator_place import (
+from tests.support.operator_namespace import (
     Json,
     Objects,
-    Place,
+    OperatorNamespace,
     conditions,
     holds,
     index_of,
@@ -91,12 +91,12 @@ def holder_of(operator: OperatorProcess) -> str:
 QUOTAS = Resource("", "v1", "resourcequotas", "ResourceQuota")
 
 
-async def test_a_job_gets_an_etcd_and_pods_and_leaves_nothing(place: Place, operator: OperatorProcess) -> None:
-    await place.apply()
-    job = await place.job(lambda status: status.get("replicas") == 3 and holds(status, "Waiting"))
-    pods = await place.pods(3)
-    services = await place.until(SERVICES, lambda found: "digits-etcd" in found)
-    await place.until(DEPLOYMENTS, lambda found: "digits-etcd" in found)
+async def test_a_job_gets_an_etcd_and_pods_and_leaves_nothing(ns: OperatorNamespace, operator: OperatorProcess) -> None:
+    await ns.apply()
+    job = await ns.wait_for_job(lambda status: status.get("replicas") == 3 and holds(status, "Waiting"))
+    pods = await ns.wait_for_pods(3)
+    services = await ns.wait_for(SERVICES, lambda found: "digits-etcd" in found)
+    await ns.wait_for(DEPLOYMENTS, lambda found: "digits-etcd" in found)
 
     uid = job["metadata"]["uid"]
     address = services["digits-etcd"]["spec"]["clusterIP"]
@@ -109,77 +109,79 @@ async def test_a_job_gets_an_etcd_and_pods_and_leaves_nothing(place: Place, oper
         assert environment[Env.NODE_NAME] == pod["metadata"]["name"]
     assert job["status"]["selector"] == worker_selector("digits")
     assert not {"finalizers", "annotations"} & job["metadata"].keys()
-    columns = (await place.kubectl("get", "elasticjobs")).stdout.splitlines()
+    columns = (await ns.kubectl("get", "elasticjobs")).stdout.splitlines()
     assert columns[0].split() == ["NAME", "STATE", "READY", "MIN", "MAX", "RESTARTS", "AGE"]
     assert columns[1].split()[:6] == ["digits", "Pending", "0/3", "1", "3", "0"]
 
     # A removed etcd is created again at the same address.
-    await place.kubectl("delete", "service,deployment", "digits-etcd")
-    after = await place.until(SERVICES, lambda found: "digits-etcd" in found and uid_of(found) != uid_of(services))
+    await ns.kubectl("delete", "service,deployment", "digits-etcd")
+    after = await ns.wait_for(SERVICES, lambda found: "digits-etcd" in found and uid_of(found) != uid_of(services))
     assert after["digits-etcd"]["spec"]["clusterIP"] == address
-    await place.until(DEPLOYMENTS, lambda found: "digits-etcd" in found)
+    await ns.wait_for(DEPLOYMENTS, lambda found: "digits-etcd" in found)
 
-    await place.kubectl("delete", "elasticjob/digits")
+    await ns.kubectl("delete", "elasticjob/digits")
     for resource in (PODS, SERVICES, DEPLOYMENTS, ELASTIC_JOBS):
-        await place.until(resource, lambda found: not found)
+        await ns.wait_for(resource, lambda found: not found)
 
 
 async def test_replicas_are_set_once_and_scaling_keeps_the_remaining_pods(
-    place: Place, operator: OperatorProcess
+    ns: OperatorNamespace, operator: OperatorProcess
 ) -> None:
-    await place.apply(maxReplicas=2)
-    job = await place.job(lambda status: status.get("replicas") == 2)
+    await ns.apply(maxReplicas=2)
+    job = await ns.wait_for_job(lambda status: status.get("replicas") == 2)
     assert job["spec"]["replicas"] == 2
-    first = await place.pods(2)
+    first = await ns.wait_for_pods(2)
 
-    await place.change(maxReplicas=4)
-    job = await place.job(lambda status: status.get("observedGeneration") == job["metadata"]["generation"] + 1)
+    await ns.change(maxReplicas=4)
+    job = await ns.wait_for_job(lambda status: status.get("observedGeneration") == job["metadata"]["generation"] + 1)
     assert (job["spec"]["replicas"], job["status"]["desired"]) == (2, 2)
-    await place.kubectl("scale", "elasticjob/digits", "--replicas=3")
-    assert uids(await place.pods(3)) > uids(first)
+    await ns.kubectl("scale", "elasticjob/digits", "--replicas=3")
+    assert uids(await ns.wait_for_pods(3)) > uids(first)
 
-    await place.change(maxReplicas=1)
-    job = await place.job(lambda status: status.get("desired") == 1)
+    await ns.change(maxReplicas=1)
+    job = await ns.wait_for_job(lambda status: status.get("desired") == 1)
     assert job["spec"]["replicas"] == 3
-    [left] = (await place.pods(1)).values()
+    [left] = (await ns.wait_for_pods(1)).values()
     assert index_of(left) == 0
-    await place.told("Scaled", "scaled from 3 to 1 pod")
+    await ns.wait_for_event("Scaled", "scaled from 3 to 1 pod")
 
 
 @pytest.mark.parametrize("how", [[], ["--force", "--grace-period=0"]], ids=["gracefully", "by force"])
 async def test_a_deleted_pod_is_replaced_by_a_pod_with_another_name(
-    place: Place, operator: OperatorProcess, how: list[str]
+    ns: OperatorNamespace, operator: OperatorProcess, how: list[str]
 ) -> None:
-    await place.apply(replicas=2)
-    first = await place.pods(2)
+    await ns.apply(replicas=2)
+    first = await ns.wait_for_pods(2)
     victim, other = sorted(first)
-    await place.kubectl("delete", "pod", victim, *how)
+    await ns.kubectl("delete", "pod", victim, *how)
 
     lost = uid_of(first, victim)
-    second = await place.until(
+    second = await ns.wait_for(
         PODS, lambda pods: lost not in uids(pods) and len(live(pods)) == 2, labels=worker_selector("digits")
     )
     assert uids(second) & uids(first) == {uid_of(first, other)}
     assert sorted(index_of(pod) for pod in second.values()) == [0, 1]
     assert victim not in second
-    await place.told("PodDeleted", f"{victim} was deleted; a new pod takes its place")
+    await ns.wait_for_event("PodDeleted", f"{victim} was deleted; a new pod takes its place")
 
 
-async def test_a_failed_pod_is_replaced_counted_and_kept_for_its_log(place: Place, operator: OperatorProcess) -> None:
-    await place.apply(replicas=2, minReplicas=2, maxRestarts=5)
-    victim = min(await place.pods(2))
-    await place.runs(victim)
+async def test_a_failed_pod_is_replaced_counted_and_kept_for_its_log(
+    ns: OperatorNamespace, operator: OperatorProcess
+) -> None:
+    await ns.apply(replicas=2, minReplicas=2, maxRestarts=5)
+    victim = min(await ns.wait_for_pods(2))
+    await ns.report_running(victim)
     last = TerminationMessage(reason="WorkerFailed", message="rank 0 found no data")
-    await place.ends(victim, 5, encode_termination_message(last).decode())
+    await ns.report_ended(victim, 5, encode_termination_message(last).decode())
 
-    await place.pods(2)
-    job = await place.job(lambda status: status.get("podFailures") == 1)
+    await ns.wait_for_pods(2)
+    job = await ns.wait_for_job(lambda status: status.get("podFailures") == 1)
     assert "rank 0 found no data" in job["status"]["lastFailure"]["message"]
-    await place.told("PodDied", victim, "rank 0 found no data", "a new pod takes its place")
-    assert victim in await place.until(PODS, lambda pods: len(pods) == 3, labels=worker_selector("digits"))
+    await ns.wait_for_event("PodDied", victim, "rank 0 found no data", "a new pod takes its place")
+    assert victim in await ns.wait_for(PODS, lambda pods: len(pods) == 3, labels=worker_selector("digits"))
 
-    await operator.counts("elastic_operator_pods_created_total", 3)
-    digits = {"job_namespace": place.namespace, "elasticjob": "digits"}
+    await operator.wait_for_metric("elastic_operator_pods_created_total", 3)
+    digits = {"job_namespace": ns.name, "elasticjob": "digits"}
     for name, labels, value in (
         ("pods_created_total", {}, 3),
         ("restarts_total", {"cause": "pod_died"}, 1),
@@ -199,202 +201,208 @@ async def test_a_failed_pod_is_replaced_counted_and_kept_for_its_log(place: Plac
 
 
 async def test_a_refused_template_makes_the_job_invalid_in_the_servers_words(
-    place: Place, operator: OperatorProcess, etcd: EtcdServer
+    ns: OperatorNamespace, operator: OperatorProcess, etcd: EtcdServer
 ) -> None:
     store = {"endpoint": etcd.endpoint}
-    await place.apply(etcd=store, template={"spec": {"schedulerName": "nobody", "nodeSelektor": {}}})
-    job = await place.job(lambda status: holds(status, "Invalid"))
+    await ns.apply(etcd=store, template={"spec": {"schedulerName": "nobody", "nodeSelektor": {}}})
+    job = await ns.wait_for_job(lambda status: holds(status, "Invalid"))
     assert 'unknown field "spec.nodeSelektor"' in conditions(job["status"])["Invalid"]["message"]
 
-    await place.apply("another", replicas=1)
-    await place.pods(1, "another")
+    await ns.apply("another", replicas=1)
+    await ns.wait_for_pods(1, "another")
     assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="400") < 6, "a hot loop"
-    assert await place.pods(0) == {}
+    assert await ns.wait_for_pods(0) == {}
 
-    await place.change(template={"spec": {"nodeSelektor": None}})
-    await place.pods(3)
-    await place.job(lambda status: not holds(status, "Invalid"))
+    await ns.change(template={"spec": {"nodeSelektor": None}})
+    await ns.wait_for_pods(3)
+    await ns.wait_for_job(lambda status: not holds(status, "Invalid"))
 
 
 async def test_a_denial_by_quota_is_reported_and_retried(
-    place: Place, operator: OperatorProcess, etcd: EtcdServer
+    ns: OperatorNamespace, operator: OperatorProcess, etcd: EtcdServer
 ) -> None:
-    await place.kubectl("create", "quota", "few", "--hard=count/pods=1")
-    await place.until(QUOTAS, lambda found: "used" in found.get("few", {}).get("status", {}))
-    await place.apply(minReplicas=3, etcd={"endpoint": etcd.endpoint})
-    job = await place.job(lambda status: "exceeded quota" in conditions(status).get("Waiting", {}).get("message", ""))
+    await ns.kubectl("create", "quota", "few", "--hard=count/pods=1")
+    await ns.wait_for(QUOTAS, lambda found: "used" in found.get("few", {}).get("status", {}))
+    await ns.apply(minReplicas=3, etcd={"endpoint": etcd.endpoint})
+    job = await ns.wait_for_job(
+        lambda status: "exceeded quota" in conditions(status).get("Waiting", {}).get("message", "")
+    )
     assert not holds(job["status"], "Invalid")
-    await place.told("Warning", "exceeded quota")
+    await ns.wait_for_event("Warning", "exceeded quota")
     assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="403") < 6, "a hot loop"
 
-    await place.kubectl("delete", "quota", "few")
-    await place.pods(3)
-    await place.job(lambda status: "quota" not in conditions(status)["Waiting"]["message"])
+    await ns.kubectl("delete", "quota", "few")
+    await ns.wait_for_pods(3)
+    await ns.wait_for_job(lambda status: "quota" not in conditions(status)["Waiting"]["message"])
 
 
 async def test_an_unreachable_store_is_named_by_the_waiting_job(
-    place: Place, operator: OperatorProcess, own_etcd: EtcdServer
+    ns: OperatorNamespace, operator: OperatorProcess, own_etcd: EtcdServer
 ) -> None:
     endpoint = f"http://{own_etcd.endpoint}/"
     await own_etcd.kill()
-    await place.apply(replicas=1, etcd={"endpoint": endpoint})
-    [pod] = await place.pods(1)
-    await place.runs(pod)
+    await ns.apply(replicas=1, etcd={"endpoint": endpoint})
+    [pod] = await ns.wait_for_pods(1)
+    await ns.report_running(pod)
     told = "the operator cannot read the job's store"
-    await place.job(lambda status: told in conditions(status).get("Waiting", {}).get("message", ""))
+    await ns.wait_for_job(lambda status: told in conditions(status).get("Waiting", {}).get("message", ""))
     await own_etcd.start()
-    job = await place.job(lambda status: told not in conditions(status)["Waiting"]["message"])
+    job = await ns.wait_for_job(lambda status: told not in conditions(status)["Waiting"]["message"])
     async with own_etcd.connected() as store:
-        await place.serves(store, job, pod)
-    await place.job(lambda status: status.get("readyReplicas") == 1)
+        await ns.report_joined(store, job, pod)
+    await ns.wait_for_job(lambda status: status.get("readyReplicas") == 1)
 
 
 async def test_a_foreign_service_with_the_jobs_name_is_left_alone_and_named(
-    place: Place, operator: OperatorProcess
+    ns: OperatorNamespace, operator: OperatorProcess
 ) -> None:
-    await place.kubectl("create", "service", "clusterip", "digits-etcd", "--tcp=80")
-    await place.apply()
-    job = await place.job(lambda status: "digits-etcd" in conditions(status).get("Waiting", {}).get("message", ""))
+    await ns.kubectl("create", "service", "clusterip", "digits-etcd", "--tcp=80")
+    await ns.apply()
+    job = await ns.wait_for_job(
+        lambda status: "digits-etcd" in conditions(status).get("Waiting", {}).get("message", "")
+    )
     assert "remove it, or give the job another name" in conditions(job["status"])["Waiting"]["message"]
-    await place.apply("another", replicas=1)
-    await place.pods(1, "another")
+    await ns.apply("another", replicas=1)
+    await ns.wait_for_pods(1, "another")
     assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="409") < 6, "a hot loop"
-    assert await place.pods(0) == {}
+    assert await ns.wait_for_pods(0) == {}
 
-    await place.kubectl("delete", "service", "digits-etcd")
-    await place.until(
+    await ns.kubectl("delete", "service", "digits-etcd")
+    await ns.wait_for(
         SERVICES, lambda found: bool(found.get("digits-etcd", {}).get("metadata", {}).get("ownerReferences"))
     )
 
 
 async def test_an_etcd_removed_with_its_job_is_not_created_again_while_pods_end(
-    place: Place, operator: OperatorProcess, etcd: EtcdServer
+    ns: OperatorNamespace, operator: OperatorProcess, etcd: EtcdServer
 ) -> None:
-    await place.apply(replicas=1)
-    [pod] = await place.pods(1)
-    before = await place.until(SERVICES, lambda found: "digits-etcd" in found)
+    await ns.apply(replicas=1)
+    [pod] = await ns.wait_for_pods(1)
+    before = await ns.wait_for(SERVICES, lambda found: "digits-etcd" in found)
     seen = {uid_of(before)}
 
     async def watch() -> None:
-        async for state in place.api.states(SERVICES, place.namespace):
+        async for state in ns.api.states(SERVICES, ns.name):
             seen.update(str(each["metadata"]["uid"]) for each in state.values())
 
     watching = asyncio.create_task(watch())
-    await place.bind(pod)  # only its kubelet, which does not exist, could report its end
+    await ns.bind(pod)  # only its kubelet, which does not exist, could report its end
     held = {"metadata": {"finalizers": ["example.org/held"]}}
-    await place.kubectl("patch", "elasticjob/digits", "--type=merge", f"--patch={json.dumps(held)}")
-    await place.kubectl("delete", "elasticjob/digits", "--wait=false")
-    await place.until(PODS, lambda found: "deletionTimestamp" in found[pod]["metadata"])
-    await place.kubectl("delete", "service,deployment", "digits-etcd")
+    await ns.kubectl("patch", "elasticjob/digits", "--type=merge", f"--patch={json.dumps(held)}")
+    await ns.kubectl("delete", "elasticjob/digits", "--wait=false")
+    await ns.wait_for(PODS, lambda found: "deletionTimestamp" in found[pod]["metadata"])
+    await ns.kubectl("delete", "service,deployment", "digits-etcd")
     # When the operator has handled another job, it has handled this one.
-    await place.apply("another", replicas=1, etcd={"endpoint": etcd.endpoint})
-    await place.pods(1, "another")
-    await place.until(SERVICES, lambda found: not found)
+    await ns.apply("another", replicas=1, etcd={"endpoint": etcd.endpoint})
+    await ns.wait_for_pods(1, "another")
+    await ns.wait_for(SERVICES, lambda found: not found)
     watching.cancel()
     assert seen == {uid_of(before)}
     released = {"metadata": {"finalizers": None}}
-    await place.kubectl("patch", "elasticjob/digits", "--type=merge", f"--patch={json.dumps(released)}")
-    await place.kubectl("delete", f"pod/{pod}", "--force", "--grace-period=0", "--ignore-not-found")
+    await ns.kubectl("patch", "elasticjob/digits", "--type=merge", f"--patch={json.dumps(released)}")
+    await ns.kubectl("delete", f"pod/{pod}", "--force", "--grace-period=0", "--ignore-not-found")
 
 
 async def test_agent_reports_in_an_external_etcd_are_read_and_removed_at_the_end(
-    place: Place, operator: OperatorProcess, etcd: EtcdServer
+    ns: OperatorNamespace, operator: OperatorProcess, etcd: EtcdServer
 ) -> None:
-    job = await place.apply(replicas=2, etcd={"endpoint": etcd.endpoint})
+    job = await ns.apply(replicas=2, etcd={"endpoint": etcd.endpoint})
     keys = run_keys(job)
-    pods = sorted(await place.pods(2))
-    assert await place.until(SERVICES, lambda found: not found) == {}
+    pods = sorted(await ns.wait_for_pods(2))
+    assert await ns.wait_for(SERVICES, lambda found: not found) == {}
     async with etcd.connected() as store:
-        await place.train(store, job, *pods)
-        await place.job(lambda status: status.get("readyReplicas") == 2)
-        await place.job(lambda status: status.get("state") == "Running" and status.get("worldSize") == 2)
-        await place.told("Started", "training started with 2 pods and world size 2")
+        await ns.report_round(store, job, *pods)
+        await ns.wait_for_job(lambda status: status.get("readyReplicas") == 2)
+        await ns.wait_for_job(lambda status: status.get("state") == "Running" and status.get("worldSize") == 2)
+        await ns.wait_for_event("Started", "training started with 2 pods and world size 2")
 
         # A change of size is written before a pod is deleted.
-        await place.kubectl("scale", "elasticjob/digits", "--replicas=1")
-        await place.pods(1)
+        await ns.kubectl("scale", "elasticjob/digits", "--replicas=1")
+        await ns.wait_for_pods(1)
         told = await store.get(keys.size)
         assert told is not None
         assert pods[1] in told.value.decode()
 
         outcome = OutcomeRecord(state=OutcomeState.FAILED, round=2, restarts=3, message="rank 0 found no data")
         await store.put(keys.state, encode(StateRecord(outcome=outcome)))
-        done = await place.job(lambda status: holds(status, "Finished"))
+        done = await ns.wait_for_job(lambda status: holds(status, "Finished"))
         assert holds(done["status"], "Failed")
         assert done["status"]["lastFailure"]["message"] == "rank 0 found no data"
         assert done["status"]["restarts"] == 3
-        await place.pods(0)
+        await ns.wait_for_pods(0)
         await nothing_below(store, keys)
 
 
 async def test_a_job_that_ended_during_an_operator_outage_is_not_restarted(
-    place: Place, operator: OperatorProcess, etcd: EtcdServer
+    ns: OperatorNamespace, operator: OperatorProcess, etcd: EtcdServer
 ) -> None:
-    job = await place.apply(replicas=2, etcd={"endpoint": etcd.endpoint})
-    pods = await place.pods(2)
-    await place.job(lambda status: status.get("replicas") == 2)
+    job = await ns.apply(replicas=2, etcd={"endpoint": etcd.endpoint})
+    pods = await ns.wait_for_pods(2)
+    await ns.wait_for_job(lambda status: status.get("replicas") == 2)
     assert await operator.stop() == 0
     async with etcd.connected() as store:
         outcome = OutcomeRecord(state=OutcomeState.SUCCEEDED, round=1)
         await store.put(run_keys(job).state, encode(StateRecord(outcome=outcome)))
     for pod in pods:
-        await place.api.delete(PODS, place.namespace, pod)
-    await place.until(PODS, lambda found: not found)
+        await ns.api.delete(PODS, ns.name, pod)
+    await ns.wait_for(PODS, lambda found: not found)
 
     operator.start()
-    job = await place.job(lambda status: holds(status, "Finished"))
+    job = await ns.wait_for_job(lambda status: holds(status, "Finished"))
     assert job["status"]["state"] == "Succeeded"
     # When the operator has handled another job, it has handled this one.
-    await place.apply("another", replicas=1, etcd={"endpoint": etcd.endpoint})
-    await place.pods(1, "another")
-    assert await place.pods(0) == {}
+    await ns.apply("another", replicas=1, etcd={"endpoint": etcd.endpoint})
+    await ns.wait_for_pods(1, "another")
+    assert await ns.wait_for_pods(0) == {}
 
 
-async def test_one_of_two_operator_replicas_leads_and_the_other_takes_over(place: Place, tmp_path: Path) -> None:
+async def test_one_of_two_operator_replicas_leads_and_the_other_takes_over(
+    ns: OperatorNamespace, tmp_path: Path
+) -> None:
     async with (
-        place.operator(tmp_path, name="one", environ={"POD_NAME": "one"}) as one,
-        place.operator(tmp_path, name="two", environ={"POD_NAME": "two"}) as two,
+        ns.operator(tmp_path, name="one", environ={"POD_NAME": "one"}) as one,
+        ns.operator(tmp_path, name="two", environ={"POD_NAME": "two"}) as two,
     ):
-        leases = await place.until(LEASES, lambda leases: bool(holder(leases)))
+        leases = await ns.wait_for(LEASES, lambda leases: bool(holder(leases)))
         first, second = (one, two) if holder(leases) == "one" else (two, one)
-        await first.leads()
-        assert not await second.leads_now()
-        await place.apply(replicas=1)
-        await place.pods(1)
+        await first.wait_until_leading()
+        assert not await second.is_leading()
+        await ns.apply(replicas=1)
+        await ns.wait_for_pods(1)
         assert await second.metric("elastic_operator_reconciles_total") == 0
 
         await second.until(lambda codes: codes == {"/readyz": 200}, "/readyz")
         # One for the CRD, five of watched kinds, and two of PodGroups.
         listings = 8
-        await second.counts("elastic_operator_api_requests_total", listings, verb="list")
+        await second.wait_for_metric("elastic_operator_api_requests_total", listings, verb="list")
         known = await second.metric("elastic_operator_api_requests_total", verb="list")
         first.kill()
-        last = (await place.api.get(LEASES, place.namespace, "elastic-operator"))["spec"]
+        last = (await ns.api.get(LEASES, ns.name, "elastic-operator"))["spec"]
         assert last["holderIdentity"] == holder_of(first)
-        await second.leads()
-        taken = (await place.api.get(LEASES, place.namespace, "elastic-operator"))["spec"]
+        await second.wait_until_leading()
+        taken = (await ns.api.get(LEASES, ns.name, "elastic-operator"))["spec"]
         assert taken["holderIdentity"] == holder_of(second)
         away = datetime.fromisoformat(taken["acquireTime"]) - datetime.fromisoformat(last["renewTime"])
         assert away <= timedelta(seconds=30), "10 s for the lease, and some for a busy machine"
-        await place.kubectl("scale", "elasticjob/digits", "--replicas=2")
-        await place.pods(2)
+        await ns.kubectl("scale", "elasticjob/digits", "--replicas=2")
+        await ns.wait_for_pods(2)
         assert await second.metric("elastic_operator_api_requests_total", verb="list") == known, (
             "it lists nothing again"
         )
 
         first.start()
-        await first.ready()
+        await first.wait_until_ready()
         assert await second.stop() == 0
         # A released lease is acquired without waiting for its expiry.
-        leases = await place.until(LEASES, lambda leases: holder(leases) != holder_of(second))
+        leases = await ns.wait_for(LEASES, lambda leases: holder(leases) != holder_of(second))
         assert holder(leases) in ("", holder_of(first))
-        await first.leads()
-        await place.kubectl("scale", "elasticjob/digits", "--replicas=3")
-        await place.pods(3)
+        await first.wait_until_leading()
+        await ns.kubectl("scale", "elasticjob/digits", "--replicas=3")
+        await ns.wait_for_pods(3)
 
 
 async def test_run_data_outlives_the_store_and_is_removed_with_the_job(
-    place: Place, operator: OperatorProcess, etcd: EtcdServer
+    ns: OperatorNamespace, operator: OperatorProcess, etcd: EtcdServer
 ) -> None:
     async def reported(rounds: int) -> Json:
         """The report, as soon as it has this many rounds."""
@@ -402,44 +410,44 @@ async def test_run_data_outlives_the_store_and_is_removed_with_the_job(
         def document(found: Objects) -> Json:
             return dict(json.loads(found["digits-report"]["data"]["report.json"])) if "digits-report" in found else {}
 
-        return document(await place.until(CONFIG_MAPS, lambda found: len(document(found).get("rounds", ())) == rounds))
+        return document(await ns.wait_for(CONFIG_MAPS, lambda found: len(document(found).get("rounds", ())) == rounds))
 
-    job = await place.apply(replicas=1, etcd={"endpoint": etcd.endpoint})
+    job = await ns.apply(replicas=1, etcd={"endpoint": etcd.endpoint})
     keys = run_keys(job)
     created = datetime.fromisoformat(job["metadata"]["creationTimestamp"]).timestamp()
     async with etcd.connected() as store:
-        (first,) = await place.pods(1)
+        (first,) = await ns.wait_for_pods(1)
         past = PastRound(number=1, began=created, nodes=1, cause="one node joined")
         trained = TimeBreakdown(until=created, seconds={RunState.TRAINING: 0.0}, joined=1)
         await store.put(keys.time_breakdown, encode(trained))
         await store.put(keys.history, encode(HistoryRecord(created=created, rounds=(past,))))
-        await place.train(store, job, first)
-        await place.job(lambda status: status.get("round") == 1)
+        await ns.report_round(store, job, first)
+        await ns.wait_for_job(lambda status: status.get("round") == 1)
 
-        await place.change(suspend=True)
-        resting = await place.job(lambda status: holds(status, "Suspended"))
+        await ns.change(suspend=True)
+        resting = await ns.wait_for_job(lambda status: holds(status, "Suspended"))
         await nothing_below(store, keys)
         kept = await reported(1)
         assert (kept["job"]["state"], kept["rounds"][0]["cause"]) == ("Suspended", "one node joined")
         assert kept["timeBreakdown"] == resting["status"]["timeBreakdown"]
 
-        await place.change(suspend=False)
-        (second,) = await place.pods(1)
-        pods = await place.until(PODS, lambda found: second in found)
+        await ns.change(suspend=False)
+        (second,) = await ns.wait_for_pods(1)
+        pods = await ns.wait_for(PODS, lambda found: second in found)
         environment = {entry["name"]: entry.get("value") for entry in pods[second]["spec"]["containers"][0]["env"]}
         resume = decode(str(environment[Env.RESUME]).encode(), ResumeRecord)
-        resumed = (await place.job(lambda status: "activeSince" in status))["status"]["timeBreakdown"]
+        resumed = (await ns.wait_for_job(lambda status: "activeSince" in status))["status"]["timeBreakdown"]
         assert resume.time_breakdown is not None
         assert resumed["asOf"].startswith(
             f"{datetime.fromtimestamp(resume.time_breakdown.until, UTC):%Y-%m-%dT%H:%M:%S}"
         )
         assert resume.time_breakdown.seconds[RunState.SUSPENDED] == resumed["seconds"]["suspended"]
 
-        await place.runs(second)
+        await ns.report_running(second)
         later = PastRound(number=2, began=created + 1, nodes=1)
         await store.put(keys.history, encode(HistoryRecord(created=created, rounds=(later,))))
         await store.put(keys.state, encode(StateRecord(outcome=OutcomeRecord(state=OutcomeState.SUCCEEDED, round=2))))
-        over = await place.job(lambda status: holds(status, "Succeeded"))
+        over = await ns.wait_for_job(lambda status: holds(status, "Succeeded"))
         kept = await reported(2)
         assert [round["number"] for round in kept["rounds"]] == [1, 2]
         assert (kept["job"]["state"], kept["outcome"]["state"]) == ("Succeeded", "succeeded")
@@ -448,8 +456,8 @@ async def test_run_data_outlives_the_store_and_is_removed_with_the_job(
         assert sum(split["seconds"].values()) == pytest.approx(
             datetime.fromisoformat(split["asOf"]).timestamp() - created, abs=0.01
         )
-        await place.ends(second, 0)
+        await ns.report_ended(second, 0)
         await nothing_below(store, keys)
-    assert "digits-report" in await place.until(CONFIG_MAPS, bool)
-    await place.kubectl("delete", "elasticjob", "digits")
-    await place.until(CONFIG_MAPS, lambda found: "digits-report" not in found)
+    assert "digits-report" in await ns.wait_for(CONFIG_MAPS, bool)
+    await ns.kubectl("delete", "elasticjob", "digits")
+    await ns.wait_for(CONFIG_MAPS, lambda found: "digits-report" not in found)

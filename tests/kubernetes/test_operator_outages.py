@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from elastic_operator.api.constants import worker_selector
 from elastic_operator.kubernetes.client import PODS
-from tests.support.operator_place import Json, Place, conditions, live, uids
+from tests.support.operator_namespace import Json, OperatorNamespace, conditions, live, uids
 from tests.support.operator_process import OperatorProcess
 from tests.support.testbed.control_plane import ControlPlane
 from tests.support.watching_api import WatchingApi
@@ -49,12 +49,12 @@ async def own_plane(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[C
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def place(own_plane: ControlPlane) -> AsyncIterator[Place]:
+async def ns(own_plane: ControlPlane) -> AsyncIterator[OperatorNamespace]:
     async with (
         await WatchingApi.from_kubeconfig(str(own_plane.kubeconfig)) as api,
         own_plane.namespace() as namespace,
     ):
-        yield Place(api, own_plane, namespace)
+        yield OperatorNamespace(api, own_plane, namespace)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -82,21 +82,21 @@ def an_operator(plane: ControlPlane, folder: Path, *, wait: bool = True) -> Oper
 
 
 async def test_a_missing_crd_is_reported_and_work_starts_when_it_exists_also_the_second_time(
-    own_plane: ControlPlane, place: Place, tmp_path: Path
+    own_plane: ControlPlane, ns: OperatorNamespace, tmp_path: Path
 ) -> None:
     async with an_operator(own_plane, tmp_path, wait=False) as operator:
-        await operator.says("this cluster does not know the ElasticJob: install the definition")
+        await operator.wait_for_log("this cluster does not know the ElasticJob: install the definition")
         await operator.until(lambda codes: codes == {"/healthz": 200, "/readyz": 503}, "/healthz", "/readyz")
         await define(own_plane)
-        await operator.ready()
-        await place.apply(replicas=1)
-        await place.pods(1)
+        await operator.wait_until_ready()
+        await ns.apply(replicas=1)
+        await ns.wait_for_pods(1)
 
         await own_plane.kubectl("delete", "--filename", DEFINITION)
-        await operator.says("the watches have ended")
+        await operator.wait_for_log("the watches have ended")
         await define(own_plane)
-        await place.apply("again", replicas=1)
-        await place.pods(1, "again")
+        await ns.apply("again", replicas=1)
+        await ns.wait_for_pods(1, "again")
         assert "Traceback" not in operator.log
         assert operator.log.count("install the definition") < 5, "a sentence, and not one with every try"
     await own_plane.kubectl("delete", "--filename", DEFINITION)
@@ -104,23 +104,23 @@ async def test_a_missing_crd_is_reported_and_work_starts_when_it_exists_also_the
 
 @pytest.mark.usefixtures("defined")
 async def test_the_operator_survives_an_api_server_outage_and_notices_missed_deletions(
-    own_plane: ControlPlane, place: Place, tmp_path: Path
+    own_plane: ControlPlane, ns: OperatorNamespace, tmp_path: Path
 ) -> None:
     async with an_operator(own_plane, tmp_path) as operator:
-        await place.apply(replicas=2)
-        before = await place.pods(2)
+        await ns.apply(replicas=2)
+        before = await ns.wait_for_pods(2)
         victim = min(before)
         server = own_plane.daemons["kube-apiserver"]
         server.kill()
         async with contextlib.AsyncExitStack() as stack:
             store = await connect(StoreSettings(endpoints=(own_plane.etcd_endpoint,)))
             stack.push_async_callback(store.close)
-            await store.delete_prefix(f"/registry/pods/{place.namespace}/{victim}")
+            await store.delete_prefix(f"/registry/pods/{ns.name}/{victim}")
         server.start()
 
         # Nobody has told any watch of this end. And since nobody saw it, the new one has the same name.
         lost = before[victim]["metadata"]["uid"]
-        after = await place.until(
+        after = await ns.wait_for(
             PODS,
             lambda pods: len(live(pods)) == 2 and lost not in uids(pods),
             labels=worker_selector("digits"),
@@ -132,43 +132,43 @@ async def test_the_operator_survives_an_api_server_outage_and_notices_missed_del
 
 @pytest.mark.usefixtures("defined")
 async def test_an_operator_started_before_the_api_server_waits_for_it(
-    own_plane: ControlPlane, place: Place, tmp_path: Path
+    own_plane: ControlPlane, ns: OperatorNamespace, tmp_path: Path
 ) -> None:
     server = own_plane.daemons["kube-apiserver"]
     server.kill()
     async with an_operator(own_plane, tmp_path, wait=False) as operator:
-        await operator.says("what exists cannot be listed: the API server cannot be reached")
+        await operator.wait_for_log("what exists cannot be listed: the API server cannot be reached")
         server.start()
-        await operator.ready()
-        await operator.says("everything can be listed now")
-        await place.apply(replicas=1)
-        await place.pods(1)
+        await operator.wait_until_ready()
+        await operator.wait_for_log("everything can be listed now")
+        await ns.apply(replicas=1)
+        await ns.wait_for_pods(1)
         assert await operator.stop() == 0
 
 
 @pytest.mark.usefixtures("defined")
 async def test_a_namespace_without_permissions_blocks_no_other(
-    own_plane: ControlPlane, place: Place, tmp_path: Path
+    own_plane: ControlPlane, ns: OperatorNamespace, tmp_path: Path
 ) -> None:
     async with own_plane.namespace() as closed:
-        other = Place(place.api, own_plane, closed)
-        await place.kubectl("create", "serviceaccount", "operator")
-        account = f"--serviceaccount={place.namespace}:operator"
+        other = OperatorNamespace(ns.api, own_plane, closed)
+        await ns.kubectl("create", "serviceaccount", "operator")
+        account = f"--serviceaccount={ns.name}:operator"
         grant = ("create", "rolebinding", "operator", "--clusterrole=cluster-admin", account)
-        await place.kubectl(*grant)
-        kubeconfig = await own_plane.kubeconfig_for(place.namespace, "operator")
-        flags = (f"--namespace={closed}", f"--namespace={place.namespace}", "--no-leader-elect")
+        await ns.kubectl(*grant)
+        kubeconfig = await own_plane.kubeconfig_for(ns.name, "operator")
+        flags = (f"--namespace={closed}", f"--namespace={ns.name}", "--no-leader-elect")
         async with OperatorProcess(tmp_path, kubeconfig, *flags) as operator:
-            await operator.says(f"the namespace {closed} cannot be looked after", "take it out of --namespace")
-            await place.apply(replicas=1)
-            await place.pods(1)
+            await operator.wait_for_log(f"the namespace {closed} cannot be looked after", "take it out of --namespace")
+            await ns.apply(replicas=1)
+            await ns.wait_for_pods(1)
 
             await other.kubectl(*grant)
-            await operator.says(f"the namespace {closed} can be looked after now")
+            await operator.wait_for_log(f"the namespace {closed} can be looked after now")
             await other.apply(replicas=1)
             await other.pods(1)
-            await place.change(replicas=2)
-            await place.pods(2)
+            await ns.change(replicas=2)
+            await ns.wait_for_pods(2)
             await operator.until(lambda codes: codes == {"/readyz": 200}, "/readyz")
             assert operator.log.count("cannot be looked after") == 1
             assert "Traceback" not in operator.log
@@ -176,47 +176,49 @@ async def test_a_namespace_without_permissions_blocks_no_other(
 
 @pytest.mark.usefixtures("defined")
 async def test_a_permission_that_is_revoked_and_restored_is_reported_and_used(
-    own_plane: ControlPlane, place: Place, etcd: EtcdServer, tmp_path: Path
+    own_plane: ControlPlane, ns: OperatorNamespace, etcd: EtcdServer, tmp_path: Path
 ) -> None:
-    await place.kubectl("create", "serviceaccount", "operator")
-    account = f"--serviceaccount={place.namespace}:operator"
+    await ns.kubectl("create", "serviceaccount", "operator")
+    account = f"--serviceaccount={ns.name}:operator"
     for role, rights in RIGHTS.items():
-        await place.kubectl("create", "role", role, *rights)
-        await place.kubectl("create", "rolebinding", role, f"--role={role}", account)
-    kubeconfig = await own_plane.kubeconfig_for(place.namespace, "operator")
-    flags = (f"--namespace={place.namespace}", "--no-leader-elect")
+        await ns.kubectl("create", "role", role, *rights)
+        await ns.kubectl("create", "rolebinding", role, f"--role={role}", account)
+    kubeconfig = await own_plane.kubeconfig_for(ns.name, "operator")
+    flags = (f"--namespace={ns.name}", "--no-leader-elect")
     async with OperatorProcess(tmp_path, kubeconfig, *flags) as operator:
-        await place.apply(replicas=1, etcd={"endpoint": etcd.endpoint})
-        first = await place.pods(1)
-        await place.kubectl("delete", "rolebinding", "creates")
-        await place.change(replicas=2)
-        await place.job(lambda status: 'cannot create resource "pods"' in waits_for(status))
-        await place.told("ResourcesBlocked", 'cannot create resource "pods"', "grant the operator its rights there")
-        assert uids(await place.pods(1)) == uids(first), "what there is stays"
+        await ns.apply(replicas=1, etcd={"endpoint": etcd.endpoint})
+        first = await ns.wait_for_pods(1)
+        await ns.kubectl("delete", "rolebinding", "creates")
+        await ns.change(replicas=2)
+        await ns.wait_for_job(lambda status: 'cannot create resource "pods"' in waits_for(status))
+        await ns.wait_for_event(
+            "ResourcesBlocked", 'cannot create resource "pods"', "grant the operator its rights there"
+        )
+        assert uids(await ns.wait_for_pods(1)) == uids(first), "what there is stays"
         assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="403") < 6, "a hot loop"
 
-        await place.kubectl("create", "rolebinding", "creates", "--role=creates", account)
-        await place.pods(2)
-        await place.job(lambda status: "cannot create" not in waits_for(status))
+        await ns.kubectl("create", "rolebinding", "creates", "--role=creates", account)
+        await ns.wait_for_pods(2)
+        await ns.wait_for_job(lambda status: "cannot create" not in waits_for(status))
         assert "Traceback" not in operator.log
 
 
 @pytest.mark.usefixtures("defined")
 async def test_a_pod_of_a_removed_node_is_replaced_without_a_charge(
-    own_plane: ControlPlane, place: Place, etcd: EtcdServer, tmp_path: Path
+    own_plane: ControlPlane, ns: OperatorNamespace, etcd: EtcdServer, tmp_path: Path
 ) -> None:
     async with an_operator(own_plane, tmp_path):
         about = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "nowhere"}}
         await own_plane.kubectl("create", "--filename=-", stdin=json.dumps(about))
-        await place.apply(replicas=1, etcd={"endpoint": etcd.endpoint})
-        ((lost, pod),) = (await place.pods(1)).items()
-        await place.bind(lost)
-        await place.runs(lost)
+        await ns.apply(replicas=1, etcd={"endpoint": etcd.endpoint})
+        ((lost, pod),) = (await ns.wait_for_pods(1)).items()
+        await ns.bind(lost)
+        await ns.report_running(lost)
         await own_plane.kubectl("delete", "node", "nowhere")
         # Kubernetes checks every 20 s, and waits 40 s for the node to return.
-        await place.kubectl("wait", f"pod/{lost}", "--for=delete", "--timeout=150s")
-        after = await place.pods(1)
+        await ns.kubectl("wait", f"pod/{lost}", "--for=delete", "--timeout=150s")
+        after = await ns.wait_for_pods(1)
         assert pod["metadata"]["uid"] not in uids(after)
-        job = await place.job(lambda status: status.get("podFailures") == 0 and status.get("replicas") == 1)
+        job = await ns.wait_for_job(lambda status: status.get("podFailures") == 0 and status.get("replicas") == 1)
         assert job["status"]["restarts"] == 0
-        await place.told("PodDisrupted", f"{lost} was lost with its node nowhere")
+        await ns.wait_for_event("PodDisrupted", f"{lost} was lost with its node nowhere")

@@ -12,7 +12,7 @@ import pytest_asyncio
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, Resource
 from tests.support.cluster_user import job
 from tests.support.definitions import defined
-from tests.support.operator_place import Json, Place, index_of, uids
+from tests.support.operator_namespace import Json, OperatorNamespace, index_of, uids
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -45,7 +45,7 @@ async def test_the_highest_pods_leave_and_save_together_while_the_others_stay(us
     await user.wait("elasticjob/saves", "jsonpath={.status.readyDesired}=3/3")
     before = await user.pods("saves")
     staying, *going = sorted(before, key=lambda name: index_of(before[name]))
-    logs = [await user.prints(pod, "ready") for pod in going]
+    logs = [await user.wait_for_output(pod, "ready") for pod in going]
     await user.wait("elasticjob/saves", "jsonpath={.status.worldSize}=3")
     round = (await user.get("elasticjob/saves"))["status"]["round"]
 
@@ -83,15 +83,15 @@ def now(seconds_ago: float = 0.0) -> str:
     return datetime.fromtimestamp(datetime.now(UTC).timestamp() - seconds_ago, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-async def is_busy(place: Place, name: str, pod: Json, cpu: str) -> None:
+async def is_busy(ns: OperatorNamespace, name: str, pod: Json, cpu: str) -> None:
     """Let a pod have run for a while, and use this much CPU now."""
-    await place.runs(name)
+    await ns.report_running(name)
     ready = {"type": "Ready", "status": "True", "lastTransitionTime": now(900)}
     status: dict[str, Any] = {"startTime": now(1000), "conditions": [ready]}
-    await place.api.patch(PODS, place.namespace, name, {"status": status}, "status")
-    await place.api.create(
+    await ns.api.patch(PODS, ns.name, name, {"status": status}, "status")
+    await ns.api.create(
         POD_METRICS,
-        place.namespace,
+        ns.name,
         {
             "apiVersion": POD_METRICS.api_version,
             "kind": POD_METRICS.kind,
@@ -105,15 +105,15 @@ async def is_busy(place: Place, name: str, pod: Json, cpu: str) -> None:
 
 @pytest.mark.control_plane
 @pytest.mark.usefixtures("metrics")
-async def test_a_horizontal_pod_autoscaler_finds_and_scales_a_job(place: Place, tmp_path: Path) -> None:
-    async with place.operator(tmp_path):
-        await place.apply(replicas=1)
-        ((name, pod),) = (await place.pods(1)).items()
-        await is_busy(place, name, pod, "2")
+async def test_a_horizontal_pod_autoscaler_finds_and_scales_a_job(ns: OperatorNamespace, tmp_path: Path) -> None:
+    async with ns.operator(tmp_path):
+        await ns.apply(replicas=1)
+        ((name, pod),) = (await ns.wait_for_pods(1)).items()
+        await is_busy(ns, name, pod, "2")
         usage = {"type": "AverageValue", "averageValue": "500m"}
-        await place.api.create(
+        await ns.api.create(
             AUTOSCALERS,
-            place.namespace,
+            ns.name,
             {
                 "apiVersion": AUTOSCALERS.api_version,
                 "kind": AUTOSCALERS.kind,
@@ -130,9 +130,9 @@ async def test_a_horizontal_pod_autoscaler_finds_and_scales_a_job(place: Place, 
                 },
             },
         )
-        grown = await place.pods(3)
+        grown = await ns.wait_for_pods(3)
         assert name in grown, "the one that was there stays"
-        scaler = await place.until(
+        scaler = await ns.wait_for(
             AUTOSCALERS, lambda found: found["digits"].get("status", {}).get("desiredReplicas") == 3
         )
         told = {each["type"]: each["status"] for each in scaler["digits"]["status"]["conditions"]}

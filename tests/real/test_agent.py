@@ -51,7 +51,7 @@ async def test_a_program_that_keeps_failing_at_start_fails_the_run_with_its_own_
 
 async def test_a_signal_before_etcd_is_available_ends_the_agent_at_once(program: Path, stop: Path) -> None:
     async with AgentProcess("--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x", "--nnodes=2", program, stop) as agent:
-        await agent.said("127.0.0.1:1")
+        await agent.wait_for_line("127.0.0.1:1")
         agent.kill(signal.SIGINT)
         assert await agent.code() == 130
 
@@ -180,15 +180,15 @@ async def test_agents_on_etcd_v2_survive_losing_a_node_and_etcd_and_succeed(
             AgentProcess(*flags, "--node-name=one", program, stop) as a,
             AgentProcess(*flags, "--node-name=two", program, stop) as b,
         ):
-            await asyncio.gather(a.trains(world=2), b.trains(world=2))
+            await asyncio.gather(a.wait_until_training(world=2), b.wait_until_training(world=2))
             a.kill()
-            await b.said("round 2: one died")
-            await b.trains(world=1)
+            await b.wait_for_line("round 2: one died")
+            await b.wait_until_training(world=1)
             await server.kill()
-            await b.said("lost sight of")
+            await b.wait_for_line("lost sight of")
             await server.start()
             async with AgentProcess(*flags, "--node-name=three", program, stop) as c:
-                await asyncio.gather(b.trains(world=2, since=len(b.lines)), c.trains(world=2))
+                await asyncio.gather(b.wait_until_training(world=2, since=len(b.lines)), c.wait_until_training(world=2))
                 stop.touch()
                 assert [await b.code(), await c.code()] == [0, 0]
         assert "round 4" not in b.output

@@ -13,10 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from tests.support import etcd_kinds
 from tests.support.agents import AgentProcess
-from tests.support.crew import eventually
 from tests.support.launchers import Launcher, script
 from tests.support.measured import Measured
 from tests.support.scraping import Page, scraped
+from tests.support.workers import eventually
 from torchelastic.metrics.series import OPERATIONS
 from torchelastic.protocol import Env
 
@@ -65,7 +65,7 @@ def requests(page: Page, outcome: str) -> dict[str, float]:
 
 async def killed(measured: Measured, round: int) -> None:
     """Kill a worker of the round with SIGKILL."""
-    os.kill(int((await measured.agent.said(rf"round {round} pid (\d+)"))[1]), signal.SIGKILL)
+    os.kill(int((await measured.agent.wait_for_line(rf"round {round} pid (\d+)"))[1]), signal.SIGKILL)
 
 
 async def test_agent_operations_are_measured_under_torchelastic_names(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ async def test_a_custom_handler_receives_the_documented_calls(tmp_path: Path) ->
             print("told:", *sorted(set(told)), flush=True)
     """
     async with Launcher(script(tmp_path, source)) as launcher:
-        names = (await launcher.said(r"told: (.*)"))[1].split()
+        names = (await launcher.wait_for_line(r"told: (.*)"))[1].split()
         assert await launcher.code() == 0
     assert {f"{name}.{what}" for name in OPERATIONS for what in ("success", "duration.ms")} <= {*names}
     assert not any("store" in name for name in names)
@@ -146,7 +146,7 @@ async def test_memory_is_shown_for_each_worker_with_its_children_and_for_the_age
         "--nproc-per-node=2",
     )
     async with measured.agent as agent:
-        await agent.said("holds")
+        await agent.wait_for_line("holds")
         page = await measured.after("waits", count=2)
         small, large = (page.value("torchelastic_worker_memory_bytes", rank=rank) for rank in "01")
         resident = page.value("process_resident_memory_bytes")
@@ -212,7 +212,7 @@ async def test_training_continues_while_slow_scrapes_are_pending(tmp_path: Path)
         await eventually(lambda: int(steps.read_text()) > before + 100)
 
     async with measured.agent as agent:
-        await agent.said("trains")
+        await agent.wait_for_line("trains")
         await eventually(steps.exists)
         agent.kill(signal.SIGSTOP)
         asked = [asyncio.ensure_future(measured.page()) for _ in range(10)]
@@ -229,7 +229,7 @@ async def test_the_metrics_page_is_served_on_any_free_port_while_the_run_waits_f
         etcd_kinds.V3[1].server(tmp_path) as server,
         AgentProcess(f"--rdzv-endpoint={server.endpoint}", *flags, script(tmp_path, "")) as agent,
     ):
-        port = int((await agent.said(r"^[0-9:]{8} \[[^]]+\] serving /metrics on port (\d+)$"))[1])
+        port = int((await agent.wait_for_line(r"^[0-9:]{8} \[[^]]+\] serving /metrics on port (\d+)$"))[1])
         page = await scraped(port)
         assert page.value("process_resident_memory_bytes")
         assert page.value("torchelastic_world_size") in (None, 0)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.controlled_workers import ControlledRun
 from tests.support.ports import descendants, free_range, listening
-from tests.support.puppets import Stage
 from torchelastic.protocol import NodeRecord, ResumeRecord, RoundRecord, decode, decode_state, encode
 
 if TYPE_CHECKING:
@@ -26,35 +26,33 @@ pytestmark = pytest.mark.real
 PATIENT = "--rdzv-conf=crash_loop_limit=100"
 
 
-def round_of(state: Mapping[str, Entry], stage: Stage) -> RoundRecord:
-    round = decode_state(state[stage.keys.state].value).round
+def round_of(state: Mapping[str, Entry], run: ControlledRun) -> RoundRecord:
+    round = decode_state(state[run.keys.state].value).round
     assert round is not None
     return round
 
 
-async def standing(stage: Stage, number: int) -> RoundRecord:
+async def standing(run: ControlledRun, number: int) -> RoundRecord:
     """The round of this number, as etcd has it."""
-    keys = stage.keys
-    return round_of(
-        await stage.until(lambda state: keys.state in state and round_of(state, stage).number == number), stage
-    )
+    keys = run.keys
+    return round_of(await run.until(lambda state: keys.state in state and round_of(state, run).number == number), run)
 
 
 async def test_uncharged_exits_cost_no_restart_and_non_retryable_exits_end_the_run(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
     flags = ("--nproc-per-node=2", "--max-restarts=0", "--free-exit-codes=70-79,137", "--final-exit-codes=3", PATIENT)
-    async with Stage(tmp_path, etcd) as stage, stage.agent("one", *flags) as agent:
-        [first, _] = await stage.round(1, world=2)
-        first.tell("import os; os._exit(75)")
-        [_, second] = await stage.round(2, world=2)
-        second.tell(f"import os; os.kill(os.getpid(), {signal.SIGKILL:d})")
-        workers = await stage.round(3, world=2)
-        record = await standing(stage, 3)
+    async with ControlledRun(tmp_path, etcd) as run, run.agent("one", *flags) as agent:
+        [first, _] = await run.round(1, world=2)
+        first.send("import os; os._exit(75)")
+        [_, second] = await run.round(2, world=2)
+        second.send(f"import os; os.kill(os.getpid(), {signal.SIGKILL:d})")
+        workers = await run.round(3, world=2)
+        record = await standing(run, 3)
         assert (record.restarts, record.uncharged_restarts) == (0, 2)
         assert record.cause == "rank 1 on one: killed by SIGKILL"
         assert [worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in workers] == ["0", "0"]
-        workers[0].tell("import os; os._exit(3)")
+        workers[0].send("import os; os._exit(3)")
         assert await agent.code() == 1
         assert "rank 0 on one: exit code 3; this failure is declared final" in agent.lines[-1]
 
@@ -65,29 +63,29 @@ async def test_agents_listen_only_within_their_port_range_and_report_when_it_is_
     ports = free_range(16)
     flags = ("--nnodes=2", "--max-restarts=9", f"--port-range={ports}", PATIENT)
     async with (
-        Stage(tmp_path, etcd) as stage,
-        stage.agent("one", *flags) as one,
-        stage.agent("two", *flags) as two,
+        ControlledRun(tmp_path, etcd) as run,
+        run.agent("one", *flags) as one,
+        run.agent("two", *flags) as two,
     ):
         stores = []
         for number in range(1, 4):
-            workers = await stage.round(number, world=2)
-            record = await standing(stage, number)
+            workers = await run.round(number, world=2)
+            record = await standing(run, number)
             # Two of them are connected and have written their offers for the next round.
-            state = await stage.until(lambda state, number=number: knowing(state, stage, number) == 2)
-            told = [port for node in nodes(state, stage) for port in (node.link, node.store)]
+            state = await run.until(lambda state, number=number: knowing(state, run, number) == 2)
+            told = [port for node in nodes(state, run) for port in (node.link, node.store)]
             stores.append(int(record.store.rpartition(":")[2]))
             open_ports = listening(descendants([one.pid, two.pid]))
             assert {*told, stores[-1]} <= open_ports
             assert all(ports.first <= port <= ports.last for port in open_ports)
-            workers[0].tell("raise ValueError('another round')")
+            workers[0].send("raise ValueError('another round')")
         assert all(before != after for before, after in itertools.pairwise(stores))
-        await stage.round(4, world=2)
+        await run.round(4, world=2)
 
     with contextlib.ExitStack() as stack:
         for port in ports.after(0):
             stack.enter_context(socket.create_server(("127.0.0.1", port)))
-        async with Stage(tmp_path, etcd) as stage, stage.agent("late", *flags) as late:
+        async with ControlledRun(tmp_path, etcd) as run, run.agent("late", *flags) as late:
             assert await late.code() == 4
             assert f"No port of --port-range {ports} is free on this node: give it a wider range" in late.lines[-1]
 
@@ -99,17 +97,17 @@ async def test_a_resumed_run_continues_with_the_next_round_and_the_charged_resta
     env = {"TORCHELASTIC_RESUME": known, "TORCHELASTIC_UNIQUE_RUN": "1"}
     flags = ("--nnodes=2", "--max-restarts=3", PATIENT)
     async with (
-        Stage(tmp_path, etcd) as stage,
-        stage.agent("one", *flags, env=env) as one,
-        stage.agent("two", *flags, env=env) as two,
+        ControlledRun(tmp_path, etcd) as run,
+        run.agent("one", *flags, env=env) as one,
+        run.agent("two", *flags, env=env) as two,
     ):
-        workers = await stage.round(8, world=2)
-        record = await standing(stage, 8)
+        workers = await run.round(8, world=2)
+        record = await standing(run, 8)
         assert (record.restarts, record.uncharged_restarts) == (2, 6)
         assert {worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in workers} == {"2"}
-        workers[0].tell("raise ValueError('the third')")
-        workers = await stage.round(9, world=2)
-        workers[1].tell("raise ValueError('the fourth')")
+        workers[0].send("raise ValueError('the third')")
+        workers = await run.round(9, world=2)
+        workers[1].send("raise ValueError('the fourth')")
         assert (await one.code(), await two.code()) == (1, 1)
         assert "the fourth (order.py:1); no restart is left of the 3 that it may have" in one.lines[-1]
 
@@ -117,10 +115,10 @@ async def test_a_resumed_run_continues_with_the_next_round_and_the_charged_resta
 # -- observation from outside
 
 
-def nodes(state: Mapping[str, Entry], stage: Stage) -> list[NodeRecord]:
-    return [decode(entry.value, NodeRecord) for key, entry in state.items() if key.startswith(stage.keys.nodes)]
+def nodes(state: Mapping[str, Entry], run: ControlledRun) -> list[NodeRecord]:
+    return [decode(entry.value, NodeRecord) for key, entry in state.items() if key.startswith(run.keys.nodes)]
 
 
-def knowing(state: Mapping[str, Entry], stage: Stage, number: int) -> int:
+def knowing(state: Mapping[str, Entry], run: ControlledRun, number: int) -> int:
     """The number of nodes that know a round."""
-    return sum(node.round == number for node in nodes(state, stage))
+    return sum(node.round == number for node in nodes(state, run))

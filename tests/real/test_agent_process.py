@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.agents import PATIENCE, AgentProcess
-from tests.support.crew import eventually, told
+from tests.support.workers import eventually, text_of
 from torchelastic.agent.workers.linux import read_table
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ async def test_an_agent_paused_during_its_exit_keeps_its_last_message_and_exit_c
     )
     assert agent.stderr
     try:
-        await told(tmp_path / "up")
+        await text_of(tmp_path / "up")
         # When the processes that start workers have ended, the run has ended; only messages are left to be written.
         await eventually(lambda: not [entry for entry in read_table().values() if entry.parent == agent.pid])
         assert json.loads(last_words.read_text())["reason"] == "WorkerFailed"
@@ -111,9 +111,9 @@ async def test_a_stopping_agent_gives_its_workers_no_round_failure_grace(
     flags = ("--standalone", "--nproc-per-node=2", "--stop-timeout=600", "--stop-grace=0.1")
     async with AgentProcess(*flags, program, tmp_path / "go") as agent:
         for rank in (0, 1):
-            await agent.said(rf"\[rank {rank}\] up")
+            await agent.wait_for_line(rf"\[rank {rank}\] up")
         await asyncio.to_thread((tmp_path / "go").write_text, "")
-        await agent.said(r"\[rank 1\] asked to stop")
+        await agent.wait_for_line(r"\[rank 1\] asked to stop")
         agent.kill(signal.SIGTERM)
         assert await agent.code() == 143
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.puppets import Stage
+from tests.support.controlled_workers import ControlledRun
 from torchelastic.protocol import SizeRecord, encode
 
 if TYPE_CHECKING:
@@ -40,37 +40,37 @@ async def test_a_spare_takes_over_at_once_and_workers_of_a_leaving_node_have_the
     flags = ("--nnodes=1:2", NO_TIMERS, "--stop-grace=60")
     saved = [tmp_path / "left", tmp_path / "removed"]
     async with (
-        Stage(tmp_path, etcd) as stage,
-        stage.agent("one", *flags) as one,
-        stage.agent("two", *flags) as two,
-        stage.agent("three", *flags) as three,
+        ControlledRun(tmp_path, etcd) as run,
+        run.agent("one", *flags) as one,
+        run.agent("two", *flags) as two,
+        run.agent("three", *flags) as three,
     ):
         agents = {"one": one, "two": two, "three": three}
-        staying, going = await stage.round(1, world=2)
+        staying, going = await run.round(1, world=2)
         [spare] = agents.keys() - {staying.node, going.node}
-        await agents[spare].said("waiting as a spare")
-        assert [await worker.does("answer = 'alive'") for worker in (staying, going)] == ["alive"] * 2
+        await agents[spare].wait_for_line("waiting as a spare")
+        assert [await worker.execute("answer = 'alive'") for worker in (staying, going)] == ["alive"] * 2
 
         # A node leaves; the others do not wait for it.
-        await going.does(SAVES_WHEN_ASKED_TO_END.format(path=str(saved[0])))
+        await going.execute(SAVES_WHEN_ASKED_TO_END.format(path=str(saved[0])))
         agents[going.node].kill(signal.SIGTERM)
-        second = await stage.round(2, world=2)
+        second = await run.round(2, world=2)
         assert [worker.node for worker in second] == [staying.node, spare]
         assert await agents[going.node].code() == 143
         assert saved[0].read_text() == "all of it"
 
         # The new size is written before the node that has to leave gets its signal.
         staying, going = second
-        await going.does(SAVES_WHEN_ASKED_TO_END.format(path=str(saved[1])))
-        store = await stage.store()
+        await going.execute(SAVES_WHEN_ASKED_TO_END.format(path=str(saved[1])))
+        store = await run.store()
         size = SizeRecord(min=1, max=2, desired=1, generation=1, draining=(going.node,))
-        await store.put(stage.keys.size, encode(size))
+        await store.put(run.keys.size, encode(size))
         await store.close()
-        [alone] = await stage.round(3, world=1)
+        [alone] = await run.round(3, world=1)
         agents[going.node].kill(signal.SIGTERM)
         assert await agents[going.node].code() == 143
         assert saved[1].read_text() == "all of it"
-        alone.tell("raise SystemExit(0)")
+        alone.send("raise SystemExit(0)")
         assert await agents[staying.node].code() == 0
 
 
@@ -79,14 +79,14 @@ async def test_workers_that_ignore_a_stop_are_killed_after_the_grace_period_or_a
     tmp_path: Path, grace: str, signals: int
 ) -> None:
     async with (
-        Stage(tmp_path, None) as stage,
-        stage.agent("one", "--standalone", f"--stop-grace={grace}") as agent,
+        ControlledRun(tmp_path, None) as run,
+        run.agent("one", "--standalone", f"--stop-grace={grace}") as agent,
     ):
-        [worker] = await stage.round(1, world=1)
-        await worker.does(HEEDS_NOTHING)
+        [worker] = await run.round(1, world=1)
+        await worker.execute(HEEDS_NOTHING)
         agent.kill(signal.SIGTERM)
-        await agent.said(r"\[rank 0\] asked to end")
+        await agent.wait_for_line(r"\[rank 0\] asked to end")
         for _ in range(signals - 1):
             agent.kill(signal.SIGTERM)
         assert await agent.code() == 143
-        await worker.gone()
+        await worker.wait_ended()

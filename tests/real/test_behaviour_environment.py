@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.agents import AgentProcess
+from tests.support.controlled_workers import ControlledRun
 from tests.support.namespaces import network
-from tests.support.puppets import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from tests.support.controlled_workers import ControlledWorker
     from tests.support.etcd import EtcdServer
-    from tests.support.puppets import Puppet
 
 pytestmark = pytest.mark.real
 
@@ -35,7 +35,7 @@ OF_THE_ROUND = {
 }
 
 
-def equal_on_all(workers: Sequence[Puppet]) -> dict[str, str]:
+def equal_on_all(workers: Sequence[ControlledWorker]) -> dict[str, str]:
     """The variables of the round, which must be equal in all workers."""
     [values] = {tuple(sorted((name, worker.env[name]) for name in OF_THE_ROUND)) for worker in workers}
     return dict(values)
@@ -47,11 +47,11 @@ async def test_the_environment_is_documented_and_round_variables_are_equal_on_al
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     flags = ("--nnodes=2", "--nproc-per-node=2", "--max-restarts=5", "--role=trainer")
     async with (
-        Stage(tmp_path, etcd) as stage,
-        stage.agent("one", *flags, "--local-addr=127.0.0.2") as one,
-        stage.agent("two", *flags, "--local-addr=127.0.0.3") as two,
+        ControlledRun(tmp_path, etcd) as run,
+        run.agent("one", *flags, "--local-addr=127.0.0.2") as one,
+        run.agent("two", *flags, "--local-addr=127.0.0.3") as two,
     ):
-        workers = await stage.round(1, world=4)
+        workers = await run.round(1, world=4)
         shared = equal_on_all(workers)
         assert shared.pop("MASTER_ADDR") in {"127.0.0.2", "127.0.0.3"}
         port = shared.pop("MASTER_PORT")
@@ -63,7 +63,7 @@ async def test_the_environment_is_documented_and_round_variables_are_equal_on_al
             "TORCHELASTIC_ROUND": "1",
             "TORCHELASTIC_MAX_RESTARTS": "5",
             "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_RUN_ID": stage.run_id,
+            "TORCHELASTIC_RUN_ID": run.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "WORLD_SIZE": "4",
         }
@@ -76,17 +76,17 @@ async def test_the_environment_is_documented_and_round_variables_are_equal_on_al
         ]
         assert len({worker.env["TORCHELASTIC_ERROR_FILE"] for worker in workers}) == 4
 
-        workers[3].tell("raise SystemExit(7)")
-        workers = await stage.round(2, world=4)
+        workers[3].send("raise SystemExit(7)")
+        workers = await run.round(2, world=4)
         shared = equal_on_all(workers)
         assert (shared["TORCHELASTIC_ROUND"], shared["TORCHELASTIC_RESTART_COUNT"]) == ("2", "1")
         assert shared["MASTER_PORT"] != port
         address = (shared["MASTER_ADDR"], int(shared["MASTER_PORT"]))
         reached = f"import socket; socket.create_connection({address}).close(); answer = True"
-        assert [await worker.does(reached) for worker in workers] == [True] * 4
+        assert [await worker.execute(reached) for worker in workers] == [True] * 4
 
         for worker in workers:
-            worker.tell("raise SystemExit(0)")
+            worker.send("raise SystemExit(0)")
         assert [await one.code(), await two.code()] == [0, 0]
 
 
@@ -111,6 +111,6 @@ async def test_gloo_and_nccl_use_the_interface_of_the_node_address_unless_the_us
         AgentProcess(*flags, program, within=within) as agent,
         AgentProcess(*flags, program, within=within, env={"NCCL_SOCKET_IFNAME": "ib0"}) as other,
     ):
-        await agent.said(r"\[rank 0\] met at 10\.1\.2\.3 rack7 =rack7$")
-        await other.said(r"\[rank 0\] met at 10\.1\.2\.3 rack7 ib0$")
+        await agent.wait_for_line(r"\[rank 0\] met at 10\.1\.2\.3 rack7 =rack7$")
+        await other.wait_for_line(r"\[rank 0\] met at 10\.1\.2\.3 rack7 ib0$")
         assert [await agent.code(), await other.code()] == [0, 0]

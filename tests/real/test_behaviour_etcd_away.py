@@ -13,26 +13,26 @@ import aiohttp
 import pytest
 
 from tests.support.certificates import make_certificates
+from tests.support.controlled_workers import TRAINING, ControlledRun
 from tests.support.etcd import EtcdServer
-from tests.support.puppets import TRAINING, Stage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
     from tests.support.agents import AgentProcess
-    from tests.support.puppets import Puppet
+    from tests.support.controlled_workers import ControlledWorker
 
 pytestmark = pytest.mark.real
 
 LEASE = 1.0
 
 
-async def train_on(workers: Sequence[Puppet]) -> None:
+async def train_on(workers: Sequence[ControlledWorker]) -> None:
     """Return when all of them have taken further steps together."""
-    before = [await worker.does("answer = rounds") for worker in workers]
+    before = [await worker.execute("answer = rounds") for worker in workers]
     more = "import time\nwhile rounds < {}: time.sleep(0.005)\nanswer = rounds"
-    after = [await worker.does(more.format(rounds + 10)) for worker, rounds in zip(workers, before, strict=True)]
+    after = [await worker.execute(more.format(rounds + 10)) for worker, rounds in zip(workers, before, strict=True)]
     assert all(now > then for now, then in zip(after, before, strict=True))
 
 
@@ -64,22 +64,22 @@ async def test_training_continues_without_etcd_with_few_retries_and_messages(
     flags = ("--nnodes=2:3", f"--rdzv-conf=last_call_timeout=1,lease={LEASE:g}")
     port = int(own_etcd.endpoint.rpartition(":")[2])
     async with (
-        Stage(tmp_path, own_etcd) as stage,
-        stage.agent("a", *flags) as a,
-        stage.agent("b", *flags) as b,
+        ControlledRun(tmp_path, own_etcd) as run,
+        run.agent("a", *flags) as a,
+        run.agent("b", *flags) as b,
     ):
-        workers = await stage.round(1, world=2)
-        await asyncio.gather(*(worker.does(TRAINING) for worker in workers))
+        workers = await run.round(1, world=2)
+        await asyncio.gather(*(worker.execute(TRAINING) for worker in workers))
 
         with own_etcd.paused():
             await asyncio.sleep(2.5 * LEASE)  # the leases have to expire
             await train_on(workers)
-        assert stage.rounds == {1}
+        assert run.rounds == {1}
 
         heard = {agent.pid: len(agent.lines) for agent in (a, b)}
         await own_etcd.kill()
         async with nobody_serving(port) as calls:
-            await asyncio.gather(*(agent.said("lost sight of the run's keys") for agent in (a, b)))
+            await asyncio.gather(*(agent.wait_for_line("lost sight of the run's keys") for agent in (a, b)))
             await asyncio.sleep(2.0)  # the time in which connections are counted
             await train_on(workers)
         assert 2 <= len(calls) < 60
@@ -90,14 +90,14 @@ async def test_training_continues_without_etcd_with_few_retries_and_messages(
 
         own_etcd.wipe()
         await own_etcd.start()
-        async with stage.agent("c", *flags) as c:
-            grown = await stage.round(2, world=3)
+        async with run.agent("c", *flags) as c:
+            grown = await run.round(2, world=3)
             assert [worker.node for worker in grown] == [*(worker.node for worker in workers), "c"]
             assert {worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in grown} == {"0"}
             for worker in grown:
-                worker.tell("raise SystemExit(0)")
+                worker.send("raise SystemExit(0)")
             assert [await agent.code() for agent in (a, b, c)] == [0, 0, 0]
-        assert stage.rounds == {1, 2}
+        assert run.rounds == {1, 2}
 
 
 @pytest.fixture
@@ -133,11 +133,11 @@ async def test_several_servers_certificates_a_user_and_a_password_come_from_the_
 ) -> None:
     server, conf = fortress
     place = f"--rdzv-endpoint=127.0.0.1:1,{server.endpoint}"
-    async with Stage(tmp_path, server) as stage:
-        async with stage.agent("a", place, "--nnodes=1:1", f"{conf}s3cret") as agent:
-            [worker] = await stage.round(1, world=1)
-            worker.tell("raise SystemExit(0)")
+    async with ControlledRun(tmp_path, server) as run:
+        async with run.agent("a", place, "--nnodes=1:1", f"{conf}s3cret") as agent:
+            [worker] = await run.round(1, world=1)
+            worker.send("raise SystemExit(0)")
             assert await agent.code() == 0
-        async with stage.agent("a", place, "--nnodes=1:1", f"{conf}hunter2") as agent:
+        async with run.agent("a", place, "--nnodes=1:1", f"{conf}hunter2") as agent:
             assert await agent.code() == 5
         assert "hunter2" not in agent.output

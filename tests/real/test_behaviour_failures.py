@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from tests.support.controlled_workers import ControlledRun
 from tests.support.memory_limit import memory_limit
-from tests.support.puppets import Stage
 from torchelastic.protocol import (
     FailureKind,
     FailureRecord,
@@ -52,14 +52,14 @@ raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [
 """
 
 
-def failures(state: Mapping[str, Entry], stage: Stage) -> dict[str, FailureRecord]:
+def failures(state: Mapping[str, Entry], run: ControlledRun) -> dict[str, FailureRecord]:
     """The failure that each node has reported."""
-    nodes = [decode(entry.value, NodeRecord) for key, entry in state.items() if key.startswith(stage.keys.nodes)]
+    nodes = [decode(entry.value, NodeRecord) for key, entry in state.items() if key.startswith(run.keys.nodes)]
     return {node.name: node.failure for node in nodes if node.failure is not None}
 
 
-def round_of(state: Mapping[str, Entry], stage: Stage) -> RoundRecord:
-    round = decode_state(state[stage.keys.state].value).round
+def round_of(state: Mapping[str, Entry], run: ControlledRun) -> RoundRecord:
+    round = decode_state(state[run.keys.state].value).round
     assert round is not None
     return round
 
@@ -82,29 +82,29 @@ async def test_the_root_cause_follows_failure_kind_and_store_order_not_clocks(
     tmp_path: Path, etcd: EtcdServer, skewed: dict[str, dict[str, str]]
 ) -> None:
     flags = ("--nnodes=3", "--max-restarts=1", PATIENT)
-    async with Stage(tmp_path, etcd) as stage, contextlib.AsyncExitStack() as stack:
+    async with ControlledRun(tmp_path, etcd) as run, contextlib.AsyncExitStack() as stack:
         agents = {
-            name: await stack.enter_async_context(stage.agent(name, *flags, env=env)) for name, env in skewed.items()
+            name: await stack.enter_async_context(run.agent(name, *flags, env=env)) for name, env in skewed.items()
         }
 
         async def fail_in_this_order(round: int, orders: list[str]) -> list[str]:
             """Have two nodes fail while the leader is paused; returns their names, in order."""
-            workers = await stage.round(round, world=3)
-            state = await stage.until(lambda state: stage.keys.leader in state)
-            leader = decode(state[stage.keys.leader].value, LeaderRecord).node.rpartition(".")[0]
+            workers = await run.round(round, world=3)
+            state = await run.until(lambda state: run.keys.leader in state)
+            leader = decode(state[run.keys.leader].value, LeaderRecord).node.rpartition(".")[0]
             # The first node's clock is ahead, so by the clocks the second node failed first.
             others = [worker for name in CLOCKS for worker in workers if worker.node == name != leader]
-            times = [await worker.does("import time; answer = time.time()") for worker in others]
+            times = [await worker.execute("import time; answer = time.time()") for worker in others]
             assert times[0] > times[1] + 5
             agents[leader].kill(signal.SIGSTOP)
             for number, (worker, order) in enumerate(zip(others, orders, strict=True), 1):
-                worker.tell(order)
-                await stage.until(lambda state, number=number: len(failures(state, stage)) >= number)
+                worker.send(order)
+                await run.until(lambda state, number=number: len(failures(state, run)) >= number)
             agents[leader].kill(signal.SIGCONT)
             return [worker.node for worker in others]
 
         first, second = await fail_in_this_order(1, ["raise ValueError('first')", "raise ValueError('second')"])
-        told = round_of(await stage.until(lambda state: round_of(state, stage).number == 2), stage)
+        told = round_of(await run.until(lambda state: round_of(state, run).number == 2), run)
         assert told.cause == f"rank {rank_of(told, first)} on {first}: ValueError: first (order.py:1)"
 
         first, second = await fail_in_this_order(2, [BROKEN_COLLECTIVE, "raise ValueError('what broke it')"])
@@ -119,18 +119,21 @@ async def test_a_late_root_cause_is_found_on_one_node(tmp_path: Path) -> None:
         "from torchelastic.rendezvous.policy import plan\nplan.REPORT_WINDOW = 60.0\n"
     )
     flags = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", PATIENT)
-    async with Stage(tmp_path, None) as stage, stage.agent("one", *flags, env={"PYTHONPATH": str(tmp_path)}) as agent:
-        workers = await stage.round(1, world=2)
-        workers[0].tell(BROKEN_COLLECTIVE)
-        workers = await stage.round(2, world=2)  # no other failure follows, so this one is reported
-        await agent.said(r"round 2: rank 0 on one: RuntimeError: \[gloo.*Connection closed by peer")
-        workers[1].tell(f"""
+    async with (
+        ControlledRun(tmp_path, None) as run,
+        run.agent("one", *flags, env={"PYTHONPATH": str(tmp_path)}) as agent,
+    ):
+        workers = await run.round(1, world=2)
+        workers[0].send(BROKEN_COLLECTIVE)
+        workers = await run.round(2, world=2)  # no other failure follows, so this one is reported
+        await agent.wait_for_line(r"round 2: rank 0 on one: RuntimeError: \[gloo.*Connection closed by peer")
+        workers[1].send(f"""
             import os, select, time
             select.select([os.pidfd_open({workers[0].pid})], [], [])
             time.sleep(0.15)  # later than the window for the cause of a failure that costs a restart
             raise ValueError('what broke it')
         """)
-        workers[0].tell(BROKEN_COLLECTIVE)
+        workers[0].send(BROKEN_COLLECTIVE)
         assert await agent.code() == 1
     assert "rank 1 on one: ValueError: what broke it (order.py:5); no restart is left" in agent.lines[-1]
 
@@ -144,7 +147,7 @@ async def test_a_failure_is_reported_with_its_reason_in_the_log_the_store_and_th
 ) -> None:
     last_words = tmp_path / "termination-log"
     flags = ("--nnodes=1:1", "--max-restarts=4", PATIENT, f"--termination-log={last_words}")
-    async with Stage(tmp_path, etcd) as stage, stage.agent("one", *flags) as agent:
+    async with ControlledRun(tmp_path, etcd) as run, run.agent("one", *flags) as agent:
         for round, (order, told, end) in enumerate(
             [
                 (TOLD_BY_RECORD, "KeyError: 'no such layer' (order.py:6)", "exit code 1"),
@@ -154,21 +157,21 @@ async def test_a_failure_is_reported_with_its_reason_in_the_log_the_store_and_th
             ],
             1,
         ):
-            [worker] = await stage.round(round, world=1)
+            [worker] = await run.round(round, world=1)
             since = len(agent.lines)
-            worker.tell(order)
-            await stage.round(round + 1, world=1)
-            said = (await agent.said(r"rank 0 on one.*", since=since))[0]
+            worker.send(order)
+            await run.round(round + 1, world=1)
+            said = (await agent.wait_for_line(r"rank 0 on one.*", since=since))[0]
             assert told in said
             assert end in said
             assert str(worker.pid) in said
-            state = await stage.until(lambda state, round=round: round_of(state, stage).number == round + 1)
-            assert told in round_of(state, stage).cause
+            state = await run.until(lambda state, round=round: round_of(state, run).number == round + 1)
+            assert told in round_of(state, run).cause
 
-        [worker] = await stage.round(5, world=1)
-        worker.tell("raise ValueError('\\udcff' + 'großes Pech 🧯' * 2000)")
+        [worker] = await run.round(5, world=1)
+        worker.send("raise ValueError('\\udcff' + 'großes Pech 🧯' * 2000)")
         assert await agent.code() == 1
-        failure = (await stage.outcome()).failure
+        failure = (await run.outcome()).failure
         assert failure is not None
         assert (failure.round, failure.rank, failure.local_rank, failure.host) == (5, 0, 0, "127.0.0.1")
         assert (failure.pid, failure.exit_code, failure.kind) == (worker.pid, 1, FailureKind.PROGRAM)
@@ -190,13 +193,13 @@ async def test_a_failure_is_reported_with_its_reason_in_the_log_the_store_and_th
 async def test_a_worker_killed_for_memory_is_reported_as_such(tmp_path: Path) -> None:
     with memory_limit(600) as within:
         async with (
-            Stage(tmp_path, None) as stage,
-            stage.agent("one", "--standalone", "--nproc-per-node=2", "--max-restarts=1", within=within) as agent,
+            ControlledRun(tmp_path, None) as run,
+            run.agent("one", "--standalone", "--nproc-per-node=2", "--max-restarts=1", within=within) as agent,
         ):
-            workers = await stage.round(1, world=2)
-            workers[1].tell("all = []\nwhile True: all.append(bytes(16 << 20) + b'1')")
-            workers = await stage.round(2, world=2)
-            await agent.said(r"rank 1 on one.*: killed by SIGKILL: out of memory")
-            workers[0].tell("import signal; os.kill(os.getpid(), signal.SIGKILL)")
+            workers = await run.round(1, world=2)
+            workers[1].send("all = []\nwhile True: all.append(bytes(16 << 20) + b'1')")
+            workers = await run.round(2, world=2)
+            await agent.wait_for_line(r"rank 1 on one.*: killed by SIGKILL: out of memory")
+            workers[0].send("import signal; os.kill(os.getpid(), signal.SIGKILL)")
             assert await agent.code() == 1
         assert "rank 0 on one: killed by SIGKILL; no restart is left" in agent.lines[-1]

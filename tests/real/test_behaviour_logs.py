@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.agents import PATIENCE, AgentProcess
-from tests.support.crew import told
+from tests.support.workers import text_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,7 +69,7 @@ async def test_lines_are_intact_with_many_writers_and_a_slow_reader(tmp_path: Pa
     try:
         # A slow reader does not block the agent: a worker fails, is reported, and the next round runs.
         for rank in (0, 1):
-            await told(tmp_path / f"up.{rank}")
+            await text_of(tmp_path / f"up.{rank}")
         async with asyncio.timeout(PATIENCE):
             out, err = await asyncio.gather(agent.stdout.read(), agent.stderr.read())
             assert await agent.wait() == 0

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from tests.support.crew import eventually
+from tests.support.controlled_workers import ControlledRun
 from tests.support.links import cut, links_to
-from tests.support.puppets import Stage
+from tests.support.workers import eventually
 from torchelastic.protocol import LeaderRecord, decode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from tests.support.controlled_workers import ControlledWorker
     from tests.support.etcd import EtcdServer
-    from tests.support.puppets import Puppet
     from torchelastic.store import Entry
 
 pytestmark = pytest.mark.real
@@ -27,13 +27,13 @@ pytestmark = pytest.mark.real
 PATIENT = "--rdzv-conf=last_call_timeout=3600,lease=6"
 
 
-def leader_in(state: Mapping[str, Entry], stage: Stage) -> LeaderRecord:
-    return decode(state[stage.keys.leader].value, LeaderRecord)
+def leader_in(state: Mapping[str, Entry], run: ControlledRun) -> LeaderRecord:
+    return decode(state[run.keys.leader].value, LeaderRecord)
 
 
-def nodes_in(state: Mapping[str, Entry], stage: Stage) -> set[str]:
+def nodes_in(state: Mapping[str, Entry], run: ControlledRun) -> set[str]:
     """The names of all nodes that have a key."""
-    return {key.removeprefix(stage.keys.nodes).rpartition(".")[0] for key in state if key.startswith(stage.keys.nodes)}
+    return {key.removeprefix(run.keys.nodes).rpartition(".")[0] for key in state if key.startswith(run.keys.nodes)}
 
 
 async def end_leases(etcd: EtcdServer, below: str) -> int:
@@ -56,7 +56,7 @@ async def end_leases(etcd: EtcdServer, below: str) -> int:
         return ended
 
 
-def nodes_of(workers: Sequence[Puppet]) -> list[str]:
+def nodes_of(workers: Sequence[ControlledWorker]) -> list[str]:
     return [worker.node for worker in workers]
 
 
@@ -64,10 +64,10 @@ async def test_cut_connections_and_expired_leases_are_no_loss_and_a_dead_leader_
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
     flags = ("--nnodes=1:3", PATIENT)
-    async with Stage(tmp_path, etcd) as stage, contextlib.AsyncExitStack() as stack:
-        agents = {name: await stack.enter_async_context(stage.agent(name, *flags)) for name in ("a", "b", "c")}
-        first = await stage.round(1, world=3)
-        leader = leader_in(await stage.until(lambda state: stage.keys.leader in state), stage)
+    async with ControlledRun(tmp_path, etcd) as run, contextlib.AsyncExitStack() as stack:
+        agents = {name: await stack.enter_async_context(run.agent(name, *flags)) for name in ("a", "b", "c")}
+        first = await run.round(1, world=3)
+        leader = leader_in(await run.until(lambda state: run.keys.leader in state), run)
         leading, port = leader.node.rpartition(".")[0], int(leader.address.rpartition(":")[2])
 
         # The connections between healthy agents are cut.
@@ -79,31 +79,31 @@ async def test_cut_connections_and_expired_leases_are_no_loss_and_a_dead_leader_
         await eventually(lambda: len(links_to(pid, port).keys() - before.keys()) == 2)
 
         # All leases end, though all agents live.
-        assert await end_leases(etcd, stage.keys.nodes) == 3
-        await stage.until(lambda state: nodes_in(state, stage) == {"a", "b", "c"} and stage.keys.leader in state)
-        assert [await worker.does("answer = 'alive'") for worker in first] == ["alive"] * 3
-        assert stage.rounds == {1}
+        assert await end_leases(etcd, run.keys.nodes) == 3
+        await run.until(lambda state: nodes_in(state, run) == {"a", "b", "c"} and run.keys.leader in state)
+        assert [await worker.execute("answer = 'alive'") for worker in first] == ["alive"] * 3
+        assert run.rounds == {1}
 
         # The leader dies and is removed at once.
         [heir, other] = [worker.node for worker in first if worker.node != leading]
         agents[leading].kill()
-        second = await stage.round(2, world=2)
+        second = await run.round(2, world=2)
         assert nodes_of(second) == [heir, other]
-        await agents[other].said(f"round 2: {leading} died")
+        await agents[other].wait_for_line(f"round 2: {leading} died")
 
         # The present leader is stopped; that ends nothing for the others.
-        leader = leader_in(await stage.until(lambda state: leader_in(state, stage) != leader), stage)
+        leader = leader_in(await run.until(lambda state: leader_in(state, run) != leader), run)
         leading = leader.node.rpartition(".")[0]
         agents[leading].kill(signal.SIGTERM)
         assert await agents[leading].code() == 143
-        [last] = await stage.round(3, world=1)
-        await agents[last.node].said(f"round 3: {leading} left")
-        async with stage.agent("d", *flags) as d:
-            fourth = await stage.round(4, world=2)
+        [last] = await run.round(3, world=1)
+        await agents[last.node].wait_for_line(f"round 3: {leading} left")
+        async with run.agent("d", *flags) as d:
+            fourth = await run.round(4, world=2)
             assert nodes_of(fourth) == [last.node, "d"]
             assert {worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in fourth} == {"0"}
             for worker in fourth:
-                worker.tell("raise SystemExit(0)")
+                worker.send("raise SystemExit(0)")
             assert [await d.code(), await agents[last.node].code()] == [0, 0]
 
 
@@ -112,23 +112,23 @@ async def test_a_silent_node_with_an_expired_lease_is_lost_and_stops_its_workers
 ) -> None:
     flags = ("--nnodes=1:2", "--rdzv-conf=last_call_timeout=3600,lease=1")
     async with (
-        Stage(tmp_path, etcd) as stage,
-        stage.agent("a", *flags) as a,
-        stage.agent("b", *flags) as b,
+        ControlledRun(tmp_path, etcd) as run,
+        run.agent("a", *flags) as a,
+        run.agent("b", *flags) as b,
     ):
         agents = {"a": a, "b": b}
-        staying, stopped = await stage.round(1, world=2)
+        staying, stopped = await run.round(1, world=2)
         agents[stopped.node].kill(signal.SIGSTOP)
-        [alone] = await stage.round(2, world=1)
+        [alone] = await run.round(2, world=1)
         assert alone.node == staying.node
         # The worker of the paused agent runs on, and learns that it must not commit anything.
         stands = "import torchelastic; answer = torchelastic.round_stands(timeout=0.5)"
-        assert not await stopped.does(stands)
-        assert await alone.does(stands.replace("0.5", "30"))
+        assert not await stopped.execute(stands)
+        assert await alone.execute(stands.replace("0.5", "30"))
         agents[stopped.node].kill(signal.SIGCONT)
-        together = await stage.round(3, world=2)
+        together = await run.round(3, world=2)
         assert nodes_of(together) == [staying.node, stopped.node]
-        await stopped.gone()
+        await stopped.wait_ended()
         for worker in together:
-            worker.tell("raise SystemExit(0)")
+            worker.send("raise SystemExit(0)")
         assert [await a.code(), await b.code()] == [0, 0]

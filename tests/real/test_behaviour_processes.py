@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.agents import until_gone
-from tests.support.crew import TELL, Crew, eventually, exit_of, lives, started, told, workers_of
+from tests.support.controlled_workers import ControlledRun
 from tests.support.namespaces import first_process
-from tests.support.puppets import Stage
+from tests.support.workers import TELL, WorkerRunner, eventually, exit_of, lives, started, text_of, workers_of
 from torchelastic.agent.workers.linux import read_process, read_table, with_descendants
 from torchelastic.agent.workers.processes import python_code
 from torchelastic.config.settings import LogSettings, Program, ProgramKind
@@ -75,11 +75,11 @@ def titled(agent: int, title: str) -> list[int]:
 
 async def test_workers_and_their_processes_end_with_the_agent_even_after_its_helpers(tmp_path: Path) -> None:
     async with (
-        Stage(tmp_path, None) as stage,
-        stage.agent("one", "--standalone", "--nproc-per-node=2") as agent,
+        ControlledRun(tmp_path, None) as run,
+        run.agent("one", "--standalone", "--nproc-per-node=2") as agent,
     ):
-        workers = await stage.round(1, world=2)
-        families = [pid for worker in workers for pid in await worker.does(WITHOUT_ENVIRONMENT)]
+        workers = await run.round(1, world=2)
+        families = [pid for worker in workers for pid in await worker.execute(WITHOUT_ENVIRONMENT)]
         [watchdog] = titled(agent.pid, "torchelastic: watchdog")
         os.kill(watchdog, signal.SIGKILL)
         await eventually(lambda: titled(agent.pid, "torchelastic: watchdog") not in ([], [watchdog]))
@@ -93,16 +93,16 @@ async def test_workers_and_their_processes_end_with_the_agent_even_after_its_hel
 
 async def test_a_restart_leaves_nothing_of_the_earlier_workers(tmp_path: Path) -> None:
     async with (
-        Stage(tmp_path, None) as stage,
-        stage.agent("one", "--standalone", "--nproc-per-node=2") as agent,
+        ControlledRun(tmp_path, None) as run,
+        run.agent("one", "--standalone", "--nproc-per-node=2") as agent,
     ):
-        workers = await stage.round(1, world=2)
-        families = [pid for worker in workers for pid in await worker.does(HIDDEN)]
-        workers[0].tell("raise SystemExit(7)")
-        for worker in await stage.round(2, world=2):
+        workers = await run.round(1, world=2)
+        families = [pid for worker in workers for pid in await worker.execute(HIDDEN)]
+        workers[0].send("raise SystemExit(7)")
+        for worker in await run.round(2, world=2):
             assert not [pid for pid in [*families, *(worker.pid for worker in workers)] if read_process(pid)]
-            assert await worker.does("answer = os.getsid(0) == os.getpid() == os.getpgid(0)")
-            worker.tell("raise SystemExit(0)")
+            assert await worker.execute("answer = os.getsid(0) == os.getpid() == os.getpgid(0)")
+            worker.send("raise SystemExit(0)")
         assert await agent.code() == 0
 
 
@@ -110,11 +110,11 @@ async def test_the_first_process_of_a_container_reaps_orphans_and_leaves_on_sigt
     tmp_path: Path,
 ) -> None:
     async with (
-        Stage(tmp_path, None) as stage,
-        stage.agent("one", "--standalone", within=first_process()) as outside,
+        ControlledRun(tmp_path, None) as run,
+        run.agent("one", "--standalone", within=first_process()) as outside,
     ):
-        [worker] = await stage.round(1, world=1)
-        assert await worker.does("answer = os.getppid()") == 1
+        [worker] = await run.round(1, world=1)
+        assert await worker.execute("answer = os.getppid()") == 1
         # An orphan of another session, which the agent does not know, ends too.
         order = """
             import signal, subprocess, time
@@ -125,12 +125,12 @@ async def test_the_first_process_of_a_container_reaps_orphans_and_leaves_on_sigt
                 time.sleep(0.005)
             answer = parent
         """
-        assert await worker.does(order) == "1"
+        assert await worker.execute(order) == "1"
         [first] = [entry.pid for entry in read_table().values() if entry.parent == outside.pid]
         os.kill(first, signal.SIGTERM)
-        await worker.gone()
+        await worker.wait_ended()
         await eventually(lambda: read_process(first) is None)
-        await outside.said("SIGTERM: leaving the run")
+        await outside.wait_for_line("SIGTERM: leaving the run")
         assert await outside.code() == 143
 
 
@@ -139,19 +139,19 @@ async def test_an_agent_in_a_program_leaves_nothing_and_leaves_other_children_al
     descriptors = len([*Path("/proc/self/fd").iterdir()])
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as mine:  # noqa: ASYNC220 - a user's child
         before = {entry.pid for entry in read_table().values() if entry.parent == os.getpid()}
-        async with Crew(tmp_path) as crew:
+        async with WorkerRunner(tmp_path) as runner:
             for leave in ({"LEAVE": "1"}, {}):
-                group = await crew.start(source, **leave)
-                family = json.loads(await crew.told("family"))
+                group = await runner.start(source, **leave)
+                family = json.loads(await runner.text_of("family"))
                 if leave:
                     assert (await exit_of(group)).exit_code == 0
                 else:
                     assert all(map(lives, family))
                 await group.stop(0)
                 assert not [pid for pid in [*family, group.workers[0].child.pid] if read_process(pid)]
-            await crew.start_with_store(source)
-            await crew.told("family")
-            scratch = crew.workers.scratch
+            await runner.start_with_store(source)
+            await runner.text_of("family")
+            scratch = runner.workers.scratch
             assert scratch.exists()
         assert {entry.pid for entry in read_table().values() if entry.parent == os.getpid()} == before
         assert not scratch.exists()
@@ -166,7 +166,7 @@ async def test_a_command_ends_with_all_its_processes(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     async with workers_of(program, LogSettings(tmp_path / "logs")) as workers:
         group = await started(workers, {})
-        child = int(await told(tmp_path / "child"))
+        child = int(await text_of(tmp_path / "child"))
         os.kill(group.workers[0].child.pid, signal.SIGKILL)
         assert (await exit_of(group)).exit_code == -signal.SIGKILL
         await until_gone(child)

@@ -47,7 +47,7 @@ async def test_the_documented_program_trains_and_saves(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(f"{WHOLE}\nprint('saved at step', torch.load(CHECKPOINT)['step'])\n")
     flags = ("--standalone", "--nproc-per-node=2", "--heartbeat-timeout=60")
     async with AgentProcess(*flags, "train.py", cwd=tmp_path) as agent:
-        await agent.said(r"\[rank 0\] saved at step 200")
+        await agent.wait_for_line(r"\[rank 0\] saved at step 200")
         assert await agent.code() == 0
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", "checkpoint.pt"}
 
@@ -60,15 +60,15 @@ async def test_ranks_that_agree_on_a_notice_save_together_and_the_change_follows
     flags = (f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={tmp_path}", "--local-addr=127.0.0.1", "--notice=600")
     nodes = (*flags, "--nnodes=1:3", "--nproc-per-node=2", "--rdzv-conf=last_call_timeout=0,lease=1", program)
     async with AgentProcess(*nodes) as a:
-        await a.said("round 1 world 2")
+        await a.wait_for_line("round 1 world 2")
         async with AgentProcess(*nodes) as b:
-            await a.said("saved together: True")
-            await b.said("round 2 world 4")
-            await a.said("round 2 world 4")
+            await a.wait_for_line("saved together: True")
+            await b.wait_for_line("round 2 world 4")
+            await a.wait_for_line("round 2 world 4")
             b.kill(signal.SIGTERM)
-            await b.said("saved together: True")
+            await b.wait_for_line("saved together: True")
             assert await b.code() == 143
-        await a.said("round 3 world 2")
+        await a.wait_for_line("round 3 world 2")
         a.kill(signal.SIGTERM)
         assert await a.code() == 143
     assert "saved together: False" not in a.output + b.output

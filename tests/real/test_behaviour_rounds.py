@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.crew import eventually
-from tests.support.puppets import TRAINING, Stage
+from tests.support.controlled_workers import TRAINING, ControlledRun
+from tests.support.workers import eventually
 from torchelastic.agent.workers.linux import read_table
 from torchelastic.protocol import Env, OutcomeRecord, OutcomeState, SizeRecord, encode
 
@@ -35,24 +35,24 @@ async def can_start_workers(agent: AgentProcess) -> None:
 
 async def test_counters_never_fall_and_spent_restarts_stay_spent(tmp_path: Path, own_etcd: EtcdServer) -> None:
     async with (
-        Stage(tmp_path, own_etcd) as stage,
-        stage.agent("a", "--nnodes=1:2", "--rdzv-conf=lease=1,last_call_timeout=3600") as a,
-        stage.agent("b", "--nnodes=1:2", "--rdzv-conf=lease=1,last_call_timeout=3600") as b,
+        ControlledRun(tmp_path, own_etcd) as run,
+        run.agent("a", "--nnodes=1:2", "--rdzv-conf=lease=1,last_call_timeout=3600") as a,
+        run.agent("b", "--nnodes=1:2", "--rdzv-conf=lease=1,last_call_timeout=3600") as b,
     ):
-        [_, failing] = await stage.round(1, world=2)
-        failing.tell("raise SystemExit(7)")
-        before = await stage.round(2, world=2)
+        [_, failing] = await run.round(1, world=2)
+        failing.send("raise SystemExit(7)")
+        before = await run.round(2, world=2)
 
         # etcd comes back empty, and a new agent is there as early as those that know the earlier state.
         await own_etcd.kill()
         own_etcd.wipe()
         size = encode(SizeRecord(min=1, max=3, generation=1)).decode()
-        async with stage.agent("c", CONF, env={Env.SIZE: size}) as c:
-            await c.said("trying again")
+        async with run.agent("c", CONF, env={Env.SIZE: size}) as c:
+            await c.wait_for_line("trying again")
             await can_start_workers(c)
-            assert [await worker.does("answer = 'alive'") for worker in before] == ["alive"] * 2
+            assert [await worker.execute("answer = 'alive'") for worker in before] == ["alive"] * 2
             await own_etcd.start()
-            after = await stage.round(3, world=3)
+            after = await run.round(3, world=3)
             assert [worker.node for worker in after] == [*(worker.node for worker in before), "c"]
             assert {worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in after} == {"1"}
 
@@ -62,16 +62,16 @@ async def test_counters_never_fall_and_spent_restarts_stay_spent(tmp_path: Path,
             a.kill()
             b.kill()
             await own_etcd.start()
-            [alone] = await stage.round(4, world=1)
+            [alone] = await run.round(4, world=1)
             assert (alone.node, alone.env["TORCHELASTIC_RESTART_COUNT"]) == ("c", "1")
             c.kill()
 
         # Only the data survive.
-        async with stage.agent("d", "--nnodes=1:1", CONF) as d:
-            [last] = await stage.round(5, world=1)
-            last.tell("raise SystemExit(0)")
+        async with run.agent("d", "--nnodes=1:1", CONF) as d:
+            [last] = await run.round(5, world=1)
+            last.send("raise SystemExit(0)")
             assert await d.code() == 0
-        assert stage.rounds == {1, 2, 3, 4, 5}
+        assert run.rounds == {1, 2, 3, 4, 5}
 
 
 async def test_a_run_that_ends_during_an_etcd_outage_with_data_loss_has_ended(
@@ -79,20 +79,20 @@ async def test_a_run_that_ends_during_an_etcd_outage_with_data_loss_has_ended(
 ) -> None:
     flags = ("--nnodes=2", CONF)
     async with (
-        Stage(tmp_path, own_etcd) as stage,
-        stage.agent("a", *flags) as a,
-        stage.agent("b", *flags) as b,
+        ControlledRun(tmp_path, own_etcd) as run,
+        run.agent("a", *flags) as a,
+        run.agent("b", *flags) as b,
     ):
-        workers = await stage.round(1, world=2)
+        workers = await run.round(1, world=2)
         await own_etcd.kill()
         own_etcd.wipe()
         for worker in workers:
-            worker.tell("raise SystemExit(0)")
-            await worker.gone()
+            worker.send("raise SystemExit(0)")
+            await worker.wait_ended()
         await own_etcd.start()
-        assert await stage.outcome() == OutcomeRecord(OutcomeState.SUCCEEDED, round=1)
+        assert await run.outcome() == OutcomeRecord(OutcomeState.SUCCEEDED, round=1)
         assert [await a.code(), await b.code()] == [0, 0]
-        assert stage.rounds == {1}
+        assert run.rounds == {1}
 
 
 NONSENSE = (b"\x80\x04nonsense", b'{"x": ' + b"9" * 5000 + b"}", b"[" * 100_000, b'{"o":"succeeded"', b"")
@@ -104,23 +104,23 @@ def warnings(agent: AgentProcess, key: str) -> int:
 
 async def test_unreadable_records_are_reported_once_and_end_nothing(tmp_path: Path, etcd: EtcdServer) -> None:
     flags = ("--nnodes=2", "--rdzv-conf=lease=60,crash_loop_limit=100")
-    async with Stage(tmp_path, etcd) as stage, stage.agent("a", *flags) as a, stage.agent("b", *flags) as b:
-        workers = await stage.round(1, world=2)
-        await asyncio.gather(*(worker.does(TRAINING) for worker in workers))
-        keys = stage.keys
+    async with ControlledRun(tmp_path, etcd) as run, run.agent("a", *flags) as a, run.agent("b", *flags) as b:
+        workers = await run.round(1, world=2)
+        await asyncio.gather(*(worker.execute(TRAINING) for worker in workers))
+        keys = run.keys
         of_all = (keys.size, keys.notice, keys.state)
-        store = await stage.store()
+        store = await run.store()
         for value in NONSENSE:
             for key in (*of_all, keys.node("evil.0"), f"{keys.control}unknown", f"{keys.root}else/where"):
                 await store.put(key, value)
         # The agents have seen the keys when a later change takes effect.
-        workers[1].tell("os._exit(7)")
-        after = await stage.round(2, world=2)
-        assert stage.rounds == {1, 2}
+        workers[1].send("os._exit(7)")
+        after = await run.round(2, world=2)
+        assert run.rounds == {1, 2}
         assert [worker.node for worker in after] == [worker.node for worker in workers]
         assert {worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in after} == {"1"}
         for worker in after:
-            worker.tell("raise SystemExit(0)")
+            worker.send("raise SystemExit(0)")
         assert [await a.code(), await b.code()] == [0, 0]
         await store.close()
     for agent in (a, b):

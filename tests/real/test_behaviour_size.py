@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.puppets import Stage
+from tests.support.controlled_workers import ControlledRun
 from torchelastic.protocol import Env, SizeRecord, encode
 
 if TYPE_CHECKING:
@@ -31,39 +31,39 @@ async def test_a_spare_replaces_a_node_at_once_with_stable_ranks_and_no_charge(
 ) -> None:
     env = {Env.SIZE: encode(wanted(2)).decode()}
     async with (
-        Stage(tmp_path, etcd) as stage,
-        stage.agent("one", NO_TIMERS, env=env) as one,
-        stage.agent("two", NO_TIMERS, env=env) as two,
-        stage.agent("three", NO_TIMERS, env=env) as three,
+        ControlledRun(tmp_path, etcd) as run,
+        run.agent("one", NO_TIMERS, env=env) as one,
+        run.agent("two", NO_TIMERS, env=env) as two,
+        run.agent("three", NO_TIMERS, env=env) as three,
     ):
         agents = {"one": one, "two": two, "three": three}
-        first = await stage.round(1, world=2)
+        first = await run.round(1, world=2)
         [spare] = agents.keys() - {worker.node for worker in first}
-        await agents[spare].said("round 1: not needed now; waiting as a spare")
+        await agents[spare].wait_for_line("round 1: not needed now; waiting as a spare")
         store = "torch.distributed.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']))"
-        await first[1].does(f"import torch.distributed; {store}.set('who', 'round 1')")
-        assert await first[0].does(f"import torch.distributed; answer = {store}.check(['who'])")
+        await first[1].execute(f"import torch.distributed; {store}.set('who', 'round 1')")
+        assert await first[0].execute(f"import torch.distributed; answer = {store}.check(['who'])")
 
         agents[first[0].node].kill()
-        second = await stage.round(2, world=2)
+        second = await run.round(2, world=2)
         assert [worker.node for worker in second] == [first[1].node, spare]
         # Its TCPStore has no key of the earlier round, whose TCPStore is closed.
-        assert not await second[0].does(f"import torch.distributed; answer = {store}.check(['who'])")
+        assert not await second[0].execute(f"import torch.distributed; answer = {store}.check(['who'])")
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", int(first[0].env["MASTER_PORT"])))
 
-        writing = await stage.store()
-        async with stage.agent("four", NO_TIMERS, env=env) as four:
+        writing = await run.store()
+        async with run.agent("four", NO_TIMERS, env=env) as four:
             agents["four"] = four
-            await four.said("round 2: not needed now; waiting as a spare")
-            await writing.put(stage.keys.size, encode(wanted(3, generation=1)))
-            third = await stage.round(3, world=3)
+            await four.wait_for_line("round 2: not needed now; waiting as a spare")
+            await writing.put(run.keys.size, encode(wanted(3, generation=1)))
+            third = await run.round(3, world=3)
             assert [worker.node for worker in third] == [first[1].node, spare, "four"]
-            await writing.put(stage.keys.size, encode(wanted(1, generation=2)))
-            [last] = await stage.round(4, world=1)
+            await writing.put(run.keys.size, encode(wanted(1, generation=2)))
+            [last] = await run.round(4, world=1)
             assert last.node == first[1].node
             assert last.env["TORCHELASTIC_RESTART_COUNT"] == "0"
-            last.tell("raise SystemExit(0)")
+            last.send("raise SystemExit(0)")
             assert [await agents[name].code() for name in (last.node, spare, "four")] == [0, 0, 0]
         await writing.close()
 
@@ -72,16 +72,16 @@ async def test_a_run_below_the_minimum_waits_says_so_and_continues_when_nodes_jo
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
     flags = ("--nnodes=2", NO_TIMERS)
-    async with Stage(tmp_path, etcd) as stage, stage.agent("one", *flags) as one:
-        await one.said(r"1 node \(one\) of at least 2 is there; waiting for more")
-        async with stage.agent("two", *flags) as two:
-            before = await stage.round(1, world=2)
+    async with ControlledRun(tmp_path, etcd) as run, run.agent("one", *flags) as one:
+        await one.wait_for_line(r"1 node \(one\) of at least 2 is there; waiting for more")
+        async with run.agent("two", *flags) as two:
+            before = await run.round(1, world=2)
             two.kill()
-            await one.said(r"round 2: two died; 1 node \(one\) of at least 2 is there; waiting for more")
-            await asyncio.gather(*(worker.gone() for worker in before))
-        async with stage.agent("three", *flags) as three:
-            after = await stage.round(3, world=2)
+            await one.wait_for_line(r"round 2: two died; 1 node \(one\) of at least 2 is there; waiting for more")
+            await asyncio.gather(*(worker.wait_ended() for worker in before))
+        async with run.agent("three", *flags) as three:
+            after = await run.round(3, world=2)
             assert [worker.node for worker in after] == ["one", "three"]
             for worker in after:
-                worker.tell("raise SystemExit(0)")
+                worker.send("raise SystemExit(0)")
             assert [await one.code(), await three.code()] == [0, 0]

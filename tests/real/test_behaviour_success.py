@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.puppets import Stage
+from tests.support.controlled_workers import ControlledRun
 from torchelastic.protocol import Env, LeaderRecord, OutcomeRecord, OutcomeState, decode
 
 if TYPE_CHECKING:
@@ -23,29 +23,29 @@ async def test_an_early_finish_is_no_failure_and_a_later_failure_restarts_all(tm
         {Env.SIZE: size, Env.UNIQUE_RUN: "1"} for size in ('{"min":1,"max":2}', '{"generation":1,"min":1,"max":3}')
     )
     async with (
-        Stage(tmp_path, etcd) as stage,
-        stage.agent("a", *flags, env=two) as a,
-        stage.agent("b", *flags, env=two) as b,
+        ControlledRun(tmp_path, etcd) as run,
+        run.agent("a", *flags, env=two) as a,
+        run.agent("b", *flags, env=two) as b,
     ):
-        early, late = await stage.round(1, world=2)
-        state = await stage.until(lambda state: stage.keys.leader in state)
-        leader = decode(state[stage.keys.leader].value, LeaderRecord).node
-        early.tell("raise SystemExit(0)")
-        await early.gone()
-        async with stage.agent("c", *flags, env=three) as c:
-            await (a if leader.startswith("a.") else b).said("the run is about to finish; new nodes wait")
-            assert stage.rounds == {1}
-            late.tell("raise SystemExit(7)")
-            workers = await stage.round(2, world=3)
+        early, late = await run.round(1, world=2)
+        state = await run.until(lambda state: run.keys.leader in state)
+        leader = decode(state[run.keys.leader].value, LeaderRecord).node
+        early.send("raise SystemExit(0)")
+        await early.wait_ended()
+        async with run.agent("c", *flags, env=three) as c:
+            await (a if leader.startswith("a.") else b).wait_for_line("the run is about to finish; new nodes wait")
+            assert run.rounds == {1}
+            late.send("raise SystemExit(7)")
+            workers = await run.round(2, world=3)
             assert [worker.node for worker in workers] == [early.node, late.node, "c"]
             assert {worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in workers} == {"1"}
             for worker in workers:
-                worker.tell("raise SystemExit(0)")
+                worker.send("raise SystemExit(0)")
             assert [await agent.code() for agent in (a, b, c)] == [0, 0, 0]
 
-            assert await stage.outcome() == OutcomeRecord(OutcomeState.SUCCEEDED, round=2, restarts=1)
+            assert await run.outcome() == OutcomeRecord(OutcomeState.SUCCEEDED, round=2, restarts=1)
 
-        async with stage.agent("d", *flags, env=three) as d:
+        async with run.agent("d", *flags, env=three) as d:
             assert await d.code() == 0
             assert d.lines[-1].endswith("the run has succeeded")
             assert "started rank" not in d.output

@@ -25,7 +25,7 @@ def home(tmp_path: Path) -> Path:
 
 async def test_a_second_terminal_shows_follows_scales_and_deletes_the_job(home: Path, tmp_path: Path) -> None:
     async with LocalRun(home, manifest(tmp_path, "digits")) as run:
-        before = await run.trains(2)
+        before = await run.wait_until_training(2)
         _, listed, _ = await answer(home, "get")
         assert listed.splitlines()[1].split()[:6] == ["digits", "Running", "2/2", "1", "3", "0"]
 
@@ -34,7 +34,7 @@ async def test_a_second_terminal_shows_follows_scales_and_deletes_the_job(home: 
             assert await following.stdout.readline() == b"rank 0 of 2\n"
             scaled = await answer(home, "scale", "digits", "--replicas", "3")
             assert scaled == (0, "elasticjob digits scaled to 3\n", "")
-            after = await run.trains(3)
+            after = await run.wait_until_training(3)
             assert await following.stdout.readline() == b"rank 0 of 3\n"
             _, everyone, _ = await answer(home, "logs", "digits")
             assert everyone == "[rank 0] rank 0 of 3\n[rank 1] rank 1 of 3\n[rank 2] rank 2 of 3\n"

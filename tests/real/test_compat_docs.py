@@ -68,7 +68,7 @@ async def test_an_example_reports_progress_and_runs_unchanged_without_an_agent(
     flags = ("--standalone", f"--nproc-per-node={ranks}", f"--metrics-port={port}", "--local-addr=127.0.0.1")
     async with AgentProcess(*flags, path, cwd=tmp_path) as agent:
         for rank in range(ranks):
-            await agent.said(rf"\[rank {rank}\] {said}")
+            await agent.wait_for_line(rf"\[rank {rank}\] {said}")
         page = await scraped(port)
     measured = {name: value for (name, labels), value in page.samples.items() if ("rank", "0") in labels}
     assert measured["torchelastic_operation_duration_seconds_count"] == (200, 100)[number] - 1

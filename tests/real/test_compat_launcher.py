@@ -136,11 +136,11 @@ async def test_two_nodes_meet_restart_in_the_same_round_and_count_and_return_res
     path = script(tmp_path, LAUNCH)
     async with Launcher(path, configs[0], stop) as a:
         if request.node.callspec.params["configs"] == "c10d":
-            await a.trains(world=1)  # the other node joins later
+            await a.wait_until_training(world=1)  # the other node joins later
         async with Launcher(path, configs[1], stop) as b:
-            workers = await asyncio.gather(a.trains(world=2), b.trains(world=2))
+            workers = await asyncio.gather(a.wait_until_training(world=2), b.wait_until_training(world=2))
             os.kill(workers[1], signal.SIGKILL)
-            rounds = [(await each.said(r"round (\d) rank \d of 2 pid \d+ restart 1"))[1] for each in (a, b)]
+            rounds = [(await each.wait_for_line(r"round (\d) rank \d of 2 pid \d+ restart 1"))[1] for each in (a, b)]
             assert rounds[0] == rounds[1]
             stop.touch()
             assert [await a.code(), await b.code()] == [0, 0]
@@ -329,17 +329,17 @@ async def test_a_programs_signals_and_children_are_kept_and_workers_die_with_it(
 """,
     )
     async with Launcher(path, stop) as launcher:
-        worker = await launcher.trains(world=2)
+        worker = await launcher.wait_until_training(world=2)
         launcher.kill(signal.SIGTERM)
         await until_gone(worker)
-        await launcher.said("state STOPPED mine None True")
-        await launcher.said("code -9")
+        await launcher.wait_for_line("state STOPPED mine None True")
+        await launcher.wait_for_line("code -9")
         since = len(launcher.lines)
-        worker = await launcher.trains(world=2, since=since)
+        worker = await launcher.wait_until_training(world=2, since=since)
         launcher.kill(signal.SIGINT)
         await until_gone(worker)
-        await launcher.said("interrupted 1")
-        worker = await launcher.trains(world=2, since=launcher.lines.index("interrupted 1"))
+        await launcher.wait_for_line("interrupted 1")
+        worker = await launcher.wait_until_training(world=2, since=launcher.lines.index("interrupted 1"))
         launcher.kill(signal.SIGTERM)
         await until_gone(worker)
         assert await launcher.code() == -signal.SIGTERM

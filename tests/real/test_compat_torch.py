@@ -38,10 +38,10 @@ async def test_two_nodes_train_lose_a_worker_and_succeed(tmp_path: Path, etcd: E
     program.write_text(MEETING)
     line = [f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1", "--nnodes=2"]
     async with AgentProcess(*line, program, stop) as a, AgentProcess(*line, program, stop) as b:
-        worker, _ = await asyncio.gather(a.trains(world=2), b.trains(world=2))
+        worker, _ = await asyncio.gather(a.wait_until_training(world=2), b.wait_until_training(world=2))
         os.kill(worker, signal.SIGKILL)
         for agent in (a, b):
-            await agent.said(r"round 2 rank \d of 2")
+            await agent.wait_for_line(r"round 2 rank \d of 2")
         stop.touch()
         assert [await a.code(), await b.code()] == [0, 0]
 

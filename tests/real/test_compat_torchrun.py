@@ -60,10 +60,10 @@ async def test_two_agents_train_restart_together_and_succeed(line: list[str], pr
         Torchrun(*line, "--nnodes=2", program, stop) as a,
         Torchrun(*line, "--nnodes=2", program, stop) as b,
     ):
-        workers = await asyncio.gather(a.trains(world=2), b.trains(world=2))
+        workers = await asyncio.gather(a.wait_until_training(world=2), b.wait_until_training(world=2))
         os.kill(workers[0], signal.SIGKILL)
         for agent in (a, b):
-            await agent.said(r"round 2 rank \d of 2")
+            await agent.wait_for_line(r"round 2 rank \d of 2")
         stop.touch()
         assert [await a.code(), await b.code()] == [0, 0]
     assert "round 3" not in a.output + b.output
@@ -82,29 +82,33 @@ async def test_agents_come_and_go_and_none_waits_in_a_finished_round(
         return Torchrun(*nodes, program, stop)
 
     async with agent() as a:
-        await a.trains(world=1)
+        await a.wait_until_training(world=1)
         async with agent() as b, agent() as c:  # they join a running run
-            await asyncio.gather(*(each.trains(world=3) for each in (a, b, c)))
+            await asyncio.gather(*(each.wait_until_training(world=3) for each in (a, b, c)))
             # One is killed while another comes.
             since = {each: len(each.lines) for each in (a, b)}
             c.kill(signal.SIGKILL)
-            os.kill(await c.trains(world=3), signal.SIGKILL)  # torchrun's workers outlive it
+            os.kill(await c.wait_until_training(world=3), signal.SIGKILL)  # torchrun's workers outlive it
             async with agent() as d:
                 await asyncio.gather(
-                    d.trains(world=3), *(each.trains(world=3, since=seen) for each, seen in since.items())
+                    d.wait_until_training(world=3),
+                    *(each.wait_until_training(world=3, since=seen) for each, seen in since.items()),
                 )
                 # The agent of rank 0 leaves.
                 since = {each: len(each.lines) for each in (b, d)}
                 a.kill(signal.SIGTERM)
-                await asyncio.gather(*(each.trains(world=2, since=seen) for each, seen in since.items()))
+                await asyncio.gather(*(each.wait_until_training(world=2, since=seen) for each, seen in since.items()))
                 assert await a.code() != 0
                 # The next agent of rank 0 is killed.
-                rank = {each: int((await each.said(r"rank (\d) of 2", since=seen))[1]) for each, seen in since.items()}
+                rank = {
+                    each: int((await each.wait_for_line(r"rank (\d) of 2", since=seen))[1])
+                    for each, seen in since.items()
+                }
                 left, gone = sorted(rank, key=rank.__getitem__, reverse=True)
-                worker, seen = await gone.trains(world=2, since=since[gone]), len(left.lines)
+                worker, seen = await gone.wait_until_training(world=2, since=since[gone]), len(left.lines)
                 gone.kill(signal.SIGKILL)
                 os.kill(worker, signal.SIGKILL)
-                await left.trains(world=1, since=seen)
+                await left.wait_until_training(world=1, since=seen)
                 stop.touch()
                 assert await left.code() == 0
 

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 
 from tests.support.agents import MEETING, AgentProcess
-from tests.support.crew import LIMIT, eventually, exit_of, gone, started, workers_of
+from tests.support.controlled_workers import ControlledRun
 from tests.support.memory_limit import memory_limit
 from tests.support.programs import script
-from tests.support.puppets import Stage
+from tests.support.workers import LIMIT, eventually, exit_of, gone, started, workers_of
 from torchelastic.agent.workers import fork_server
 from torchelastic.agent.workers.linux import read_table, with_descendants
 from torchelastic.errors import StartError
@@ -59,12 +59,12 @@ async def test_a_run_stays_in_its_round_when_the_fork_server_dies(tmp_path: Path
     stop = tmp_path / "stop"
     [program] = script(tmp_path, MEETING).argv
     async with AgentProcess("--nproc-per-node", "2", program, stop) as agent:
-        worker = await agent.trains(world=2)
+        worker = await agent.wait_until_training(world=2)
         [server] = fork_servers(agent.pid)
         os.kill(server, signal.SIGKILL)
         await gone(server)
         os.kill(worker, signal.SIGKILL)
-        await agent.said("round 2 rank 0 of 2")
+        await agent.wait_for_line("round 2 rank 0 of 2")
         assert [*fork_servers(agent.pid)] != [server]
         assert not [line for line in agent.lines if "round 3" in line]
         stop.touch()
@@ -126,8 +126,8 @@ async def test_the_death_of_a_store_process_ends_the_round() -> None:
     async with AgentProcess("--standalone", "--no-python", "sleep", "600") as agent:
         store = await process_of(agent.pid, "store of the round")
         os.kill(store, signal.SIGKILL)
-        await agent.said("round 2: .* the process that serves the round's TCPStore died")
-        await agent.said("round 2: started")
+        await agent.wait_for_line("round 2: .* the process that serves the round's TCPStore died")
+        await agent.wait_for_line("round 2: started")
         await eventually(lambda: processes_of(agent.pid, "store of the round") not in ([], [store]))
         agent.kill(signal.SIGTERM)
         assert await agent.code() == ExitCode.LEFT
@@ -138,15 +138,15 @@ async def test_a_store_killed_for_memory_is_reported_as_such(tmp_path: Path) -> 
     log = tmp_path / "termination"
     with memory_limit(600) as within:
         async with (
-            Stage(tmp_path, None) as stage,
-            stage.agent("one", "--standalone", "--max-restarts=0", f"--termination-log={log}", within=within) as agent,
+            ControlledRun(tmp_path, None) as run,
+            run.agent("one", "--standalone", "--max-restarts=0", f"--termination-log={log}", within=within) as agent,
         ):
-            [worker] = await stage.round(1, world=1)
+            [worker] = await run.round(1, world=1)
             store = await process_of(agent.pid, "store of the round")
             for pid in processes_of(agent.pid, "spare process"):
                 Path(f"/proc/{pid}/oom_score_adj").write_text("999")
             Path(f"/proc/{store}/oom_score_adj").write_text("1000")  # the kernel's first choice
-            worker.tell(
+            worker.send(
                 f"""
                 import select
                 store, all = os.pidfd_open({store}), []

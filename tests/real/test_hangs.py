@@ -71,7 +71,7 @@ async def test_a_stopped_process_is_reported_as_stopped(tmp_path: Path) -> None:
         """,
     )
     async with AgentProcess(*ONCE, program) as agent:
-        os.kill(int((await agent.said(r"pid (\d+)"))[1]), signal.SIGSTOP)
+        os.kill(int((await agent.wait_for_line(r"pid (\d+)"))[1]), signal.SIGSTOP)
         assert await agent.code() == 1
     assert "rank 0 on " in agent.lines[-1]
     assert "stopped (SIGSTOP): no heartbeat for 3 s" in agent.lines[-1]

@@ -20,8 +20,8 @@ from elastic_operator.client.local import LocalJobs
 from elastic_operator.errors import BadInput, NotFound
 from elastic_operator.local.etcd import find_etcd
 from elastic_operator.local.pdeathsig import with_pdeathsig
-from tests.support.crew import eventually
 from tests.support.local_runs import LIMIT, LocalRun, gone, manifest, processes_of, reasons, training
+from tests.support.workers import eventually
 from torchelastic.protocol import KEY_ROOT, RunState
 from torchelastic.store import Listing, StoreSettings, follow
 from torchelastic.store import connect as connect_store
@@ -72,7 +72,7 @@ async def test_a_job_survives_the_death_of_an_agent_and_of_etcd_and_is_scaled(ho
     # The settings of a user's own etcd must not configure this one.
     mine = {"ETCD_LISTEN_CLIENT_URLS": "http://127.0.0.1:1", "ETCD_NAME": "mine"}
     async with LocalRun(home, manifest(tmp_path), environ=mine) as run:
-        before = await run.trains(2)
+        before = await run.wait_until_training(2)
         victim = training(before)[0]
         os.kill(victim["pid"], signal.SIGKILL)
         small = await run.until(
@@ -100,13 +100,13 @@ async def test_a_job_survives_the_death_of_an_agent_and_of_etcd_and_is_scaled(ho
 
         jobs = LocalJobs(home=home)
         await asyncio.to_thread(jobs.scale, "job", 3)
-        large = await run.trains(3)
+        large = await run.wait_until_training(3)
         assert large["status"]["round"] == small["status"]["round"] + 1, "the outage of etcd ended no round"
         assert large["status"]["restarts"] == small["status"]["restarts"]
         staying = {pod["uid"] for pod in training(small)}
         assert staying < {pod["uid"] for pod in training(large)}
         await asyncio.to_thread(jobs.scale, "job", 1)
-        await run.trains(1)
+        await run.wait_until_training(1)
         alone = await run.until(lambda snapshot: len([pod for pod in snapshot["pods"] if pod["ended"] is None]) == 1)
         assert training(alone)[0]["uid"] in staying
         with pytest.raises(BadInput, match=r"spec.*4.*maxReplicas|maxReplicas.*4|replicas"):
@@ -121,7 +121,7 @@ async def test_an_interrupted_run_leaves_no_process_and_says_so(
     home: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     async with LocalRun(home, manifest(tmp_path, replicas=1)) as run:
-        snapshot = await run.trains(1)
+        snapshot = await run.wait_until_training(1)
         log = Path(snapshot["pods"][0]["logDir"]) / "agent.log"
         await eventually(lambda: f"round {snapshot['status']['round']}: started" in log.read_text())
         run.process.send_signal(number)
@@ -142,7 +142,7 @@ async def test_an_interrupted_run_leaves_no_process_and_says_so(
 async def test_pods_that_ignore_their_end_are_killed_within_seconds(home: Path, tmp_path: Path) -> None:
     stubborn = ["sh", "-c", "trap '' TERM INT; while :; do sleep 0.05; done"]
     async with LocalRun(home, manifest(tmp_path, command=stubborn, replicas=1)) as run:
-        await run.trains(1)
+        await run.wait_until_training(1)
         run.process.send_signal(signal.SIGINT)
         async with asyncio.timeout(20):  # less than the grace period of a pod, 30 s
             assert await run.exit_code() == 130, run.output
@@ -167,7 +167,7 @@ time.sleep(600)
 async def test_an_interrupted_run_waits_for_workers_that_save(home: Path, tmp_path: Path) -> None:
     (tmp_path / "saves.py").write_text(SAVES)
     async with LocalRun(home, manifest(tmp_path, command=[sys.executable, "saves.py"], replicas=1)) as run:
-        snapshot = await run.trains(1)
+        snapshot = await run.wait_until_training(1)
         store = await connect_store(StoreSettings(endpoints=(snapshot["etcd"]["endpoint"],)))
         async with asyncio.timeout(LIMIT), contextlib.aclosing(follow(store, KEY_ROOT)) as news:
             async for batch in news:  # until elasticjob can know what the worker asked for
@@ -183,7 +183,7 @@ async def test_an_interrupted_run_waits_for_workers_that_save(home: Path, tmp_pa
 
 async def test_a_second_request_does_not_wait_for_hanging_pods(home: Path, tmp_path: Path) -> None:
     async with LocalRun(home, manifest(tmp_path, replicas=1)) as run:
-        [pod] = (await run.trains(1))["pods"]
+        [pod] = (await run.wait_until_training(1))["pods"]
         os.kill(pod["pid"], signal.SIGSTOP)
         deleting = asyncio.create_task(asyncio.to_thread(LocalJobs(home=home).delete, "job"))
         await run.until(lambda snapshot: all(pod["terminating"] for pod in snapshot["pods"]))
@@ -195,7 +195,7 @@ async def test_a_second_request_does_not_wait_for_hanging_pods(home: Path, tmp_p
 
 async def test_a_killed_run_leaves_no_process(home: Path, tmp_path: Path) -> None:
     async with LocalRun(home, manifest(tmp_path)) as run:
-        await run.trains(2)
+        await run.wait_until_training(2)
         processes = processes_of(home)
         assert len(processes) >= 1 + 1 + 2 + 2, processes  # the run, etcd, agents, workers
         run.process.kill()
@@ -205,13 +205,13 @@ async def test_a_killed_run_leaves_no_process(home: Path, tmp_path: Path) -> Non
     assert not lost.run.alive
     assert lost.run.ended is None
     async with LocalRun(home, manifest(tmp_path, replicas=1)) as again:
-        await again.trains(1)
+        await again.wait_until_training(1)
 
 
 async def test_jobs_run_side_by_side_if_their_names_differ(home: Path, tmp_path: Path) -> None:
     file = manifest(tmp_path, "one", replicas=1)
     async with LocalRun(home, file) as one, LocalRun(home, manifest(tmp_path, "two", replicas=1)) as two:
-        first, second = await one.trains(1), await two.trains(1)
+        first, second = await one.wait_until_training(1), await two.wait_until_training(1)
         assert first["etcd"]["endpoint"] != second["etcd"]["endpoint"]
         assert {job.name for job in LocalJobs(home=home).jobs()} == {"one", "two"}
 
@@ -228,7 +228,7 @@ async def test_jobs_run_side_by_side_if_their_names_differ(home: Path, tmp_path:
         # A deleted job releases its name at once.
         await asyncio.to_thread(LocalJobs(home=home).delete, "one")
         async with LocalRun(home, file) as again:
-            await again.trains(1)
+            await again.wait_until_training(1)
         assert await one.exit_code() == 3, one.output
         assert one.record["run"]["ended"]["how"] == "deleted"
         assert (await asyncio.to_thread(LocalJobs(home=home).describe, "two")).state == "Running"
@@ -242,7 +242,7 @@ async def test_a_resumed_run_finds_earlier_checkpoints(home: Path, tmp_path: Pat
     """
     file = manifest(tmp_path, replicas=1, command=["sh", "-c", program])
     async with LocalRun(home, file) as run:
-        before = await run.trains(1)
+        before = await run.wait_until_training(1)
         await run.until(lambda snapshot: snapshot["progress"] and snapshot["progress"]["line"] == "saved")
         assert (Path(before["run"]["checkpoints"]) / "job" / "0" / "checkpoint").exists()
         run.process.send_signal(signal.SIGINT)
@@ -264,9 +264,9 @@ async def test_a_resumed_run_finds_earlier_checkpoints(home: Path, tmp_path: Pat
 async def test_saving_the_manifest_applies_it_and_refuses_immutable_changes(home: Path, tmp_path: Path) -> None:
     file = manifest(tmp_path, replicas=1)
     async with LocalRun(home, file) as run:
-        await run.trains(1)
+        await run.wait_until_training(1)
         manifest(tmp_path, replicas=2)
-        await run.trains(2)
+        await run.wait_until_training(2)
         text = file.read_text()
         file.write_text(text.replace("maxReplicas: 3", "maxReplicas: 3\n  nprocPerNode: 2"))
         refused = await run.until(lambda snapshot: "Refused" in reasons(snapshot))
@@ -278,7 +278,7 @@ async def test_saving_the_manifest_applies_it_and_refuses_immutable_changes(home
         # The scaled size stays, since the file does not set it, while the file changes another field.
         file.write_text(text.replace("replicas: 2\n", ""))
         await run.until(lambda snapshot: snapshot["manifest"]["spec"].get("replicas") == 3)
-        await run.trains(3)
+        await run.wait_until_training(3)
         kept = (Path(run.record["run"]["directory"]) / "manifest.yaml").read_text()
         assert "replicas: 2" not in kept
 
@@ -298,7 +298,7 @@ async def test_an_external_etcd_is_used_and_left_clean_and_unsupported_fields_ar
     template = {"spec": {"volumes": [], "containers": [{"name": "worker", "resources": {}}, {"name": "sidecar"}]}}
     file = manifest(tmp_path, replicas=1, template=template, etcd={"endpoint": own_etcd.endpoint})
     async with LocalRun(home, file) as run:
-        snapshot = await run.trains(1)
+        snapshot = await run.wait_until_training(1)
         (warning,) = (event for event in snapshot["events"] if event["reason"] == "UnsupportedFields")
         assert warning["warning"]
         for field in ("template.spec.volumes", "template.spec.containers[worker].resources", "'sidecar'"):
@@ -375,7 +375,7 @@ async def test_a_resumed_job_continues_with_the_changed_spec(home: Path, tmp_pat
         ["sh", "-c", says.format(word=word, finish=tmp_path / "finish")] for word in ("first words", "other words")
     ]
     async with LocalRun(home, manifest(tmp_path, command=programs[0])) as run:
-        before = await run.trains(2)
+        before = await run.wait_until_training(2)
         jobs = LocalJobs(home=home)
         await asyncio.to_thread(jobs.suspend, "job", suspended=True)
         asleep = await run.until(rests)
@@ -386,7 +386,7 @@ async def test_a_resumed_job_continues_with_the_changed_spec(home: Path, tmp_pat
         manifest(tmp_path, command=programs[1])
         await run.until(lambda snapshot: "Applied" in reasons(snapshot))
         await asyncio.to_thread(jobs.suspend, "job", suspended=False)
-        after = await run.trains(2, after=asleep["status"]["round"])
+        after = await run.wait_until_training(2, after=asleep["status"]["round"])
         words = f"other words in {after['status']['round']}"
         await run.until(lambda snapshot: snapshot["progress"] and snapshot["progress"]["line"] == words)
         (tmp_path / "finish").touch()

@@ -43,7 +43,7 @@ async def test_an_example_is_documented_verbatim(tmp_path: Path, source: str, sh
     )
     async with AgentProcess(*flags, program) as agent:
         for rank in (0, 1):
-            await agent.said(rf"\[rank {rank}\] measured")
+            await agent.wait_for_line(rf"\[rank {rank}\] measured")
         page = await scraped_text(port)
     assert len(shown) >= 2
     assert set(shown) <= {*page.splitlines(), *page.replace(JOB, "").splitlines()}

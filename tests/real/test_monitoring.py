@@ -98,18 +98,18 @@ async def story(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Story
         told.prometheus = prometheus
         async with LocalRun(home, manifest(folder, command=command, maxRestarts=RESTARTS)) as run:
             told.began = time.time()
-            snapshot = await run.trains(2)
+            snapshot = await run.wait_until_training(2)
             prometheus.scrape(ports(snapshot))
             # Prometheus sees a change only if some scrapes saw the earlier value.
             await prometheus.until("count_over_time(torchelastic_world_size[1m]) > 5", lambda seen: len(seen) == 2)
             await asyncio.to_thread(LocalJobs(home=home).scale, "job", 3)
-            snapshot = await run.trains(3, after=snapshot["status"]["round"])
+            snapshot = await run.wait_until_training(3, after=snapshot["status"]["round"])
             prometheus.scrape(ports(snapshot))
             await prometheus.until("sum(torchelastic_world_size)", lambda answer: answer and answer[0].value == 9)
             # The lost time is the time since the last checkpoint.
             await prometheus.until("torchelastic_checkpoint_write_latency_seconds_count > 1", lambda a: len(a) == 3)
             os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
-            told.snapshot = await run.trains(3, after=snapshot["status"]["round"])
+            told.snapshot = await run.wait_until_training(3, after=snapshot["status"]["round"])
             round = told.snapshot["status"]["round"]
             # Rare events have happened since, on each rank.
             stands = f"min(min_over_time(torchelastic_round[5s])) == {round}"

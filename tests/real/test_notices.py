@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.agents import PATIENCE, AgentProcess
-from tests.support.crew import gone, lives
+from tests.support.workers import gone, lives
 from torchelastic.protocol import Env, NodeRecord, RunKeys, SizeRecord, decode, encode
 from torchelastic.store import Listing, connect, follow
 
@@ -104,9 +104,9 @@ class Run:
         line = (f"--rdzv-endpoint={self.etcd.endpoint}", f"--rdzv-id={self.id}", "--local-addr=127.0.0.1")
         return AgentProcess(*line, "--notice=600", *arguments, **more)
 
-    async def trains(self, *agents: AgentProcess, round: int = 1, asking: int | None = None) -> list[int]:
+    async def wait_until_training(self, *agents: AgentProcess, round: int = 1, asking: int | None = None) -> list[int]:
         """Wait until these nodes train together and as many ask for notices; returns the ids of their workers."""
-        workers = [await agent.trains(world=len(agents)) for agent in agents]
+        workers = [await agent.wait_until_training(world=len(agents)) for agent in agents]
         store = await connect(self.etcd.settings)
         nodes: dict[str, NodeRecord] = {}
         try:
@@ -138,20 +138,20 @@ async def test_the_round_changes_when_rank_0_which_asked_for_it_has_saved(
 ) -> None:
     save, nodes = tmp_path / "save.0", ("--stop-timeout=60", program, tmp_path, "300", "0")
     async with run.node("--node-name=one", *nodes) as a:
-        await run.trains(a)
+        await run.wait_until_training(a)
 
         # A node comes, and goes again before the workers have saved.
         async with run.node("--node-name=gone", *nodes) as b:
-            await a.said("rank 0 is told node_joined: gone joined")
+            await a.wait_for_line("rank 0 is told node_joined: gone joined")
             b.kill(signal.SIGTERM)
             assert await b.code() == 143
-        await a.said("rank 0 is told that nothing comes of it")
+        await a.wait_for_line("rank 0 is told that nothing comes of it")
         assert "round 2" not in a.output
 
         async with run.node("--node-name=two", *nodes) as b:
-            await a.said("rank 0 is told node_joined: two joined")
+            await a.wait_for_line("rank 0 is told node_joined: two joined")
             save.touch()
-            _, worker = await run.trains(a, b, round=2, asking=1)
+            _, worker = await run.wait_until_training(a, b, round=2, asking=1)
             assert before(a, "round 1 rank 0 has saved", "round 2: two joined")
             assert before(a, "round 1 rank 0 has saved", "rank 0 goes")
             save.unlink()
@@ -159,21 +159,21 @@ async def test_the_round_changes_when_rank_0_which_asked_for_it_has_saved(
             # A failure ends the wait for the workers.
             seen = len(a.lines)
             async with run.node("--node-name=three", *nodes) as c:
-                await a.said("rank 0 is told node_joined: three joined", since=seen)
+                await a.wait_for_line("rank 0 is told node_joined: three joined", since=seen)
                 os.kill(worker, signal.SIGKILL)
-                assert "killed by SIGKILL" in (await a.said("round 3: ")).string
-                *_, worker = await run.trains(a, b, c, round=3, asking=1)
+                assert "killed by SIGKILL" in (await a.wait_for_line("round 3: ")).string
+                *_, worker = await run.wait_until_training(a, b, c, round=3, asking=1)
                 assert "round 2 rank 0 has saved" not in a.output
 
                 # A node that leaves waits for the workers of others, though its own have asked for nothing.
                 seen = len(a.lines)
                 c.kill(signal.SIGTERM)
-                await a.said("rank 0 is told node_left: three left", since=seen)
+                await a.wait_for_line("rank 0 is told node_left: three left", since=seen)
                 assert lives(worker)
                 save.touch()
                 assert await c.code() == 143
                 assert "is told" not in c.output
-            await asyncio.gather(a.trains(world=2, since=seen), b.said("round 4 rank . of 2"))
+            await asyncio.gather(a.wait_until_training(world=2, since=seen), b.wait_for_line("round 4 rank . of 2"))
             (tmp_path / "stop").touch()
             assert [await a.code(), await b.code()] == [0, 0]
 
@@ -182,12 +182,12 @@ async def test_a_callback_returns_a_value_or_raises(run: Run, tmp_path: Path) ->
     program = tmp_path / "called.py"
     program.write_text(CALLED)
     async with run.node(program, tmp_path) as a:
-        await a.said("round 1 of 1")
+        await a.wait_for_line("round 1 of 1")
         async with run.node(program, tmp_path) as b:
-            await asyncio.gather(a.said("round 2 of 2"), b.said("round 2 of 2"))
+            await asyncio.gather(a.wait_for_line("round 2 of 2"), b.wait_for_line("round 2 of 2"))
             b.kill(signal.SIGTERM)
             assert await b.code() == 143
-        await a.said("round 3 of 1")
+        await a.wait_for_line("round 3 of 1")
         (tmp_path / "stop").touch()
         assert await a.code() == 0
     assert "called in a thread of its own: True" in a.output
@@ -200,26 +200,26 @@ async def test_all_workers_save_before_a_node_leaves_unless_it_gets_a_second_sig
 ) -> None:
     async with run.one_of_two("--node-name=one", program, tmp_path, "300") as a:
         async with run.one_of_two("--node-name=two", program, tmp_path, "300") as b:
-            workers = await run.trains(a, b)
-            ranks = [(await agent.said(r"round \d rank (\d)"))[1] for agent in (a, b)]
+            workers = await run.wait_until_training(a, b)
+            ranks = [(await agent.wait_for_line(r"round \d rank (\d)"))[1] for agent in (a, b)]
             b.kill(signal.SIGTERM)
-            await a.said("is told node_left: two left")
-            await b.said(r"is told node_left: two leaves \(SIGTERM\)")
+            await a.wait_for_line("is told node_left: two left")
+            await b.wait_for_line(r"is told node_left: two leaves \(SIGTERM\)")
             (tmp_path / f"save.{ranks[1]}").touch()
-            await b.said("has saved")
+            await b.wait_for_line("has saved")
             assert lives(workers[1])
             (tmp_path / f"save.{ranks[0]}").touch()
-            await a.said("round 2: two left")
+            await a.wait_for_line("round 2: two left")
             assert await b.code() == 143
             assert before(a, "has saved", "round 2: two left")
             assert before(b, "has saved", f"rank {ranks[1]} goes")
 
         # The only node leaves after its worker has saved, too.
         (tmp_path / "save.0").unlink()
-        [worker] = await run.trains(a, round=2)
+        [worker] = await run.wait_until_training(a, round=2)
         seen = len(a.lines)
         a.kill(signal.SIGTERM)
-        await a.said("rank 0 is told node_left: one leaves", since=seen)
+        await a.wait_for_line("rank 0 is told node_left: one leaves", since=seen)
         assert lives(worker)
         a.kill(signal.SIGTERM)
         assert await a.code() == 143
@@ -238,9 +238,9 @@ async def test_a_node_leaves_without_the_store_when_its_workers_have_saved(
     ):
         await Run(own_etcd, "outage").trains(a, b)
         await own_etcd.kill()
-        await b.said("lost sight of")
+        await b.wait_for_line("lost sight of")
         b.kill(signal.SIGTERM)
-        await b.said("is told node_left")
+        await b.wait_for_line("is told node_left")
         for rank in range(2):
             (tmp_path / f"save.{rank}").touch()
         assert await b.code() == 143

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.agents import AgentProcess
-from tests.support.crew import LIMIT, exit_of, started, workers_of
 from tests.support.programs import output_of, script
+from tests.support.workers import LIMIT, exit_of, started, workers_of
 from torchelastic.config.settings import LogSettings, Program, ProgramKind, StartMethod
 from torchelastic.errors import StartError
 from torchelastic.protocol import ExitCode

@@ -106,7 +106,7 @@ async def test_a_report_before_a_sigkill_is_kept_with_the_failure(run: Run) -> N
         signal.pause()
         """
     async with run.told as told, run.agent(source) as agent:
-        began = float((await agent.said(r"checkpoint of (\S+)"))[1])
+        began = float((await agent.wait_for_line(r"checkpoint of (\S+)"))[1])
         failed = await told.until(lambda record: record.failure)
         assert failed.round == 1
         assert failed.last_checkpoint_at > began - ROUNDING
@@ -141,7 +141,7 @@ async def test_a_child_of_a_worker_cannot_report_for_it_but_an_executed_program_
             os.execv(sys.executable, [sys.executable, "-c", executed])
         """
     async with run.told as told, run.agent(source) as agent:
-        await agent.said("nothing is kept")
+        await agent.wait_for_line("nothing is kept")
         stepped = (await told.until(lambda record: record.first_step_at)).first_step_at
         assert {record.last_checkpoint_at for record in told.records} == {0}
         assert (await told.until(lambda record: record.last_checkpoint_at)).first_step_at == stepped
@@ -161,7 +161,7 @@ async def test_frequent_steps_are_measured_with_few_store_writes(run: Run) -> No
         signal.pause()
         """
     async with run.told as told, run.agent(source, f"--metrics-port={port}") as agent:
-        took = float((await agent.said(r"all of it took (\S+)"))[1])
+        took = float((await agent.wait_for_line(r"all of it took (\S+)"))[1])
         await told.until(lambda record: record.notice)
         page = await scraped(port)
         written = {(record.first_step_at, record.last_checkpoint_at) for record in told.records}
@@ -209,7 +209,7 @@ async def test_signal_handlers_and_saving_threads_block_nothing(run: Run) -> Non
             time.sleep(0.1)
         """
     async with run.told as told, run.agent(source) as agent:
-        said = await agent.said(r"(\d+) handled, the last began at (\S+)")
+        said = await agent.wait_for_line(r"(\d+) handled, the last began at (\S+)")
         assert int(said[1]) > 0
         await told.until(lambda record: record.last_checkpoint_at > float(said[2]) - ROUNDING)
 

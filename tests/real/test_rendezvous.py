@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from elastic_operator.store_mirror import StoreMirror
-from tests.support.nodes import Meeting, all_with
+from tests.support.nodes import NodeFactory, all_with
 from tests.support.store_conformance import seen, watching
 from torchelastic.protocol import (
     NodePhase,
@@ -40,20 +40,20 @@ def run_id() -> str:
 
 
 @pytest.fixture
-async def meeting(request: pytest.FixtureRequest, run_id: str, etcd: EtcdServer) -> AsyncIterator[Meeting]:
+async def factory(request: pytest.FixtureRequest, run_id: str, etcd: EtcdServer) -> AsyncIterator[NodeFactory]:
     """Nodes of one run; on an etcd of its own if the test has one, which it may then disturb."""
     server = request.getfixturevalue("own_etcd") if "own_etcd" in request.fixturenames else etcd
 
     async def reach() -> Store:
         return await connect(server.settings)
 
-    async with Meeting(reach, run_id, lease=LEASE, last_call_timeout=1.0) as made:
+    async with NodeFactory(reach, run_id, lease=LEASE, last_call_timeout=1.0) as made:
         yield made
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-async def test_a_dead_node_is_noticed_long_before_its_lease_expires(meeting: Meeting, rank: int) -> None:
-    nodes = [await meeting.node(name, wanted=3, lease=3600.0) for name in "abc"]
+async def test_a_dead_node_is_noticed_long_before_its_lease_expires(factory: NodeFactory, rank: int) -> None:
+    nodes = [await factory.node(name, wanted=3, lease=3600.0) for name in "abc"]
     first = await all_with(*nodes)
     dying = next(node for node in nodes if node.inner.node == first.nodes[rank])
     await dying.crash()
@@ -61,8 +61,8 @@ async def test_a_dead_node_is_noticed_long_before_its_lease_expires(meeting: Mee
     assert second.cause == f"{dying.name} died"
 
 
-async def test_reports_of_a_past_round_are_ignored(meeting: Meeting) -> None:
-    a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+async def test_reports_of_a_past_round_are_ignored(factory: NodeFactory) -> None:
+    a, b = [await factory.node(name, wanted=2) for name in "ab"]
     past = await all_with(a, b)
     await b.inner.leave()
     present = await all_with(a)
@@ -75,8 +75,8 @@ async def test_reports_of_a_past_round_are_ignored(meeting: Meeting) -> None:
     assert not await a.inner.is_current(present.number)
 
 
-async def test_a_spare_replaces_a_dead_leader_in_the_same_change(meeting: Meeting) -> None:
-    a, b, c = [await meeting.node(name, wanted=2, join_debounce=5.0) for name in "abc"]
+async def test_a_spare_replaces_a_dead_leader_in_the_same_change(factory: NodeFactory) -> None:
+    a, b, c = [await factory.node(name, wanted=2, join_debounce=5.0) for name in "abc"]
     first = await a.until_with("a", "b")
     await c.until(lambda node: bool(node.rounds))
     assert a.inner.leader is not None
@@ -86,12 +86,12 @@ async def test_a_spare_replaces_a_dead_leader_in_the_same_change(meeting: Meetin
     assert (await all_with(b, c)).number == 2
 
 
-async def test_a_leaving_leaders_notice_is_delivered_by_the_next_leader(meeting: Meeting) -> None:
-    a, b, c = [await meeting.node(name) for name in "abc"]
+async def test_a_leaving_leaders_notice_is_delivered_by_the_next_leader(factory: NodeFactory) -> None:
+    a, b, c = [await factory.node(name) for name in "abc"]
     round = await all_with(a, b, c)
     leader = next(node for node in (a, b, c) if node.inner.leader is not None)
     others = [node for node in (a, b, c) if node is not leader]
-    await leader.says(notice=20.0)
+    await leader.report(notice=20.0)
     await leader.inner.leave()
     for node in (a, b, c):
         assert (await node.until_noticed()).seconds == 20.0
@@ -99,23 +99,23 @@ async def test_a_leaving_leaders_notice_is_delivered_by_the_next_leader(meeting:
     assert (await all_with(*others)).cause == f"{leader.name} left"
 
 
-async def test_a_request_of_one_round_does_not_carry_over_and_expires(meeting: Meeting) -> None:
-    a, b = [await meeting.node(name) for name in "ab"]
+async def test_a_request_of_one_round_does_not_carry_over_and_expires(factory: NodeFactory) -> None:
+    a, b = [await factory.node(name) for name in "ab"]
     await all_with(a, b)
-    await a.says(notice=0.2)
-    c = await meeting.node("c")
+    await a.report(notice=0.2)
+    c = await factory.node("c")
     await a.until_noticed()
     assert (await all_with(a, b, c)).number == 2
-    d = await meeting.node("d")
+    d = await factory.node("d")
     assert (await all_with(a, b, c, d)).number == 3
     assert a.notices == []
 
 
-async def test_nodes_that_all_leave_are_released_when_the_last_has_saved(meeting: Meeting) -> None:
-    nodes = [await meeting.node(name) for name in "abc"]
+async def test_nodes_that_all_leave_are_released_when_the_last_has_saved(factory: NodeFactory) -> None:
+    nodes = [await factory.node(name) for name in "abc"]
     round = await all_with(*nodes)
     for node in nodes:
-        await node.says(notice=600.0)
+        await node.report(notice=600.0)
     await asyncio.gather(*(node.inner.leave() for node in nodes))
     for node in nodes:
         await node.until_noticed()
@@ -125,16 +125,16 @@ async def test_nodes_that_all_leave_are_released_when_the_last_has_saved(meeting
         await node.until(lambda node: node.rounds[-1].number == 2)
         assert node.rounds[-1].members == ()
         await node.close()
-    late = await meeting.node("late", wanted=1)
+    late = await factory.node("late", wanted=1)
     assert (await all_with(late)).number == 3
 
 
 @pytest.mark.parametrize("loses_data", [False, True])
-async def test_a_notice_survives_every_etcd_fault(own_etcd: EtcdServer, meeting: Meeting, loses_data: bool) -> None:
-    a, b = [await meeting.node(name) for name in "ab"]
+async def test_a_notice_survives_every_etcd_fault(own_etcd: EtcdServer, factory: NodeFactory, loses_data: bool) -> None:
+    a, b = [await factory.node(name) for name in "ab"]
     round = await all_with(a, b)
-    await a.says(notice=600.0)
-    c = await meeting.node("c")
+    await a.report(notice=600.0)
+    c = await factory.node("c")
     await a.until_noticed()
     await own_etcd.kill()
     if loses_data:
@@ -147,13 +147,13 @@ async def test_a_notice_survives_every_etcd_fault(own_etcd: EtcdServer, meeting:
     assert (after.number, after.nodes[:2]) == (2, round.nodes)
 
 
-async def test_a_round_is_current_until_the_next_is_committed_or_the_run_has_ended(meeting: Meeting) -> None:
-    a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+async def test_a_round_is_current_until_the_next_is_committed_or_the_run_has_ended(factory: NodeFactory) -> None:
+    a, b = [await factory.node(name, wanted=2) for name in "ab"]
     first = await all_with(a, b)
     assert await a.inner.is_current(first.number)
     assert not await a.inner.is_current(first.number + 1)
     assert not await a.inner.is_current(first.number - 1)
-    store = await meeting.connect()
+    store = await factory.connect()
     entry = await store.get(a.inner.run.keys.state)
     assert entry is not None
     # Directly in the store: what this node has not read yet counts as well.
@@ -165,9 +165,9 @@ async def test_a_round_is_current_until_the_next_is_committed_or_the_run_has_end
 
 
 async def test_a_round_stays_current_without_etcd_while_its_peers_are_connected(
-    own_etcd: EtcdServer, meeting: Meeting
+    own_etcd: EtcdServer, factory: NodeFactory
 ) -> None:
-    a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+    a, b = [await factory.node(name, wanted=2) for name in "ab"]
     round = await all_with(a, b)
     await own_etcd.kill()
     assert await a.inner.is_current(round.number, timeout=1.0)
@@ -177,11 +177,11 @@ async def test_a_round_stays_current_without_etcd_while_its_peers_are_connected(
     await own_etcd.start()
 
 
-async def test_a_node_that_finishes_early_can_leave_and_the_run_succeeds(meeting: Meeting) -> None:
-    a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+async def test_a_node_that_finishes_early_can_leave_and_the_run_succeeds(factory: NodeFactory) -> None:
+    a, b = [await factory.node(name, wanted=2) for name in "ab"]
     round = await all_with(a, b)
     for node in (a, b):
-        await node.says(notice=20.0)
+        await node.report(notice=20.0)
     leaving = next(node for node in (a, b) if node.inner.leader is None)
     staying = a if leaving is b else b
     await leaving.inner.leave()
@@ -205,16 +205,16 @@ async def time_goes_by(store: Store, seconds: float) -> None:
 
 
 async def test_run_keys_stay_while_an_agent_or_the_operator_lives_and_are_removed_after_both_left(
-    own_etcd: EtcdServer, meeting: Meeting, run_id: str
+    own_etcd: EtcdServer, factory: NodeFactory, run_id: str
 ) -> None:
-    store, keys = await meeting.connect(), RunKeys.of(run_id)
+    store, keys = await factory.connect(), RunKeys.of(run_id)
     readable = asyncio.Event()
     mirror = StoreMirror(run_id, changed=readable.set, away=pytest.fail, run_lease=RUN_LEASE)
     following = asyncio.create_task(mirror.run(lambda: own_etcd.settings, None))
     await readable.wait()
     await mirror.write_size(SizeRecord(min=1, max=8, desired=2, generation=1))
     lasting = {keys.state, keys.leader, keys.size}
-    a, b = [await meeting.node(name, wanted=2, run_lease=RUN_LEASE) for name in "ab"]
+    a, b = [await factory.node(name, wanted=2, run_lease=RUN_LEASE) for name in "ab"]
     await all_with(a, b)
     following.cancel()
     await time_goes_by(store, 2 * RUN_LEASE)
@@ -233,13 +233,15 @@ async def test_run_keys_stay_while_an_agent_or_the_operator_lives_and_are_remove
     await store.close()
 
 
-async def test_a_run_with_a_lost_lease_continues_and_its_nodes_keep_their_leases(meeting: Meeting, run_id: str) -> None:
-    a, b = [await meeting.node(name) for name in "ab"]
+async def test_a_run_with_a_lost_lease_continues_and_its_nodes_keep_their_leases(
+    factory: NodeFactory, run_id: str
+) -> None:
+    a, b = [await factory.node(name) for name in "ab"]
     first = await all_with(a, b)
-    store = await meeting.connect()
+    store = await factory.connect()
     own_leases = {node.inner.registration.lease for node in (a, b)}
     await store.revoke(run_lease(run_id))
-    c = await meeting.node("c")
+    c = await factory.node("c")
     round = await all_with(a, b, c)
     assert round.nodes[:2] == first.nodes
     assert [record.number for record in a.rounds] == [1, 2]

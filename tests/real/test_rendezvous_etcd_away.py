@@ -13,7 +13,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from tests.support import etcd_kinds
-from tests.support.nodes import Meeting, all_with
+from tests.support.nodes import NodeFactory, all_with
 from tests.support.tcp_proxy import TcpProxy
 from torchelastic.store import connect
 
@@ -45,12 +45,12 @@ async def line(any_etcd: EtcdServer) -> AsyncIterator[TcpProxy]:
 
 
 @pytest.fixture
-async def meeting(any_etcd: EtcdServer, line: TcpProxy) -> AsyncIterator[Meeting]:
+async def factory(any_etcd: EtcdServer, line: TcpProxy) -> AsyncIterator[NodeFactory]:
     async def reach() -> Store:
         settings = replace(any_etcd.settings, endpoints=(line.endpoint,), silence_limit=LEASE, request_timeout=LEASE)
         return await connect(settings)
 
-    async with Meeting(reach, f"away-{uuid.uuid4()}", lease=LEASE, last_call_timeout=1.0) as made:
+    async with NodeFactory(reach, f"away-{uuid.uuid4()}", lease=LEASE, last_call_timeout=1.0) as made:
         yield made
 
 
@@ -58,8 +58,8 @@ async def until_away(*nodes: TestNode) -> None:
     await asyncio.gather(*(node.until_away() for node in nodes))
 
 
-async def test_a_slow_etcd_delays_changes_only(meeting: Meeting, line: TcpProxy) -> None:
-    a, b, c = [await meeting.node(name, wanted=3) for name in "abc"]
+async def test_a_slow_etcd_delays_changes_only(factory: NodeFactory, line: TcpProxy) -> None:
+    a, b, c = [await factory.node(name, wanted=3) for name in "abc"]
     first = await all_with(a, b, c)
     line.delay = 0.3 / 5 * LEASE  # 0.3 s, scaled from the default lease
     await asyncio.sleep(2 * LEASE)  # the leases have to expire
@@ -68,20 +68,20 @@ async def test_a_slow_etcd_delays_changes_only(meeting: Meeting, line: TcpProxy)
     await gone.crash()
     second = await all_with(*left)
     assert (second.number, second.cause) == (2, f"{gone.name} died")
-    d = await meeting.node("d", wanted=3)
+    d = await factory.node("d", wanted=3)
     assert (await all_with(*left, d)).number == 3
     assert not any(node.partitioned for node in (*left, d))
 
 
-async def test_a_replacement_etcd_is_filled_by_the_nodes(meeting: Meeting, any_etcd: EtcdServer) -> None:
-    a, b = [await meeting.node(name) for name in "ab"]
+async def test_a_replacement_etcd_is_filled_by_the_nodes(factory: NodeFactory, any_etcd: EtcdServer) -> None:
+    a, b = [await factory.node(name) for name in "ab"]
     first = await all_with(a, b)
     await any_etcd.kill()
     await until_away(a, b)
     any_etcd.wipe()
     any_etcd.args.append("--initial-cluster-token=another")
     await any_etcd.start()
-    c = await meeting.node("c")
+    c = await factory.node("c")
     second = await all_with(a, b, c)
     assert (second.number, second.nodes[:2]) == (2, first.nodes)
     for node in (a, b):
@@ -107,36 +107,38 @@ async def somebody_else(port: int) -> AsyncIterator[None]:
 
 
 async def test_any_server_in_the_place_of_etcd_ends_nothing_during_an_outage(
-    meeting: Meeting, any_etcd: EtcdServer
+    factory: NodeFactory, any_etcd: EtcdServer
 ) -> None:
-    a, b = [await meeting.node(name) for name in "ab"]
+    a, b = [await factory.node(name) for name in "ab"]
     first = await all_with(a, b)
     await any_etcd.kill()
     async with somebody_else(int(any_etcd.endpoint.rpartition(":")[2])):
         await until_away(a, b)
         await asyncio.sleep(1.5 * LEASE)  # the time in which the nodes send requests
     await any_etcd.start()
-    c = await meeting.node("c")
+    c = await factory.node("c")
     second = await all_with(a, b, c)
     assert (second.number, second.nodes[:2]) == (2, first.nodes)
     assert not any(node.partitioned or node.inner.failed.done() for node in (a, b, c))
 
 
-async def test_a_silent_etcd_is_noticed_and_survived(meeting: Meeting, line: TcpProxy) -> None:
-    a, b = [await meeting.node(name) for name in "ab"]
+async def test_a_silent_etcd_is_noticed_and_survived(factory: NodeFactory, line: TcpProxy) -> None:
+    a, b = [await factory.node(name) for name in "ab"]
     first = await all_with(a, b)
     line.fall_silent()
     await until_away(a, b)
     await asyncio.sleep(2 * LEASE)  # all leases end meanwhile
     line.speak_again()
-    c = await meeting.node("c")
+    c = await factory.node("c")
     second = await all_with(a, b, c)
     assert (second.number, second.nodes[:2]) == (2, first.nodes)
     assert not a.partitioned
     assert not b.partitioned
 
 
-async def test_a_node_with_only_a_silent_connection_stays_in_the_round(meeting: Meeting, any_etcd: EtcdServer) -> None:
+async def test_a_node_with_only_a_silent_connection_stays_in_the_round(
+    factory: NodeFactory, any_etcd: EtcdServer
+) -> None:
     async with contextlib.AsyncExitStack() as lines:
 
         async def own_line() -> TcpProxy:
@@ -144,7 +146,7 @@ async def test_a_node_with_only_a_silent_connection_stays_in_the_round(meeting: 
 
         async def joined(name: str, own: TcpProxy) -> TestNode:
             settings = replace(any_etcd.settings, endpoints=(own.endpoint,), silence_limit=0.5, request_timeout=0.5)
-            return await meeting.node(name, connect=lambda: connect(settings))
+            return await factory.node(name, connect=lambda: connect(settings))
 
         lines_of = {name: await own_line() for name in "ab"}
         nodes = {name: await joined(name, lines_of[name]) for name in "ab"}
@@ -154,7 +156,7 @@ async def test_a_node_with_only_a_silent_connection_stays_in_the_round(meeting: 
         await follower.until_away()
         await asyncio.sleep(1.5 * LEASE)  # its lease ends; its connection does not
         lines_of[follower.name].speak_again()
-        c = await meeting.node("c")
+        c = await factory.node("c")
         second = await all_with(*nodes.values(), c)
         assert (second.number, second.nodes[:2]) == (2, first.nodes)
         assert not any(node.partitioned for node in nodes.values())

@@ -135,7 +135,7 @@ class Run:
             page = await self.page(leader)
             if page.value("torchelastic_job_lost_seconds_total") is not None:
                 return page
-            await agent.said("round", since=len(agent.lines))
+            await agent.wait_for_line("round", since=len(agent.lines))
 
     def adds_up(self, split: TimeBreakdown) -> bool:
         return sum(split.seconds.values()) == pytest.approx(split.until - self.created, rel=0.01)
@@ -153,7 +153,7 @@ async def test_the_time_breakdown_adds_up_though_workers_and_leaders_are_killed(
     run = Run(own_etcd, tmp_path)
     store = await connect(own_etcd.settings)
     async with run.node("a", "1:2") as a, run.node("b", "1:2") as b:
-        worker = await b.trains(world=2)
+        worker = await b.wait_until_training(world=2)
         pages = {name: await run.page(name) for name in "ab"}
         [leader] = [name for name, page in pages.items() if page.named("torchelastic_job_")]
         assert {page.job for page in pages.values()} == {("here", "digits")}
@@ -198,7 +198,7 @@ async def test_a_store_that_lost_its_data_gets_the_time_breakdown_back_and_a_new
 ) -> None:
     run = Run(own_etcd, tmp_path)
     async with run.node("a", "1:2") as a, run.node("b", "1:2") as b:
-        await a.trains(world=2)
+        await a.wait_until_training(world=2)
         [leader] = [name for name in "ab" if seconds_on(await run.page(name))]
         heir, agents = ("b" if leader == "a" else "a"), {"a": a, "b": b}
         await own_etcd.kill()
@@ -210,7 +210,7 @@ async def test_a_store_that_lost_its_data_gets_the_time_breakdown_back_and_a_new
             return await store.get(run.keys.time_breakdown) is not None
 
         while not await written():
-            await agents[leader].said("rank", since=len(agents[leader].lines))  # it trains on meanwhile
+            await agents[leader].wait_for_line("rank", since=len(agents[leader].lines))  # it trains on meanwhile
         said = len(agents[heir].lines)
         agents[leader].kill()
         await agents[heir].trains(world=1, since=said)
@@ -230,12 +230,12 @@ async def test_a_run_without_living_nodes_waits_for_others(own_etcd: EtcdServer,
     run = Run(own_etcd, tmp_path, before=0.0)
     store = await connect(own_etcd.settings)
     async with run.node("a", "1") as a:
-        await a.trains(world=1)
+        await a.wait_until_training(world=1)
         while RunState.TRAINING not in (before := await run.split(store)).seconds:
-            await a.said("round", since=len(a.lines))
+            await a.wait_for_line("round", since=len(a.lines))
         killed_at = time.time()
     async with run.node("b", "1") as b:
-        await b.trains(world=1)
+        await b.wait_until_training(world=1)
         shown = seconds_on(await run.page("b"))
         assert shown["waiting"] > before.seconds[RunState.WAITING]
         assert shown["training"] >= before.seconds[RunState.TRAINING]
@@ -258,7 +258,7 @@ async def test_agents_that_all_leave_record_what_they_knew_and_saved_last(own_et
     store = await connect(own_etcd.settings)
     save = "--save-at-the-end"
     async with run.node("a", "2", save) as a, run.node("b", "2", save) as b:
-        await a.trains(world=2)
+        await a.wait_until_training(world=2)
         [leader] = [name for name in "ab" if seconds_on(await run.page(name))]
         await run.keeps(a, leader=leader)
         left_at = time.time()
@@ -281,7 +281,7 @@ async def test_a_resumed_run_shows_earlier_counts_while_it_waits_for_its_first_r
     async with run.node(
         "a", "2", resume=ResumeRecord(round=7, restarts=5, uncharged_restarts=2, time_breakdown=split)
     ) as a:
-        await a.said("of at least 2 is there")
+        await a.wait_for_line("of at least 2 is there")
         while not seconds_on(page := await run.page("a")):
             continue
         restarts = {

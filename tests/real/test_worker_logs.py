@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.crew import ANY_PROGRAM, eventually, exit_of, started, workers_of
+from tests.support.workers import ANY_PROGRAM, eventually, exit_of, started, workers_of
 from torchelastic.agent.logs import Console, LogPipe, WorkerOutput
 from torchelastic.config.settings import LogSettings, Streams
 

@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 import pytest
 
 from elastic_operator.client.local import LocalJobs
-from tests.support.crew import told
 from tests.support.local_runs import LocalRun, manifest, training
 from tests.support.measured import Measured
 from tests.support.scraping import scraped
 from tests.support.terminals import answer
+from tests.support.workers import text_of
 
 pytestmark = pytest.mark.real
 
@@ -55,7 +55,7 @@ async def test_values_of_ours_and_of_torch_carry_the_rank_also_of_a_stopped_work
     )
     async with measured.agent as agent:
         await measured.after("measured", count=2)
-        os.kill(int((await agent.said(r"\[rank 1\] measured by (\d+)"))[1]), signal.SIGSTOP)
+        os.kill(int((await agent.wait_for_line(r"\[rank 1\] measured by (\d+)"))[1]), signal.SIGSTOP)
         page = await measured.page()
     assert page.named("my_app") == {
         ("my_app_train_loss", (("rank", "0"),)): 0.25,
@@ -90,7 +90,7 @@ async def test_counters_survive_a_sigkill_and_gauges_do_not(tmp_path: Path) -> N
     )
     async with measured.agent as agent:
         before = await measured.after("round 1 measured", count=2)
-        os.kill(int((await agent.said(r"round 1 measured by (\d+)"))[1]), signal.SIGKILL)
+        os.kill(int((await agent.wait_for_line(r"round 1 measured by (\d+)"))[1]), signal.SIGKILL)
         after = await measured.after("round 2 measured", count=2)
     for rank in ("0", "1"):
         assert before.value("my_app_loss", rank=rank) == 0.5
@@ -199,7 +199,7 @@ async def test_a_hundred_thousand_values_from_several_threads_and_a_signal_handl
     )
     async with measured.agent as agent:
         page = await measured.after("measured")
-        handled = int((await agent.said(r"measured, (\d+) by"))[1])
+        handled = int((await agent.wait_for_line(r"measured, (\d+) by"))[1])
     assert handled > 0
     assert page.value("my_app_samples_total", rank="0") == 100_000 + handled
     assert page.value("my_app_size_bucket", rank="0", le="10.0") == 100_000
@@ -273,7 +273,7 @@ async def test_a_worker_that_corrupts_its_metrics_harms_no_other_and_the_next_ro
     )
     async with measured.agent as agent:
         before = await measured.after("round 1 measured", count=2)
-        os.kill(int((await agent.said(r"spoiled by (\d+)"))[1]), signal.SIGKILL)
+        os.kill(int((await agent.wait_for_line(r"spoiled by (\d+)"))[1]), signal.SIGKILL)
         after = await measured.after("round 2 measured", count=2)
     assert before.value("my_app_samples_total", rank="1") == 1
     assert after.value("my_app_samples_total", rank="1") == 2
@@ -300,7 +300,7 @@ async def test_a_local_job_shows_worker_metrics_and_keeps_counters_when_scaled(t
     async def counted(snapshot: dict[str, Any]) -> list[tuple[str, float]]:
         pods = sorted(training(snapshot), key=lambda pod: pod["ranks"])
         for rank in range(len(pods)):
-            await told(tmp_path / f"rank-{rank}-of-{len(pods)}")
+            await text_of(tmp_path / f"rank-{rank}-of-{len(pods)}")
         pages = [await scraped(urlsplit(pod["metricsUrl"]).port or 0) for pod in pods]
         _, listed, _ = await answer(run.home, "get", "job", "-o", "wide")
         for pod, page in zip(pods, pages, strict=True):
@@ -309,8 +309,8 @@ async def test_a_local_job_shows_worker_metrics_and_keeps_counters_when_scaled(t
         return [(labels[0][1], value) for page in pages for (_, labels), value in page.named("my_app").items()]
 
     async with LocalRun(tmp_path / "home", job) as run:
-        before = await run.trains(2)
+        before = await run.wait_until_training(2)
         assert await counted(before) == [("0", 1), ("1", 1)]
         await asyncio.to_thread(LocalJobs(home=run.home).scale, "job", 3)
-        after = await run.trains(3, after=before["status"]["round"])
+        after = await run.wait_until_training(3, after=before["status"]["round"])
         assert await counted(after) == [("0", 2), ("1", 2), ("2", 1)]

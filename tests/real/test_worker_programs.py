@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.crew import exit_of, started, workers_of
 from tests.support.programs import by_hand, hand_command, output_of, run, script
+from tests.support.workers import exit_of, started, workers_of
 from torchelastic.config.program import program_of_command
 from torchelastic.config.settings import LogSettings, Program, ProgramKind, StartMethod
 

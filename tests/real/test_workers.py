@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from tests.support.crew import LIMIT, TELL, Crew, exit_of
+from tests.support.workers import LIMIT, TELL, WorkerRunner, exit_of
 from torchelastic.protocol import FailureKind
 
 if TYPE_CHECKING:
@@ -37,28 +37,28 @@ while True:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Crew]:
-    async with Crew(tmp_path_factory.mktemp("crew")) as crew:
-        yield crew
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[WorkerRunner]:
+    async with WorkerRunner(tmp_path_factory.mktemp("crew")) as runner:
+        yield runner
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def crew(shared: Crew) -> AsyncIterator[Crew]:
+async def runner(shared: WorkerRunner) -> AsyncIterator[WorkerRunner]:
     yield shared
     await shared.clear()
 
 
-async def test_two_workers_meet_in_the_served_store(crew: Crew) -> None:
-    group = await crew.start_with_store(f"{ALL_REDUCE}\nprint('total', total.item())")
+async def test_two_workers_meet_in_the_served_store(runner: WorkerRunner) -> None:
+    group = await runner.start_with_store(f"{ALL_REDUCE}\nprint('total', total.item())")
     ends = [await exit_of(group), await exit_of(group)]
     assert [end.exit_code for end in ends] == [0, 0]
     assert sorted(end.rank for end in ends) == [0, 1]
-    assert "total 3.0" in crew.log(0)
-    assert "total 3.0" in crew.log(1)
+    assert "total 3.0" in runner.log(0)
+    assert "total 3.0" in runner.log(1)
 
 
-async def test_a_convolutional_network_trains_with_threads_and_data_loader_workers(crew: Crew) -> None:
-    group = await crew.start_with_store(
+async def test_a_convolutional_network_trains_with_threads_and_data_loader_workers(runner: WorkerRunner) -> None:
+    group = await runner.start_with_store(
         """
         import torch
         import torch.distributed as dist
@@ -80,12 +80,12 @@ async def test_a_convolutional_network_trains_with_threads_and_data_loader_worke
     )
     ends = [await exit_of(group), await exit_of(group)]
     assert [(end.exit_code, end.explanation.message) for end in ends] == [(0, ""), (0, "")]
-    assert "trained 2" in crew.log(0)
+    assert "trained 2" in runner.log(0)
 
 
-async def test_a_killed_worker_is_reported_with_its_signal(crew: Crew) -> None:
-    group = await crew.start(FOREVER, 2)
-    await crew.told("up.1")
+async def test_a_killed_worker_is_reported_with_its_signal(runner: WorkerRunner) -> None:
+    group = await runner.start(FOREVER, 2)
+    await runner.text_of("up.1")
     killed = group.workers[1].child.pid
     os.kill(killed, signal.SIGKILL)
     end = await exit_of(group)
@@ -95,8 +95,8 @@ async def test_a_killed_worker_is_reported_with_its_signal(crew: Crew) -> None:
     assert [worker.rank for worker in group.running] == [0]
 
 
-async def test_workers_that_die_at_once_are_each_reported_once(crew: Crew) -> None:
-    group = await crew.start("import os; os._exit(int(os.environ['RANK']) + 10)", 8)
+async def test_workers_that_die_at_once_are_each_reported_once(runner: WorkerRunner) -> None:
+    group = await runner.start("import os; os._exit(int(os.environ['RANK']) + 10)", 8)
     ends = [await exit_of(group) for _ in range(8)]
     assert sorted(end.exit_code for end in ends) == list(range(10, 18))
 
@@ -117,13 +117,17 @@ async def test_workers_that_die_at_once_are_each_reported_once(crew: Crew) -> No
         ),
     ],
 )
-async def test_the_reported_exit_is_the_programs_exit(crew: Crew, source: str, exit_code: int, message: str) -> None:
-    end = await crew.end_of(source)
+async def test_the_reported_exit_is_the_programs_exit(
+    runner: WorkerRunner, source: str, exit_code: int, message: str
+) -> None:
+    end = await runner.end_of(source)
     assert (end.exit_code, end.explanation.message) == (exit_code, message)
 
 
-async def test_an_exception_is_reported_with_its_place_and_printed_as_in_a_plain_interpreter(crew: Crew) -> None:
-    end = await crew.end_of(
+async def test_an_exception_is_reported_with_its_place_and_printed_as_in_a_plain_interpreter(
+    runner: WorkerRunner,
+) -> None:
+    end = await runner.end_of(
         """
         def train():
             raise ValueError("bad input")
@@ -133,13 +137,13 @@ async def test_an_exception_is_reported_with_its_place_and_printed_as_in_a_plain
     )
     assert end.exit_code == 1
     assert end.explanation == (FailureKind.PROGRAM, "ValueError: bad input (program.py:3)", False)
-    assert crew.log().startswith("Traceback (most recent call last):\n")
-    assert crew.log().endswith("ValueError: bad input\n")
-    assert "torchelastic" not in crew.log()
+    assert runner.log().startswith("Traceback (most recent call last):\n")
+    assert runner.log().endswith("ValueError: bad input\n")
+    assert "torchelastic" not in runner.log()
 
 
-async def test_a_broken_collective_is_not_a_program_failure(crew: Crew) -> None:
-    group = await crew.start_with_store(
+async def test_a_broken_collective_is_not_a_program_failure(runner: WorkerRunner) -> None:
+    group = await runner.start_with_store(
         f"""
 {ALL_REDUCE}
 {TELL}
@@ -150,7 +154,7 @@ if dist.get_rank() == 1:
 dist.all_reduce(total)
 """
     )
-    await crew.told("met")
+    await runner.text_of("met")
     os.kill(group.workers[1].child.pid, signal.SIGKILL)
     first, second = await exit_of(group), await exit_of(group)
     assert (first.rank, first.explanation.kind) == (1, FailureKind.PROGRAM)
@@ -158,9 +162,9 @@ dist.all_reduce(total)
     assert "program.py:" in second.explanation.message
 
 
-async def test_a_dead_store_process_is_reported(crew: Crew) -> None:
-    group = await crew.start_with_store(f"{TELL}\ntell('port', os.environ['MASTER_PORT'])\nos.read(0, 1)", 1)
-    port = int(await crew.told("port"))
+async def test_a_dead_store_process_is_reported(runner: WorkerRunner) -> None:
+    group = await runner.start_with_store(f"{TELL}\ntell('port', os.environ['MASTER_PORT'])\nos.read(0, 1)", 1)
+    port = int(await runner.text_of("port"))
     assert group.store is not None
     os.kill(group.store.pid, signal.SIGKILL)
     assert await asyncio.wait_for(group.store.ended, LIMIT) == -signal.SIGKILL

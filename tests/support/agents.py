@@ -1,4 +1,4 @@
-"""Real agents with real workers, as a user starts them, and their output."""
+"""Real agents with real workers, started as a user starts them, and their output."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ print(f"rank {rank} is done", flush=True)
 
 
 class AgentProcess:
-    """One ``torchelastic-run`` with its output; it is ended at the end of ``async with``.
+    """One ``torchelastic-run`` process with its output; the end of ``async with`` ends it.
 
     Args:
         arguments: its command line.
@@ -102,8 +102,8 @@ class AgentProcess:
     def pid(self) -> int:
         return self.process.pid
 
-    async def said(self, pattern: str, *, since: int = 0) -> re.Match[str]:
-        """Wait for a line that matches; fail with the complete output if none comes."""
+    async def wait_for_line(self, pattern: str, *, since: int = 0) -> re.Match[str]:
+        """Wait for a line of output that matches; fail with the complete output if there is none."""
         try:
             async with asyncio.timeout(PATIENCE), self._more:
                 position = since
@@ -112,28 +112,28 @@ class AgentProcess:
                         if match := re.search(pattern, self.lines[position]):
                             return match
                         position += 1
-                    assert not self._closed, f"ended without saying {pattern!r}:\n{self.output}"
+                    assert not self._closed, f"ended without the line {pattern!r}:\n{self.output}"
                     await self._more.wait()
         except TimeoutError:
-            raise AssertionError(f"never said {pattern!r}:\n{self.output}") from None
+            raise AssertionError(f"never printed {pattern!r}:\n{self.output}") from None
 
-    async def trains(self, *, world: int, since: int = 0) -> int:
-        """Wait until a worker has met a world of this size; returns its process id."""
-        return int((await self.said(rf"round \d+ rank \d+ of {world} pid (\d+)", since=since))[1])
+    async def wait_until_training(self, *, world: int, since: int = 0) -> int:
+        """Wait until a worker has joined a process group of this size; returns its process id."""
+        return int((await self.wait_for_line(rf"round \d+ rank \d+ of {world} pid (\d+)", since=since))[1])
 
     async def code(self) -> int:
-        """Wait for its end."""
+        """Wait for the agent's end; returns its exit code."""
         try:
             async with asyncio.timeout(PATIENCE):
                 code = await self.process.wait()
         except TimeoutError:
-            raise AssertionError(f"never ended:\n{self.output}") from None
+            raise AssertionError(f"the agent did not end:\n{self.output}") from None
         if self._reading is not None:
             await self._reading
         return code
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send it a signal."""
+        """Send a signal to the agent."""
         self.process.send_signal(number)
 
     @property
@@ -152,7 +152,7 @@ class AgentProcess:
 
 
 async def until_gone(pid: int) -> None:
-    """Wait for the end of a process that is not a child of this one."""
+    """Wait for the end of a process that is not a child of this process."""
     with suppress(ProcessLookupError):
         handle = os.pidfd_open(pid)
         ended = asyncio.Event()

@@ -1,6 +1,6 @@
-"""A proxy before a real API server that injects faults of networks and servers, and counts writes.
+"""A proxy in front of a real API server that injects network and server faults, and counts writes.
 
-Its user chooses the fault of each request; :class:`BadDays` chooses at random, from a seed.
+Its user chooses the fault of each request; :class:`RandomFaults` chooses at random, from a seed.
 It sends its own credentials to the API server for every client.
 """
 
@@ -71,7 +71,7 @@ _FAULTS: Final[Mapping[Request, Sequence[Fault]]] = {
 }
 """The possible faults of each kind of request."""
 
-_REFUSALS: Final = {
+_ERRORS: Final = {
     Fault.CONFLICT: (409, "Conflict", "Operation cannot be fulfilled: the object has been modified"),
     Fault.TOO_MANY: (429, "TooManyRequests", "too many requests, please try again later"),
     Fault.BROKEN: (500, "InternalError", "etcdserver: leader changed"),
@@ -79,7 +79,7 @@ _REFUSALS: Final = {
 }
 
 
-class BadDays:
+class RandomFaults:
     """Chooses the faults of requests at random; called with each request.
 
     Args:
@@ -87,19 +87,19 @@ class BadDays:
         share: the share of requests with a fault; may be changed at any time.
 
     Attributes:
-        happened: the number of times that each fault was chosen.
+        chosen: the number of times that each fault was chosen.
     """
 
     def __init__(self, seed: int, share: float) -> None:
         self.share = share
-        self.happened: Counter[Fault] = Counter()
+        self.chosen: Counter[Fault] = Counter()
         self._random = random.Random(seed)
 
     def __call__(self, request: Request) -> Fault:
         if self._random.random() >= self.share:
             return Fault.NONE
         fault = self._random.choice(_FAULTS[request])
-        self.happened[fault] += 1
+        self.chosen[fault] += 1
         return fault
 
 
@@ -109,8 +109,8 @@ class ApiProxy:
     Args:
         access: the access to the API server.
         fault: chooses the fault of a request.
-        wrote: called after each write of a job's object, with the number of such writes so far, before the client gets
-            the answer. Writes of events and leases do not count.
+        on_write: called after each write of a job's object, before the client gets the answer, with the number of such
+            writes so far. Writes of events and leases do not count.
 
     Attributes:
         writes: the number of writes of jobs' objects.
@@ -121,12 +121,12 @@ class ApiProxy:
         access: kopf.ConnectionInfo,
         *,
         fault: Callable[[Request], Fault] = lambda _request: Fault.NONE,
-        wrote: Callable[[int], None] = lambda _count: None,
+        on_write: Callable[[int], None] = lambda _count: None,
     ) -> None:
         self.writes = 0
         self._access = access
         self._fault = fault
-        self._wrote = wrote
+        self._on_write = on_write
         self._random = random.Random(0)
         self._listed: defaultdict[str, list[_Answer]] = defaultdict(list)
         self._stack = contextlib.AsyncExitStack()
@@ -184,7 +184,7 @@ class ApiProxy:
         of_a_job = "/leases" not in request.path and not request.path.rstrip("/").endswith("/events")
         if kind == "write" and of_a_job and answer.status < 300:
             self.writes += 1
-            self._wrote(self.writes)
+            self._on_write(self.writes)
         match fault:
             case Fault.UNANSWERED:
                 return _broken_off(request)
@@ -200,8 +200,8 @@ class ApiProxy:
 
     async def _watch(self, request: web.BaseRequest, fault: Fault) -> web.StreamResponse:
         if fault is Fault.EXPIRED:
-            told = {"kind": "Status", "status": "Failure", "code": 410, "reason": "Expired", "message": "too old"}
-            return web.Response(body=json.dumps({"type": "ERROR", "object": told}), content_type="application/json")
+            status = {"kind": "Status", "status": "Failure", "code": 410, "reason": "Expired", "message": "too old"}
+            return web.Response(body=json.dumps({"type": "ERROR", "object": status}), content_type="application/json")
         seconds = self._random.uniform(0, _LONGEST_WATCH) if fault is Fault.CUT else None
         async with self._begin(request) as upstream:
             response = web.StreamResponse(status=upstream.status, headers=_headers(upstream))
@@ -243,10 +243,10 @@ class _Answer:
 
     @classmethod
     def refusal(cls, fault: Fault) -> Self:
-        status, reason, words = _REFUSALS[fault]
-        told = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": status, "reason": reason}
-        headers = {"Content-Type": "application/json"} | ({"Retry-After": "1"} if status == 429 else {})
-        return cls(status, headers, json.dumps({**told, "message": words}).encode())
+        code, reason, words = _ERRORS[fault]
+        status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "reason": reason}
+        headers = {"Content-Type": "application/json"} | ({"Retry-After": "1"} if code == 429 else {})
+        return cls(code, headers, json.dumps({**status, "message": words}).encode())
 
     def response(self) -> web.Response:
         return web.Response(status=self.status, headers=self.headers, body=self.body)
@@ -266,7 +266,7 @@ def _headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
 
 
 def _broken_off(request: web.BaseRequest) -> web.Response:
-    """Break the connection."""
+    """Abort the connection."""
     if request.transport is not None:
         request.transport.abort()
     return web.Response()

@@ -1,4 +1,4 @@
-"""A user of a cluster, who runs kubectl, helm and elasticjob, waits for conditions, and reads the output."""
+"""A user of a cluster, who runs kubectl and elasticjob, waits for conditions, and reads the output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from tests.support.operator_place import manifest
+from tests.support.operator_namespace import manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,8 +79,8 @@ class User:
         """Run elasticjob in this namespace."""
         return await self.node.run(str(ELASTICJOB), *words, "-n", self.namespace, check=check, timeout=240)
 
-    async def first_words(self, name: str, *words: str) -> str:
-        """The first line of ``elasticjob logs -f``, as soon as there is one."""
+    async def first_log_line(self, name: str, *words: str) -> str:
+        """Wait for the first line of ``elasticjob logs -f``, and return it."""
         argv = (str(ELASTICJOB), "logs", name, "-f", *words, "-n", self.namespace)
         following = await self.node.popen(*argv)
         assert following.stdout is not None
@@ -102,12 +102,12 @@ class User:
         """``kubectl wait`` for a condition, such as ``condition=Running`` or ``jsonpath={.status.worldSize}=3``."""
         await self.kubectl("wait", what, f"--for={condition}", f"--timeout={limit}", limit=float(limit[:-1]) + 30)
 
-    async def sees(self, name: str, true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """A job, as soon as its status meets a condition; it is watched with ``kubectl get -w``.
+    async def wait_for_status(self, name: str, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Wait, with ``kubectl get -w``, until the status of a job meets a condition; returns the job.
 
         Args:
-            name: of the job.
-            true: the condition on the status.
+            name: the name of the job.
+            condition: the condition on the status.
         """
         argv = ("kubectl", "-n", self.namespace, "get", "elasticjob", name, "-w", "-o", "json", "--output-watch-events")
         watching = await self.node.popen(*argv)
@@ -117,17 +117,17 @@ class User:
             async with asyncio.timeout(SIGHT):
                 async for line in watching.stdout:
                     job = json.loads(line)["object"]
-                    if true(job.get("status") or {}):
+                    if condition(job.get("status") or {}):
                         return job
         except TimeoutError:
             pass
         finally:
             watching.terminate()
             await watching.communicate()
-        raise AssertionError(f"never so, at last it was {json.dumps(job.get('status'), indent=1)}")
+        raise AssertionError(f"the condition was never met; last status: {json.dumps(job.get('status'), indent=1)}")
 
-    async def told(self, name: str, words: str) -> None:
-        """Wait for an event of a job that contains these words."""
+    async def wait_for_event(self, name: str, words: str) -> None:
+        """Wait for an event of a job that contains this text."""
         about = f"--field-selector=involvedObject.name={name}"
         watching = await self.node.popen("kubectl", "-n", self.namespace, "get", "events", about, "-w", "-o", "wide")
         assert watching.stdout is not None
@@ -147,7 +147,7 @@ class User:
         return found
 
     async def pods(self, name: str) -> dict[str, dict[str, Any]]:
-        """The worker pods of a job that neither have ended nor are being deleted, by name."""
+        """The live worker pods of a job, by name: they have not ended and are not being deleted."""
         listing = await self.get("pods", "-l", f"elastic.pytorch.org/job={name},elastic.pytorch.org/role=worker")
         return {
             pod["metadata"]["name"]: pod
@@ -156,14 +156,14 @@ class User:
         }
 
     async def kill(self, pod: dict[str, Any], what: str) -> None:
-        """kill -9 the youngest process of a pod whose command line has these words in it, as soon as there is one.
+        """Wait for a process of a pod whose command line contains a text, and kill the youngest one with SIGKILL.
 
         Args:
             pod: the pod.
             what: a part of the command line; only :data:`AGENT` finds the agent, whose command line has the worker's.
         """
         async with asyncio.timeout(SIGHT):
-            while not (found := self._processes(pod, what)):  # noqa: ASYNC110 - new processes are no events
+            while not (found := self._processes(pod, what)):  # noqa: ASYNC110 - there is no event for a new process
                 await asyncio.sleep(0.1)
         os.kill(max(found), signal.SIGKILL)
 
@@ -172,8 +172,8 @@ class User:
         agents = what == AGENT
         return [pid for pid, command in processes.items() if what in command and (AGENT in command) == agents]
 
-    async def prints(self, pod: str, words: str) -> asyncio.Task[str]:
-        """Wait until a pod's worker has printed a line that ends with these words; returns a task that reads on.
+    async def wait_for_output(self, pod: str, words: str) -> asyncio.Task[str]:
+        """Wait until a pod's worker has printed a line that ends with this text; returns a task that continues to read.
 
         Its result is the complete output of the worker.
         """
@@ -185,7 +185,7 @@ class User:
         async with asyncio.timeout(SIGHT):
             while not (lines and lines[-1].rstrip().endswith(words)):
                 line = await stdout.readline()
-                assert line, f"it ended before it printed {words}: {lines}"
+                assert line, f"the worker ended before it printed {words}: {lines}"
                 lines.append(line.decode())
 
         async def rest() -> str:
@@ -200,9 +200,9 @@ class User:
         return str((await self.kubectl("describe", f"elasticjob/{name}")).stdout)
 
     async def finish(self, name: str) -> None:
-        """Ask the program of a job that :func:`job` made to end.
+        """Let the program of a job from :func:`job` end.
 
-        After a scaling a surplus pod may still be listed, so each pod is asked.
+        After a scale-down a surplus pod may still be listed, so every pod gets the file.
         """
         touch = ("-c", "worker", "--", "touch", "/tmp/finish")
         asked = [await self.kubectl("exec", pod, *touch, check=False) for pod in await self.pods(name)]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Self
 
 from tests.support.links import cut, links_to
-from tests.support.nodes import Meeting, TestNode
+from tests.support.nodes import NodeFactory, TestNode
 from tests.support.tcp_proxy import TcpProxy
 from torchelastic.errors import StoreUnavailable
 from torchelastic.protocol import OutcomeRecord
@@ -163,7 +163,7 @@ class Play:
         self._etcd = etcd
         self._live: dict[str, Member] = {}
         self._broken: list[str] = []
-        self._meeting = Meeting(
+        self._factory = NodeFactory(
             self._reach_directly, run_id, lease=LEASE, last_call_timeout=LEASE, join_timeout=10 * PATIENCE
         )
         self._stack = contextlib.AsyncExitStack()
@@ -171,7 +171,7 @@ class Play:
         self._etcds_turn = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
-        await self._stack.enter_async_context(self._meeting)
+        await self._stack.enter_async_context(self._factory)
         return self
 
     async def __aexit__(
@@ -247,7 +247,7 @@ class Play:
                     return await connect(settings)
                 await asyncio.sleep(0.05)
 
-        member.node = await self._meeting.node(name, low=LOW, high=HIGH, connect=reach)
+        member.node = await self._factory.node(name, low=LOW, high=HIGH, connect=reach)
         member.reading = asyncio.create_task(self._read(member, member.node))
 
     async def _go(self, name: str, *, crash: bool) -> None:

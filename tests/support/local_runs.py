@@ -1,4 +1,4 @@
-"""`elasticjob run` as a user starts it: a process that is watched through its control socket."""
+"""`elasticjob run` processes, which tests watch through the control socket."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAITS = "echo rank $RANK of $WORLD_SIZE; while [ ! -e {finish} ]; do sleep 0.05;
 
 
 class LocalRun:
-    """One `elasticjob run`; within ``async with`` it runs, unless it ends by itself.
+    """One `elasticjob run` process; the end of ``async with`` ends it.
 
     Args:
         home: its home folder, which also marks its processes.
@@ -80,20 +80,20 @@ class LocalRun:
             record: Snapshot = json.loads(file.read_bytes())
             if record["run"]["pid"] == self.process.pid:
                 return record
-        raise AssertionError(f"process {self.process.pid} has set nothing down; it printed:\n{self.output}")
+        raise AssertionError(f"process {self.process.pid} has written no record; its output:\n{self.output}")
 
     async def exit_code(self) -> int:
-        """Its exit code, when it has ended."""
+        """Wait until the process ends; returns its exit code."""
         async with asyncio.timeout(LIMIT):
             code = await self.process.wait()
             await asyncio.shield(self._reading)
         return code
 
     async def until(self, condition: Callable[[Snapshot], object], *, limit: float = LIMIT) -> Snapshot:
-        """The first snapshot that meets the condition.
+        """Wait for a snapshot that meets a condition, and return it.
 
         Raises:
-            AssertionError: the run has ended without one, or it took too long.
+            AssertionError: the run has ended without such a snapshot, or it took too long.
         """
         snapshot: Snapshot | None = None
         try:
@@ -119,8 +119,8 @@ class LocalRun:
             why = "ended before"
         raise AssertionError(f"the run {why}; last snapshot: {json.dumps(snapshot, indent=1)}\n{self.output}")
 
-    async def trains(self, workers: int, *, after: int = 0) -> Snapshot:
-        """A snapshot in which this many workers train in a round later than ``after``."""
+    async def wait_until_training(self, workers: int, *, after: int = 0) -> Snapshot:
+        """Wait until this number of workers trains in a round later than ``after``; returns the snapshot."""
         return await self.until(
             lambda snapshot: (
                 snapshot["status"]["worldSize"] == workers
@@ -164,7 +164,7 @@ def manifest(folder: Path, name: str = "job", **spec: Any) -> Path:
 
 
 def training(snapshot: Snapshot) -> list[Snapshot]:
-    """The living pods that are members of the current round."""
+    """The live pods that are members of the current round."""
     return [pod for pod in snapshot["pods"] if pod["ranks"] and pod["ended"] is None and not pod["terminating"]]
 
 
@@ -174,7 +174,7 @@ def reasons(snapshot: Snapshot) -> list[str]:
 
 
 def processes_of(home: Path) -> dict[int, str]:
-    """The processes that run with this home folder in their environment, each with its command line."""
+    """The command lines of the processes that have this home folder in their environment, by process id."""
     mark = b"\0ELASTICJOB_HOME=" + os.fsencode(home) + b"\0"
     found = {}
     for process in Path("/proc").iterdir():
@@ -185,7 +185,7 @@ def processes_of(home: Path) -> dict[int, str]:
 
 
 async def gone(pids: Iterable[int], *, within: float) -> bool:
-    """Whether these processes end in time."""
+    """Whether these processes end within a time limit."""
     try:
         async with asyncio.timeout(within):
             for pid in pids:

@@ -69,6 +69,6 @@ class Measured:
         """The page once this many workers have printed a line."""
         since = 0
         for _ in range(count):
-            await self.agent.said(pattern, since=since)
+            await self.agent.wait_for_line(pattern, since=since)
             since = next(n for n, line in enumerate(self.agent.lines) if n >= since and pattern in line) + 1
         return await self.page()

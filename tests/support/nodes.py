@@ -23,7 +23,7 @@ PATIENCE = 90.0
 
 
 class Clients:
-    """Creates clients of one store, and keeps them in order."""
+    """Creates clients of one store, and remembers them in the order of creation."""
 
     def __init__(self) -> None:
         self.data = MemoryStore()
@@ -39,8 +39,8 @@ class Clients:
             client.reachable = reachable
 
 
-class Meeting:
-    """Creates nodes of one run, and ends them."""
+class NodeFactory:
+    """Creates the nodes of one run, and ends them."""
 
     def __init__(self, connect: Callable[[], Awaitable[Store]], run_id: str, **settings: Any) -> None:
         self.connect = connect
@@ -92,7 +92,7 @@ class TestNode:
         self.name = name
         self.inner = inner
         self.rounds: list[RoundRecord] = []
-        self.notices: list[NoticeRecord] = []  # of the present round
+        self.notices: list[NoticeRecord] = []  # of the current round
         self.answers = False
         """Whether its workers save at once when they get a notice."""
         self.outcome: OutcomeRecord | None = None
@@ -119,8 +119,8 @@ class TestNode:
                     self.partitioned = True
         return self
 
-    async def says(self, **changes: Any) -> None:
-        """Report on the present round, and wait until the report is in the store."""
+    async def report(self, **changes: Any) -> None:
+        """Report on the current round, and wait until the report is in the store."""
         self.inner.report(self.rounds[-1].number, **changes)
         await self.inner.registration.flush()
 
@@ -130,7 +130,7 @@ class TestNode:
         return self.rounds[-1]
 
     async def until_noticed(self) -> NoticeRecord:
-        """Wait until the node learns that its round is about to change."""
+        """Wait until the node has received the notice that its round is about to change."""
         await self.until(lambda node: bool(node.notices))
         return self.notices[-1]
 
@@ -147,19 +147,19 @@ class TestNode:
 
     def drain(self) -> list[RoundRecord]:
         """The rounds that it received since the last call."""
-        told = []
+        records = []
         while not self.inner.events.empty():
             event = self.inner.events.get_nowait()
             if isinstance(event, RoundStarted):
-                told.append(event.record)
+                records.append(event.record)
                 if event.store is not None:
                     event.store.close()
             elif isinstance(event, Partitioned):
                 self.partitioned = True
-        return told
+        return records
 
     async def crash(self) -> None:
-        """End as on a SIGKILL: connections are closed, the lease expires."""
+        """End as after a SIGKILL: connections are closed, and the lease expires."""
         self._open = False
         await self.inner.abort()
 
@@ -170,7 +170,7 @@ class TestNode:
 
 
 async def all_with(*nodes: TestNode) -> RoundRecord:
-    """Wait until exactly these nodes are in one round, and know it."""
+    """Wait until exactly these nodes are in one round, and all of them know it."""
     names = [node.name for node in nodes]
     records = await asyncio.gather(*(node.until_with(*names) for node in nodes))
     assert len({record.number for record in records}) == 1

@@ -1,4 +1,4 @@
-"""The real ``elastic-operator`` as a process, for tests: started, asked, stopped, killed."""
+"""The real ``elastic-operator`` as a process that tests start, query, stop and kill."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class OperatorProcess:
         self.start()
         if self._wait:
             try:
-                await self.ready()
+                await self.wait_until_ready()
             except BaseException:
                 self.kill()
                 raise
@@ -123,50 +123,50 @@ class OperatorProcess:
             process.kill()
 
     async def ended(self) -> int:
-        """Its exit code, when it has ended by itself."""
+        """Wait until the process ends by itself; returns its exit code."""
         process = self._running()
         code = await asyncio.to_thread(process.wait, PATIENCE)
         self._process = None
         return code
 
-    async def ready(self) -> None:
-        """Return when /readyz reports that it is ready."""
-        await self.until(lambda answers: answers.get("/readyz") == 200, "/readyz")
+    async def wait_until_ready(self) -> None:
+        """Wait until /readyz reports that the operator is ready."""
+        await self.wait_for_pages(lambda answers: answers.get("/readyz") == 200, "/readyz")
 
-    async def leads(self) -> None:
-        """Return when it leads."""
-        await self._until(self.leads_now)
+    async def wait_until_leading(self) -> None:
+        """Wait until this replica is the leader."""
+        await self._poll(self.is_leading)
 
-    async def leads_now(self) -> bool:
-        """Whether it leads."""
+    async def is_leading(self) -> bool:
+        """Whether this replica is the leader."""
         return await self.metric("elastic_operator_leader") == 1
 
-    async def until(self, true: Callable[[dict[str, int]], bool], *paths: str) -> None:
-        """Return when these pages have these statuses; 0 stands for no answer."""
+    async def wait_for_pages(self, condition: Callable[[dict[str, int]], bool], *paths: str) -> None:
+        """Wait until these pages have these statuses; 0 means no answer."""
 
-        async def so() -> bool:
-            return true({path: (await self.get(path))[0] for path in paths})
+        async def holds() -> bool:
+            return condition({path: (await self.get(path))[0] for path in paths})
 
-        await self._until(so)
+        await self._poll(holds)
 
-    async def counts(self, name: str, at_least: float, **labels: str) -> None:
-        """Return when a metric has reached a value."""
+    async def wait_for_metric(self, name: str, at_least: float, **labels: str) -> None:
+        """Wait until a metric has reached a value."""
 
-        async def so() -> bool:
+        async def holds() -> bool:
             return await self.metric(name, **labels) >= at_least
 
-        await self._until(so)
+        await self._poll(holds)
 
-    async def says(self, *words: str) -> None:
-        """Return when its log contains all of these words."""
+    async def wait_for_log(self, *words: str) -> None:
+        """Wait until the log contains all of these texts."""
 
-        async def so() -> bool:
+        async def holds() -> bool:
             return all(word in self.log for word in words)
 
-        await self._until(so)
+        await self._poll(holds)
 
     async def get(self, path: str) -> tuple[int, str]:
-        """The answer to a GET: the status, 0 without an answer, and the text."""
+        """Send a GET; returns the status, 0 without an answer, and the text."""
         limit = aiohttp.ClientTimeout(total=5)
         try:
             async with (
@@ -187,10 +187,10 @@ class OperatorProcess:
             if sample.name == name and labels.items() <= sample.labels.items()
         )
 
-    async def _until(self, true: Callable[[], Awaitable[bool]]) -> None:
+    async def _poll(self, condition: Callable[[], Awaitable[bool]]) -> None:
         async with asyncio.timeout(PATIENCE):
             while True:
-                if await true():
+                if await condition():
                     return
                 code = self._running().poll()
                 assert code is None, f"the operator ended with {code}:\n{self.log}"

@@ -17,8 +17,8 @@ from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS
 from elastic_operator.views.job_metrics import MAX_PAGE
 from elastic_operator.views.jobs import description
 from tests.support.agent_pages import LEADS, agent_page
-from tests.support.api_stand_in import ApiStandIn
 from tests.support.cluster_objects import JOB_UID, START, at, died, event, job, pod
+from tests.support.fake_api_server import FakeApiServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -78,8 +78,8 @@ def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 @pytest_asyncio.fixture
-async def server(terminal: Terminal, tmp_path: Path) -> AsyncIterator[ApiStandIn]:
-    async with ApiStandIn() as server:
+async def server(terminal: Terminal, tmp_path: Path) -> AsyncIterator[FakeApiServer]:
+    async with FakeApiServer() as server:
         server.add(job())
         terminal.flags = ("--kubeconfig", str(server.kubeconfig(tmp_path)))
         yield server
@@ -98,7 +98,7 @@ def test_the_flags_that_select_a_cluster_are_explained(argv: list[str], terminal
 
 
 async def test_only_a_flag_selects_a_cluster(
-    server: ApiStandIn, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+    server: FakeApiServer, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (_, kubeconfig), terminal.flags = terminal.flags, ()
     monkeypatch.setenv("KUBECONFIG", kubeconfig)
@@ -201,7 +201,7 @@ def test_without_the_kubernetes_package_the_extra_is_named(terminal: Terminal, m
 
 
 @pytest.mark.parametrize("argv", EVERY_COMMAND, ids=" ".join)
-async def test_a_refusal_gets_a_sentence(server: ApiStandIn, terminal: Terminal, argv: list[str]) -> None:
+async def test_a_refusal_gets_a_sentence(server: FakeApiServer, terminal: Terminal, argv: list[str]) -> None:
     for status, words, sentence in (
         (401, "Unauthorized", "the API server does not accept these credentials"),
         (403, 'User "ada" cannot list', 'you may not do this on this cluster: User "ada" cannot list'),
@@ -213,7 +213,7 @@ async def test_a_refusal_gets_a_sentence(server: ApiStandIn, terminal: Terminal,
         assert result.sentence.startswith(sentence)
 
 
-async def test_a_missing_job_gets_a_sentence(server: ApiStandIn, terminal: Terminal) -> None:
+async def test_a_missing_job_gets_a_sentence(server: FakeApiServer, terminal: Terminal) -> None:
     server.remove(JOB_UID)
     for argv in COMMANDS_ON_ONE:
         result = await terminal.run(*argv)
@@ -225,13 +225,13 @@ async def test_a_missing_job_gets_a_sentence(server: ApiStandIn, terminal: Termi
 
 
 @pytest.mark.parametrize("argv", COMMANDS_ON_ONE[5:8], ids=" ".join)
-async def test_a_finished_job_cannot_be_changed(server: ApiStandIn, terminal: Terminal, argv: list[str]) -> None:
+async def test_a_finished_job_cannot_be_changed(server: FakeApiServer, terminal: Terminal, argv: list[str]) -> None:
     server.add(job(status={"state": "Succeeded"}))
     result = await terminal.run(*argv)
     assert (result.code, result.sentence) == (2, "the job digits is over (Succeeded) and does not change any more")
 
 
-async def test_a_deletion_ends_when_the_jobs_own_pods_are_gone(server: ApiStandIn, terminal: Terminal) -> None:
+async def test_a_deletion_ends_when_the_jobs_own_pods_are_gone(server: FakeApiServer, terminal: Terminal) -> None:
     namesake = pod(1, "bbbbb")
     namesake["metadata"]["ownerReferences"][0]["uid"] = "another job of the same name"
     server.add(namesake)
@@ -257,7 +257,7 @@ async def test_a_deletion_ends_when_the_jobs_own_pods_are_gone(server: ApiStandI
     ids=["scale", "suspend", "resume"],
 )
 async def test_a_job_is_changed(
-    server: ApiStandIn, terminal: Terminal, argv: list[str], spec: dict[str, Any], said: str
+    server: FakeApiServer, terminal: Terminal, argv: list[str], spec: dict[str, Any], said: str
 ) -> None:
     assert (await terminal.run(*argv)).out == f"elasticjob digits {said}\n"
     assert server.get(ELASTIC_JOBS, "digits")["spec"].items() >= spec.items()
@@ -273,7 +273,7 @@ def serving(index: int, suffix: str, **status: Any) -> dict[str, Any]:
     return made
 
 
-async def test_a_wide_list_has_the_addresses_of_the_metrics(server: ApiStandIn, terminal: Terminal) -> None:
+async def test_a_wide_list_has_the_addresses_of_the_metrics(server: FakeApiServer, terminal: Terminal) -> None:
     server.add(serving(0, "aaaaa", podIP="10.1.2.3"))
     for command in (["get"], ["get", "digits"], ["get", "-A"]):
         header, line = (await terminal.run(*command, "-o", "wide")).out.splitlines()
@@ -327,7 +327,9 @@ def test_a_status_older_than_the_spec_is_marked(observed: int | None, words: str
     assert words in state
 
 
-async def test_a_description_omits_objects_that_the_user_may_not_read(server: ApiStandIn, terminal: Terminal) -> None:
+async def test_a_description_omits_objects_that_the_user_may_not_read(
+    server: FakeApiServer, terminal: Terminal
+) -> None:
     server.failing = {f"/api/v1/namespaces/team/{what}": (403, "no") for what in ("pods", "events")}
     code, out, err = await terminal.run("describe", "digits")
     assert (code, "Name:          digits\n" in out) == (0, True)
@@ -343,7 +345,7 @@ def proxied(name: str, port: int = 9464) -> str:
     return f"/api/v1/namespaces/team/pods/{name}:{port}/proxy/metrics"
 
 
-async def test_metrics_are_read_through_the_api_server(server: ApiStandIn, terminal: Terminal) -> None:
+async def test_metrics_are_read_through_the_api_server(server: FakeApiServer, terminal: Terminal) -> None:
     for made in (serving(0, "aaaaa"), serving(1, "bbbbb"), pod(2, "ccccc"), serving(2, "ddddd")):
         server.add(made)
     server.pages[proxied("digits-0-aaaaa")] = agent_page(0, seconds=LEADS, steps=(2.0, 100))
@@ -365,7 +367,7 @@ async def test_metrics_are_read_through_the_api_server(server: ApiStandIn, termi
     ]
 
 
-async def test_an_unreadable_pod_is_named_and_the_others_are_shown(server: ApiStandIn, terminal: Terminal) -> None:
+async def test_an_unreadable_pod_is_named_and_the_others_are_shown(server: FakeApiServer, terminal: Terminal) -> None:
     no_port = serving(0, "aaaaa")
     no_port["metadata"]["annotations"][ANNOTATION_METRICS_PORT] = "99999"
     for made in (no_port, serving(2, "ccccc"), serving(2, "large")):
@@ -381,7 +383,9 @@ async def test_an_unreadable_pod_is_named_and_the_others_are_shown(server: ApiSt
     assert " 90.0 % " in (await terminal.run("top")).out
 
 
-async def test_without_permission_to_read_metrics_the_status_is_shown(server: ApiStandIn, terminal: Terminal) -> None:
+async def test_without_permission_to_read_metrics_the_status_is_shown(
+    server: FakeApiServer, terminal: Terminal
+) -> None:
     before = {"asOf": at(20), "seconds": {"training": 5.0, "suspended": 15.0}}
     server.add(job(status={"timeBreakdown": before}))
     for index, suffix in enumerate(("aaaaa", "bbbbb")):
@@ -405,7 +409,7 @@ def kept(text: str, *, uid: str = JOB_UID) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": {"report.json": text}}
 
 
-async def test_a_missing_report_is_explained(server: ApiStandIn, terminal: Terminal) -> None:
+async def test_a_missing_report_is_explained(server: FakeApiServer, terminal: Terminal) -> None:
     result = await terminal.run("report", "digits")
     assert result.code == 1
     assert result.sentence.startswith(

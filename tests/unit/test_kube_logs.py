@@ -15,8 +15,8 @@ from elastic_operator.client.cluster_logs import AGENT, ClusterLogs, PodLog
 from elastic_operator.client.user_api import connect
 from elastic_operator.errors import NotFound
 from elastic_operator.views.log_selector import LogSelector
-from tests.support.api_stand_in import ApiStandIn
 from tests.support.cluster_objects import died, job, pod
+from tests.support.fake_api_server import FakeApiServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -36,9 +36,9 @@ def begun(pod: str, round: int, *ranks: int, world: int = 2) -> str:
 
 
 @pytest_asyncio.fixture
-async def server() -> AsyncIterator[ApiStandIn]:
+async def server() -> AsyncIterator[FakeApiServer]:
     """Two pods that traded their ranks in round 2."""
-    async with ApiStandIn() as server:
+    async with FakeApiServer() as server:
         server.add(job(status={"round": 2}))
         server.add(pod(0, "aaaaa"))
         server.add(pod(1, "bbbbb"))
@@ -51,7 +51,7 @@ async def server() -> AsyncIterator[ApiStandIn]:
 
 
 @pytest_asyncio.fixture
-async def api(server: ApiStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[UserApi]:
+async def api(server: FakeApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[UserApi]:
     monkeypatch.setattr(cluster_logs, "POLL_INTERVAL", 0.05)
     async with connect({}, kubeconfig=str(server.kubeconfig(tmp_path))) as api:
         yield api
@@ -142,14 +142,14 @@ async def test_a_missing_log_gets_a_sentence_with_what_there_is(
     assert str(error.value) == sentence
 
 
-async def test_before_any_worker_has_started_the_agents_logs_are_named(server: ApiStandIn, api: UserApi) -> None:
+async def test_before_any_worker_has_started_the_agents_logs_are_named(server: FakeApiServer, api: UserApi) -> None:
     for name in ("aaaaa", "bbbbb"):
         server.remove(f"uid-{name}")
     with pytest.raises(NotFound, match=r"no output of a worker of the job digits; .*--agent"):
         await read(api)
 
 
-async def test_the_round_of_a_log_without_its_beginning_is_inferred(server: ApiStandIn, api: UserApi) -> None:
+async def test_the_round_of_a_log_without_its_beginning_is_inferred(server: FakeApiServer, api: UserApi) -> None:
     server.add(pod(2, "ddddd"))
     await server.print("digits-2-ddddd", "[rank 2] from round 1\n" + begun("digits-2-ddddd", 2, 2) + "[rank 2] two\n")
     server.add(pod(3, "eeeee"))
@@ -163,13 +163,13 @@ async def test_the_round_of_a_log_without_its_beginning_is_inferred(server: ApiS
     assert await read(api, rank=2, round=1) == ["from round 1"]
 
 
-async def test_a_round_without_workers_does_not_hide_the_one_before(server: ApiStandIn, api: UserApi) -> None:
+async def test_a_round_without_workers_does_not_hide_the_one_before(server: FakeApiServer, api: UserApi) -> None:
     await server.print(A, begun(A, 3))
     await server.print(B, begun(B, 3))
     assert await read(api) == [f"[rank 0 on {B}] three", f"[rank 1 on {A}] tres"]
 
 
-async def test_an_unreadable_log_is_named_and_the_others_are_printed(server: ApiStandIn, api: UserApi) -> None:
+async def test_an_unreadable_log_is_named_and_the_others_are_printed(server: FakeApiServer, api: UserApi) -> None:
     server.failing[f"/api/v1/namespaces/team/pods/{A}/log"] = 500, "dial tcp 10.0.0.9:10250: i/o timeout"
     printing = Printing(api)
     assert await printing.read() == f"[rank 0 on {B}] three\n"
@@ -180,7 +180,7 @@ async def test_an_unreadable_log_is_named_and_the_others_are_printed(server: Api
 # -- following
 
 
-async def finish(server: ApiStandIn, *pods: str) -> None:
+async def finish(server: FakeApiServer, *pods: str) -> None:
     """The job succeeds: its pods end, and the operator says so."""
     server.add(job(status={"round": 2, "state": "Succeeded"}))
     for name in pods:
@@ -189,7 +189,9 @@ async def finish(server: ApiStandIn, *pods: str) -> None:
         server.add(pod(int(index), suffix, state=died(0, "")))
 
 
-async def test_following_goes_on_over_rounds_and_new_pods_until_the_job_ends(server: ApiStandIn, api: UserApi) -> None:
+async def test_following_goes_on_over_rounds_and_new_pods_until_the_job_ends(
+    server: FakeApiServer, api: UserApi
+) -> None:
     following = Printing(api)
     following.follow()
     await following.until("tres")
@@ -216,7 +218,7 @@ async def test_following_goes_on_over_rounds_and_new_pods_until_the_job_ends(ser
     assert following.complete is True
 
 
-async def test_a_broken_stream_is_resumed_where_it_broke(server: ApiStandIn, api: UserApi) -> None:
+async def test_a_broken_stream_is_resumed_where_it_broke(server: FakeApiServer, api: UserApi) -> None:
     following = Printing(api, rank=0)
     following.follow()
     await server.followed(B)
@@ -231,7 +233,7 @@ async def test_a_broken_stream_is_resumed_where_it_broke(server: ApiStandIn, api
     assert await following.end() == ["three", "four", "half of a line", "five"]
 
 
-async def test_lines_after_the_end_of_a_stream_are_not_lost(server: ApiStandIn, api: UserApi) -> None:
+async def test_lines_after_the_end_of_a_stream_are_not_lost(server: FakeApiServer, api: UserApi) -> None:
     following = Printing(api)
     following.follow()
     await server.followed(B)
@@ -242,7 +244,7 @@ async def test_lines_after_the_end_of_a_stream_are_not_lost(server: ApiStandIn, 
     assert (await following.end())[-1] == f"[rank 0 on {B}] last"
 
 
-async def test_following_one_round_ends_with_it(server: ApiStandIn, api: UserApi) -> None:
+async def test_following_one_round_ends_with_it(server: FakeApiServer, api: UserApi) -> None:
     following = Printing(api, round=2)
     following.follow()
     await following.until("tres")

@@ -139,8 +139,8 @@ def test_rendezvous_settings_are_passed_to_the_agents(tmp_path: Path) -> None:
     job = a_job(args=(str(script),), rendezvous=RendezvousSpec(30, 1200, 10))
     settings = as_the_agent_reads_it(job)
 
-    meeting = settings.rendezvous
-    assert (meeting.last_call_timeout, meeting.join_timeout, meeting.lease) == (30.0, 1200.0, 10.0)
+    rendezvous = settings.rendezvous
+    assert (rendezvous.last_call_timeout, meeting.join_timeout, meeting.lease) == (30.0, 1200.0, 10.0)
     assert "PET_RDZV_CONF" not in variables_of(a_job())
     ports = variables_of(a_job(rendezvous=RendezvousSpec(ports=PortRange(20000, 20031))))
     assert (ports["PET_PORT_RANGE"], "PET_RDZV_CONF" in ports) == ("20000-20031", False)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from tests.support.nodes import PATIENCE, Clients, Meeting, all_with
+from tests.support.nodes import PATIENCE, Clients, NodeFactory, all_with
 from tests.support.ports import free_range
 from tests.support.views import failure
 from torchelastic.config.settings import RendezvousSettings
@@ -56,8 +56,8 @@ REQUESTS = 12
 @pytest.mark.parametrize("dying", ["a", "b"])
 async def test_a_partitioned_node_stops_its_workers_and_rejoins_later(dying: str) -> None:
     clients = Clients()
-    async with Meeting(clients.connect, "run", lease=LEASE) as meeting:
-        nodes = {name: await meeting.node(name, wanted=2) for name in "ab"}
+    async with NodeFactory(clients.connect, "run", lease=LEASE) as factory:
+        nodes = {name: await factory.node(name, wanted=2) for name in "ab"}
         await all_with(*nodes.values())
         (survivor,) = set("ab") - {dying}
         cut_off = clients.all["ab".index(survivor)]
@@ -72,8 +72,8 @@ async def test_a_partitioned_node_stops_its_workers_and_rejoins_later(dying: str
 
 async def test_a_node_whose_workers_have_exited_is_not_partitioned() -> None:
     clients = Clients()
-    async with Meeting(clients.connect, "run", lease=LEASE) as meeting:
-        a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+    async with NodeFactory(clients.connect, "run", lease=LEASE) as factory:
+        a, b = [await factory.node(name, wanted=2) for name in "ab"]
         await all_with(a, b)
         leader, other = (a, b) if a.inner.is_leader else (b, a)
         await other.says(phase=NodePhase.DONE)
@@ -86,8 +86,8 @@ async def test_a_node_whose_workers_have_exited_is_not_partitioned() -> None:
 
 async def test_a_node_whose_leader_answers_a_later_probe_is_not_partitioned(monkeypatch: pytest.MonkeyPatch) -> None:
     clients = Clients()
-    async with Meeting(clients.connect, "run", lease=LEASE) as meeting:
-        a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+    async with NodeFactory(clients.connect, "run", lease=LEASE) as factory:
+        a, b = [await factory.node(name, wanted=2) for name in "ab"]
         await all_with(a, b)
         member = b if a.inner.is_leader else a
         probes = asyncio.Queue[float]()
@@ -143,8 +143,8 @@ async def test_a_leader_without_the_store_asks_all_its_peers_at_once(
     answers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clients = Clients()
-    async with Meeting(clients.connect, "run", lease=600.0) as meeting:
-        nodes = [await meeting.node(name, wanted=3) for name in "abc"]
+    async with NodeFactory(clients.connect, "run", lease=600.0) as factory:
+        nodes = [await factory.node(name, wanted=3) for name in "abc"]
         round = await all_with(*nodes)
         (leader,) = [node for node in nodes if node.inner.is_leader]
         mute, other = [node.inner.node for node in nodes if node is not leader]
@@ -169,14 +169,14 @@ async def test_a_leader_without_the_store_asks_all_its_peers_at_once(
 
 
 async def test_new_nodes_exclude_a_dead_member_whose_key_still_exists() -> None:
-    async with Meeting(Clients().connect, "run", lease=1.5, last_call_timeout=0.2, unique_run=True) as meeting:
-        a, b = [await meeting.node(name) for name in "ab"]
+    async with NodeFactory(Clients().connect, "run", lease=1.5, last_call_timeout=0.2, unique_run=True) as factory:
+        a, b = [await factory.node(name) for name in "ab"]
         first = await all_with(a, b)
         leader, other = (a, b) if a.inner.is_leader else (b, a)
         await asyncio.gather(leader.inner.election.leave(), other.crash())
         await leader.crash()
 
-        c, d = [await meeting.node(name) for name in "cd"]
+        c, d = [await factory.node(name) for name in "cd"]
         round = await all_with(c, d)
         for node in (c, d):
             # On a busy machine one dead member may be found a moment after the other, and then leaves one round later.
@@ -197,8 +197,8 @@ async def test_a_new_leader_waits_for_a_member_that_returns_late() -> None:
     # All leases have expired while the store was unavailable, and the members are reconnecting.
     members = (Member("a.1", "127.0.0.1", 1), Member("b.1", "127.0.0.1", 1))
     await data.put(KEYS.state, encode(StateRecord(RoundRecord(number=4, members=members, store="127.0.0.1:40000"))))
-    async with Meeting(clients.connect, "run", lease=0.5, last_call_timeout=60.0) as meeting:
-        c = await meeting.node("c")
+    async with NodeFactory(clients.connect, "run", lease=0.5, last_call_timeout=60.0) as factory:
+        c = await factory.node("c")
         await c.inner.election.until_leader()
         await comes_back("b")
         while (leadership := c.inner.leader) is None:
@@ -230,9 +230,9 @@ async def test_a_refusal_at_startup_is_an_error(monkeypatch: pytest.MonkeyPatch)
         raise StoreRefused("etcd does not allow this user to use these keys: permission denied")
 
     monkeypatch.setattr(MemoryStore, "get", refuse)
-    async with Meeting(Clients().connect, "run") as meeting:
+    async with NodeFactory(Clients().connect, "run") as factory:
         with pytest.raises(StoreRefused, match="permission denied"):
-            await meeting.node("a")
+            await factory.node("a")
 
 
 # -- nodes of another version
@@ -250,8 +250,8 @@ async def test_a_node_waits_for_nodes_of_another_version_and_continues_after_the
     await data.put(KEYS.leader, encode(leader), lease=theirs)
     await data.put(KEYS.state, b'{"round":{"number":4,"members":"in another form","protocol":%d}}' % OTHER)
 
-    async with Meeting(clients.connect, "run", lease=LEASE, last_call_timeout=0.1, join_debounce=0.0) as meeting:
-        new = await meeting.node("new")
+    async with NodeFactory(clients.connect, "run", lease=LEASE, last_call_timeout=0.1, join_debounce=0.0) as factory:
+        new = await factory.node("new")
         await new.until(lambda node: bool(node.rounds))
         assert (new.rounds[-1].number, new.rounds[-1].members) == (4, ())
         assert f"({OTHER}, and {PROTOCOL_VERSION} here)" in new.rounds[-1].cause
@@ -268,8 +268,8 @@ async def test_a_size_of_another_protocol_version_is_ignored(
     clients = Clients()
     size = SizeRecord(min=2, max=2, desired=2, generation=9, protocol=OTHER)
     await clients.data.put(KEYS.size, encode(size))
-    async with Meeting(clients.connect, "run", lease=LEASE) as meeting:
-        alone = await meeting.node("alone", wanted=1)
+    async with NodeFactory(clients.connect, "run", lease=LEASE) as factory:
+        alone = await factory.node("alone", wanted=1)
         assert (await alone.until_with("alone")).number == 1
     assert f"ignoring {KEYS.size}: not a SizeRecord for us: another version" in caplog.text
 
@@ -300,8 +300,8 @@ async def test_a_node_that_missed_a_lost_outcome_learns_it_from_the_other_nodes(
     end: Callable[[list[TestNode], int], Awaitable[None]], state: OutcomeState
 ) -> None:
     clients = Clients()
-    async with Meeting(clients.connect, "run", lease=LEASE, last_call_timeout=0.2, max_restarts=0) as meeting:
-        nodes = [await meeting.node(name, wanted=2) for name in "ab"]
+    async with NodeFactory(clients.connect, "run", lease=LEASE, last_call_timeout=0.2, max_restarts=0) as factory:
+        nodes = [await factory.node(name, wanted=2) for name in "ab"]
         round = await all_with(*nodes)
         late = nodes[1] if nodes[0].inner.is_leader else nodes[0]
         (first,) = set(nodes) - {late}
@@ -345,8 +345,8 @@ async def test_a_node_offers_another_port_to_another_cluster(cluster_id: str) ->
         return decode(entry.value, NodeRecord).store
 
     data = store.another()
-    async with Meeting(connect, "run", lease=600.0, last_call_timeout=0.2) as meeting:
-        node = await meeting.node("a", wanted=1)
+    async with NodeFactory(connect, "run", lease=600.0, last_call_timeout=0.2) as factory:
+        node = await factory.node("a", wanted=1)
         await all_with(node)
         await node.inner.registration.flush()
         before = await offered()
@@ -440,8 +440,8 @@ async def test_a_paused_leader_changes_nothing_after_its_successor(what: str) ->
         async def connect(store: PausedStore = store) -> Store:
             return store
 
-        async with Meeting(connect, "run", lease=600.0, unique_run=True) as meeting:
-            a = await meeting.node("a", wanted=1)
+        async with NodeFactory(connect, "run", lease=600.0, unique_run=True) as factory:
+            a = await factory.node("a", wanted=1)
             first = await all_with(a)
             await a.inner.registration.flush()
             store.pause_before(request)
@@ -474,8 +474,8 @@ async def test_a_paused_leader_does_not_end_a_run_that_has_another_leader(
 ) -> None:
     clients = Clients()
     data = clients.data
-    async with Meeting(clients.connect, "run", lease=0.3, join_timeout=0.3, last_call_timeout=0.3) as meeting:
-        a = await meeting.node("a", low=2, wanted=2)
+    async with NodeFactory(clients.connect, "run", lease=0.3, join_timeout=0.3, last_call_timeout=0.3) as factory:
+        a = await factory.node("a", low=2, wanted=2)
         await a.inner.election.until_leader()
         monkeypatch.setattr(a.inner.run, "apply", lambda _change: None)
         await data.put(KEYS.leader, encode(SUCCESSOR))

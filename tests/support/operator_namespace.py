@@ -1,7 +1,7 @@
-"""A namespace with an operator, in which a test plays the users, the kubelet and the agents.
+"""A namespace with an operator, in which a test acts as the users, the kubelet and the agents.
 
-A control plane alone has no kubelet: pods stay Pending, and a test that needs one to run, fail or end plays the
-kubelet. On a cluster with nodes, pods stay Pending as well, because no scheduler handles them.
+A control plane without nodes has no kubelet: pods stay Pending, and a test that needs them to run, fail or end reports
+this as the kubelet. On a cluster with nodes, pods stay Pending as well, because no scheduler handles them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Objects = dict[str, Json]
 """Objects by name."""
 
 
-class Place:
+class OperatorNamespace:
     """A namespace with all permissions.
 
     Args:
@@ -44,7 +44,7 @@ class Place:
     def __init__(self, api: WatchingApi, cluster: Cluster, namespace: str, *, restricted: bool = False) -> None:
         self.api = api
         self.cluster = cluster
-        self.namespace = namespace
+        self.name = namespace
         self._pods: Json = {"securityContext": {"runAsNonRoot": True}} if restricted else {}
 
     def operator(self, folder: Path, *flags: str, kubeconfig: Path | None = None, **more: Any) -> OperatorProcess:
@@ -56,66 +56,68 @@ class Place:
             kubeconfig: its access to the API server; None for that of an administrator.
             more: as in OperatorProcess.
         """
-        only_here = (f"--namespace={self.namespace}", f"--lease-namespace={self.namespace}")
+        only_here = (f"--namespace={self.name}", f"--lease-namespace={self.name}")
         return OperatorProcess(folder, kubeconfig or self.cluster.kubeconfig, *only_here, *flags, **more)
 
     async def apply(self, name: str = "digits", **spec: Any) -> Json:
-        """Create a job of one to three pods, which stay Pending also on a cluster with nodes."""
+        """Create a job of one to three pods, which stay Pending even on a cluster with nodes."""
         template = spec.pop("template", {"spec": {"schedulerName": "nobody"}})
         template = {**template, "spec": {**self._pods, **template.get("spec", {})}}
-        return dict(await self.api.create(ELASTIC_JOBS, self.namespace, manifest(name, template=template, **spec)))
+        return dict(await self.api.create(ELASTIC_JOBS, self.name, manifest(name, template=template, **spec)))
 
     async def change(self, name: str = "digits", **spec: Any) -> None:
         """Change fields of a job's spec."""
-        await self.api.patch(ELASTIC_JOBS, self.namespace, name, {"spec": spec})
+        await self.api.patch(ELASTIC_JOBS, self.name, name, {"spec": spec})
 
     async def kubectl(self, *words: str, check: bool = True) -> Any:
         """Run kubectl in this namespace."""
-        return await self.cluster.kubectl("--namespace", self.namespace, *words, check=check)
+        return await self.cluster.kubectl("--namespace", self.name, *words, check=check)
 
-    async def until(self, resource: Resource, true: Callable[[Objects], bool], **select: str) -> Objects:
-        """The objects of a kind, by name, as soon as they meet a condition."""
+    async def wait_for(self, resource: Resource, condition: Callable[[Objects], bool], **select: str) -> Objects:
+        """Wait until the objects of a kind meet a condition; returns them by name."""
         last: Objects = {}
         try:
             async with (
                 asyncio.timeout(PATIENCE),
-                contextlib.aclosing(self.api.states(resource, self.namespace, **select)) as states,
+                contextlib.aclosing(self.api.states(resource, self.name, **select)) as states,
             ):
                 async for state in states:
                     last = {each["metadata"]["name"]: dict(each) for each in state.values()}
-                    if true(last):
+                    if condition(last):
                         return last
         except TimeoutError:
             pass
         for each in last.values():
             each["metadata"].pop("managedFields", None)
-        raise AssertionError(f"never so, at last it was {sorted(last)}: {json.dumps(last, indent=1)[-4000:]}")
+        raise AssertionError(
+            f"the condition was never met; last state: {sorted(last)}: {json.dumps(last, indent=1)[-4000:]}"
+        )
 
-    async def job(self, true: Callable[[Json], bool], name: str = "digits") -> Json:
-        """A job, as soon as its status meets a condition."""
-        jobs = await self.until(
-            ELASTIC_JOBS, lambda found: name in found and true(found[name].get("status") or {}), name=name
+    async def wait_for_job(self, condition: Callable[[Json], bool], name: str = "digits") -> Json:
+        """Wait until the status of a job meets a condition; returns the job."""
+        jobs = await self.wait_for(
+            ELASTIC_JOBS, lambda found: name in found and condition(found[name].get("status") or {}), name=name
         )
         return jobs[name]
 
-    async def pods(self, count: int, name: str = "digits") -> Objects:
-        """The worker pods of a job, as soon as exactly this many live."""
-        found = await self.until(PODS, lambda pods: len(live(pods)) == count, labels=worker_selector(name))
+    async def wait_for_pods(self, count: int, name: str = "digits") -> Objects:
+        """Wait until a job has exactly this number of live worker pods; returns them by name."""
+        found = await self.wait_for(PODS, lambda pods: len(live(pods)) == count, labels=worker_selector(name))
         return live(found)
 
-    async def told(self, *words: str) -> str:
-        """The events, one per line, as soon as one contains all of these words."""
-        found = await self.until(
+    async def wait_for_event(self, *words: str) -> str:
+        """Wait for an event that contains all of these words; returns all events, one per line."""
+        found = await self.wait_for(
             EVENTS, lambda events: any(all(word in line for word in words) for line in lines_of(events))
         )
         return "\n".join(lines_of(found))
 
-    async def runs(self, pod: str) -> None:
-        """Report as the kubelet that a pod's worker runs."""
-        await self._says(pod, "Running", {"running": {"startedAt": "2026-01-01T00:00:00Z"}})
+    async def report_running(self, pod: str) -> None:
+        """Report, as the kubelet, that a pod's worker runs."""
+        await self._report(pod, "Running", {"running": {"startedAt": "2026-01-01T00:00:00Z"}})
 
-    async def ends(self, pod: str, code: int, message: str = "") -> None:
-        """Report as the kubelet that a pod's worker has ended."""
+    async def report_ended(self, pod: str, code: int, message: str = "") -> None:
+        """Report, as the kubelet, that a pod's worker has ended."""
         terminated = {
             "exitCode": code,
             "message": message,
@@ -123,10 +125,10 @@ class Place:
             "startedAt": "2026-01-01T00:00:00Z",
             "finishedAt": "2099-01-01T00:00:00Z" if code == 137 else "2026-01-01T01:00:00Z",
         }
-        await self._says(pod, "Failed" if code else "Succeeded", {"terminated": terminated})
+        await self._report(pod, "Failed" if code else "Succeeded", {"terminated": terminated})
 
-    async def serves(self, store: Store, job: Json, pod: str, **about: Any) -> None:
-        """Report that a pod's worker runs, as the kubelet, and that its agent has joined the run.
+    async def report_joined(self, store: Store, job: Json, pod: str, **about: Any) -> None:
+        """Report, as the kubelet and as the agent, that a pod's worker runs and its agent has joined the run.
 
         Args:
             store: the job's etcd.
@@ -134,15 +136,17 @@ class Place:
             pod: the name of the pod.
             about: fields of the agent's record.
         """
-        await self.runs(pod)
+        await self.report_running(pod)
         size = SizeRecord(min=1, max=4, desired=1)
         record = NodeRecord(name=pod, address="10.0.0.1", workers=1, size=size, **about)
         await store.put(run_keys(job).node(f"{pod}.1"), encode(record))
 
-    async def train(self, store: Store, job: Json, *pods: str, round: int = 1, restarts: int = 0, **about: Any) -> None:
-        """Report that the agents of these pods serve and have agreed on a round."""
+    async def report_round(
+        self, store: Store, job: Json, *pods: str, round: int = 1, restarts: int = 0, **about: Any
+    ) -> None:
+        """Report, as the agents of these pods, that they have formed a round."""
         for pod in pods:
-            await self.serves(store, job, pod, **about)
+            await self.report_joined(store, job, pod, **about)
         members = tuple(Member(node=f"{pod}.1", address="10.0.0.1", workers=1) for pod in sorted(pods))
         record = RoundRecord(number=round, members=members, restarts=restarts)
         await store.put(run_keys(job).state, encode(StateRecord(record)))
@@ -151,15 +155,15 @@ class Place:
         """Bind a pod to a node that does not exist."""
         target = {"apiVersion": "v1", "kind": "Node", "name": "nowhere"}
         binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": pod}, "target": target}
-        await self.api.create(replace(PODS, plural=f"pods/{pod}/binding"), self.namespace, binding)
+        await self.api.create(replace(PODS, plural=f"pods/{pod}/binding"), self.name, binding)
 
-    async def _says(self, pod: str, phase: str, state: Json) -> None:
+    async def _report(self, pod: str, phase: str, state: Json) -> None:
         worker = {
             "name": "worker", "image": "i", "imageID": "", "ready": phase == "Running", "restartCount": 0,
             "state": state,
         }  # fmt: skip
         status = {"status": {"phase": phase, "containerStatuses": [worker]}}
-        await self.api.patch(PODS, self.namespace, pod, status, "status")
+        await self.api.patch(PODS, self.name, pod, status, "status")
 
 
 def manifest(name: str, **spec: Any) -> Json:

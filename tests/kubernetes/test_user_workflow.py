@@ -143,7 +143,7 @@ async def test_elasticjob_reports_on_a_cluster(user: User) -> None:
     await user.apply(job("seen", replicas=2))
     await user.wait("elasticjob/seen", "jsonpath={.status.worldSize}=2")
     await user.wait("elasticjob/seen", "jsonpath={.status.readyDesired}=2/2")
-    await user.told("seen", "training started with 2 pods")
+    await user.wait_for_event("seen", "training started with 2 pods")
     table = (await user.elasticjob("get")).stdout.splitlines()
     assert table[1].split()[:3] == ["seen", "Running", "2/2"]
     assert "training started with 2 pods" in (await user.elasticjob("describe", "seen")).stdout

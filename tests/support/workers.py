@@ -1,4 +1,4 @@
-"""Real workers for tests: any source text, each started in a new round."""
+"""Real workers for tests, which run a source text in a new round."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from torchelastic.agent.failures import WorkerExit
 
 __all__ = [
-    "ANY_PROGRAM", "LIMIT", "TELL", "Crew", "eventually", "exit_of", "gone", "lives", "started", "told", "workers_of",
+        "ANY_PROGRAM", "LIMIT", "TELL", "WorkerRunner", "eventually", "exit_of", "gone", "lives", "started", "text_of",
+    "workers_of",
 ]  # fmt: skip
 
 ANY_PROGRAM = Program(ProgramKind.SCRIPT, (str(Path(__file__).with_name("any_program.py")),))
@@ -38,7 +39,7 @@ _exits: WeakKeyDictionary[WorkerGroup, asyncio.Queue[WorkerExit]] = WeakKeyDicti
 def workers_of(
     program: Program, logs: LogSettings | None = None, count: int = 1, *, owns_process: bool = False
 ) -> Workers:
-    """The workers of an agent, not entered yet."""
+    """The workers of an agent; the context manager is not entered yet."""
     settings = AgentSettings(
         rendezvous=RendezvousSettings("tests", SizeRecord(min=1, max=1)),
         store=None,
@@ -63,7 +64,7 @@ async def started(
 
 
 @dataclass
-class Crew:
+class WorkerRunner:
     """Workers of :data:`ANY_PROGRAM`, one group at a time.
 
     Args:
@@ -86,7 +87,7 @@ class Crew:
         await self.workers.__aexit__(kind, error, trace)
 
     async def clear(self) -> None:
-        """End what the previous test has left."""
+        """Stop the workers of the previous test."""
         if self.group is not None:
             await self.group.stop(0)
         self.group = None
@@ -94,7 +95,7 @@ class Crew:
     async def start(
         self, source: str, count: int = 1, *, listener: socket.socket | None = None, **env: str
     ) -> WorkerGroup:
-        """Start workers of a source text; HERE is the folder of their round."""
+        """Start workers that run a source text; HERE is the folder of their round."""
         self.round += 1
         here = self.here
         here.mkdir()
@@ -108,8 +109,8 @@ class Crew:
         """Start workers with a TCPStore."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-            return await self.start(source, count, listener=listener, **meeting, **env)
+            store_env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            return await self.start(source, count, listener=listener, **store_env, **env)
 
     async def end_of(self, source: str, **env: str) -> WorkerExit:
         """Run one worker to its end."""
@@ -117,16 +118,16 @@ class Crew:
 
     @property
     def here(self) -> Path:
-        """The folder of the present round."""
+        """The folder of the current round."""
         return self.folder / f"round_{self.round}"
 
     def log(self, rank: int = 0) -> str:
-        """The output of a worker of the present round."""
+        """The output of a worker of the current round."""
         return (self.folder / f"logs/round_{self.round}/rank_{rank}/output.log").read_text()
 
-    async def told(self, name: str) -> str:
-        """The contents of a file in the program's folder, once it exists: see :data:`TELL`."""
-        return await told(self.here / name)
+    async def text_of(self, name: str) -> str:
+        """Wait for a file in the program's folder, and return its text; see :data:`TELL`."""
+        return await text_of(self.here / name)
 
 
 TELL = """
@@ -138,24 +139,24 @@ def tell(name, text=""):
     (here / f"{name}.part").write_text(str(text))
     (here / f"{name}.part").rename(here / name)
 """
-"""Source of a function that writes a file atomically, for :meth:`Crew.told`."""
+"""Source of a function that writes a file atomically, for :meth:`WorkerRunner.text_of`."""
 
 
 async def eventually(condition: Callable[[], object]) -> None:
-    """Return when the condition holds; for files and exits of other processes, which cannot be awaited."""
+    """Poll until the condition holds; for files and exits of other processes, which cannot be awaited."""
     async with asyncio.timeout(LIMIT):
-        while not condition():  # noqa: ASYNC110 - nothing tells of it
+        while not condition():  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.005)
 
 
-async def told(path: Path) -> str:
-    """The text of a file, once it exists."""
+async def text_of(path: Path) -> str:
+    """Wait for a file, and return its text."""
     await eventually(path.exists)
     return path.read_text()
 
 
 async def exit_of(group: WorkerGroup) -> WorkerExit:
-    """The next exit, with a time limit."""
+    """Wait for the next exit of a worker."""
     async with asyncio.timeout(LIMIT):
         return await _exits[group].get()
 

@@ -1,7 +1,7 @@
-"""Real agents whose workers do what the test says.
+"""Real agents with workers that execute commands of the test.
 
-Each worker connects to the test, reports its environment, and runs the source that it receives. So a test can make
-rank 1 fail at a certain moment and wait for the effect, without sleeping or polling a file.
+Each worker connects to the test, reports its environment, and executes the source texts that it receives. So a test can
+make rank 1 fail at a certain moment and wait for the effect, without sleeping or polling a file.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from tests.support.etcd import EtcdServer
     from torchelastic.store import Entry, Store
 
-PUPPET = """
+WORKER_SOURCE = """
 import json, os, socket, sys
 
 link = socket.socket(socket.AF_UNIX)
 link.connect("\\0" + sys.argv[1])
-orders = link.makefile("r", encoding="utf-8")
+commands = link.makefile("r", encoding="utf-8")
 
-def tell(fact):
+def send(fact):
     link.sendall(json.dumps(fact).encode() + b"\\n")
 
-tell({"pid": os.getpid(), "env": dict(os.environ)})
-for line in orders:
+send({"pid": os.getpid(), "env": dict(os.environ)})
+for line in commands:
     answer = None
     exec(compile(json.loads(line), "order.py", "exec"))
-    tell(answer)
+    send(answer)
 """
-"""The program: it returns what an order leaves in ``answer``, and ends with the test."""
+"""The program of the workers: it sends the value of ``answer`` after each command, and ends when the test ends."""
 
 TRAINING = """
 import threading, time, torch, torch.distributed as dist
@@ -55,15 +55,15 @@ def train():
         time.sleep(0.005)
 threading.Thread(target=train, daemon=True).start()
 """
-"""An order: train together in the background, and count."""
+"""A command: train together in the background, and count the steps."""
 
 
 @dataclass(frozen=True)
-class Puppet:
+class ControlledWorker:
     """One worker.
 
     Attributes:
-        pid: its process id, as it sees it itself.
+        pid: its process id in its own PID namespace.
         env: its environment.
     """
 
@@ -89,27 +89,27 @@ class Puppet:
         """The name of its agent."""
         return self.env["OF_NODE"]
 
-    def tell(self, source: str) -> None:
-        """Have it run a source text, without waiting."""
+    def send(self, source: str) -> None:
+        """Send a source text to execute, and do not wait."""
         self.writer.write(json.dumps(dedent(source)).encode() + b"\n")
 
-    async def does(self, source: str) -> Any:
-        """Have it run a source text; returns what this leaves in ``answer``."""
-        self.tell(source)
+    async def execute(self, source: str) -> Any:
+        """Execute a source text; returns the value of its variable ``answer``."""
+        self.send(source)
         async with asyncio.timeout(PATIENCE):
             line = await self.reader.readline()
         assert line, f"rank {self.rank} of round {self.round} ended"
         return json.loads(line)
 
-    async def gone(self) -> None:
-        """Wait until it and all processes that it has forked have ended."""
+    async def wait_ended(self) -> None:
+        """Wait until the worker and all processes that it has forked have ended."""
         with suppress(ConnectionError):
             async with asyncio.timeout(PATIENCE):
                 while await self.reader.read(1 << 16):
                     pass
 
 
-class Stage:
+class ControlledRun:
     """Agents of one run on a real etcd, and their workers.
 
     Args:
@@ -118,82 +118,84 @@ class Stage:
     """
 
     def __init__(self, folder: Path, etcd: EtcdServer | None) -> None:
-        self.run_id = f"stage-{uuid.uuid4()}"
+        self.run_id = f"run-{uuid.uuid4()}"
         self.keys = RunKeys.of(self.run_id)
-        self.program = folder / "puppet.py"
-        self.program.write_text(PUPPET)
+        self.program = folder / "worker.py"
+        self.program.write_text(WORKER_SOURCE)
         self._etcd = etcd
         self._name = uuid.uuid4().hex
-        self._puppets: list[Puppet] = []
+        self._workers: list[ControlledWorker] = []
         self._agents: list[AgentProcess] = []
-        self._came = asyncio.Condition()
+        self._connected = asyncio.Condition()
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_unix_server(self._meet, f"\0{self._name}", limit=1 << 20)
+        self._server = await asyncio.start_unix_server(self._accept, f"\0{self._name}", limit=1 << 20)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
-        for puppet in self._puppets:
-            puppet.writer.transport.abort()
+        for worker in self._workers:
+            worker.writer.transport.abort()
         await self._server.wait_closed()
 
     def agent(
         self, name: str, *flags: str, env: Mapping[str, str] | None = None, within: Sequence[str] = ()
     ) -> AgentProcess:
-        """An agent of the run, an async context manager; the last one of repeated flags counts."""
-        place = [] if self._etcd is None else [f"--rdzv-endpoint={self._etcd.endpoint}", f"--rdzv-id={self.run_id}"]
-        line = [*place, "--local-addr=127.0.0.1", f"--node-name={name}", *flags, self.program, self._name]
+        """An agent of the run, an async context manager; of repeated flags, the last one takes effect."""
+        rendezvous = (
+            [] if self._etcd is None else [f"--rdzv-endpoint={self._etcd.endpoint}", f"--rdzv-id={self.run_id}"]
+        )
+        line = [*rendezvous, "--local-addr=127.0.0.1", f"--node-name={name}", *flags, self.program, self._name]
         agent = AgentProcess(*line, env={**(env or {}), "OF_NODE": name}, within=within)
         self._agents.append(agent)
         return agent
 
-    async def round(self, number: int, *, world: int) -> list[Puppet]:
-        """The workers of a round, in rank order, once all of them have connected."""
-        coming = asyncio.ensure_future(self._all_came(number, world))
+    async def round(self, number: int, *, world: int) -> list[ControlledWorker]:
+        """Wait until all workers of a round have connected; returns them in rank order."""
+        connecting = asyncio.ensure_future(self._all_connected(number, world))
         ending = asyncio.gather(*(agent.process.wait() for agent in self._agents))
         try:
-            await asyncio.wait((coming, ending), timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
-            if not coming.done():
+            await asyncio.wait((connecting, ending), timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
+            if not connecting.done():
                 said = "\n\n".join(agent.output for agent in self._agents)
-                came = [(puppet.round, puppet.rank) for puppet in self._puppets]
-                raise AssertionError(f"round {number} has not begun; workers that came: {came}\n{said}")
+                connected = [(worker.round, worker.rank) for worker in self._workers]
+                raise AssertionError(f"round {number} has not started; connected workers: {connected}\n{said}")
         finally:
-            coming.cancel()
+            connecting.cancel()
             ending.cancel()
-            await asyncio.gather(coming, ending, return_exceptions=True)
-        here = self.workers(number)
-        assert [(puppet.rank, puppet.world) for puppet in here] == [(rank, world) for rank in range(world)]
-        return here
+            await asyncio.gather(connecting, ending, return_exceptions=True)
+        workers = self.workers(number)
+        assert [(worker.rank, worker.world) for worker in workers] == [(rank, world) for rank in range(world)]
+        return workers
 
-    async def _all_came(self, number: int, world: int) -> None:
-        async with self._came:
+    async def _all_connected(self, number: int, world: int) -> None:
+        async with self._connected:
             while len(self.workers(number)) < world:
-                await self._came.wait()
+                await self._connected.wait()
 
-    def workers(self, number: int) -> list[Puppet]:
+    def workers(self, number: int) -> list[ControlledWorker]:
         """The workers of a round that have connected so far, in rank order."""
-        return sorted((puppet for puppet in self._puppets if puppet.round == number), key=lambda puppet: puppet.rank)
+        return sorted((worker for worker in self._workers if worker.round == number), key=lambda worker: worker.rank)
 
     @property
     def rounds(self) -> set[int]:
         """The numbers of all rounds with a connected worker."""
-        return {puppet.round for puppet in self._puppets}
+        return {worker.round for worker in self._workers}
 
     async def store(self) -> Store:
-        """A client of the store that takes no part in the run."""
+        """A client of the store that is not a node of the run."""
         assert self._etcd is not None
         return await connect(self._etcd.settings)
 
     async def until(self, condition: Callable[[Mapping[str, Entry]], object]) -> Mapping[str, Entry]:
-        """Follow the run's keys in the store until they meet a condition."""
+        """Follow the run's keys in the store until they meet a condition; returns the keys."""
         store = await self.store()
         state: dict[str, Entry] = {}
         try:
-            async with asyncio.timeout(PATIENCE), aclosing(follow(store, self.keys.root)) as news:
-                async for batch in news:
+            async with asyncio.timeout(PATIENCE), aclosing(follow(store, self.keys.root)) as changes:
+                async for batch in changes:
                     if isinstance(batch, Listing):
                         state = {entry.key: entry for entry in batch.entries}
                     else:
@@ -215,9 +217,9 @@ class Stage:
         assert outcome is not None
         return outcome
 
-    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if line := await reader.readline():
-            fact = json.loads(line)
-            async with self._came:
-                self._puppets.append(Puppet(fact["pid"], fact["env"], reader, writer))
-                self._came.notify_all()
+            report = json.loads(line)
+            async with self._connected:
+                self._workers.append(ControlledWorker(report["pid"], report["env"], reader, writer))
+                self._connected.notify_all()

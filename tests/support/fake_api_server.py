@@ -39,7 +39,7 @@ class _Output:
     followers: int = 0
 
 
-class ApiStandIn(ObjectServer):
+class FakeApiServer(ObjectServer):
     """Serves on loopback within ``async with``.
 
     Attributes:
