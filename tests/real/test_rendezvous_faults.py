@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support import etcd_kinds
-from tests.support.faults import LEASE, BrokenPromiseError, Play, script
+from tests.support.faults import LEASE, FaultRun, GuaranteeViolatedError, script
 from tests.support.testbed.availability import EXHAUSTIVE
 from torchelastic.config.settings import RendezvousSettings
 from torchelastic.store import client
@@ -45,12 +45,12 @@ async def test_random_fault_scripts_keep_the_rendezvous_guarantees(
     etcd_kind: EtcdKind, seed: int, tmp_path: Path
 ) -> None:
     played: list[str] = []
-    async with etcd_kind.server(tmp_path) as etcd, Play(etcd, f"faults-{uuid.uuid4()}") as play:
+    async with etcd_kind.server(tmp_path) as etcd, FaultRun(etcd, f"faults-{uuid.uuid4()}") as play:
         for part in script(seed, ROUNDS):
             played += ["and then", *map(str, part.steps)]
             try:
                 await play.play(part)
-            except BrokenPromiseError as broken:
+            except GuaranteeViolatedError as broken:
                 again = f"{SEED_VARIABLE}={seed} plays it again"
                 pytest.fail("\n".join([f"{broken}", again, *played]), pytrace=False)
     assert play.rounds

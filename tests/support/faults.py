@@ -1,7 +1,7 @@
-"""Fault scripts for the rendezvous: nodes that join and leave, broken connections, failures of etcd.
+"""Fault scripts for the rendezvous: nodes join and leave, connections break, etcd fails.
 
-A script depends only on its seed, so that a failure can be reproduced. It acts on
-real nodes and a real etcd; every guarantee of the rendezvous is checked while it runs.
+A script depends only on its seed, so that a failure can be reproduced. It acts on real nodes and a real etcd; every
+guarantee of the rendezvous is checked while it runs.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ PATIENCE: Final = 180.0
 """Seconds without progress after which a script has failed, also on a busy machine."""
 
 
-class What(enum.StrEnum):
+class FaultKind(enum.StrEnum):
     """A kind of fault."""
 
     JOIN = "joins"
     LEAVE = "leaves"
     CRASH = "dies"
     CUT_LINE = "has its connections to etcd cut"
-    STALL_LINE = "does not get through to etcd"
-    SLOW_LINE = "gets through to etcd slowly"
-    CUT_LINKS = "has all links cut that others hold to it"
-    ETCD_DOWN = "etcd is killed, and comes back with its data"
-    ETCD_EMPTY = "etcd is killed, and comes back without its data"
-    ETCD_PAUSED = "etcd stands still"
-    ALL_STALL = "nobody gets through to etcd"
-    ALL_SLOW = "everybody gets through to etcd slowly"
+    STALL_LINE = "has a stalled connection to etcd"
+    SLOW_LINE = "has a slow connection to etcd"
+    CUT_LINKS = "has its peer connections cut"
+    ETCD_DOWN = "etcd is killed and restarted with its data"
+    ETCD_EMPTY = "etcd is killed and restarted without its data"
+    ETCD_PAUSED = "etcd is paused"
+    ALL_STALL = "all connections to etcd are stalled"
+    ALL_SLOW = "all connections to etcd are slow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +64,13 @@ class Step:
     """A fault, its delay after the previous step, and its duration."""
 
     after: float
-    what: What
-    who: str = ""
+    kind: FaultKind
+    node: str = ""
     seconds: float = 0.0
 
     def __str__(self) -> str:
         lasting = f" for {self.seconds:.2f} s" if self.seconds else ""
-        return f"after {self.after:.2f} s: {f'{self.who} ' if self.who else ''}{self.what}{lasting}"
+        return f"after {self.after:.2f} s: {f'{self.node} ' if self.node else ''}{self.kind}{lasting}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,55 +86,69 @@ class Round:
     all_stay: bool = False
 
 
-_TO_MEMBERS: Final = (What.LEAVE, What.CRASH, What.CUT_LINE, What.STALL_LINE, What.SLOW_LINE, What.CUT_LINKS)
-_TO_ETCD: Final = (What.ETCD_DOWN, What.ETCD_PAUSED, What.ALL_STALL, What.ALL_SLOW)
+_TO_MEMBERS: Final = (
+    FaultKind.LEAVE,
+    FaultKind.CRASH,
+    FaultKind.CUT_LINE,
+    FaultKind.STALL_LINE,
+    FaultKind.SLOW_LINE,
+    FaultKind.CUT_LINKS,
+)
+_TO_ETCD: Final = (FaultKind.ETCD_DOWN, FaultKind.ETCD_PAUSED, FaultKind.ALL_STALL, FaultKind.ALL_SLOW)
 
 
 def script(seed: int, rounds: int) -> list[Round]:
-    """The steps of a seed. The first node stays to the end: while one lives, round numbers never fall."""
-    dice = random.Random(seed)
+    """The steps of a seed. The first node never leaves, because round numbers never fall while a node lives."""
+    random_source = random.Random(seed)
     names = (f"n{number}" for number in itertools.count())
-    present = [next(names) for _ in range(dice.randint(LOW, HIGH))]
-    played = [Round(tuple(Step(dice.uniform(0, 0.1), What.JOIN, name) for name in present))]
+    present = [next(names) for _ in range(random_source.randint(LOW, HIGH))]
+    parts = [Round(tuple(Step(random_source.uniform(0, 0.1), FaultKind.JOIN, name) for name in present))]
 
-    def step(what: What) -> Step:
-        who, seconds = "", 0.0
-        if what is What.JOIN:
-            who = next(names)
-            present.append(who)
-        elif what in {What.LEAVE, What.CRASH}:
-            who = present.pop(dice.randrange(1, len(present)))
-        elif what in _TO_MEMBERS:
-            who = dice.choice(present)
-        if what not in {What.JOIN, What.LEAVE, What.CRASH, What.CUT_LINE, What.CUT_LINKS}:
-            seconds = dice.choice((0.1, 0.5, 1.0, 3.0)) * LEASE * dice.uniform(0.8, 1.2)
-        return Step(dice.choice((0.0, 0.02, 0.3)) * dice.random(), what, who, seconds)
+    def step(kind: FaultKind) -> Step:
+        node, seconds = "", 0.0
+        if kind is FaultKind.JOIN:
+            node = next(names)
+            present.append(node)
+        elif kind in {FaultKind.LEAVE, FaultKind.CRASH}:
+            node = present.pop(random_source.randrange(1, len(present)))
+        elif kind in _TO_MEMBERS:
+            node = random_source.choice(present)
+        if kind not in {FaultKind.JOIN, FaultKind.LEAVE, FaultKind.CRASH, FaultKind.CUT_LINE, FaultKind.CUT_LINKS}:
+            seconds = random_source.choice((0.1, 0.5, 1.0, 3.0)) * LEASE * random_source.uniform(0.8, 1.2)
+        return Step(random_source.choice((0.0, 0.02, 0.3)) * random_source.random(), kind, node, seconds)
 
     for _ in range(rounds):
-        kind = dice.random()
-        if kind < 0.25:
-            steps = [step(dice.choice((*_TO_ETCD, What.ETCD_EMPTY))) for _ in range(dice.randint(1, 3))]
-            played.append(Round(tuple(steps), all_stay=True))
+        chance = random_source.random()
+        if chance < 0.25:
+            steps = [
+                step(random_source.choice((*_TO_ETCD, FaultKind.ETCD_EMPTY)))
+                for _ in range(random_source.randint(1, 3))
+            ]
+            parts.append(Round(tuple(steps), all_stay=True))
             continue
         # While etcd is empty, the nodes that know its data must live; and fewer nodes than the wanted number
         # may join, since the wanted number of nodes starts without waiting.
-        empty = kind >= 0.75
-        choices = (What.CUT_LINE, What.SLOW_LINE, What.JOIN) if empty else (What.JOIN, *_TO_MEMBERS, *_TO_ETCD)
-        steps = [step(What.ETCD_EMPTY)] if empty else []
-        for _ in range(dice.randint(2, 6)):
-            what = dice.choice(choices)
-            joined = sum(each.what is What.JOIN for each in steps)
-            if what is What.JOIN and (len(present) >= MOST_NODES or (empty and joined >= HIGH - 1)):
+        empty = chance >= 0.75
+        choices = (
+            (FaultKind.CUT_LINE, FaultKind.SLOW_LINE, FaultKind.JOIN)
+            if empty
+            else (FaultKind.JOIN, *_TO_MEMBERS, *_TO_ETCD)
+        )
+        steps = [step(FaultKind.ETCD_EMPTY)] if empty else []
+        for _ in range(random_source.randint(2, 6)):
+            kind = random_source.choice(choices)
+            joined = sum(each.kind is FaultKind.JOIN for each in steps)
+            if kind is FaultKind.JOIN and (len(present) >= MOST_NODES or (empty and joined >= HIGH - 1)):
                 continue
-            if what in {What.LEAVE, What.CRASH} and len(present) < 2:
+            if kind in {FaultKind.LEAVE, FaultKind.CRASH} and len(present) < 2:
                 continue
-            steps.append(step(what))
-        steps += [step(What.JOIN) for _ in range(LOW - len(present))]
-        played.append(Round(tuple(steps)))
-    return played
+            steps.append(step(kind))
+        steps += [step(FaultKind.JOIN) for _ in range(LOW - len(present))]
+        parts.append(Round(tuple(steps)))
+    return parts
 
 
-class BrokenPromiseError(AssertionError):
+class GuaranteeViolatedError(AssertionError):
     """A guarantee of the rendezvous was broken."""
 
 
@@ -145,12 +159,12 @@ class Member:
     name: str
     line: TcpProxy
     node: TestNode | None = None
-    told: list[RoundRecord] = field(default_factory=list)
-    isolated_in: int = -1
+    rounds: list[RoundRecord] = field(default_factory=list)
+    partitioned_in: int = -1
     reading: asyncio.Task[None] | None = None
 
 
-class Play:
+class FaultRun:
     """Nodes of one run on one etcd with faults; an async context manager.
 
     Args:
@@ -162,13 +176,13 @@ class Play:
         self.rounds: dict[int, RoundRecord] = {}
         self._etcd = etcd
         self._live: dict[str, Member] = {}
-        self._broken: list[str] = []
+        self._violations: list[str] = []
         self._factory = NodeFactory(
             self._reach_directly, run_id, lease=LEASE, last_call_timeout=LEASE, join_timeout=10 * PATIENCE
         )
         self._stack = contextlib.AsyncExitStack()
-        self._news = asyncio.Event()
-        self._etcds_turn = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._etcd_lock = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         await self._stack.enter_async_context(self._factory)
@@ -181,59 +195,59 @@ class Play:
         await self._stack.aclose()
 
     async def play(self, part: Round) -> None:
-        """Perform the steps, and wait until all living nodes are in one round again.
+        """Inflict the faults, and wait until all live nodes are in one round again.
 
         Raises:
-            BrokenPromiseError: a guarantee was broken, or the nodes did not meet again.
+            GuaranteeViolatedError: a guarantee was broken, or the nodes did not form a round again.
         """
-        before, cut_off = dict(self.rounds), self._cut_off()
-        async with asyncio.TaskGroup() as happening:
+        before, partitioned = dict(self.rounds), self._partitioned()
+        async with asyncio.TaskGroup() as faults:
             for step in part.steps:
                 await asyncio.sleep(step.after)
-                happening.create_task(self._happens(step))
+                faults.create_task(self._inflict(step))
         try:
             async with asyncio.timeout(PATIENCE):
-                while not self._together():
+                while not self._in_one_round():
                     self._check()
-                    self._news.clear()
-                    await self._news.wait()
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError:
-            raise BrokenPromiseError(f"no progress: {self._state()}") from None
+            raise GuaranteeViolatedError(f"no progress: {self._state()}") from None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEASE / 2):
                 while True:
-                    self._news.clear()
-                    await self._news.wait()
+                    self._changed.clear()
+                    await self._changed.wait()
         self._check()
-        if not self._together():
-            raise BrokenPromiseError(f"no rest: {self._state()}")
+        if not self._in_one_round():
+            raise GuaranteeViolatedError(f"rounds keep changing: {self._state()}")
         if part.all_stay and before != self.rounds:
-            raise BrokenPromiseError(f"the round changed, though only etcd was away: {self._state()}")
-        if part.all_stay and cut_off != self._cut_off():
-            raise BrokenPromiseError(f"workers were stopped, though only etcd was away: {self._state()}")
+            raise GuaranteeViolatedError(f"the round changed, although only etcd had faults: {self._state()}")
+        if part.all_stay and partitioned != self._partitioned():
+            raise GuaranteeViolatedError(f"workers were stopped, although only etcd had faults: {self._state()}")
 
     # -- faults
 
-    async def _happens(self, step: Step) -> None:
-        member = self._live.get(step.who)
-        match step.what:
-            case What.JOIN:
-                await self._join(step.who)
-            case What.LEAVE | What.CRASH:
-                await self._go(step.who, crash=step.what is What.CRASH)
-            case What.ETCD_DOWN | What.ETCD_EMPTY | What.ETCD_PAUSED:
-                async with self._etcds_turn:
+    async def _inflict(self, step: Step) -> None:
+        member = self._live.get(step.node)
+        match step.kind:
+            case FaultKind.JOIN:
+                await self._join(step.node)
+            case FaultKind.LEAVE | FaultKind.CRASH:
+                await self._remove(step.node, crash=step.kind is FaultKind.CRASH)
+            case FaultKind.ETCD_DOWN | FaultKind.ETCD_EMPTY | FaultKind.ETCD_PAUSED:
+                async with self._etcd_lock:
                     await self._etcd_away(step)
-            case What.CUT_LINKS:
+            case FaultKind.CUT_LINKS:
                 if member is not None and member.node is not None:
                     for link in links_to(os.getpid(), member.node.inner.server.port).values():
                         cut(os.getpid(), link)
-            case What.CUT_LINE:
+            case FaultKind.CUT_LINE:
                 if member is not None:
                     member.line.cut()
-            case What.STALL_LINE | What.ALL_STALL:
+            case FaultKind.STALL_LINE | FaultKind.ALL_STALL:
                 await self._stall([member] if member else list(self._live.values()), step.seconds)
-            case What.SLOW_LINE | What.ALL_SLOW:
+            case FaultKind.SLOW_LINE | FaultKind.ALL_SLOW:
                 await self._slow([member] if member else list(self._live.values()), step.seconds)
 
     async def _join(self, name: str) -> None:
@@ -250,9 +264,9 @@ class Play:
         member.node = await self._factory.node(name, low=LOW, high=HIGH, connect=reach)
         member.reading = asyncio.create_task(self._read(member, member.node))
 
-    async def _go(self, name: str, *, crash: bool) -> None:
+    async def _remove(self, name: str, *, crash: bool) -> None:
         member = self._live.get(name)
-        while member is None or member.reading is None:  # it is joining
+        while member is None or member.reading is None:  # the node is joining
             await asyncio.sleep(0.01)
             member = self._live.get(name)
         del self._live[name]
@@ -265,12 +279,12 @@ class Play:
             await member.node.close()
 
     async def _etcd_away(self, step: Step) -> None:
-        if step.what is What.ETCD_PAUSED:
+        if step.kind is FaultKind.ETCD_PAUSED:
             with self._etcd.paused():
                 await asyncio.sleep(step.seconds)
             return
         await self._etcd.kill()
-        if step.what is What.ETCD_EMPTY:
+        if step.kind is FaultKind.ETCD_EMPTY:
             self._etcd.wipe()
         await asyncio.sleep(step.seconds)
         await self._etcd.start()
@@ -297,60 +311,60 @@ class Play:
             if isinstance(event, RoundStarted):
                 if event.store is not None:
                     event.store.close()
-                self._told(member, event.record)
+                self._check_round(member, event.record)
             elif isinstance(event, Partitioned):
-                member.isolated_in = member.told[-1].number
+                member.partitioned_in = member.rounds[-1].number
             elif isinstance(event, OutcomeRecord):
-                self._broken.append(f"{member.name} was told that the run has ended: {event}")
-            self._news.set()
+                self._violations.append(f"{member.name} received an outcome: {event}")
+            self._changed.set()
 
-    def _told(self, member: Member, round: RoundRecord) -> None:
-        standing = self.rounds.setdefault(round.number, round)
-        if standing != round:
-            self._broken.append(f"round {round.number} is {standing}, and to {member.name} it is {round}")
-        if member.told and member.told[-1].number >= round.number:
-            self._broken.append(f"{member.name} was told of {round.number} after {member.told[-1].number}")
+    def _check_round(self, member: Member, round: RoundRecord) -> None:
+        known = self.rounds.setdefault(round.number, round)
+        if known != round:
+            self._violations.append(f"round {round.number} is {known}, but {member.name} received {round}")
+        if member.rounds and member.rounds[-1].number >= round.number:
+            self._violations.append(f"{member.name} received round {round.number} after {member.rounds[-1].number}")
         if round.members and not LOW <= len(round.members) <= HIGH:
-            self._broken.append(f"round {round.number} has {len(round.members)} members")
+            self._violations.append(f"round {round.number} has {len(round.members)} members")
         if len(set(round.nodes)) < len(round.nodes):
-            self._broken.append(f"round {round.number} has a node twice: {round.nodes}")
-        member.told.append(round)
+            self._violations.append(f"round {round.number} has a node twice: {round.nodes}")
+        member.rounds.append(round)
 
     def _check(self) -> None:
         for member in self._live.values():
             if member.node is not None and member.node.inner.failed.done():
-                self._broken.append(f"{member.name} ended by itself: {member.node.inner.failed.exception()!r}")
-        if self._broken:
-            raise BrokenPromiseError("; ".join(self._broken))
+                self._violations.append(f"{member.name} ended by itself: {member.node.inner.failed.exception()!r}")
+        if self._violations:
+            raise GuaranteeViolatedError("; ".join(self._violations))
 
-    def _together(self) -> bool:
-        """Whether every living node is in the last round, or waits because it is full, and knows it."""
+    def _in_one_round(self) -> bool:
+        """Whether every live node knows the last round, and the round has as many of them as possible."""
         if not self.rounds:
             return False
         last = self.rounds[max(self.rounds)]
         ids = {member.node.inner.node for member in self._live.values() if member.node is not None}
         return (
-            all(member.told and member.told[-1] == last for member in self._live.values())
-            and all(member.isolated_in < last.number for member in self._live.values())
+            all(member.rounds and member.rounds[-1] == last for member in self._live.values())
+            and all(member.partitioned_in < last.number for member in self._live.values())
             and ids.issuperset(last.nodes)
             and len(last.nodes) == min(len(self._live), HIGH)
         )
 
-    def _cut_off(self) -> dict[str, int]:
-        return {name: member.isolated_in for name, member in self._live.items()}
+    def _partitioned(self) -> dict[str, int]:
+        return {name: member.partitioned_in for name, member in self._live.items()}
 
     def _state(self) -> str:
-        told = {
+        nodes = {
             name: (
-                f"knows {member.told[-1].number if member.told else 'none'}"
-                + (f", isolated in {member.isolated_in}" if member.isolated_in >= 0 else "")
+                f"knows {member.rounds[-1].number if member.rounds else 'none'}"
+                + (f", partitioned in {member.partitioned_in}" if member.partitioned_in >= 0 else "")
             )
             for name, member in self._live.items()
         }
         history = [
-            f"{round.number}: {', '.join(round.nodes) or 'nobody'} ({round.cause})" for round in self.rounds.values()
+            f"{round.number}: {', '.join(round.nodes) or 'no nodes'} ({round.cause})" for round in self.rounds.values()
         ]
-        return f"{told}; rounds: " + "; ".join(history)
+        return f"{nodes}; rounds: " + "; ".join(history)
 
     async def _stop_reading(self, member: Member) -> None:
         if member.reading is not None:

@@ -1,7 +1,6 @@
-"""A small API server that stores objects, with faults from a test.
+"""A small API server that stores objects, with faults that a test chooses.
 
-Answers about a failing webhook, or about an object that was created at the same moment, cannot be caused
-at will on a real one.
+Some errors, such as those of a failing webhook or a concurrent creation, cannot be triggered on a real API server.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ class ObjectServer:
 
     Attributes:
         objects: the objects by path.
-        asked: the requests: method and path.
+        requests: the method and path of each request.
         fault: returns the failure of a request with this method and path; None for success.
-        stuck: collections in which creations get no answer.
-        most: the maximum number of concurrent requests by method.
+        unanswered: collections in which creations get no answer.
+        max_concurrent: the maximum number of concurrent requests by method.
         url: its address.
     """
 
     def __init__(self) -> None:
         self.objects: dict[str, dict[str, Any]] = {}
-        self.asked: list[tuple[str, str]] = []
+        self.requests: list[tuple[str, str]] = []
         self.fault: Callable[[str, str], Fault | None] = lambda _method, _path: None
-        self.stuck: set[str] = set()
+        self.unanswered: set[str] = set()
         self._closing = asyncio.Event()
-        self.most: dict[str, int] = {}
+        self.max_concurrent: dict[str, int] = {}
         self.url = ""
         self._there: dict[str, int] = {}
         self._news = asyncio.Event()
@@ -75,10 +74,10 @@ class ObjectServer:
         self._news.set()
         await self._runner.cleanup()
 
-    async def until(self, what: Callable[[], bool], *, patience: float = 30.0) -> None:
-        """Wait until a condition holds; it is checked after each request."""
+    async def wait_for(self, condition: Callable[[], bool], *, patience: float = 30.0) -> None:
+        """Wait until a condition is met; it is checked after each request."""
         async with asyncio.timeout(patience), self._something:
-            await self._something.wait_for(what)
+            await self._something.wait_for(condition)
 
     def put(self, resource: Resource, name: str, **body: Any) -> dict[str, Any]:
         """Store an object; returns a copy of it."""
@@ -88,7 +87,7 @@ class ObjectServer:
         metadata = {"generation": 1, "creationTimestamp": MADE, **former["metadata"], **body.pop("metadata", {})}
         if "spec" in former and former["spec"] != body.get("spec", former["spec"]):
             metadata["generation"] += 1
-        return self._keep(path, {**former, **body, "metadata": metadata})
+        return self._store(path, {**former, **body, "metadata": metadata})
 
     def pop(self, resource: Resource, name: str) -> None:
         """Remove an object without an event."""
@@ -103,20 +102,20 @@ class ObjectServer:
         folder = resource.path(NAMESPACE)
         return [body for path, body in self.objects.items() if path.rpartition("/")[0] == folder]
 
-    def times(self, method: str, resource: Resource) -> int:
+    def count_requests(self, method: str, resource: Resource) -> int:
         """The number of requests for a kind with a method."""
-        return sum(asked == method and path.startswith(resource.path(NAMESPACE)) for asked, path in self.asked)
+        return sum(verb == method and path.startswith(resource.path(NAMESPACE)) for verb, path in self.requests)
 
-    def _keep(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _store(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         kept: dict[str, Any] = json.loads(json.dumps(body))
         change = "MODIFIED" if path in self.objects else "ADDED"
         self.objects[path] = kept
-        self._tell(change, path, kept)
+        self._publish(change, path, kept)
         copied: dict[str, Any] = json.loads(json.dumps(kept))
         return copied
 
-    def _tell(self, change: str, path: str, body: dict[str, Any]) -> None:
-        """Give an object its next version, and tell the watches of a change."""
+    def _publish(self, change: str, path: str, body: dict[str, Any]) -> None:
+        """Give an object its next version, and send the change to the watches."""
         version = next(self._versions)
         body["metadata"]["resourceVersion"] = str(version)
         self._changes.append((version, change, path, body))
@@ -130,11 +129,11 @@ class ObjectServer:
         if request.query.get("watch"):
             return await self._watch(request)
         body = json.loads(await request.read() or b"null")
-        self.asked.append((method, path))
+        self.requests.append((method, path))
         self._there[method] = self._there.get(method, 0) + 1
-        self.most[method] = max(self.most.get(method, 0), self._there[method])
+        self.max_concurrent[method] = max(self.max_concurrent.get(method, 0), self._there[method])
         await asyncio.sleep(0)  # so that concurrent requests arrive
-        if method == "POST" and path in self.stuck:
+        if method == "POST" and path in self.unanswered:
             await self._closing.wait()
         failure = self.fault(method, path)
         status, answer = _status(*failure) if failure is not None else self._do(request, body)
@@ -144,20 +143,20 @@ class ObjectServer:
         return web.json_response(answer, status=status)
 
     def release(self) -> None:
-        """Answer the requests to stuck collections."""
+        """Answer the pending requests to unanswered collections."""
         self._closing.set()
         self._closing = asyncio.Event()
 
     async def _watch(self, request: web.BaseRequest) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
-        told = int(request.query["resourceVersion"])
+        known = int(request.query["resourceVersion"])
         while not self._closed:
             news = self._news
             for version, change, path, body in self._changes:
-                if version > told and _is_selected(request, path, body):
+                if version > known and _is_selected(request, path, body):
                     await response.write(json.dumps({"type": change, "object": body}).encode() + b"\n")
-            told = max((change[0] for change in self._changes), default=told)
+            known = max((change[0] for change in self._changes), default=known)
             await news.wait()
         return response
 
@@ -188,7 +187,7 @@ class ObjectServer:
         if folder.endswith("/services"):
             body["spec"]["clusterIP"] = "127.9.9.9"  # an address without a listener
         body["metadata"] |= {"uid": f"uid-{next(self._versions)}", "generation": 1, "creationTimestamp": MADE}
-        return 201, self._keep(path, body)
+        return 201, self._store(path, body)
 
     def _change(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if path.endswith("/status"):
@@ -209,7 +208,7 @@ class ObjectServer:
         metadata = {**there["metadata"], **body["metadata"]}
         if "annotations" in body["metadata"]:
             metadata["annotations"] = {**there["metadata"].get("annotations", {}), **body["metadata"]["annotations"]}
-        return 200, self._keep(path, {**there, **body, "metadata": metadata})
+        return 200, self._store(path, {**there, **body, "metadata": metadata})
 
     def _delete(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         there = self.objects.get(path)
@@ -218,7 +217,7 @@ class ObjectServer:
         if body.get("preconditions", {}).get("uid") not in (None, there["metadata"]["uid"]):
             return _status(409, "Conflict", "the UID in the precondition is not that of the object")
         del self.objects[path]
-        self._tell("DELETED", path, {**there, "metadata": {**there["metadata"]}})
+        self._publish("DELETED", path, {**there, "metadata": {**there["metadata"]}})
         return 200, there
 
 

@@ -1,4 +1,4 @@
-"""The reconciler and its backend on a small API server; a test changes the object cache in place of watches."""
+"""The reconciler and its backend on a small API server; tests update the object cache instead of watches."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class OperatedCluster:
                 stores=await stack.enter_async_context(stores),
                 settings=PodSettings(),
             )
-            self._reconciler = Reconciler(self.backend, reconciled=self._on_look)
+            self._reconciler = Reconciler(self.backend, reconciled=self._on_reconcile)
             work = asyncio.create_task(self._reconciler.run())
             stack.push_async_callback(_end, work)
             self._stack = stack.pop_all()
@@ -91,7 +91,7 @@ class OperatedCluster:
         """Make a pod run."""
         self.change(PODS, name, status={"phase": "Running", "conditions": _READY, "containerStatuses": [_RUNS]})
 
-    def tell_of_etcd(self, **status: Any) -> None:
+    def set_etcd_status(self, **status: Any) -> None:
         """Set the status of the Deployment of the job's etcd."""
         self.change(DEPLOYMENTS, etcd_name(NAME), status={"observedGeneration": 1, **status})
 
@@ -112,11 +112,11 @@ class OperatedCluster:
                 return str(each["message"])
         return None
 
-    def told(self, reason: str) -> list[str]:
+    def events(self, reason: str) -> list[str]:
         """The messages of the job's events with this reason."""
         return [event["message"] for event in self.server.of_kind(EVENTS) if event["reason"] == reason]
 
-    async def look(self) -> None:
+    async def reconcile(self) -> None:
         """Reconcile the job once."""
         asked = time.monotonic()
         self._on_change(f"{NAMESPACE}/{NAME}")
@@ -131,17 +131,17 @@ class OperatedCluster:
     def _on_pod_deleted(self, body: Json, last: Pod) -> None:
         self.backend.pod_deleted(body, last)
 
-    def _on_look(self, seconds: float, _outcome: str) -> None:
+    def _on_reconcile(self, seconds: float, _outcome: str) -> None:
         self._last_look = time.monotonic() - seconds
         self._looked.set()
 
-    async def until(self, what: Callable[[], bool]) -> None:
-        """Wait until a condition holds."""
-        await self.server.until(what)
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition is met."""
+        await self.server.wait_for(condition)
 
-    async def have_pods(self, number: int = 2) -> None:
-        """Wait until there are this many pods."""
-        await self.until(lambda: len(self.server.of_kind(PODS)) == number)
+    async def wait_for_pods(self, number: int = 2) -> None:
+        """Wait until there is exactly this number of pods."""
+        await self.wait_for(lambda: len(self.server.of_kind(PODS)) == number)
 
 
 async def _end(task: asyncio.Task[None]) -> None:

@@ -1,4 +1,4 @@
-"""The behaviour of every adapter of the store: tests for a class that inherits them.
+"""Tests of the guarantees of every store adapter, to be inherited.
 
 The class has the fixtures ``store`` (a store), ``other`` (another client of the same data) and ``second`` (the duration
 of one second of a lease; at least 1 with etcd).
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from torchelastic.store import Change, Store
 
 HANGS = 30.0
-"""Seconds after which a test that waits has failed."""
+"""Seconds after which a waiting test fails."""
 
 
 @contextlib.asynccontextmanager
 async def watching(store: Store, prefix: str) -> AsyncIterator[AsyncGenerator[tuple[Change, ...], None]]:
-    """A confirmed watch, for the length of a block."""
+    """Open a watch within the block, which starts when the store has confirmed the watch."""
     async with contextlib.aclosing(store.watch(prefix)) as watch:
         async with asyncio.timeout(HANGS):
             assert await anext(watch) == ()
         yield watch
 
 
-async def seen(watch: AsyncGenerator[tuple[Change, ...], None], count: int) -> list[Change]:
-    """This many changes of a watch."""
+async def read_changes(watch: AsyncGenerator[tuple[Change, ...], None], count: int) -> list[Change]:
+    """Read this number of changes from a watch."""
     changes: list[Change] = []
     async with asyncio.timeout(HANGS):
         while len(changes) < count:
@@ -45,21 +45,21 @@ async def seen(watch: AsyncGenerator[tuple[Change, ...], None], count: int) -> l
 
 
 async def ended(watch: AsyncGenerator[tuple[Change, ...], None]) -> None:
-    """Read a watch until it ends or fails."""
+    """Read a watch until the watch ends or fails."""
     async with asyncio.timeout(HANGS):
         async for _ in watch:
             pass
 
 
 async def keys_below(store: Store, prefix: str) -> list[str]:
-    """The keys below a prefix, without it."""
+    """The keys below a prefix, relative to the prefix."""
     return [entry.key.removeprefix(prefix) for entry in (await store.list(prefix)).entries]
 
 
 class StoreBehaviour:
     """Tests of a store's guarantees."""
 
-    async def test_a_key_is_read_back_with_its_revisions_until_it_is_deleted(self, store: Store, prefix: str) -> None:
+    async def test_a_key_has_its_value_and_revisions_until_it_is_deleted(self, store: Store, prefix: str) -> None:
         assert await store.get(prefix + "a") is None
         first = await store.put(prefix + "a", b"one")
         second = await store.put(prefix + "a", b"two")
@@ -139,7 +139,7 @@ class StoreBehaviour:
                 revision = await store.compare_and_swap(key, b"", expected=0)
                 assert revision is not None, key
                 await store.compare_and_swap(key, value, expected=revision)
-            assert [change.key for change in await seen(watch, 2 * len(values))] == [
+            assert [change.key for change in await read_changes(watch, 2 * len(values))] == [
                 key for key in values for _ in "12"
             ]
         read = {key: await other.get(key) for key in values}
@@ -149,7 +149,7 @@ class StoreBehaviour:
             await store.delete(key)
         assert {entry.key for entry in (await other.list(prefix + "odd/")).entries} == {*[*values][1::2]}
 
-    async def test_of_many_swaps_at_once_one_wins(self, store: Store, other: Store, prefix: str) -> None:
+    async def test_only_one_of_many_concurrent_swaps_succeeds(self, store: Store, other: Store, prefix: str) -> None:
         swaps = (
             client.compare_and_swap(prefix + "a", str(index).encode(), expected=0)
             for index, client in enumerate([store, other] * 10)
@@ -160,7 +160,7 @@ class StoreBehaviour:
         assert entry is not None
         assert entry.value == str(winner).encode()
 
-    async def test_the_end_of_a_lease_takes_its_keys_along_and_a_watch_tells(
+    async def test_an_expired_lease_deletes_its_keys_and_a_watch_reports_this(
         self, store: Store, prefix: str, second: float
     ) -> None:
         lease = await store.grant(second)
@@ -168,26 +168,26 @@ class StoreBehaviour:
         async with watching(store, prefix) as watch:
             for name in names:
                 last = await store.put(name, b"", lease=lease)
-            changes = (await seen(watch, 2 * len(names)))[len(names) :]
+            changes = (await read_changes(watch, 2 * len(names)))[len(names) :]
         assert {change.key for change in changes} == names
         assert all(change.entry is None and change.revision > last for change in changes)
         assert (await store.list(prefix)).entries == ()
 
     @pytest.mark.parametrize("shared", [False, True])
-    async def test_a_lease_that_is_kept_alive_or_granted_again_outlives_one_that_is_not(
+    async def test_a_lease_that_is_kept_alive_or_granted_again_does_not_expire(
         self, store: Store, prefix: str, second: float, shared: bool
     ) -> None:
         kept = await store.grant(3 * second, lease=run_lease(prefix) if shared else 0)
-        left, clock = await store.grant(3 * second), await store.grant(second)
+        expiring, clock = await store.grant(3 * second), await store.grant(second)
         async with watching(store, prefix) as watch:
-            for name, lease in (("kept", kept), ("left", left), ("clock", clock)):
+            for name, lease in (("kept", kept), ("expiring", expiring), ("clock", clock)):
                 await store.put(prefix + name, b"", lease=lease)
-            assert [change.key for change in await seen(watch, 4)][3:] == [prefix + "clock"]
+            assert [change.key for change in await read_changes(watch, 4)][3:] == [prefix + "clock"]
             await (store.grant(3 * second, lease=kept) if shared else store.keep_alive(kept))
-            assert [change.key for change in await seen(watch, 1)] == [prefix + "left"]
+            assert [change.key for change in await read_changes(watch, 1)] == [prefix + "expiring"]
         await store.keep_alive(kept)
 
-    async def test_a_lease_may_have_an_id_of_the_callers_choice_under_which_all_find_the_same_one(
+    async def test_clients_that_choose_the_same_lease_id_share_the_lease(
         self, store: Store, other: Store, prefix: str
     ) -> None:
         chosen = run_lease(prefix)
@@ -201,47 +201,45 @@ class StoreBehaviour:
         assert await store.grant(60, lease=chosen) == chosen
         await store.keep_alive(chosen)
 
-    async def test_lasting_keys_are_written_before_and_after_their_lease_was_lost(
+    async def test_run_keys_can_be_written_before_and_after_the_run_lease_is_lost(
         self, store: Store, prefix: str
     ) -> None:
-        lasting = RunLease(store, prefix)
-        first = await lasting.compare_and_swap(prefix + "a", b"one", expected=0)
+        lease = RunLease(store, prefix)
+        first = await lease.compare_and_swap(prefix + "a", b"one", expected=0)
         await store.revoke(run_lease(prefix))
         assert first is not None
-        assert await lasting.compare_and_swap(prefix + "a", b"two", expected=first) is None
-        second = await lasting.compare_and_swap(prefix + "a", b"two", expected=0)
+        assert await lease.compare_and_swap(prefix + "a", b"two", expected=first) is None
+        second = await lease.compare_and_swap(prefix + "a", b"two", expected=0)
         assert second is not None
         await store.put(prefix + "free", b"")
         await store.revoke(run_lease(prefix))
-        await lasting.put(prefix + "b", b"")
-        await lasting.end()
+        await lease.put(prefix + "b", b"")
+        await lease.end()
         assert await keys_below(store, prefix) == ["free"]
 
-    async def test_lasting_keys_stay_as_long_as_one_of_many_keeps_them_and_no_longer(
+    async def test_run_keys_exist_while_at_least_one_client_keeps_the_run_lease_alive(
         self, store: Store, other: Store, prefix: str, second: float
     ) -> None:
         keepers = [RunLease(client, prefix, ttl=2 * second) for client in (store, other)]
         keeping = [asyncio.create_task(keeper.keep()) for keeper in keepers]
         async with watching(store, prefix) as watch:
-            await keepers[0].put(prefix + "lasting", b"")
+            await keepers[0].put(prefix + "run", b"")
             keeping[0].cancel()
             clock = await store.grant(3 * second)
             await store.put(prefix + "clock", b"", lease=clock)
-            assert [change.key for change in await seen(watch, 3)][1:] == [prefix + "clock"] * 2
-            assert await store.get(prefix + "lasting") is not None
+            assert [change.key for change in await read_changes(watch, 3)][1:] == [prefix + "clock"] * 2
+            assert await store.get(prefix + "run") is not None
             keeping[1].cancel()
-            assert [change.key for change in await seen(watch, 1)] == [prefix + "lasting"]
+            assert [change.key for change in await read_changes(watch, 1)] == [prefix + "run"]
         for task in await asyncio.gather(*keeping, return_exceptions=True):
             assert isinstance(task, asyncio.CancelledError)
 
-    async def test_keeping_a_lease_alive_changes_nothing_that_anybody_sees(
-        self, store: Store, other: Store, prefix: str
-    ) -> None:
+    async def test_keeping_a_lease_alive_changes_no_revision(self, store: Store, other: Store, prefix: str) -> None:
         own, shared = await store.grant(60), await store.grant(60, lease=run_lease(prefix))
         async with watching(other, prefix) as watch:
             for lease in (own, shared):
                 await store.put(f"{prefix}{lease}", b"before", lease=lease)
-            seen_by_other = {change.key: change.revision for change in await seen(watch, 2)}
+            seen_by_other = {change.key: change.revision for change in await read_changes(watch, 2)}
             listed = {entry.key: entry.modified for entry in (await store.list(prefix)).entries}
             for _ in range(3):
                 await store.keep_alive(own)
@@ -252,28 +250,28 @@ class StoreBehaviour:
                     entry = await client.get(key)
                     assert entry is not None
                     assert entry.modified == revision
-            # Who has seen a key's last write may still swap it, whether it was told of it or has read it.
+            # A client that knows a key's last write, from a watch or a listing, can still swap the key.
             for key, revision in seen_by_other.items():
                 assert await other.compare_and_swap(key, b"after", expected=revision) is not None
-            assert [change.entry and change.entry.value for change in await seen(watch, 2)] == [b"after"] * 2
+            assert [change.entry and change.entry.value for change in await read_changes(watch, 2)] == [b"after"] * 2
         for key, revision in listed.items():
             assert await store.compare_and_swap(key, b"too late", expected=revision) is None
 
-    async def test_a_key_that_somebody_else_has_taken_over_is_not_kept_alive_with_the_lease_that_it_had(
+    async def test_a_key_that_moved_to_another_lease_is_not_kept_alive_by_its_former_lease(
         self, store: Store, other: Store, prefix: str, second: float
     ) -> None:
-        first, taking = await store.grant(60), await other.grant(second)
+        first, other_lease = await store.grant(60), await other.grant(second)
         await store.put(prefix + "mine", b"", lease=first)
         revision = await store.put(prefix + "taken", b"", lease=first)
         async with watching(store, prefix) as watch:
-            assert await other.compare_and_swap(prefix + "taken", b"", expected=revision, lease=taking) is not None
+            assert await other.compare_and_swap(prefix + "taken", b"", expected=revision, lease=other_lease) is not None
             await store.keep_alive(first)
-            assert [change.entry and change.entry.value for change in await seen(watch, 2)] == [b"", None]
+            assert [change.entry and change.entry.value for change in await read_changes(watch, 2)] == [b"", None]
             await store.keep_alive(first)
         await store.revoke(first)
         assert (await store.list(prefix)).entries == ()
 
-    async def test_a_key_set_again_is_under_its_new_lease_only(self, store: Store, prefix: str) -> None:
+    async def test_a_key_that_is_written_again_belongs_only_to_its_new_lease(self, store: Store, prefix: str) -> None:
         first, second = await store.grant(60), await store.grant(60)
         await store.put(prefix + "freed", b"", lease=first)
         await store.put(prefix + "moved", b"", lease=first)
@@ -284,7 +282,7 @@ class StoreBehaviour:
         await store.revoke(second)
         assert await keys_below(store, prefix) == ["freed"]
 
-    async def test_a_watch_tells_each_change_once_and_in_order(self, store: Store, prefix: str) -> None:
+    async def test_a_watch_reports_each_change_once_and_in_order(self, store: Store, prefix: str) -> None:
         await store.put(prefix + "w/a", b"before")
         async with watching(store, prefix + "w/") as watch:
             one = await store.put(prefix + "w/a", b"one")
@@ -292,24 +290,26 @@ class StoreBehaviour:
             await store.put(prefix + "x", b"not below")
             await store.delete(prefix + "w/a")
             three = await store.put(prefix + "w/b", b"three")
-            told = await seen(watch, 4)
-        assert [(change.key, change.entry and change.entry.value) for change in told] == [
+            changes = await read_changes(watch, 4)
+        assert [(change.key, change.entry and change.entry.value) for change in changes] == [
             (prefix + "w/a", b"one"),
             (prefix + "w/b", b"two"),
             (prefix + "w/a", None),
             (prefix + "w/b", b"three"),
         ]
-        assert [told[index].revision for index in (0, 1, 3)] == [one, two, three]
-        assert told[3].entry is not None
-        assert (told[3].entry.created, told[3].entry.modified) == (two, three)
+        assert [changes[index].revision for index in (0, 1, 3)] == [one, two, three]
+        assert changes[3].entry is not None
+        assert (changes[3].entry.created, changes[3].entry.modified) == (two, three)
 
-    async def test_a_follower_misses_nothing_while_many_write(self, store: Store, other: Store, prefix: str) -> None:
+    async def test_a_follower_receives_every_change_from_concurrent_writers(
+        self, store: Store, other: Store, prefix: str
+    ) -> None:
         async def write(number: int) -> None:
             for index in range(50):
                 await other.put(f"{prefix}{number}", str(index).encode())
 
         for _ in range(3):
-            told: dict[str, bytes] = {}
+            values: dict[str, bytes] = {}
             last = 0
             async with asyncio.timeout(HANGS), asyncio.TaskGroup() as writers:
                 for number in range(4):
@@ -321,20 +321,20 @@ class StoreBehaviour:
                             assert entry is not None
                             assert isinstance(each, Listing) or last < entry.modified
                             last = max(last, entry.modified)
-                            told[entry.key] = entry.value
-                        if [*told.values()] == [b"49"] * 4:
+                            values[entry.key] = entry.value
+                        if [*values.values()] == [b"49"] * 4:
                             break
             await store.delete_prefix(prefix)
 
-    async def test_a_reader_that_does_not_read_holds_nobody_up(self, store: Store, other: Store, prefix: str) -> None:
+    async def test_a_slow_reader_does_not_block_writers(self, store: Store, other: Store, prefix: str) -> None:
         async with watching(store, prefix) as watch:
             async with asyncio.timeout(HANGS):
                 for index in range(500):
                     await other.put(f"{prefix}{index}", b"x" * 1000)
-            told = await seen(watch, 500)
-        assert [change.key for change in told] == [f"{prefix}{index}" for index in range(500)]
+            changes = await read_changes(watch, 500)
+        assert [change.key for change in changes] == [f"{prefix}{index}" for index in range(500)]
 
-    async def test_closing_ends_the_watches_of_this_client_alone(self, store: Store, other: Store, prefix: str) -> None:
+    async def test_closing_a_client_ends_only_its_own_watches(self, store: Store, other: Store, prefix: str) -> None:
         async with watching(store, prefix) as mine, watching(other, prefix) as theirs:
             await store.close()
             with pytest.raises(StoreUnavailable):
@@ -342,4 +342,4 @@ class StoreBehaviour:
             with pytest.raises(StoreUnavailable):
                 await store.get(prefix + "a")
             await other.put(prefix + "a", b"")
-            assert [change.key for change in await seen(theirs, 1)] == [prefix + "a"]
+            assert [change.key for change in await read_changes(theirs, 1)] == [prefix + "a"]

@@ -1,4 +1,4 @@
-"""How plans are carried out on an API server that fails, and what the user is told."""
+"""Applying plans on a failing API server, and the messages for the user."""
 
 from __future__ import annotations
 
@@ -45,32 +45,32 @@ async def cluster() -> AsyncIterator[OperatedCluster]:
 def failing(
     method: str, resource: Resource, status: int, words: str, *, times: float, after: int = 0
 ) -> Callable[[str, str], Fault | None]:
-    """What is asked for with this method fails so many times, after it went well so often."""
-    asks = itertools.count()
+    """A fault: requests with this method fail ``times`` times, after ``after`` successful ones."""
+    requests = itertools.count()
 
-    def fault(asked: str, path: str) -> Fault | None:
-        if asked != method or path != resource.path(NAMESPACE) or not after <= next(asks) < after + times:
+    def fault(requested: str, path: str) -> Fault | None:
+        if requested != method or path != resource.path(NAMESPACE) or not after <= next(requests) < after + times:
             return None
         return status, "InternalError", words
 
     return fault
 
 
-async def test_many_pods_are_removed_some_at_a_time(cluster: OperatedCluster) -> None:
+async def test_many_pods_are_deleted_in_batches(cluster: OperatedCluster) -> None:
     cluster.add_job(minReplicas=1, maxReplicas=300, replicas=300)
-    await cluster.have_pods(300)
+    await cluster.wait_for_pods(300)
     cluster.add_job(minReplicas=1, maxReplicas=300, replicas=300, suspend=True)
-    await cluster.until(lambda: cluster.server.times("DELETE", PODS) > 0)
+    await cluster.wait_for(lambda: cluster.server.count_requests("DELETE", PODS) > 0)
     await cluster.api.list(PODS, NAMESPACE)
-    assert cluster.server.times("DELETE", PODS) <= 200, "who asks for something meanwhile waits for all of them"
-    await cluster.have_pods(0)
-    assert cluster.server.most["DELETE"] >= 32
-    assert 32 <= cluster.server.most["POST"] <= 64, "they were made in batches that grow, and leave room for others"
+    assert cluster.server.count_requests("DELETE", PODS) <= 200, "another request waits for all deletions"
+    await cluster.wait_for_pods(0)
+    assert cluster.server.max_concurrent["DELETE"] >= 32
+    assert 32 <= cluster.server.max_concurrent["POST"] <= 64, "pods are created in growing batches of limited size"
 
 
-async def test_a_pod_that_may_not_be_deleted_does_not_keep_the_others(cluster: OperatedCluster) -> None:
+async def test_a_pod_that_may_not_be_deleted_does_not_delay_the_others(cluster: OperatedCluster) -> None:
     cluster.add_job(minReplicas=1, maxReplicas=200, replicas=200)
-    await cluster.have_pods(200)
+    await cluster.wait_for_pods(200)
     pods = sorted(cluster.server.of_kind(PODS), key=lambda pod: int(pod["metadata"]["name"].split("-")[1]))
     kept = {pods[number]["metadata"]["name"] for number in (70, 130)}
 
@@ -79,16 +79,16 @@ async def test_a_pod_that_may_not_be_deleted_does_not_keep_the_others(cluster: O
 
     cluster.server.fault = fault
     cluster.add_job(minReplicas=1, maxReplicas=200, replicas=200, suspend=True)
-    await cluster.have_pods(2)
+    await cluster.wait_for_pods(2)
     assert {pod["metadata"]["name"] for pod in cluster.server.of_kind(PODS)} == kept
-    removed = [path for method, path in cluster.server.asked if method == "DELETE" and PODS.path(NAMESPACE) in path]
-    assert len(set(removed[:200])) == 200, "some had to wait until others were tried once more"
+    removed = [path for method, path in cluster.server.requests if method == "DELETE" and PODS.path(NAMESPACE) in path]
+    assert len(set(removed[:200])) == 200, "a deletion is retried before every pod was tried once"
 
 
 async def test_a_pod_that_may_not_be_deleted_does_not_hide_another_error(cluster: OperatedCluster) -> None:
     few = {"minReplicas": 1, "maxReplicas": 3}
     cluster.add_job(**few, replicas=3)
-    await cluster.have_pods(3)
+    await cluster.wait_for_pods(3)
     cluster.run_pods()
     forbidden = {"DELETE": PODS.path(NAMESPACE), "POST": DEPLOYMENTS.path(NAMESPACE)}
 
@@ -98,16 +98,16 @@ async def test_a_pod_that_may_not_be_deleted_does_not_hide_another_error(cluster
 
     cluster.server.fault = fault
     cluster.add_job(**few, replicas=2)
-    await cluster.until(lambda: cluster.server.times("DELETE", PODS) > 0)
+    await cluster.wait_for(lambda: cluster.server.count_requests("DELETE", PODS) > 0)
     etcd = cluster.server.get(DEPLOYMENTS, etcd_name(NAME))
     cluster.server.pop(DEPLOYMENTS, etcd_name(NAME))
     cluster.store.remove(DEPLOYMENTS, etcd)
-    await cluster.until(lambda: "exceeded quota: no POST" in str(cluster.status))
+    await cluster.wait_for(lambda: "exceeded quota: no POST" in str(cluster.status))
     del forbidden["POST"]
-    await cluster.until(lambda: "exceeded quota: no POST" not in str(cluster.status))
-    removals = cluster.server.times("DELETE", PODS)
-    await cluster.look()
-    assert cluster.server.times("DELETE", PODS) > removals
+    await cluster.wait_for(lambda: "exceeded quota: no POST" not in str(cluster.status))
+    removals = cluster.server.count_requests("DELETE", PODS)
+    await cluster.reconcile()
+    assert cluster.server.count_requests("DELETE", PODS) > removals
 
 
 async def test_a_full_quota_is_reported_once_for_all_sizes(cluster: OperatedCluster) -> None:
@@ -118,16 +118,22 @@ async def test_a_full_quota_is_reported_once_for_all_sizes(cluster: OperatedClus
     cluster.server.fault = fault
     for replicas in (2, 3, 4, 2):
         cluster.add_job(minReplicas=1, maxReplicas=4, replicas=replicas)
-        tries = cluster.server.times("POST", PODS)
-        await cluster.until(lambda tries=tries: cluster.server.times("POST", PODS) > tries)  # type: ignore[misc]
-        await cluster.look()
+        tries = cluster.server.count_requests("POST", PODS)
+        await cluster.wait_for(lambda tries=tries: cluster.server.count_requests("POST", PODS) > tries)  # type: ignore[misc]
+        await cluster.reconcile()
         assert "exceeded quota: few" in (cluster.message("ResourcesBlocked") or "")
-    assert len(cluster.told("ResourcesBlocked")) == 1
+    assert len(cluster.events("ResourcesBlocked")) == 1
 
 
-async def test_a_spec_of_which_no_pod_was_created_may_change(cluster: OperatedCluster) -> None:
-    rests = {"type": "Suspended", "status": "True", "reason": "Suspended", "message": "", "lastTransitionTime": MADE}
-    before = {"state": "Suspended", "startTime": MADE, "round": 3, "conditions": [rests]}
+async def test_a_spec_can_change_until_its_first_pod_is_created(cluster: OperatedCluster) -> None:
+    suspended = {
+        "type": "Suspended",
+        "status": "True",
+        "reason": "Suspended",
+        "message": "",
+        "lastTransitionTime": MADE,
+    }
+    before = {"state": "Suspended", "startTime": MADE, "round": 3, "conditions": [suspended]}
     cluster.server.put(ELASTIC_JOBS, NAME, status=before)
 
     def fault(method: str, path: str) -> Fault | None:
@@ -135,69 +141,69 @@ async def test_a_spec_of_which_no_pod_was_created_may_change(cluster: OperatedCl
 
     cluster.server.fault = fault
     cluster.add_job(template={"spec": {"nodeSelector": {"a": "wrong"}}})
-    await cluster.until(lambda: cluster.holds("Invalid"))
+    await cluster.wait_for(lambda: cluster.holds("Invalid"))
     cluster.server.fault = lambda _method, _path: None
     cluster.add_job(template={"spec": {"nodeSelector": {"a": "right"}}})
-    await cluster.have_pods(2)
+    await cluster.wait_for_pods(2)
     assert {pod["spec"]["nodeSelector"]["a"] for pod in cluster.server.of_kind(PODS)} == {"right"}
     assert not cluster.holds("RestartRequired")
 
 
-@pytest.mark.parametrize(("due", "rests"), [("2026-01-01T00:00:00Z", True), ("2999-01-01T00:00:00Z", False)])
+@pytest.mark.parametrize(("due", "suspended"), [("2026-01-01T00:00:00Z", True), ("2999-01-01T00:00:00Z", False)])
 async def test_overdue_pods_that_never_ran_do_not_delay_a_suspension(
-    cluster: OperatedCluster, due: str, *, rests: bool
+    cluster: OperatedCluster, due: str, *, suspended: bool
 ) -> None:
     cluster.add_job()
-    await cluster.have_pods(2)
+    await cluster.wait_for_pods(2)
     for pod in cluster.server.of_kind(PODS):
         name = pod["metadata"]["name"]
         cluster.change(PODS, name, metadata={**pod["metadata"], "deletionTimestamp": due}, spec={"nodeName": "silent"})
     cluster.add_job(suspend=True)
-    await cluster.until(lambda: cluster.status.get("state") == "Suspended")
-    await cluster.look()
-    await cluster.look()
-    assert cluster.holds("Suspended") is rests
-    assert cluster.server.times("DELETE", PODS) == 0, "their deletion had begun"
+    await cluster.wait_for(lambda: cluster.status.get("state") == "Suspended")
+    await cluster.reconcile()
+    await cluster.reconcile()
+    assert cluster.holds("Suspended") is suspended
+    assert cluster.server.count_requests("DELETE", PODS) == 0, "pods that are already terminating are deleted again"
 
 
 async def test_an_unreachable_own_etcd_is_reported_while_it_is_ready(
     cluster: OperatedCluster,
 ) -> None:
     cluster.add_job()
-    await cluster.have_pods(2)
+    await cluster.wait_for_pods(2)
     cluster.run_pods()
     assert not cluster.holds("StoreUnreachable")
-    cluster.tell_of_etcd(readyReplicas=1)
-    await cluster.until(lambda: "NetworkPolicy" in (cluster.message("StoreUnreachable") or ""))
+    cluster.set_etcd_status(readyReplicas=1)
+    await cluster.wait_for(lambda: "NetworkPolicy" in (cluster.message("StoreUnreachable") or ""))
     assert "NetworkPolicy" in (cluster.message("Waiting") or "")
     assert "the node of etcd's pod" in (cluster.message("StoreUnreachable") or "")
-    cluster.tell_of_etcd(readyReplicas=0)
-    await cluster.until(lambda: not cluster.holds("StoreUnreachable"))
+    cluster.set_etcd_status(readyReplicas=0)
+    await cluster.wait_for(lambda: not cluster.holds("StoreUnreachable"))
 
 
 async def test_a_webhook_that_cannot_be_called_is_reported_until_it_accepts_pods(cluster: OperatedCluster) -> None:
     cluster.server.fault = failing("POST", PODS, 500, f"Internal error occurred: {WEBHOOK}", times=inf, after=1)
     cluster.add_job()
-    await cluster.until(
-        lambda: WEBHOOK in (cluster.message("Waiting") or "") and bool(cluster.told("ResourcesBlocked"))
+    await cluster.wait_for(
+        lambda: WEBHOOK in (cluster.message("Waiting") or "") and bool(cluster.events("ResourcesBlocked"))
     )
     cluster.server.fault = lambda _method, _path: None
-    await cluster.have_pods(2)
-    await cluster.until(lambda: WEBHOOK not in (cluster.message("Waiting") or ""))
+    await cluster.wait_for_pods(2)
+    await cluster.wait_for(lambda: WEBHOOK not in (cluster.message("Waiting") or ""))
 
 
 @pytest.mark.parametrize("end", ["", "."])
 async def test_a_rejected_disruption_budget_that_the_status_has_is_not_reported_again(
     cluster: OperatedCluster, end: str
 ) -> None:
-    no = 'admission webhook "x.example.org" denied the request: no budgets here'
+    denial = 'admission webhook "x.example.org" denied the request: no budgets here'
     known = {"type": "DisruptionBudgetFailed", "status": "True", "reason": "BudgetRejected", "lastTransitionTime": MADE}
-    why = f"the disruption budget of the job cannot be created for now: {no}"
+    why = f"the disruption budget of the job cannot be created for now: {denial}"
     cluster.server.put(ELASTIC_JOBS, NAME, status={"conditions": [{**known, "message": why}]})
-    cluster.server.fault = failing("POST", DISRUPTION_BUDGETS, 403, f"{no}{end}", times=inf)
+    cluster.server.fault = failing("POST", DISRUPTION_BUDGETS, 403, f"{denial}{end}", times=inf)
     cluster.add_job(disruptionBudget=True)
-    await cluster.until(lambda: cluster.server.times("POST", DISRUPTION_BUDGETS) == 2)
-    assert cluster.told("ResourcesBlocked") == []
+    await cluster.wait_for(lambda: cluster.server.count_requests("POST", DISRUPTION_BUDGETS) == 2)
+    assert cluster.events("ResourcesBlocked") == []
     assert cluster.message("DisruptionBudgetFailed") == why
 
 
@@ -207,50 +213,50 @@ async def test_objects_of_a_former_job_of_the_same_name_are_waited_for(cluster: 
     for kind in (DEPLOYMENTS, SERVICES):
         cluster.server.put(kind, etcd_name(NAME), metadata=former, spec={})
     cluster.add_job()
-    await cluster.until(lambda: cluster.server.times("POST", SERVICES) >= 2)
+    await cluster.wait_for(lambda: cluster.server.count_requests("POST", SERVICES) >= 2)
     for kind in (DEPLOYMENTS, SERVICES):
         cluster.server.pop(kind, etcd_name(NAME))
-    await cluster.until(lambda: all(map(cluster.server.of_kind, (DEPLOYMENTS, SERVICES))))
-    assert cluster.told("ResourcesBlocked") == []
+    await cluster.wait_for(lambda: all(map(cluster.server.of_kind, (DEPLOYMENTS, SERVICES))))
+    assert cluster.events("ResourcesBlocked") == []
 
 
 async def test_a_throttled_event_is_tried_again(cluster: OperatedCluster) -> None:
     cluster.server.fault = failing("POST", EVENTS, 429, "busy", times=3)
     cluster.add_job(suspend=True)
-    await cluster.until(lambda: cluster.told("Suspended") == ["suspended"])
-    assert cluster.server.times("POST", EVENTS) == 4
+    await cluster.wait_for(lambda: cluster.events("Suspended") == ["suspended"])
+    assert cluster.server.count_requests("POST", EVENTS) == 4
 
 
-@pytest.mark.parametrize("written", [True, False], ids=["taken", "not taken"])
+@pytest.mark.parametrize("written", [True, False], ids=["written", "not written"])
 async def test_an_event_is_recorded_once_if_the_answer_to_the_status_is_lost(
     cluster: OperatedCluster, monkeypatch: pytest.MonkeyPatch, *, written: bool
 ) -> None:
-    whole = Api.replace
+    original = Api.replace
     lost = iter([True])
 
     async def replace(self: Api, *args: Any) -> Any:
         loses = args[-1] == "status" and next(lost, False)
         if loses and not written:
             raise ClusterError("no answer")
-        answer = await whole(self, *args)
+        answer = await original(self, *args)
         if loses:
-            cluster.store.put(ELASTIC_JOBS, answer)  # as the watch will tell
+            cluster.store.put(ELASTIC_JOBS, answer)  # as the watch does
             raise ClusterError("no answer")
         return answer
 
     monkeypatch.setattr(Api, "replace", replace)
     cluster.add_job(suspend=True)
-    await cluster.until(lambda: cluster.told("Suspended") == ["suspended"] and cluster.holds("Suspended"))
-    await cluster.look()
-    assert cluster.told("Suspended") == ["suspended"]
+    await cluster.wait_for(lambda: cluster.events("Suspended") == ["suspended"] and cluster.holds("Suspended"))
+    await cluster.reconcile()
+    assert cluster.events("Suspended") == ["suspended"]
 
 
 async def test_a_deleted_pod_group_is_created_again_when_it_changes(cluster: OperatedCluster) -> None:
     cluster.add_job(**GANG)
-    await cluster.have_pods(2)
+    await cluster.wait_for_pods(2)
     cluster.server.pop(SCHEDULER_PLUGINS_GROUPS, NAME)
     cluster.add_job(**GANG, minReplicas=1, maxReplicas=3, replicas=3)
-    await cluster.have_pods(3)
+    await cluster.wait_for_pods(3)
     assert cluster.server.get(SCHEDULER_PLUGINS_GROUPS, NAME)["spec"]["minMember"] == 1
 
 
@@ -258,35 +264,35 @@ async def test_an_unreadable_spec_is_invalid_and_nothing_else_changes(
     cluster: OperatedCluster,
 ) -> None:
     cluster.add_job()
-    await cluster.have_pods(2)
-    await cluster.until(lambda: cluster.status.get("desired") == 2)
+    await cluster.wait_for_pods(2)
+    await cluster.wait_for(lambda: cluster.status.get("desired") == 2)
     cluster.add_job(minReplicas="two")
-    await cluster.until(lambda: "minReplicas" in (cluster.message("Invalid") or ""))
+    await cluster.wait_for(lambda: "minReplicas" in (cluster.message("Invalid") or ""))
     assert cluster.status["desired"] == 2
     assert len(cluster.server.of_kind(PODS)) == 2
-    writes = cluster.server.times("PUT", ELASTIC_JOBS)
+    writes = cluster.server.count_requests("PUT", ELASTIC_JOBS)
     for _ in range(2):
-        await cluster.look()
-    assert cluster.server.times("PUT", ELASTIC_JOBS) == writes
+        await cluster.reconcile()
+    assert cluster.server.count_requests("PUT", ELASTIC_JOBS) == writes
     cluster.add_job()
-    await cluster.until(lambda: not cluster.holds("Invalid"))
-    assert cluster.server.times("PUT", ELASTIC_JOBS) == writes + 1
+    await cluster.wait_for(lambda: not cluster.holds("Invalid"))
+    assert cluster.server.count_requests("PUT", ELASTIC_JOBS) == writes + 1
 
 
-async def test_an_address_that_another_service_has_is_reported(cluster: OperatedCluster) -> None:
+async def test_an_address_in_use_by_another_service_is_reported(cluster: OperatedCluster) -> None:
     cluster.add_job()
-    await cluster.have_pods(2)
+    await cluster.wait_for_pods(2)
     taken = 'spec.clusterIPs: Invalid value: ["127.9.9.9"]: failed to allocate IP: provided IP is already allocated'
     cluster.server.fault = failing("POST", SERVICES, 422, taken, times=inf)
     service = cluster.server.get(SERVICES, etcd_name(NAME))
     cluster.server.pop(SERVICES, etcd_name(NAME))
     cluster.store.remove(SERVICES, service)
-    await cluster.until(lambda: "delete these pods" in str(cluster.status.get("conditions")))
+    await cluster.wait_for(lambda: "delete these pods" in str(cluster.status.get("conditions")))
     assert not cluster.holds("Invalid")
 
 
 class Nodes:
-    """A mirror of a job's etcd, in which agents say on which port they serve metrics."""
+    """A mirror of a job's etcd with the metrics ports of the agents."""
 
     def __init__(self, **ports: int) -> None:
         self.nodes = {
@@ -299,11 +305,11 @@ class Nodes:
 
 
 @pytest.mark.parametrize("template", [{}, {"prometheus.io/scrape": "false", "prometheus.io/port": "80"}])
-async def test_the_metrics_ports_that_agents_chose_are_written_on_their_pods_once(
+async def test_metrics_ports_chosen_by_agents_are_annotated_on_their_pods_once(
     cluster: OperatedCluster, monkeypatch: pytest.MonkeyPatch, template: dict[str, str]
 ) -> None:
     cluster.add_job(metricsPort=0, template={"metadata": {"annotations": template}})
-    await cluster.have_pods(2)
+    await cluster.wait_for_pods(2)
     one, other = (pod["metadata"]["name"] for pod in cluster.server.of_kind(PODS))
     mirror = Nodes(**{one: 40123, other: 65536, "gone": 40125})
     monkeypatch.setattr(JobStores, "of", lambda _stores, _uid: mirror)
@@ -311,18 +317,18 @@ async def test_the_metrics_ports_that_agents_chose_are_written_on_their_pods_onc
     cluster.server.fault = lambda method, _path: (403, "Forbidden", forbidden) if method == "PATCH" else None
     cluster.run_pods()
     for _ in range(3):
-        await cluster.look()
+        await cluster.reconcile()
     cluster.server.fault = lambda _method, _path: None
 
     def written() -> dict[str, str]:
         annotations: dict[str, str] = cluster.server.get(PODS, one)["metadata"]["annotations"]
         return annotations
 
-    await cluster.until(lambda: written().get("elastic.pytorch.org/metrics-port") == "40123")
+    await cluster.wait_for(lambda: written().get("elastic.pytorch.org/metrics-port") == "40123")
     expected = {"scrape": "true", "port": "40123"} if not template else {"scrape": "false", "port": "80"}
     assert {name: written()[f"prometheus.io/{name}"] for name in expected} == expected
-    writes = cluster.server.times("PATCH", PODS)
+    writes = cluster.server.count_requests("PATCH", PODS)
     for _ in range(2):
-        await cluster.look()
-    assert cluster.server.times("PATCH", PODS) == writes
+        await cluster.reconcile()
+    assert cluster.server.count_requests("PATCH", PODS) == writes
     assert "elastic.pytorch.org/metrics-port" not in cluster.server.get(PODS, other)["metadata"]["annotations"]

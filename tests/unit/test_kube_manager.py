@@ -45,7 +45,7 @@ async def running(
         manager = asyncio.create_task(Manager(settings, api).run(stop))
         try:
             async with asyncio.timeout(30):
-                await server.until(lambda: bool(server.asked))
+                await server.wait_for(lambda: bool(server.requests))
                 [port] = re.findall(r"/metrics on port (\d+)", caplog.text)
 
                 async def metric(name: str) -> str:
@@ -63,15 +63,15 @@ async def test_a_leader_with_many_pending_requests_renews_its_lease(
 ) -> None:
     server.put(ELASTIC_JOBS, "one", spec={**JOB, **EXTERNAL})
     async with running(server, caplog) as metric:
-        await server.until(lambda: len(server.of_kind(PODS)) == 1)
+        await server.wait_for(lambda: len(server.of_kind(PODS)) == 1)
         assert await metric("elastic_operator_leader") == "1.0"
-        server.stuck.add(PODS.path(NAMESPACE))
+        server.unanswered.add(PODS.path(NAMESPACE))
         for number in range(200):
             server.put(ELASTIC_JOBS, f"more-{number}", spec={**JOB, **EXTERNAL})
-        await server.until(lambda: server.times("POST", PODS) > 10)
-        renewals = server.times("PUT", LEASES)
-        await server.until(lambda: server.times("PUT", LEASES) > renewals)
-        server.stuck.clear()
+        await server.wait_for(lambda: server.count_requests("POST", PODS) > 10)
+        renewals = server.count_requests("PUT", LEASES)
+        await server.wait_for(lambda: server.count_requests("PUT", LEASES) > renewals)
+        server.unanswered.clear()
         server.release()
     assert not server.get(LEASES, "elastic-operator")["spec"]["holderIdentity"], "it was released"
 
@@ -82,12 +82,12 @@ async def test_a_standby_lists_all_jobs_and_does_nothing_until_it_leads(
     server.put(LEASES, "elastic-operator", spec=HELD)
     server.put(ELASTIC_JOBS, "one", spec={**JOB, **EXTERNAL})
     async with running(server, caplog) as metric:
-        await server.until(lambda: server.times("GET", LEASES) > 1)
+        await server.wait_for(lambda: server.count_requests("GET", LEASES) > 1)
         assert await metric("elastic_operator_leader") == "0.0"
         assert await metric("elastic_operator_elasticjobs") == "1.0"
         assert await metric("elastic_operator_queue_depth") == "0.0"
         server.put(LEASES, "elastic-operator", spec={**HELD, "holderIdentity": ""})
-        await server.until(lambda: len(server.of_kind(PODS)) == 1)
+        await server.wait_for(lambda: len(server.of_kind(PODS)) == 1)
         assert await metric("elastic_operator_leader") == "1.0"
 
 

@@ -44,49 +44,49 @@ def a_report(*numbers: int, state: JobState = JobState.SUCCEEDED) -> Report:
     return Report(namespace=NAMESPACE, name=NAME, uid=UID, created=NOW, state=state, history=history)
 
 
-def kept_in(server: ObjectServer) -> Report:
+def stored_report(server: ObjectServer) -> Report:
     return decode_report(server.get(CONFIG_MAPS, REPORT)["data"]["report.json"])
 
 
-async def keep(api: Api, report: Report) -> None:
+async def store_report(api: Api, report: Report) -> None:
     writer = Writer(api, Store(changed=lambda _key: None))
     await writer.keep_report(replace(a_job(), namespace=NAMESPACE), report)
 
 
 async def test_a_report_belongs_to_its_job(server: ObjectServer, api: Api) -> None:
-    await keep(api, a_report(1))
-    assert kept_in(server) == a_report(1)
-    about = server.get(CONFIG_MAPS, REPORT)["metadata"]
-    [owner] = about["ownerReferences"]
+    await store_report(api, a_report(1))
+    assert stored_report(server) == a_report(1)
+    metadata = server.get(CONFIG_MAPS, REPORT)["metadata"]
+    [owner] = metadata["ownerReferences"]
     assert (owner["kind"], owner["uid"], owner["controller"]) == ("ElasticJob", UID, True)
-    assert about["labels"]["elastic.pytorch.org/job"] == NAME
-    assert about["labels"]["elastic.pytorch.org/role"] == "report"
+    assert metadata["labels"]["elastic.pytorch.org/job"] == NAME
+    assert metadata["labels"]["elastic.pytorch.org/role"] == "report"
 
 
 async def test_a_later_report_is_merged_with_the_one_that_exists(server: ObjectServer, api: Api) -> None:
-    await keep(api, a_report(1, 2, state=JobState.SUSPENDED))
-    await keep(api, a_report(3))
-    assert kept_in(server) == a_report(1, 2, 3)
-    assert [method for method, _ in server.asked] == ["POST", "POST", "GET", "PATCH"]
-    await keep(api, a_report(3))
-    assert [method for method, _ in server.asked[4:]] == ["POST", "GET"], "it says that already"
+    await store_report(api, a_report(1, 2, state=JobState.SUSPENDED))
+    await store_report(api, a_report(3))
+    assert stored_report(server) == a_report(1, 2, 3)
+    assert [method for method, _ in server.requests] == ["POST", "POST", "GET", "PATCH"]
+    await store_report(api, a_report(3))
+    assert [method for method, _ in server.requests[4:]] == ["POST", "GET"], "an unchanged report is not written again"
     server.put(CONFIG_MAPS, REPORT, data={"report.json": "overwritten"})
-    await keep(api, a_report(2))
-    assert kept_in(server) == a_report(2)
+    await store_report(api, a_report(2))
+    assert stored_report(server) == a_report(2)
 
 
-async def test_a_config_map_of_another_owner_is_left_alone(server: ObjectServer, api: Api) -> None:
+async def test_a_config_map_of_another_owner_is_not_changed(server: ObjectServer, api: Api) -> None:
     server.put(CONFIG_MAPS, REPORT, data={"mine": "1"})
     with pytest.raises(Blocked, match=f"a ConfigMap called {REPORT} is there that does not belong to this job"):
-        await keep(api, a_report(1))
+        await store_report(api, a_report(1))
     assert server.get(CONFIG_MAPS, REPORT)["data"] == {"mine": "1"}
 
 
 def succeeds(cluster: OperatedCluster) -> None:
-    """The agents say with their exit codes that the run has succeeded."""
-    over = {"name": "worker", "state": {"terminated": {"exitCode": 0, "finishedAt": MADE}}}
+    """Let all agents exit with the code of a successful run."""
+    worker = {"name": "worker", "state": {"terminated": {"exitCode": 0, "finishedAt": MADE}}}
     for pod in cluster.server.of_kind(PODS):
-        cluster.change(PODS, pod["metadata"]["name"], status={"phase": "Succeeded", "containerStatuses": [over]})
+        cluster.change(PODS, pod["metadata"]["name"], status={"phase": "Succeeded", "containerStatuses": [worker]})
 
 
 @pytest.fixture
@@ -96,26 +96,26 @@ async def cluster() -> AsyncIterator[OperatedCluster]:
 
 
 def first(cluster: OperatedCluster, method: str, path: str) -> int:
-    return cluster.server.asked.index((method, path))
+    return cluster.server.requests.index((method, path))
 
 
 async def test_the_report_is_written_before_the_final_status_and_before_etcd_is_deleted(
     cluster: OperatedCluster,
 ) -> None:
     cluster.add_job()
-    await cluster.have_pods()
+    await cluster.wait_for_pods()
     succeeds(cluster)
-    await cluster.until(lambda: cluster.server.times("DELETE", DEPLOYMENTS) == 1)
+    await cluster.wait_for(lambda: cluster.server.count_requests("DELETE", DEPLOYMENTS) == 1)
     assert cluster.status["state"] == "Succeeded"
     assert cluster.status["timeBreakdown"]["seconds"].keys() == {"waiting"}
-    written = [path for _, path in cluster.server.asked].index(CONFIG_MAPS.path(NAMESPACE))
-    statuses = [at for at, (method, _) in enumerate(cluster.server.asked) if method == "PUT"]
+    written = [path for _, path in cluster.server.requests].index(CONFIG_MAPS.path(NAMESPACE))
+    statuses = [at for at, (method, _) in enumerate(cluster.server.requests) if method == "PUT"]
     assert statuses[-2] < written < statuses[-1]
     document = json.loads(cluster.server.get(CONFIG_MAPS, REPORT)["data"]["report.json"])
     assert (document["job"]["name"], document["job"]["state"]) == (NAME, "Succeeded")
     assert document["timeBreakdown"] == cluster.status["timeBreakdown"]
-    await cluster.look()
-    assert cluster.server.times("POST", CONFIG_MAPS) == 1
+    await cluster.reconcile()
+    assert cluster.server.count_requests("POST", CONFIG_MAPS) == 1
 
 
 @pytest.mark.parametrize(
@@ -131,16 +131,16 @@ async def test_a_job_whose_report_is_rejected_finishes_with_an_event(
 ) -> None:
     cluster.server.fault = lambda _method, path: fault if "configmaps" in path else None
     cluster.add_job()
-    await cluster.have_pods()
+    await cluster.wait_for_pods()
     succeeds(cluster)
-    await cluster.until(lambda: cluster.server.times("DELETE", DEPLOYMENTS) == 1)
-    await cluster.until(lambda: len(cluster.told("ReportNotKept")) == 1)
-    told = cluster.told("ReportNotKept")[0]
-    assert told.startswith(f"what is known of its run cannot be kept in the ConfigMap {REPORT}: ")
-    assert words in told
+    await cluster.wait_for(lambda: cluster.server.count_requests("DELETE", DEPLOYMENTS) == 1)
+    await cluster.wait_for(lambda: len(cluster.events("ReportNotKept")) == 1)
+    message = cluster.events("ReportNotKept")[0]
+    assert message.startswith(f"what is known of its run cannot be kept in the ConfigMap {REPORT}: ")
+    assert words in message
     assert cluster.status["state"] == "Succeeded"
-    await cluster.look()
-    assert cluster.server.times("POST", CONFIG_MAPS) == 1
+    await cluster.reconcile()
+    assert cluster.server.count_requests("POST", CONFIG_MAPS) == 1
 
 
 @pytest.mark.parametrize("why", ["etcdserver: leader changed", 'failed calling webhook "a.b.c": connection refused'])
@@ -150,12 +150,12 @@ async def test_etcd_is_kept_while_the_report_cannot_be_written(cluster: Operated
 
     cluster.server.fault = fault
     cluster.add_job()
-    await cluster.have_pods()
+    await cluster.wait_for_pods()
     succeeds(cluster)
-    await cluster.until(lambda: cluster.status.get("state") == "Succeeded")
+    await cluster.wait_for(lambda: cluster.status.get("state") == "Succeeded")
     for _ in range(2):
-        await cluster.look()
-    tried = cluster.server.times("DELETE", DEPLOYMENTS)
+        await cluster.reconcile()
+    tried = cluster.server.count_requests("DELETE", DEPLOYMENTS)
     cluster.server.fault = lambda _method, _path: None
-    await cluster.until(lambda: cluster.server.times("DELETE", DEPLOYMENTS) == 1)
+    await cluster.wait_for(lambda: cluster.server.count_requests("DELETE", DEPLOYMENTS) == 1)
     assert tried == 0

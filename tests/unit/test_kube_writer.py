@@ -89,7 +89,7 @@ async def test_a_conflict_on_deletion_does_not_mean_that_the_object_is_gone(
     server.has = "a successor's"
     await writer.delete(resource, NAMESPACE, "digits", UID)
     assert store.owned_by(resource, NAMESPACE, UID) == ()
-    assert server.asked == {"DELETE": 2, "GET": 2}
+    assert server.requests == {"DELETE": 2, "GET": 2}
 
 
 @pytest.mark.parametrize("resource", [PODS, ELASTIC_JOBS], ids=lambda resource: resource.plural)
@@ -99,7 +99,7 @@ async def test_a_successor_of_the_same_name_is_not_deleted(resource: Resource) -
         writer = Writer(api, store)
         server.put(resource, "digits", metadata={"uid": "a successor's"})
         await writer.delete(resource, TEAM, "digits", UID)
-        assert server.times("DELETE", resource) == 1
+        assert server.count_requests("DELETE", resource) == 1
         assert server.get(resource, "digits")["metadata"]["uid"] == "a successor's"
 
 

@@ -140,7 +140,7 @@ def test_rendezvous_settings_are_passed_to_the_agents(tmp_path: Path) -> None:
     settings = as_the_agent_reads_it(job)
 
     rendezvous = settings.rendezvous
-    assert (rendezvous.last_call_timeout, meeting.join_timeout, meeting.lease) == (30.0, 1200.0, 10.0)
+    assert (rendezvous.last_call_timeout, rendezvous.join_timeout, rendezvous.lease) == (30.0, 1200.0, 10.0)
     assert "PET_RDZV_CONF" not in variables_of(a_job())
     ports = variables_of(a_job(rendezvous=RendezvousSpec(ports=PortRange(20000, 20031))))
     assert (ports["PET_PORT_RANGE"], "PET_RDZV_CONF" in ports) == ("20000-20031", False)
