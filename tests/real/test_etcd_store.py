@@ -13,7 +13,7 @@ import pytest_asyncio
 from tests.support import etcd_kinds
 from tests.support.answers import answering, http
 from tests.support.etcd_conformance import EtcdBehaviour
-from tests.support.store_conformance import ended, seen, watching
+from tests.support.store_conformance import ended, read_changes, watching
 from tests.support.tcp_proxy import TcpProxy
 from torchelastic.errors import StoreUnavailable
 from torchelastic.store import StoreSettings, connect, etcd_v3
@@ -70,7 +70,7 @@ class TestEtcdV3Store(EtcdBehaviour):
             await own_etcd.start()
             async with watching(store, prefix) as watch:
                 await store.put(prefix + "a", b"")
-                assert len(await seen(watch, 1)) == 1
+                assert len(await read_changes(watch, 1)) == 1
 
     @pytest.mark.parametrize("compacted", [False, True])
     async def test_changes_that_a_dead_connection_lost_are_delivered_or_the_watch_ends(
@@ -84,17 +84,17 @@ class TestEtcdV3Store(EtcdBehaviour):
             watching(store, prefix) as watch,
         ):
             await direct.put(prefix + "1", b"")
-            told = await seen(watch, 1)
+            changes = await read_changes(watch, 1)
             proxy.fall_silent(new_too=False)
             lost = [await direct.put(prefix + number, b"") for number in "23"]
             if compacted:
                 await ask(etcd, "/v3/kv/compaction", {"revision": lost[-1]})
                 await ended(watch)
                 return
-            told += await seen(watch, 2)
+            changes += await read_changes(watch, 2)
             await direct.put(prefix + "4", b"")
-            told += await seen(watch, 1)
-        assert [change.key for change in told] == [prefix + number for number in "1234"]
+            changes += await read_changes(watch, 1)
+        assert [change.key for change in changes] == [prefix + number for number in "1234"]
 
 
 async def test_a_watch_moves_to_another_server_if_the_first_can_only_be_read() -> None:

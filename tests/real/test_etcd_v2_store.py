@@ -15,7 +15,7 @@ import pytest_asyncio
 from tests.support import etcd_kinds
 from tests.support.answers import answering, http
 from tests.support.etcd_conformance import EtcdBehaviour
-from tests.support.store_conformance import HANGS, ended, keys_below, seen, watching
+from tests.support.store_conformance import HANGS, ended, keys_below, read_changes, watching
 from tests.support.testbed.availability import EXHAUSTIVE
 from torchelastic.errors import StoreRefused, StoreUnavailable
 from torchelastic.store import RunLease, StoreSettings, connect
@@ -157,7 +157,7 @@ async def test_keys_that_others_wrote_are_ignored_or_reported(store: Store, etcd
             async with session.put(f"{etcd.url}/v2/keys{prefix}byhand", data={"value": "x"}) as response:
                 assert response.status == 201
             await store.put(prefix + "a", b"")
-            assert [change.key for change in await seen(watch, 1)] == [prefix + "a"]
+            assert [change.key for change in await read_changes(watch, 1)] == [prefix + "a"]
         assert await keys_below(store, prefix) == ["a"]
         async with session.put(f"{etcd.url}/v2/keys{prefix}folder~?dir=true") as response:
             assert response.status == 201
@@ -196,6 +196,6 @@ async def test_a_watch_that_falls_behind_ends_but_a_quiet_one_survives_unrelated
                 await store.put("/elsewhere", b"")
             assert await anext(quiet) == ()  # it has moved on
         await store.put(prefix + "a", b"")
-        assert [change.key for change in await seen(quiet, 1)] == [prefix + "a"]
+        assert [change.key for change in await read_changes(quiet, 1)] == [prefix + "a"]
         await ended(slow)
     await quick.close()

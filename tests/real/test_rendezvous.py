@@ -11,7 +11,7 @@ import pytest
 
 from elastic_operator.store_mirror import StoreMirror
 from tests.support.nodes import NodeFactory, all_with
-from tests.support.store_conformance import seen, watching
+from tests.support.store_conformance import read_changes, watching
 from torchelastic.protocol import (
     NodePhase,
     OutcomeState,
@@ -44,11 +44,11 @@ async def factory(request: pytest.FixtureRequest, run_id: str, etcd: EtcdServer)
     """Nodes of one run; on an etcd of its own if the test has one, which it may then disturb."""
     server = request.getfixturevalue("own_etcd") if "own_etcd" in request.fixturenames else etcd
 
-    async def reach() -> Store:
+    async def connect_client() -> Store:
         return await connect(server.settings)
 
-    async with NodeFactory(reach, run_id, lease=LEASE, last_call_timeout=1.0) as made:
-        yield made
+    async with NodeFactory(connect_client, run_id, lease=LEASE, last_call_timeout=1.0) as node_factory:
+        yield node_factory
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -201,7 +201,7 @@ async def time_goes_by(store: Store, seconds: float) -> None:
     key = f"/clock/{uuid.uuid4()}"
     async with watching(store, "/clock/") as watch:
         await store.put(key, b"", lease=await store.grant(seconds))
-        await seen(watch, 2)
+        await read_changes(watch, 2)
 
 
 async def test_run_keys_stay_while_an_agent_or_the_operator_lives_and_are_removed_after_both_left(

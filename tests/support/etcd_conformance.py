@@ -16,7 +16,7 @@ import pytest
 from tests.support.answers import answering, http
 from tests.support.certificates import make_certificates
 from tests.support.etcd_kinds import EtcdKind
-from tests.support.store_conformance import HANGS, StoreBehaviour, ended, seen, watching
+from tests.support.store_conformance import HANGS, StoreBehaviour, ended, read_changes, watching
 from tests.support.tcp_proxy import TcpProxy
 from torchelastic.errors import LeaseLost, SettingsError, StoreRefused, StoreUnavailable
 from torchelastic.protocol import run_lease
@@ -35,8 +35,8 @@ class EtcdBehaviour(StoreBehaviour):
 
     Attributes:
         api: the version of etcd's API.
-        wrong_password: the message about one.
-        denied: the message about keys that a user may not use.
+        wrong_password: the error message for a wrong password.
+        denied: the error message for keys that the user may not access.
         writes: the number of writes of each writer while the server is killed.
     """
 
@@ -45,13 +45,13 @@ class EtcdBehaviour(StoreBehaviour):
     denied: ClassVar[str]
     writes: ClassVar[int]
 
-    async def guard(self, server: EtcdServer) -> None:
+    async def require_authentication(self, server: EtcdServer) -> None:
         """Turn on authentication: alice, with the password s3cret, may use keys below /torchelastic/ only."""
         raise NotImplementedError
 
     @contextlib.asynccontextmanager
     async def opened(self, settings: StoreSettings, **changes: Any) -> AsyncIterator[Store]:
-        """A store for the length of a block."""
+        """Open a store within the block."""
         store = await connect(dataclasses.replace(settings, version=self.api, **changes))
         try:
             yield store
@@ -59,7 +59,7 @@ class EtcdBehaviour(StoreBehaviour):
             await store.close()
 
     async def refused(self, settings: StoreSettings, **changes: Any) -> StoreRefused:
-        """The error with which a server refuses a client for good."""
+        """The permanent error of a server that rejects the client."""
 
         async def put() -> None:
             async with self.opened(settings, **changes) as store:
@@ -83,7 +83,7 @@ class EtcdBehaviour(StoreBehaviour):
     def second(self) -> float:
         return 1.0
 
-    # -- servers that are away
+    # -- unavailable servers
 
     async def test_an_unreachable_server_error_names_the_address_and_the_reason(self) -> None:
         for endpoints, message in (
@@ -94,21 +94,21 @@ class EtcdBehaviour(StoreBehaviour):
             with pytest.raises(StoreUnavailable, match=message):
                 await connect(StoreSettings(endpoints=endpoints, version=self.api))
 
-    async def test_another_server_is_asked_if_one_does_not_listen(self, etcd: EtcdServer, prefix: str) -> None:
+    async def test_another_server_is_used_if_one_does_not_listen(self, etcd: EtcdServer, prefix: str) -> None:
         async with self.opened(etcd.settings, endpoints=("127.0.0.1:1", etcd.endpoint)) as store:
             lease = await store.grant(60)
             async with watching(store, prefix) as watch:
                 await store.put(prefix + "a", b"", lease=lease)
-                assert len(await seen(watch, 1)) == 1
+                assert len(await read_changes(watch, 1)) == 1
 
-    async def test_another_server_is_asked_if_one_hangs(
+    async def test_another_server_is_used_if_one_hangs(
         self, etcd: EtcdServer, own_etcd: EtcdServer, prefix: str
     ) -> None:
         endpoints = (own_etcd.endpoint, etcd.endpoint)
         async with self.opened(etcd.settings, endpoints=endpoints, request_timeout=3.0) as store:
             with own_etcd.paused():
                 assert await store.get(prefix + "a") is None
-                await store.put(prefix + "a", b"")  # the server that hung is now the last in the order
+                await store.put(prefix + "a", b"")  # the hanging server is now the last in the order
                 assert await store.get(prefix + "a") is not None
 
     async def test_a_server_that_hangs_is_reported_within_the_time_limit(
@@ -149,15 +149,15 @@ class EtcdBehaviour(StoreBehaviour):
                 with pytest.raises(StoreUnavailable):
                     await ended(watch)
 
-    async def test_a_quiet_watch_says_that_it_is_alive_and_goes_on(self, etcd: EtcdServer, prefix: str) -> None:
+    async def test_an_idle_watch_reports_that_it_is_alive_and_continues(self, etcd: EtcdServer, prefix: str) -> None:
         async with self.opened(etcd.settings, silence_limit=2) as store, watching(store, prefix) as watch:
             async with asyncio.timeout(HANGS):
                 for _ in range(2):
                     assert await anext(watch) == ()
             await store.put(prefix + "b", b"")
-            assert [change.key for change in await seen(watch, 1)] == [prefix + "b"]
+            assert [change.key for change in await read_changes(watch, 1)] == [prefix + "b"]
 
-    async def test_nothing_is_lost_over_kills_of_the_server(self, own_etcd: EtcdServer, prefix: str) -> None:
+    async def test_no_write_is_lost_when_the_server_is_killed(self, own_etcd: EtcdServer, prefix: str) -> None:
         written = asyncio.Semaphore(0)
 
         async def write(store: Store, writer: int) -> None:
@@ -170,14 +170,14 @@ class EtcdBehaviour(StoreBehaviour):
                 written.release()
 
         async def read(store: Store) -> dict[str, bytes]:
-            told: dict[str, bytes] = {}
+            values: dict[str, bytes] = {}
             async with contextlib.aclosing(follow_forever(store, prefix, lost=lambda _: None)) as news:
                 async for each in news:
                     entries = each.entries if isinstance(each, Listing) else [change.entry for change in each]
-                    told |= {entry.key: entry.value for entry in entries if entry is not None}
-                    if prefix + "last" in told:
+                    values |= {entry.key: entry.value for entry in entries if entry is not None}
+                    if prefix + "last" in values:
                         break
-            return told
+            return values
 
         async with self.opened(own_etcd.settings) as store, asyncio.timeout(3 * HANGS):
             reader = asyncio.create_task(read(store))
@@ -192,7 +192,7 @@ class EtcdBehaviour(StoreBehaviour):
             await store.put(prefix + "last", b"")
             assert await reader == {entry.key: entry.value for entry in (await store.list(prefix)).entries}
 
-    async def test_an_etcd_that_lost_its_data_ends_watches_and_leases(self, own_etcd: EtcdServer, prefix: str) -> None:
+    async def test_watches_and_leases_end_if_etcd_loses_its_data(self, own_etcd: EtcdServer, prefix: str) -> None:
         async with self.opened(own_etcd.settings) as store:
             lease = await store.grant(60)
             for index in range(10):
@@ -206,7 +206,7 @@ class EtcdBehaviour(StoreBehaviour):
             with pytest.raises(LeaseLost):
                 await store.keep_alive(lease)
 
-    # -- servers that are no usable etcd
+    # -- servers that are not a usable etcd
 
     @pytest.mark.parametrize(
         ("answer", "sentence"),
@@ -243,7 +243,7 @@ class EtcdBehaviour(StoreBehaviour):
     # -- credentials
 
     async def test_a_user_is_confined_to_the_permitted_prefix(self, own_etcd: EtcdServer) -> None:
-        await self.guard(own_etcd)
+        await self.require_authentication(own_etcd)
         async with self.opened(own_etcd.settings, username="alice", password="s3cret") as store:
             lasting = RunLease(store, "run")
             async with watching(store, "/torchelastic/run/") as watch:
@@ -251,7 +251,7 @@ class EtcdBehaviour(StoreBehaviour):
                 await store.put("/torchelastic/run/a", b"", lease=lease)
                 await store.keep_alive(lease)
                 await lasting.put("/torchelastic/run/lasting", b"")
-                assert len(await seen(watch, 2)) == 2
+                assert len(await read_changes(watch, 2)) == 2
             assert await store.grant(60, lease=run_lease("run")) == run_lease("run")
             await lasting.end()
             assert await store.get("/torchelastic/run/lasting") is None
@@ -260,20 +260,22 @@ class EtcdBehaviour(StoreBehaviour):
                     await refused
 
     async def test_wrong_or_missing_credentials_are_refused_and_never_shown(self, own_etcd: EtcdServer) -> None:
-        await self.guard(own_etcd)
+        await self.require_authentication(own_etcd)
         settings = dataclasses.replace(own_etcd.settings, username="alice", password="hunter2")
         error = await self.refused(settings)
         assert self.wrong_password in str(error)
         assert "hunter2" not in f"{error!r} {error.__context__!r} {settings!r}"
         assert "wants a user name and a password" in str(await self.refused(own_etcd.settings))
 
-    async def test_credentials_do_no_harm_where_nobody_asks_for_them(self, etcd: EtcdServer, prefix: str) -> None:
+    async def test_credentials_are_ignored_by_an_etcd_without_authentication(
+        self, etcd: EtcdServer, prefix: str
+    ) -> None:
         async with self.opened(etcd.settings, username="alice", password="s3cret") as store:
             assert await store.get(prefix + "a") is None
 
     # -- TLS
 
-    async def test_tls_works_with_certificates_of_both_sides_only(self, tmp_path: Path, etcd: EtcdServer) -> None:
+    async def test_tls_requires_certificates_of_both_sides(self, tmp_path: Path, etcd: EtcdServer) -> None:
         files = make_certificates(tmp_path)
         flags = files.etcd_flags_for_clients
         async with EtcdKind("3.5", api=self.api).server(tmp_path, protocol="https", args=flags) as server:
@@ -282,7 +284,7 @@ class EtcdBehaviour(StoreBehaviour):
             )
             async with self.opened(known) as store, watching(store, "/a") as watch:
                 await store.put("/a/b", b"")
-                assert len(await seen(watch, 1)) == 1
+                assert len(await read_changes(watch, 1)) == 1
             elsewhere = server.endpoint.replace("127.0.0.1", "localhost")
             for message, changes in (
                 (f"the certificate of etcd at {server.endpoint} cannot be trusted", {"ca_cert": None}),

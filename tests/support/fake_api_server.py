@@ -1,7 +1,6 @@
-"""An API server with kubelets: it stores the objects that a test puts there, and serves logs and metrics of pods.
+"""A fake API server with kubelets: it stores the objects of a test, and serves logs and metrics of pods.
 
-Some faults of logs cannot be caused at will on a real one: a stream that breaks in the middle of a line, a pod that
-prints a line at the moment when its successor starts.
+Some faults of logs cannot be triggered on a real API server, such as a stream that breaks in the middle of a line.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ class _Output:
 
 
 class FakeApiServer(ObjectServer):
-    """Serves on loopback within ``async with``.
+    """A fake API server, which serves on loopback within ``async with``.
 
     Attributes:
-        failing: paths that are answered with this status and this message.
+        failing: the error status and message of paths whose requests fail.
         pages: the metrics pages of pods, by the API server's proxy path.
     """
 
@@ -78,14 +77,14 @@ class FakeApiServer(ObjectServer):
 
     def add(self, obj: dict[str, Any]) -> None:
         """Create or change an object."""
-        self._keep(_KINDS[obj["kind"]].path(NAMESPACE, obj["metadata"]["name"]), obj)
+        self._store(_KINDS[obj["kind"]].path(NAMESPACE, obj["metadata"]["name"]), obj)
 
     def remove(self, uid: str) -> None:
         """Delete an object."""
         self.objects = {path: obj for path, obj in self.objects.items() if obj["metadata"]["uid"] != uid}
 
     async def print(self, pod: str, text: str) -> None:
-        """Have a pod print lines; text without a final newline is an unfinished line."""
+        """Append lines to a pod's log; text without a final newline is an unfinished line."""
         stamped = ""
         for part in text.splitlines(keepends=True):
             second, half = divmod(next(self._now), 2)
@@ -112,7 +111,7 @@ class FakeApiServer(ObjectServer):
             self._grown.notify_all()
 
     async def followed(self, pod: str, times: int = 1) -> None:
-        """Wait until a pod's log has been followed this many times in all."""
+        """Wait until this number of requests has followed a pod's log."""
         async with self._grown:
             await self._grown.wait_for(lambda: self._outputs[pod].followers >= times)
 

@@ -103,8 +103,10 @@ async def test_only_a_flag_selects_a_cluster(
     (_, kubeconfig), terminal.flags = terminal.flags, ()
     monkeypatch.setenv("KUBECONFIG", kubeconfig)
     assert "no jobs here" in (await terminal.run("get")).err
-    assert server.asked == []
-    monkeypatch.setattr(sys, "platform", "darwin")  # other systems cannot run jobs, but can list those on a cluster
+    assert server.requests == []
+    monkeypatch.setattr(
+        sys, "platform", "darwin"
+    )  # other systems cannot run jobs locally, but can list those on a cluster
     assert "Linux" in (await terminal.run("get")).sentence
     for flags in (["-n", "team"], ["--context", "here"], ["--kubeconfig", kubeconfig], ["-A"]):
         assert "digits" in (await terminal.run("get", *flags)).out
@@ -167,7 +169,7 @@ NO_PROGRAM = {"name": "u", "user": {"exec": {"command": "/no/such/program", "api
         ({**VALID, "users": [NO_PROGRAM]}, "gives no credentials: [Errno 2] No such file or directory: '/no/such/pro"),
     ],
 )
-def test_an_invalid_kubeconfig_gets_a_sentence(
+def test_an_invalid_kubeconfig_is_reported_in_one_sentence(
     text: str | dict[str, Any], sentence: str, tmp_path: Path, terminal: Terminal
 ) -> None:
     path = tmp_path / "config"
@@ -178,7 +180,9 @@ def test_an_invalid_kubeconfig_gets_a_sentence(
 
 
 @pytest.mark.parametrize("argv", EVERY_COMMAND, ids=" ".join)
-def test_an_unreachable_api_server_gets_a_sentence(argv: list[str], tmp_path: Path, terminal: Terminal) -> None:
+def test_an_unreachable_api_server_is_reported_in_one_sentence(
+    argv: list[str], tmp_path: Path, terminal: Terminal
+) -> None:
     path = tmp_path / "config"
     path.write_text(yaml.safe_dump(VALID))
     result = terminal.type(*argv, "--kubeconfig", str(path))
@@ -186,7 +190,9 @@ def test_an_unreachable_api_server_gets_a_sentence(argv: list[str], tmp_path: Pa
     assert result.sentence.startswith("the API server cannot be reached: ")
 
 
-def test_without_the_kubernetes_package_the_extra_is_named(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_the_kubernetes_package_names_the_extra(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded = ("kubernetes.", "elastic_operator.kubernetes.", "elastic_operator.client.")
     for name in [name for name in sys.modules if name.startswith(loaded)]:
         monkeypatch.delitem(sys.modules, name)
@@ -201,7 +207,9 @@ def test_without_the_kubernetes_package_the_extra_is_named(terminal: Terminal, m
 
 
 @pytest.mark.parametrize("argv", EVERY_COMMAND, ids=" ".join)
-async def test_a_refusal_gets_a_sentence(server: FakeApiServer, terminal: Terminal, argv: list[str]) -> None:
+async def test_an_api_server_error_is_printed_as_one_sentence(
+    server: FakeApiServer, terminal: Terminal, argv: list[str]
+) -> None:
     for status, words, sentence in (
         (401, "Unauthorized", "the API server does not accept these credentials"),
         (403, 'User "ada" cannot list', 'you may not do this on this cluster: User "ada" cannot list'),
@@ -213,7 +221,7 @@ async def test_a_refusal_gets_a_sentence(server: FakeApiServer, terminal: Termin
         assert result.sentence.startswith(sentence)
 
 
-async def test_a_missing_job_gets_a_sentence(server: FakeApiServer, terminal: Terminal) -> None:
+async def test_a_missing_job_is_reported_in_one_sentence(server: FakeApiServer, terminal: Terminal) -> None:
     server.remove(JOB_UID)
     for argv in COMMANDS_ON_ONE:
         result = await terminal.run(*argv)
@@ -231,14 +239,14 @@ async def test_a_finished_job_cannot_be_changed(server: FakeApiServer, terminal:
     assert (result.code, result.sentence) == (2, "the job digits is over (Succeeded) and does not change any more")
 
 
-async def test_a_deletion_ends_when_the_jobs_own_pods_are_gone(server: FakeApiServer, terminal: Terminal) -> None:
+async def test_delete_returns_when_the_jobs_own_pods_are_deleted(server: FakeApiServer, terminal: Terminal) -> None:
     namesake = pod(1, "bbbbb")
     namesake["metadata"]["ownerReferences"][0]["uid"] = "another job of the same name"
     server.add(namesake)
     server.add(pod(0, "aaaaa"))
     deleting = asyncio.create_task(terminal.run("delete", "digits"))
-    await server.until(lambda: server.times("GET", PODS) > 0)
-    assert server.times("DELETE", ELASTIC_JOBS) == 1
+    await server.wait_for(lambda: server.count_requests("GET", PODS) > 0)
+    assert server.count_requests("DELETE", ELASTIC_JOBS) == 1
     assert not deleting.done()
     server.remove("uid-aaaaa")
     assert await deleting == (0, "elasticjob digits deleted\n", "")
@@ -394,7 +402,7 @@ async def test_without_permission_to_read_metrics_the_status_is_shown(
         server.failing[proxied(name)] = (403, f'pods "{name}" is forbidden')
     lines = (await terminal.run("top", "digits")).out.splitlines()
     assert "round 4   world size 2   pods ready 2/3   restarts 1 charged, 0 uncharged" in lines
-    assert not [line for line in lines if "goodput" in line], "that was before it was resumed"
+    assert not [line for line in lines if "goodput" in line], "the time breakdown is from before the job was resumed"
     [said] = [line for line in lines if "forbidden" in line]
     assert said == (
         'the agents\' metrics cannot be read (pods "digits-0-aaaaa" is forbidden); grant yourself `get` on pods/proxy, '

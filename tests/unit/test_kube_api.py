@@ -1,4 +1,4 @@
-"""The connection to the API server: what it makes of what comes."""
+"""The client of the API server: invalid answers, credentials, proxies and error hints."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Server:
-    """Answers every request with the same pieces.
+    """Answers every request with the same chunks.
 
     Attributes:
-        answers: the pieces.
-        configuration: how it is reached.
+        answers: the chunks.
+        configuration: the client configuration for this server.
     """
 
     def __init__(self) -> None:
@@ -33,14 +33,14 @@ class Server:
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
-        for piece in self.answers:
-            await response.write(piece)
+        for chunk in self.answers:
+            await response.write(chunk)
         return response
 
 
 @pytest.fixture
 async def server() -> AsyncGenerator[Server, None]:
-    """A server for what a test has it answer."""
+    """A server with the answers that a test adds."""
     server = Server()
     async with answering(server.answer) as server.configuration:
         yield server
@@ -51,7 +51,7 @@ def api_of(server: Server) -> Api:
 
 
 @pytest.mark.parametrize("answer", [b"<html>hello</html>", b'{"title": "Anmeldung f\xfcr alle"}'])
-async def test_another_server_is_not_taken_for_an_api_server(server: Server, answer: bytes) -> None:
+async def test_an_answer_of_another_server_is_an_error(server: Server, answer: bytes) -> None:
     server.answers.append(answer)
     async with api_of(server) as api:
         with pytest.raises(ClusterError, match="is not a Kubernetes API server"):
@@ -59,7 +59,7 @@ async def test_another_server_is_not_taken_for_an_api_server(server: Server, ans
 
 
 @pytest.mark.parametrize("answer", [b"", b"<html>", b"[]", b'{"items": []}', b'{"metadata": {}, "items": []}'])
-async def test_an_invalid_list_is_not_taken_for_an_empty_one(server: Server, answer: bytes) -> None:
+async def test_an_invalid_list_is_an_error(server: Server, answer: bytes) -> None:
     server.answers.append(answer)
     async with api_of(server) as api:
         with pytest.raises(ClusterError, match="is not a Kubernetes API server"):
@@ -79,7 +79,7 @@ async def test_kopf_gets_the_same_credentials(authorization: str | None, header:
     assert info.as_http_headers().get("Authorization") == header
 
 
-async def test_a_proxy_that_the_environment_names_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_proxy_in_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bytes] = []
 
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -100,7 +100,7 @@ async def test_a_proxy_that_the_environment_names_is_used(monkeypatch: pytest.Mo
     assert asked[0].startswith(b"CONNECT api.example.org:6443 ")
 
 
-async def test_another_connection_has_the_same_credentials_as_they_are_now() -> None:
+async def test_another_connection_uses_the_current_credentials() -> None:
     seen: list[str | None] = []
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
@@ -120,7 +120,7 @@ async def test_another_connection_has_the_same_credentials_as_they_are_now() -> 
     assert seen == ["bearer 0", "bearer 1", "bearer 2", "bearer 3"]
 
 
-async def test_only_the_beginning_of_an_endless_error_is_read() -> None:
+async def test_only_the_beginning_of_an_endless_error_body_is_read() -> None:
     gone = asyncio.Event()
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:

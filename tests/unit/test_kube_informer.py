@@ -1,4 +1,4 @@
-"""The informer: lists, watches and their failures."""
+"""The informer: lists, watches and their errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PATIENCE = 20.0
 
 
-async def test_a_session_opens_again_after_it_was_closed_throttles_watches_and_says_why_one_fails() -> None:
+async def test_a_session_reopens_throttles_watches_and_reports_errors() -> None:
     statuses = iter([200, 200, 200, 403, 429, 500])
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
@@ -59,14 +59,14 @@ async def test_a_session_opens_again_after_it_was_closed_throttles_watches_and_s
 
 
 class Server:
-    """Has a job in every namespace and pods that are watched.
+    """An API server with one job in every namespace, and with pods.
 
     Attributes:
-        failing: a part of a path, with the status of the answer.
+        failing: the error status of requests by a part of their path.
         pods: the names of the pods.
-        lists: how often each kind was listed.
-        watches: how often pods were watched.
-        changes: what the watch of pods sends next; None ends it.
+        lists: the kinds of all lists so far.
+        watches: the number of watches of pods so far.
+        changes: the next changes for the watch of pods; None ends the watch.
     """
 
     def __init__(self) -> None:
@@ -82,8 +82,8 @@ class Server:
             return web.json_response(found)
         for part, status in self.failing.items():
             if part in request.path:
-                told = {"kind": "Status", "reason": "Forbidden", "message": f"{request.path} is not for you"}
-                return web.json_response(told, status=status)
+                status_object = {"kind": "Status", "reason": "Forbidden", "message": f"{request.path} is not for you"}
+                return web.json_response(status_object, status=status)
         kind = request.path.rpartition("/")[2]
         if request.query.get("watch"):
             return await self._watch(request, kind)
@@ -121,8 +121,8 @@ def server() -> Server:
 
 
 @contextlib.asynccontextmanager
-async def informed(server: Server, *namespaces: str) -> AsyncIterator[tuple[Informer, Store]]:
-    """An informer at work."""
+async def running_informer(server: Server, *namespaces: str) -> AsyncIterator[tuple[Informer, Store]]:
+    """Run an informer within the block."""
     changes = asyncio.Event()
     store = Store(changed=lambda _key: changes.set())
     async with answering(server.answer) as configuration, Api(configuration) as api:
@@ -140,15 +140,15 @@ async def informed(server: Server, *namespaces: str) -> AsyncIterator[tuple[Info
 
 
 async def until(what: Callable[[], bool]) -> None:
-    while not what():  # noqa: ASYNC110 - nothing tells
+    while not what():  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0.01)
 
 
-async def test_it_lists_each_kind_once_and_then_watches_despite_errors(
+async def test_each_kind_is_listed_once_and_then_watched_despite_errors(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.pods = ["a", "b"]
-    async with informed(server) as (informer, store):
+    async with running_informer(server) as (informer, store):
         await informer.synced.wait()
         assert (store.count(PODS), store.keys, informer.problem) == (2, ("team/digits",), "")
         server.changes.put_nowait({"type": "ADDED", "object": {"metadata": {"name": "odd"}}})
@@ -160,9 +160,9 @@ async def test_it_lists_each_kind_once_and_then_watches_despite_errors(
     assert caplog.text.count("an unexpected error while a change was handled") == 1
 
 
-async def test_an_expired_watch_lists_again_and_removes_what_is_gone(server: Server) -> None:
+async def test_an_expired_watch_causes_a_list_that_removes_deleted_objects(server: Server) -> None:
     server.pods = ["a"]
-    async with informed(server) as (informer, store):
+    async with running_informer(server) as (informer, store):
         await informer.synced.wait()
         server.pods = []
         for change in ({"type": "ERROR", "object": {"code": 410}}, None):
@@ -170,11 +170,9 @@ async def test_an_expired_watch_lists_again_and_removes_what_is_gone(server: Ser
         await until(lambda: store.count(PODS) == 0)
 
 
-async def test_a_watch_that_may_have_fallen_silent_is_opened_again(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_watch_without_events_is_reopened(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_operator.kubernetes.informer._LONGEST_WATCH", 0.1)
-    async with informed(server) as (informer, _):
+    async with running_informer(server) as (informer, _):
         await informer.synced.wait()
         await until(lambda: server.watches >= 3)
         assert server.lists.count("pods") == 1
@@ -208,10 +206,10 @@ async def test_a_forbidden_namespace_does_not_delay_others_and_is_listed_once_it
 ) -> None:
     caplog.set_level("INFO")
     server.failing[forbidden] = 403
-    async with informed(server, "a", "b") as (informer, store):
+    async with running_informer(server, "a", "b") as (informer, store):
         await informer.synced.wait()
         await asyncio.sleep(0.1)
-        assert store.keys == ("b/digits",), "a job without its pods would seem to have none"
+        assert store.keys == ("b/digits",), "a job is stored although its pods cannot be listed"
         [said] = [each for each in caplog.messages if "cannot be looked after" in each]
         assert said.startswith("the namespace a cannot be looked after: ")
         assert (
@@ -237,20 +235,20 @@ async def test_if_nothing_can_be_listed_the_reason_is_logged_once(
 ) -> None:
     caplog.set_level("INFO")
     server.failing["/"] = status
-    async with informed(server, *namespaces) as (informer, _):
+    async with running_informer(server, *namespaces) as (informer, _):
         await until(lambda: words in informer.problem)
         await asyncio.sleep(0.1)
         assert not informer.synced.is_set()
         [level] = [record.levelname for record in caplog.records if words in record.getMessage()]
-        assert level == ("INFO" if status == 429 else "WARNING"), "429 only asks to try again"
+        assert level == ("INFO" if status == 429 else "WARNING"), "429 is logged as an error"
         server.failing.clear()
         await informer.synced.wait()
         assert informer.problem == ""
 
 
-async def test_only_the_list_that_failed_is_tried_again(server: Server) -> None:
+async def test_only_the_failed_list_is_retried(server: Server) -> None:
     server.failing["deployments"] = 500
-    async with informed(server) as (informer, store):
+    async with running_informer(server) as (informer, store):
         await until(lambda: "500" in informer.problem)
         server.failing.clear()
         await informer.synced.wait()

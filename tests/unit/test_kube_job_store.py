@@ -1,4 +1,4 @@
-"""The stores of all jobs: an error in one does not affect the others."""
+"""The mirrors of all jobs' stores: an error of one does not affect the others."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PATIENCE = 30
 NO_API = Api(Configuration())
 
 
-class Away(StoreMirror):
-    """A mirror whose store a test reports as unreachable."""
+class FakeMirror(StoreMirror):
+    """A mirror without a store, for which a test reports errors."""
 
     def __init__(self, run_id: str, *, changed: Callable[[], None], away: Callable[[str], None]) -> None:
         super().__init__(run_id, changed=changed, away=away)
@@ -37,14 +37,14 @@ class Away(StoreMirror):
 
 
 def fail(mirror: StoreMirror, error: str) -> None:
-    assert isinstance(mirror, Away)
+    assert isinstance(mirror, FakeMirror)
     mirror.report(error)
 
 
 async def test_a_store_is_reported_as_unreachable_only_while_it_should_be_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("elastic_operator.kubernetes.job_store.StoreMirror", Away)
+    monkeypatch.setattr("elastic_operator.kubernetes.job_store.StoreMirror", FakeMirror)
     woken = []
     async with asyncio.timeout(PATIENCE), JobStores(NO_API, woken.append, managed_patience=0.0) as stores:
 
@@ -77,25 +77,27 @@ async def test_an_unexpected_error_while_a_store_is_followed_is_reported(monkeyp
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The time that it is, for stores that are away when a test wants it."""
+    """A clock that the test sets, for fake mirrors."""
     now = SimpleNamespace(time=0.0)
-    monkeypatch.setattr("elastic_operator.kubernetes.job_store.StoreMirror", Away)
+    monkeypatch.setattr("elastic_operator.kubernetes.job_store.StoreMirror", FakeMirror)
     monkeypatch.setattr("elastic_operator.kubernetes.job_store.time", SimpleNamespace(monotonic=lambda: now.time))
     return now
 
 
-async def test_a_store_is_reported_after_its_patience_and_another_reason_twice_a_minute_at_most(
+async def test_a_store_error_is_reported_after_a_delay_and_changes_at_most_twice_a_minute(
     now: SimpleNamespace,
 ) -> None:
     woken: list[str] = []
     async with asyncio.timeout(PATIENCE), JobStores(NO_API, woken.append, patience=0.0) as stores:
         own = stores.follow("own", "team/own", "127.9.9.9:2379", lasts=False, up=True)
-        for now.time, told in ((0.0, None), (50.0, None), (60.0, "no route")):
+        for now.time, reported in ((0.0, None), (50.0, None), (60.0, "no route")):
             fail(own, "no route")
-            assert stores.error("own") == told, "its node may have died, which takes a minute"
+            assert stores.error("own") == reported, (
+                "an own etcd is reported only after a minute, in which it may move to another node"
+            )
         woken.clear()
         mirror = stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=True, up=True)
-        for now.time, said, told in (
+        for now.time, error, reported in (
             (0.0, "no route", "no route"),
             (1.0, "no answer", "no route"),
             (29.0, "no answer", "no route"),
@@ -104,16 +106,16 @@ async def test_a_store_is_reported_after_its_patience_and_another_reason_twice_a
             (60.0, "no route", "no answer"),
             (61.0, "no route", "no route"),
         ):
-            fail(mirror, said)
-            assert stores.error("uid") == told
+            fail(mirror, error)
+            assert stores.error("uid") == reported
         assert len(woken) == 3
 
 
-async def test_a_store_that_is_not_up_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = asyncio.Event()
+async def test_no_connection_is_tried_while_the_store_is_not_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    connected = asyncio.Event()
 
     def at(_endpoint: str) -> NoReturn:
-        tried.set()
+        connected.set()
         raise StoreError("no route")
 
     monkeypatch.setattr("elastic_operator.kubernetes.job_store.store_at", at)
@@ -122,4 +124,4 @@ async def test_a_store_that_is_not_up_is_not_tried(monkeypatch: pytest.MonkeyPat
             stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=False, up=up)
             for _ in range(9):
                 await asyncio.sleep(0)
-            assert tried.is_set() is up
+            assert connected.is_set() is up

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.store_conformance import StoreBehaviour, ended, seen, watching
+from tests.support.store_conformance import StoreBehaviour, ended, read_changes, watching
 from torchelastic.errors import LeaseLost, StoreUnavailable
 from torchelastic.store import MemoryStore
 
@@ -47,10 +47,10 @@ async def test_an_unreachable_store_fails_but_keeps_its_data(store: MemoryStore)
     far.reachable = True
     async with watching(far, "") as watch:
         await store.put("a", b"after")
-        assert [change.entry and change.entry.value for change in await seen(watch, 1)] == [b"after"]
+        assert [change.entry and change.entry.value for change in await read_changes(watch, 1)] == [b"after"]
 
 
-async def test_wiping_removes_keys_and_leases_and_begins_the_revisions_again(store: MemoryStore) -> None:
+async def test_wiping_removes_keys_and_leases_and_resets_the_revisions(store: MemoryStore) -> None:
     lease = await store.grant(60)
     for index in range(5):
         last = await store.put(str(index), b"", lease=lease)

@@ -54,12 +54,12 @@ STRANGER = IncompatibleImage(Reason.PROTOCOL_MISMATCH, "the agent in the image s
 TRAINED = that_trained(a_job(replicas=2))
 
 
-def told(made: Plan) -> dict[EventReason, str]:
+def messages_of(made: Plan) -> dict[EventReason, str]:
     return {EventReason(event.reason): event.message for event in made.events}
 
 
 @pytest.mark.parametrize(("there", "goes"), [(None, 2), (a_round(running(1), running(2)), 0)])
-def test_while_a_store_has_lost_its_data_readiness_does_not_decide_which_pod_goes(
+def test_readiness_does_not_decide_which_pod_is_removed_while_a_store_has_lost_its_data(
     there: RoundRecord | None, goes: int
 ) -> None:
     job = that_trained(a_job(replicas=2, generation=2))
@@ -143,7 +143,7 @@ def test_wrong_node_clock_does_not_change_the_back_off(ended: float) -> None:
     assert (waits.create, waits.wake_at) == ((), NOW - 5 + back_off(5))
     assert waits.status is not None
     later = replace(job, status=waits.status)
-    assert plan(later, a_world(running(0), dead), NOW + 1).status is None, "time alone changes nothing"
+    assert plan(later, a_world(running(0), dead), NOW + 1).status is None, "passing time alone changes nothing"
     assert [pod.index for pod in plan(later, a_world(running(0), dead), NOW + 20).create] == [1]
 
 
@@ -174,7 +174,7 @@ def test_index_whose_pods_are_deleted_before_they_run_backs_off() -> None:
     job = that_trained(a_job(replicas=2, minimum=2))
     first = pending(1, terminating=True, created=NOW - 0.5)
     [second] = plan(job, a_world(running(0), first), NOW).create
-    assert (second.failures, second.failed) == (1, NOW - 0.5), "the first is made good at once"
+    assert (second.failures, second.failed) == (1, NOW - 0.5), "the first pod is replaced at once"
 
     again = pending(1, terminating=True, created=NOW - 0.25, failures=2, failed=NOW - 2)
     made = plan(job, a_world(running(0), again), NOW)
@@ -182,9 +182,9 @@ def test_index_whose_pods_are_deleted_before_they_run_backs_off() -> None:
     assert "digits-1 was deleted 3 times in a row before it ran and is started again at" in (
         condition(made.status, ConditionType.WAITING).message
     )
-    assert made.status.pod_failures == 0, "it is not charged"
+    assert made.status.pod_failures == 0, "the deletion is not charged"
     [ran] = plan(job, a_world(running(0), going(1, started=NOW - 1, failures=2, failed=NOW - 4)), NOW).create
-    assert ran.failures == 2, "one that ran is made good at once"
+    assert ran.failures == 2, "a pod that ran is replaced at once"
 
 
 def test_pods_deleted_while_unwanted_cause_no_back_off() -> None:
@@ -234,7 +234,7 @@ def test_success_is_reported() -> None:
     for kind in (ConditionType.RUNNING, ConditionType.WAITING, ConditionType.DEGRADED):
         assert condition(made.status, kind).status is False
     assert (made.status.round, made.status.restarts, made.status.completed) == (4, 1, NOW)
-    assert told(made) == {EventReason.SUCCEEDED: "succeeded in round 4 after 1 restart"}
+    assert messages_of(made) == {EventReason.SUCCEEDED: "succeeded in round 4 after 1 restart"}
 
 
 def test_failure_names_its_root_cause() -> None:
@@ -246,7 +246,7 @@ def test_failure_names_its_root_cause() -> None:
     assert condition(made.status, ConditionType.FINISHED).message == cause
     assert condition(made.status, ConditionType.FAILED).reason == Reason.RUN_FAILED
     assert made.status.last_failure == LastFailure(cause, pod="digits-2", rank=3, exit_code=1, time=NOW)
-    assert told(made) == {EventReason.FAILED: f"failed: {cause}"}
+    assert messages_of(made) == {EventReason.FAILED: f"failed: {cause}"}
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_failure_quotes_the_pod_that_caused_it(pods: tuple[Pod, ...], reason: Re
     failed = condition(made.status, ConditionType.FAILED)
 
     assert (failed.reason, failed.message) == (reason, message)
-    assert told(made) == {EventReason.FAILED: f"failed: {message}"}
+    assert messages_of(made) == {EventReason.FAILED: f"failed: {message}"}
     assert made.status.pod_failures == 0
 
 
@@ -284,7 +284,7 @@ def test_job_starts_when_its_first_round_forms() -> None:
     assert (before.state, before.started) == (JobState.PENDING, None)
     assert condition(before, ConditionType.RUNNING).reason == Reason.STARTING
     assert (made.status.state, made.status.started, made.status.world_size) == (JobState.RUNNING, NOW, 2)
-    assert told(made) == {EventReason.STARTED: "training started with 2 pods and world size 2"}
+    assert messages_of(made) == {EventReason.STARTED: "training started with 2 pods and world size 2"}
 
 
 def test_waiting_names_the_missing_pods_and_why() -> None:
@@ -354,7 +354,7 @@ def test_blocked_pods_are_reported_once() -> None:
     assert waiting.message == f"1 of at least 2 pods is ready; {hindered}"
     assert degraded.message == f"1 of 2 pods ready; {hindered}"
     assert waiting.reason == degraded.reason == Reason.RESOURCES_BLOCKED
-    assert told(made) == {EventReason.RESOURCES_BLOCKED: "pods cannot be created for now: exceeded quota: pods"}
+    assert messages_of(made) == {EventReason.RESOURCES_BLOCKED: "pods cannot be created for now: exceeded quota: pods"}
     assert made.status.replicas == 1
 
     again = plan(replace(job, status=made.status), replace(world, blocked="exceeded quota: pods, again"), NOW)
@@ -396,7 +396,7 @@ def test_blocked_objects_are_reported_while_all_pods_train() -> None:
         (True, Reason.RESOURCES_BLOCKED, "a foreign Service is called digits-etcd"),
         (True, Reason.BUDGET_REJECTED, "no right"),
     ]
-    assert told(made)[EventReason.RESOURCES_BLOCKED].endswith("for now: a foreign Service is called digits-etcd")
+    assert messages_of(made)[EventReason.RESOURCES_BLOCKED].endswith("for now: a foreign Service is called digits-etcd")
     assert made.status is not None
     mended = plan(
         replace(TRAINED, status=made.status), replace(world, blocked=None, disruption_budget_error=None), NOW
@@ -413,7 +413,7 @@ def test_rejected_pods_are_reported_once() -> None:
     assert condition(made.status, ConditionType.DEGRADED).message == (
         "1 of 2 pods ready; no more pods are created from this spec, which the cluster rejects"
     )
-    assert told(made) == {
+    assert messages_of(made) == {
         EventReason.POD_DIED: f"{died(1).name} was killed by SIGKILL",
         EventReason.REFUSED: f"the spec cannot be honoured, and no pod is created from it: {words}",
     }
@@ -471,7 +471,7 @@ def test_events_of_ended_pods_name_the_successor() -> None:
 )
 def test_event_says_how_a_pod_died(dead: Pod, how: str) -> None:
     made = plan(TRAINED, a_world(running(0), dead), NOW)
-    assert told(made)[EventReason.POD_DIED].startswith(f"{dead.name} {how}; ")
+    assert messages_of(made)[EventReason.POD_DIED].startswith(f"{dead.name} {how}; ")
 
 
 def test_event_of_a_pod_whose_init_container_failed() -> None:
@@ -479,7 +479,7 @@ def test_event_of_a_pod_whose_init_container_failed() -> None:
     made = plan(TRAINED, a_world(running(0), died(1, None, init_exit_code=7, message=said, ended=NOW)), NOW)
 
     words = f"{died(1).name} did not start: {said}"
-    assert told(made)[EventReason.POD_DIED].startswith(f"{words}; ")
+    assert messages_of(made)[EventReason.POD_DIED].startswith(f"{words}; ")
     assert made.status.last_failure == LastFailure(words, pod=died(1).name, exit_code=7, time=NOW)
 
 
@@ -487,7 +487,7 @@ def test_pods_removed_by_the_plan_are_not_reported_as_deleted() -> None:
     job = with_status(that_trained(a_job(replicas=1, generation=2)), desired=2)
     world = a_world(running(0), running(1))
     first = plan(job, world, NOW)
-    assert told(first) == {EventReason.SCALED: "scaled from 2 to 1 pod"}
+    assert messages_of(first) == {EventReason.SCALED: "scaled from 2 to 1 pod"}
 
     assert first.status is not None
     after = a_world(running(0), going(1), size=first.size)
@@ -501,9 +501,9 @@ def test_new_round_event_names_the_cause() -> None:
     later = a_round(*pods, number=2, cause=cause, restarts=1, reason=RoundReason.WORKER_FAILED)
     failed = plan(TRAINED, a_world(*pods, round=later), NOW)
 
-    assert told(scaled) == {EventReason.ROUND: "round 2 with world size 2: digits-1 joined"}
+    assert messages_of(scaled) == {EventReason.ROUND: "round 2 with world size 2: digits-1 joined"}
     assert [event.warning for event in scaled.events] == [False]
-    assert told(failed) == {EventReason.ROUND: f"round 2 with world size 2: {cause}"}
+    assert messages_of(failed) == {EventReason.ROUND: f"round 2 with world size 2: {cause}"}
     assert [event.warning for event in failed.events] == [True]
     assert (failed.status.restarts, failed.status.last_failure) == (1, LastFailure(cause, time=NOW))
 
@@ -524,13 +524,13 @@ def test_worker_failure_is_the_last_failure() -> None:
     )
 
 
-def test_later_is_not_reported_as_the_failure() -> None:
+def test_later_event_is_not_reported_as_the_failure() -> None:
     pods = (running(0), running(1))
     after = a_round(*pods, number=3, restarts=1, cause="digits-1 joined", failure=a_failure())
     made = plan(TRAINED, a_world(*pods, round=after), NOW)
 
     failed = "rank 3 on digits-1-abcde exited with ValueError: no"
-    assert told(made) == {
+    assert messages_of(made) == {
         EventReason.WORKER_FAILED: failed,
         EventReason.ROUND: "round 3 with world size 2: digits-1 joined",
     }
@@ -538,13 +538,13 @@ def test_later_is_not_reported_as_the_failure() -> None:
     assert made.status.last_failure.message == failed
 
     unknown = plan(TRAINED, a_world(*pods, round=replaced(after, failure=None)), NOW)
-    assert told(unknown) == {EventReason.ROUND: "round 3 with world size 2: digits-1 joined"}
+    assert messages_of(unknown) == {EventReason.ROUND: "round 3 with world size 2: digits-1 joined"}
     assert (unknown.status.restarts, unknown.status.last_failure) == (1, None)
 
 
 def test_round_without_members_is_a_pause() -> None:
     made = plan(TRAINED, a_world(running(0), running(1), round=a_round(number=2, cause="digits-1 died")), NOW)
 
-    assert told(made) == {EventReason.PAUSED: "no pod trains now: digits-1 died"}
+    assert messages_of(made) == {EventReason.PAUSED: "no pod trains now: digits-1 died"}
     assert made.status.state is JobState.WAITING
     assert condition(made.status, ConditionType.RUNNING).message == "digits-1 died"

@@ -62,28 +62,28 @@ GANG = SchedulingSpec(gang=GangScheduler.VOLCANO)
 
 @dataclass(frozen=True)
 class Case:
-    """A job, what is observed, and the plan.
+    """A job, an observation, and the expected plan.
 
     Attributes:
         creates: indices of new pods.
         removes: indices of pods to delete.
-        tells: the size to write into the store.
-        state: of the new status; None if the status does not change.
+        expected_size: the size to write into the store.
+        state: the state in the new status; None if the status does not change.
         reason: why the job finished; None if it has not, or if another case shows it.
-        charges: how many failed pods the status counts.
+        charges: the number of failed pods in the status.
         wakes_in: seconds until the next plan.
-        etcd: whether the store is kept.
-        replicas: to write into the spec.
+        etcd: whether the etcd of the job is kept.
+        replicas: the replicas to write into the spec.
         deletes: whether the job itself is deleted.
         min_member: the size of the gang.
-        min_available: of the disruption budget.
+        min_available: minAvailable of the disruption budget.
     """
 
     job: Job
     world: Observed
     creates: list[int] = field(default_factory=list)
     removes: list[int] = field(default_factory=list)
-    tells: SizeRecord | None = None
+    expected_size: SizeRecord | None = None
     state: JobState | None = None
     reason: Reason | None = None
     charges: int = 0
@@ -119,25 +119,25 @@ CASES = {
     "the second failure in a row waits for a second": Case(
         TRAINED, a_world(running(0), died(1, failures=1)), wakes_in=1, state=JobState.RUNNING, charges=1
     ),
-    "the agents are told of a larger size before pods are created": Case(
+    "a larger size is written to the store before pods are created": Case(
         that_trained(a_job(replicas=3, generation=2)),
         a_world(running(0), running(1)),
         creates=[2],
-        tells=size(3, generation=2),
+        expected_size=size(3, generation=2),
         state=JobState.RUNNING,
     ),
     "scaling down removes pods that are not ready first": Case(
         that_trained(a_job(replicas=2, generation=2)),
         a_world(running(0, size=size(3)), unready(1, size=size(3)), running(2, size=size(3))),
         removes=[1],
-        tells=size(2, generation=2, going=(unready(1).name,)),
+        expected_size=size(2, generation=2, going=(unready(1).name,)),
         state=JobState.RUNNING,
     ),
     "scaling down removes the highest indices next": Case(
         that_trained(a_job(replicas=1, generation=2)),
         a_world(running(0), running(1), running(2)),
         removes=[2, 1],
-        tells=size(1, generation=2, going=tuple(sorted([running(1).name, running(2).name]))),
+        expected_size=size(1, generation=2, going=tuple(sorted([running(1).name, running(2).name]))),
         state=JobState.RUNNING,
     ),
     "the lowest empty indices are filled": Case(
@@ -146,17 +146,17 @@ CASES = {
         creates=[0, 2],
         state=JobState.RUNNING,
     ),
-    "the agents are told of changed bounds": Case(
+    "changed bounds are written to the store": Case(
         that_trained(a_job(replicas=2, maximum=8, generation=5)),
         a_world(running(0), running(1)),
-        tells=size(2, maximum=8, generation=5),
+        expected_size=size(2, maximum=8, generation=5),
         state=JobState.RUNNING,
     ),
     "a new size exceeds the generation of the size in the store": Case(
         that_trained(a_job(replicas=3, generation=2)),
         a_world(running(0), running(1), size=size(2, generation=7)),
         creates=[2],
-        tells=size(3, generation=8),
+        expected_size=size(3, generation=8),
         state=JobState.RUNNING,
     ),
     "pods are changed although the store cannot be read": Case(
@@ -231,7 +231,7 @@ CASES = {
         removes=[1],
         state=JobState.RUNNING,
     ),
-    "a job that is suspended from its creation gets nothing": Case(
+    "a job that is created suspended gets no objects": Case(
         a_job(suspend=True, replicas=None, scheduling=GANG), NO_STORE, state=JobState.SUSPENDED, etcd=False
     ),
     "a suspended job loses all pods, including ended ones": Case(
@@ -247,7 +247,7 @@ CASES = {
     "a suspended job does not wait for a pod on a lost node": Case(
         that_trained(a_job(suspend=True)), a_world(lost(0)), state=JobState.SUSPENDED, etcd=False
     ),
-    "a run that had ended before the suspension has ended": Case(
+    "a run that had ended before the suspension finishes the job": Case(
         that_trained(a_job(suspend=True)),
         a_world(running(0), outcome=success()),
         state=JobState.SUCCEEDED,
@@ -263,7 +263,7 @@ CASES = {
         removes=[0],
         state=JobState.SUSPENDED,
     ),
-    "a job of another controller is left alone": Case(
+    "a job of another controller is not changed": Case(
         that_trained(a_job(managed_by="kueue.x-k8s.io/multikueue")), a_world(died(0), outcome=success())
     ),
     "exit code 0 wins over a termination reason": Case(
@@ -351,7 +351,7 @@ CASES = {
         reason=Reason.RUN_SUCCEEDED,
         etcd=False,
     ),
-    "a store that is forbidden to the operator is not waited for": Case(
+    "the plan does not wait for a store that the operator may not read": Case(
         that_trained(a_job()), a_world(store_read=False, store_forbidden=True), creates=[0, 1], state=JobState.WAITING
     ),
     "the policy All removes ended pods": Case(
@@ -395,7 +395,7 @@ CASES = {
 
 
 def with_round(case: Case) -> Observed:
-    """What is observed, with the round of a job that trains."""
+    """The observation, with a round if the job trains."""
     trains = case.state is JobState.RUNNING and case.world.store_read
     return replace(case.world, round=a_round(running(0), running(1))) if trains else case.world
 
@@ -403,21 +403,25 @@ def with_round(case: Case) -> Observed:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_plan_of(case: Case) -> None:
     world = with_round(case)
-    made = plan(case.job, world, NOW)
+    planned = plan(case.job, world, NOW)
 
     index_of = {pod.uid: pod.index for pod in case.world.pods}
-    assert [pod.index for pod in made.create] == case.creates
-    assert [index_of[removal.uid] for removal in made.remove] == case.removes
-    assert made.wake_at == (None if case.wakes_in is None else NOW + case.wakes_in)
-    assert (made.size, made.etcd, made.replicas) == (case.tells, case.etcd, case.replicas)
-    assert (made.delete_job, made.min_member, made.min_available) == (case.deletes, case.min_member, case.min_available)
-    assert (made.status is None) == (case.state is None)
-    if made.status is not None:
-        assert (made.status.state, made.status.pod_failures) == (case.state, case.charges)
-        assert made.status.observed_generation == case.job.generation + (case.replicas is not None)
+    assert [pod.index for pod in planned.create] == case.creates
+    assert [index_of[removal.uid] for removal in planned.remove] == case.removes
+    assert planned.wake_at == (None if case.wakes_in is None else NOW + case.wakes_in)
+    assert (planned.size, planned.etcd, planned.replicas) == (case.expected_size, case.etcd, case.replicas)
+    assert (planned.delete_job, planned.min_member, planned.min_available) == (
+        case.deletes,
+        case.min_member,
+        case.min_available,
+    )
+    assert (planned.status is None) == (case.state is None)
+    if planned.status is not None:
+        assert (planned.status.state, planned.status.pod_failures) == (case.state, case.charges)
+        assert planned.status.observed_generation == case.job.generation + (case.replicas is not None)
         if case.reason is not None:
-            assert condition(made.status, ConditionType.FINISHED).reason == case.reason
+            assert condition(planned.status, ConditionType.FINISHED).reason == case.reason
 
-    again = plan(replace(case.job, status=made.status or case.job.status), world, NOW)
+    again = plan(replace(case.job, status=planned.status or case.job.status), world, NOW)
     assert again.events == ()
-    assert again.status is None or case.creates, "carried out in part, it may say what is missing"
+    assert again.status is None or case.creates, "a second plan writes another status"

@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 NO_STORE = replace(a_world(store_read=False), etcd=EtcdState.ABSENT)
 
 
-def told(made: Plan) -> dict[EventReason, str]:
+def messages_of(made: Plan) -> dict[EventReason, str]:
     return {EventReason(event.reason): event.message for event in made.events}
 
 
-def followed(job: Job, world: Observed) -> Job:
+def apply_status(job: Job, world: Observed) -> Job:
     """The job with the status that the plan writes."""
     status = plan(job, world, NOW).status
     assert status is not None
@@ -70,7 +70,7 @@ def test_suspension_is_reported_step_by_step() -> None:
     stopping = plan(job, a_world(running(0), running(1)), NOW)
     first = condition(stopping.status, ConditionType.SUSPENDED)
     assert (first.status, first.reason, first.message) == (False, Reason.STOPPING, "the pods are terminating")
-    assert told(stopping) == {EventReason.SUSPENDED: "suspended: its pods are asked to leave"}
+    assert messages_of(stopping) == {EventReason.SUSPENDED: "suspended: its pods are asked to leave"}
     assert (stopping.status.replicas, stopping.status.ready_replicas, stopping.status.active) == (0, 0, None)
     assert stopping.status.desired == 0
     assert stopping.status.applied_spec == job.status.applied_spec
@@ -87,8 +87,8 @@ def test_suspension_is_reported_step_by_step() -> None:
 def test_counts_outlive_a_suspension() -> None:
     round = a_round(running(0), number=7, restarts=2, free=4)
     job = that_trained(a_job(suspend=True), pod_failures=1, excluded_nodes=("node-3",))
-    stopping = followed(job, a_world(running(0), round=round))
-    rests = followed(stopping, NO_STORE).status
+    stopping = apply_status(job, a_world(running(0), round=round))
+    rests = apply_status(stopping, NO_STORE).status
     assert (rests.round, rests.restarts, rests.uncharged_restarts, rests.pod_failures) == (7, 2, 4, 1)
     assert rests.started == NOW - 60
 
@@ -96,7 +96,7 @@ def test_counts_outlive_a_suspension() -> None:
     assert [(pod.resume, pod.excluded) for pod in resumed.create] == [
         (ResumeRecord(round=7, restarts=2, uncharged_restarts=4), ("node-3",))
     ] * 2
-    assert told(resumed) == {EventReason.RESUMED: "resumed after round 7"}
+    assert messages_of(resumed) == {EventReason.RESUMED: "resumed after round 7"}
     suspended = condition(resumed.status, ConditionType.SUSPENDED)
     assert (suspended.status, suspended.reason) == (False, Reason.RESUMED)
     assert resumed.status.active == NOW + 60
@@ -106,13 +106,13 @@ def test_counts_outlive_a_suspension() -> None:
 def test_rejected_pods_do_not_make_the_outcome_unknown(job: Job) -> None:
     external = replace(job, spec=msgspec.structs.replace(job.spec, etcd=EtcdSpec(endpoint="etcd:2379")))
     away = a_world(store_read=False, store_error="cannot be reached")
-    tried = followed(external, away)
+    tried = apply_status(external, away)
     hindered = plan(tried, replace(away, blocked="exceeded quota"), NOW + 1)
     assert [pod.index for pod in hindered.create] == [0, 1]
     assert condition(hindered.status, ConditionType.WAITING).reason == Reason.RESOURCES_BLOCKED
-    refused = followed(tried, replace(away, rejected="no such volume"))
+    refused = apply_status(tried, replace(away, rejected="no such volume"))
 
-    # A restarted operator knows of neither, and creates them as well.
+    # A restarted operator remembers no rejection, and creates the pods as well.
     for before in (tried, replace(tried, status=hindered.status), replace(refused, generation=2)):
         assert [pod.index for pod in plan(before, away, NOW + 600).create] == [0, 1]
         assert [pod.index for pod in plan(before, NO_STORE, NOW + 600).create] == [0, 1]
@@ -121,7 +121,7 @@ def test_rejected_pods_do_not_make_the_outcome_unknown(job: Job) -> None:
 
 
 def test_restarted_operator_reads_the_store_before_it_creates_pods() -> None:
-    job = followed(a_job(), NO_STORE)
+    job = apply_status(a_job(), NO_STORE)
     waits = plan(job, a_world(store_read=False), NOW)
     assert waits.create == ()
     assert condition(waits.status, ConditionType.WAITING).message == (
@@ -134,13 +134,13 @@ def test_restarted_operator_reads_the_store_before_it_creates_pods() -> None:
 
 
 def test_first_pods_are_recorded_with_the_next_status() -> None:
-    job = followed(a_job(), NO_STORE)
+    job = apply_status(a_job(), NO_STORE)
     names = [pod.name for pod in plan(a_job(), NO_STORE, NOW).create]
     pods = [replace(pending(index), name=name) for index, name in enumerate(names)]
     assert plan(job, a_world(*pods), NOW).status is None
 
     ready = [replace(running(index), name=name) for index, name in enumerate(names)]
-    seen = followed(job, a_world(*ready))
+    seen = apply_status(job, a_world(*ready))
     assert seen.status.size_generation == 1
     held = plan(seen, a_world(store_read=False, store_error="cannot be reached"), NOW)
     assert held.create == ()
@@ -157,7 +157,7 @@ def test_round_before_a_suspension_does_not_count_as_training() -> None:
     pods = [replace(running(new.index), name=new.name) for new in plan(rests, NO_STORE, NOW).create]
     again = plan(replace(rests, status=replace(rests.status, active=NOW)), NO_STORE, NOW + 60).create
     assert [pod.name for pod in again] == [pod.name for pod in pods]
-    job = followed(rests, a_world())
+    job = apply_status(rests, a_world())
     waits = plan(job, a_world(*pods, round=outlived), NOW).status
     trains = plan(job, a_world(*pods, round=a_round(*pods, number=6)), NOW).status
 
@@ -170,14 +170,14 @@ def test_invalid_spec_is_reported_while_suspended() -> None:
     made = plan(bad, NO_STORE, NOW)
     invalid = condition(made.status, ConditionType.INVALID)
     assert (invalid.status, invalid.reason) == (True, Reason.SPEC_INVALID)
-    assert EventReason.REFUSED in told(made)
+    assert EventReason.REFUSED in messages_of(made)
 
     assert made.status is not None
     mended = plan(replace(that_rests(a_job(suspend=True)), status=made.status), NO_STORE, NOW).status
     assert condition(mended, ConditionType.INVALID).status is False
 
 
-# -- what pods are made from
+# -- the applied spec
 
 
 def test_spec_is_applied_before_the_first_pod() -> None:
@@ -200,12 +200,12 @@ def test_changed_applied_fields_require_a_restart_which_is_reported_once() -> No
     waiting = condition(made.status, ConditionType.RESTART_REQUIRED)
     assert (waiting.status, waiting.reason) == (True, Reason.SPEC_CHANGED)
     assert waiting.message.startswith(told_so)
-    assert told(made)[EventReason.RESTART_REQUIRED] == waiting.message
+    assert messages_of(made)[EventReason.RESTART_REQUIRED] == waiting.message
     assert [pod.index for pod in made.create] == [1]
     assert with_applied_spec(after, made).spec.args == ("old.py",)
-    assert plan(followed(after, world), world, NOW).events == ()
+    assert plan(apply_status(after, world), world, NOW).events == ()
 
-    taken_back = plan(replace(followed(after, world), spec=before.spec, generation=3), world, NOW).status
+    taken_back = plan(replace(apply_status(after, world), spec=before.spec, generation=3), world, NOW).status
     in_effect = condition(taken_back, ConditionType.RESTART_REQUIRED)
     assert (in_effect.status, in_effect.reason) == (False, Reason.SPEC_IN_EFFECT)
 
@@ -220,7 +220,7 @@ def test_invalid_change_of_a_running_job_is_reported_and_stops_nothing() -> None
 
 
 def test_live_pods_keep_the_applied_spec_on_resumption() -> None:
-    suspended = followed(with_spec_applied(a_job(suspend=True, args=("old.py",))), a_world(running(0)))
+    suspended = apply_status(with_spec_applied(a_job(suspend=True, args=("old.py",))), a_world(running(0)))
     resumed = replace(suspended, spec=a_job(args=("new.py",)).spec, generation=2)
     made = plan(resumed, a_world(running(0)), NOW)
 
@@ -230,7 +230,7 @@ def test_live_pods_keep_the_applied_spec_on_resumption() -> None:
 
 
 def test_change_before_the_first_pod_takes_effect_at_once() -> None:
-    refused = followed(a_job(image="no/such:image:at:all"), replace(NO_STORE, rejected="no such image"))
+    refused = apply_status(a_job(image="no/such:image:at:all"), replace(NO_STORE, rejected="no such image"))
     mended = replace(refused, spec=a_job(image="digits:1").spec, generation=2)
     made = plan(mended, a_world(), NOW)
 
@@ -279,7 +279,7 @@ def test_events_name_the_termination_cause() -> None:
 def test_failure_policy_is_named_in_messages() -> None:
     ignores = (on_reasons(FailureAction.IGNORE, "OOMKilled"),)
     made = plan(that_trained(a_job(failure_rules=ignores)), a_world(running(0), out_of_memory(1)), NOW)
-    assert told(made) == {
+    assert messages_of(made) == {
         EventReason.POD_DIED: f"{out_of_memory(1).name} ran out of memory, which the failure policy ignores; a new pod "
         "takes its place"
     }
@@ -289,7 +289,7 @@ def test_failure_policy_is_named_in_messages() -> None:
     made = plan(that_trained(a_job(failure_rules=fails)), a_world(running(0), out_of_memory(1)), NOW)
     why = f"{out_of_memory(1).name} ran out of memory, and spec.failurePolicy.rules[1] fails the job then"
     assert condition(made.status, ConditionType.FAILED).message == why
-    assert told(made) == {EventReason.FAILED: f"failed: {why}"}
+    assert messages_of(made) == {EventReason.FAILED: f"failed: {why}"}
 
 
 def test_rule_excludes_nodes() -> None:
@@ -300,15 +300,15 @@ def test_rule_excludes_nodes() -> None:
 
     assert made.status.excluded_nodes == ("node-1", "node-2")
     assert [pod.excluded for pod in made.create] == [("node-1", "node-2")]
-    assert told(made)[EventReason.NODE_EXCLUDED] == (
+    assert messages_of(made)[EventReason.NODE_EXCLUDED] == (
         f"later pods keep away from the node node-2, where {out_of_memory(1).name} ran out of memory"
     )
     again = plan(replace(job, status=made.status), a_world(running(0), died(1, node="node-2")), NOW)
-    assert EventReason.NODE_EXCLUDED not in told(again)
+    assert EventReason.NODE_EXCLUDED not in messages_of(again)
 
 
 @pytest.mark.parametrize(
-    ("message", "exit_code", "told"),
+    ("message", "exit_code", "reported"),
     [
         ("killed by SIGKILL: out of memory", -9, "rank 3 on digits-2-abcde was killed by SIGKILL: out of memory"),
         (
@@ -319,13 +319,13 @@ def test_rule_excludes_nodes() -> None:
         ("", 3, "rank 3 on digits-2-abcde exited with code 3"),
     ],
 )
-def test_run_failure_message(message: str, exit_code: int, told: str) -> None:
+def test_run_failure_message(message: str, exit_code: int, reported: str) -> None:
     record = FailureRecord(
         round=1, rank=3, local_rank=1, node="digits-2-abcde.7f", exit_code=exit_code, message=message
     )
     status = plan(that_trained(a_job()), a_world(running(0), outcome=failure(record=record)), NOW).status
 
-    assert status.last_failure.message == told
+    assert status.last_failure.message == reported
 
 
 @pytest.mark.parametrize("ended", ["outcome", "word"])
@@ -355,7 +355,7 @@ def test_exceeded_deadline_is_the_failure_message() -> None:
 
 def test_finished_job_has_no_other_true_condition() -> None:
     changed = replace(with_spec_applied(a_job()), spec=a_job(args=("new.py",)).spec)
-    job = followed(changed, replace(a_world(running(0)), store_error="connection refused"))
+    job = apply_status(changed, replace(a_world(running(0)), store_error="connection refused"))
     for kind in (ConditionType.RESTART_REQUIRED, ConditionType.STORE_UNREACHABLE):
         assert condition(job.status, kind).status is True
     over = plan(job, a_world(running(0), outcome=success()), NOW).status
@@ -363,7 +363,7 @@ def test_finished_job_has_no_other_true_condition() -> None:
     assert {each.type for each in over.conditions if each.status} == {ConditionType.SUCCEEDED, ConditionType.FINISHED}
 
 
-# -- a store that is not ours
+# -- an unusable or forbidden store
 
 
 def test_unusable_store_is_a_condition_and_pods_are_created() -> None:
@@ -374,13 +374,15 @@ def test_unusable_store_is_a_condition_and_pods_are_created() -> None:
     unreachable = condition(made.status, ConditionType.STORE_UNREACHABLE)
     assert (unreachable.status, unreachable.reason) == (True, Reason.UNREACHABLE)
     assert unreachable.message == "etcd:2379 cannot be reached: connection refused"
-    assert told(made) == {EventReason.STORE_UNREACHABLE: f"the operator cannot use the store: {unreachable.message}"}
+    assert messages_of(made) == {
+        EventReason.STORE_UNREACHABLE: f"the operator cannot use the store: {unreachable.message}"
+    }
     assert [pod.index for pod in made.create] == [0, 1]
 
     with_pods = replace(world, pods=(pending(0), pending(1)))
-    again = plan(followed(job, world), replace(with_pods, store_error="timed out"), NOW)
+    again = plan(apply_status(job, world), replace(with_pods, store_error="timed out"), NOW)
     assert again.events == ()
-    reached = plan(followed(job, world), replace(with_pods, store_error=None), NOW).status
+    reached = plan(apply_status(job, world), replace(with_pods, store_error=None), NOW).status
     assert condition(reached, ConditionType.STORE_UNREACHABLE).reason == Reason.REACHABLE
 
 

@@ -1,4 +1,4 @@
-"""A job whose store cannot be read: what waits for it, for how long, and what it costs meanwhile."""
+"""The plan of a job whose store cannot be read: which steps wait, for how long, and which pods are charged."""
 
 from __future__ import annotations
 
@@ -29,72 +29,77 @@ from tests.support.builders import (
 if TYPE_CHECKING:
     from elastic_operator.controller.model import Job, Observed, Plan, Pod
 
-AWAY = a_world(store_read=False, store_error="old:2379 refuses")
+UNREADABLE = a_world(store_read=False, store_error="old:2379 refuses")
 OLD = EtcdSpec(endpoint="old:2379")
 NEW = EtcdSpec(endpoint="new:2379")
 
 
-def away(*pods: Pod) -> Observed:
-    return replace(AWAY, pods=pods)
+def unreadable(*pods: Pod) -> Observed:
+    return replace(UNREADABLE, pods=pods)
 
 
-def carried_out(job: Job, world: Observed, now: float) -> tuple[Job, Plan]:
-    made = plan(job, world, now)
-    return (job if made.status is None else replace(job, status=made.status)), made
+def apply_plan(job: Job, world: Observed, now: float) -> tuple[Job, Plan]:
+    applied = plan(job, world, now)
+    return (job if applied.status is None else replace(job, status=applied.status)), applied
 
 
-def reasons(made: Plan) -> list[EventReason]:
-    return [event.reason for event in made.events]
+def reasons(applied: Plan) -> list[EventReason]:
+    return [event.reason for event in applied.events]
 
 
-# -- resumed before it has come to rest
+# -- resumed before the suspension is complete
 
 
-def resumed_too_soon() -> Job:
+def resumed_early() -> Job:
     """A job that was suspended, changed and resumed while its old store could not be read."""
     job = with_spec_applied(a_job(etcd=OLD, suspend=True))
-    job, _ = carried_out(job, away(running(0), running(1)), NOW)
-    job, _ = carried_out(job, AWAY, NOW + 10)
+    job, _ = apply_plan(job, unreadable(running(0), running(1)), NOW)
+    job, _ = apply_plan(job, UNREADABLE, NOW + 10)
     return replace(job, spec=a_job(etcd=NEW).spec, generation=4)
 
 
 def test_job_resumed_before_it_is_suspended_stops_first() -> None:
-    job, waits = carried_out(resumed_too_soon(), AWAY, NOW + 11)
-    assert (waits.create, waits.events, waits.wake_at) == ((), (), NOW + 10 + PATIENCE)
+    job, waiting_plan = apply_plan(resumed_early(), UNREADABLE, NOW + 11)
+    assert (waiting_plan.create, waiting_plan.events, waiting_plan.wake_at) == ((), (), NOW + 10 + PATIENCE)
     assert with_applied_spec(job).spec.etcd == OLD
     assert job.status.state is JobState.SUSPENDED
 
-    job, rests = carried_out(job, AWAY, NOW + 10 + PATIENCE)
-    assert (rests.create, rests.events, job.status.applied_spec, job.status.size_generation) == ((), (), None, 0)
-    assert rests.wake_at is not None
+    job, suspended_plan = apply_plan(job, UNREADABLE, NOW + 10 + PATIENCE)
+    assert (suspended_plan.create, suspended_plan.events, job.status.applied_spec, job.status.size_generation) == (
+        (),
+        (),
+        None,
+        0,
+    )
+    assert suspended_plan.wake_at is not None
 
-    job, goes_on = carried_out(job, AWAY, rests.wake_at)
-    assert [pod.index for pod in goes_on.create] == [0, 1]
-    assert reasons(goes_on) == [EventReason.RESUMED, EventReason.STORE_UNREACHABLE]
-    assert with_applied_spec(job, goes_on).spec.etcd == NEW
+    job, resumed_plan = apply_plan(job, UNREADABLE, suspended_plan.wake_at)
+    assert [pod.index for pod in resumed_plan.create] == [0, 1]
+    assert reasons(resumed_plan) == [EventReason.RESUMED, EventReason.STORE_UNREACHABLE]
+    assert with_applied_spec(job, resumed_plan).spec.etcd == NEW
 
 
 def test_old_store_of_a_resumed_job_is_read_first() -> None:
-    job, _ = carried_out(resumed_too_soon(), AWAY, NOW + 11)
-    over, _ = carried_out(job, a_world(outcome=success()), NOW + 12)
-    assert over.status.state is JobState.SUCCEEDED
+    job, _ = apply_plan(resumed_early(), UNREADABLE, NOW + 11)
+    finished, _ = apply_plan(job, a_world(outcome=success()), NOW + 12)
+    assert finished.status.state is JobState.SUCCEEDED
 
-    job, gives_up = carried_out(job, a_world(), NOW + 12)
-    assert (gives_up.create, gives_up.etcd, job.status.applied_spec) == ((), False, None)
-    job, goes_on = carried_out(job, a_world(), NOW + 13)
-    assert [pod.index for pod in goes_on.create] == [0, 1]
-    assert with_applied_spec(job, goes_on).spec.etcd == NEW
+    job, stopped_plan = apply_plan(job, a_world(), NOW + 12)
+    assert (stopped_plan.create, stopped_plan.etcd, job.status.applied_spec) == ((), False, None)
+    job, resumed_plan = apply_plan(job, a_world(), NOW + 13)
+    assert [pod.index for pod in resumed_plan.create] == [0, 1]
+    assert with_applied_spec(job, resumed_plan).spec.etcd == NEW
 
 
 def test_resumed_job_waits_for_terminating_pods_and_the_store() -> None:
     job = with_spec_applied(a_job(etcd=OLD, suspend=True))
-    job, _ = carried_out(job, away(running(0)), NOW)
+    job, _ = apply_plan(job, unreadable(running(0)), NOW)
     job = replace(job, spec=a_job(etcd=NEW).spec, generation=4)
     for later in (10, 100):
-        job, waits = carried_out(job, away(going(0)), NOW + later)
-        assert (waits.create, waits.wake_at, with_applied_spec(job).spec.etcd) == ((), None, OLD)
-    job, waits = carried_out(job, AWAY, NOW + 101)
-    assert (waits.create, waits.wake_at) == ((), NOW + 101 + PATIENCE)
+        job, waiting_plan = apply_plan(job, unreadable(going(0)), NOW + later)
+        assert (waiting_plan.create, waiting_plan.wake_at, with_applied_spec(job).spec.etcd) == ((), None, OLD)
+    job, waiting_plan = apply_plan(job, UNREADABLE, NOW + 101)
+    assert (waiting_plan.create, waiting_plan.wake_at) == ((), NOW + 101 + PATIENCE)
 
 
 # -- suspended
@@ -102,45 +107,45 @@ def test_resumed_job_waits_for_terminating_pods_and_the_store() -> None:
 
 def test_store_is_waited_for_after_the_last_pod_has_ended() -> None:
     job = with_spec_applied(a_job(suspend=True))
-    job, _ = carried_out(job, away(going(0), going(1)), NOW)
+    job, _ = apply_plan(job, unreadable(going(0), going(1)), NOW)
     for kind, reason in ((ConditionType.SUSPENDED, Reason.STOPPING), (ConditionType.WAITING, Reason.SUSPENDED)):
         assert (condition(job.status, kind).status, condition(job.status, kind).reason) == (False, reason)
-    assert plan(job, away(going(0)), NOW + PATIENCE).status is None
+    assert plan(job, unreadable(going(0)), NOW + PATIENCE).status is None
 
-    job, waits = carried_out(job, AWAY, NOW + 100)
-    assert waits.wake_at == NOW + 100 + PATIENCE
+    job, waiting_plan = apply_plan(job, UNREADABLE, NOW + 100)
+    assert waiting_plan.wake_at == NOW + 100 + PATIENCE
     waiting = condition(job.status, ConditionType.WAITING)
     assert (waiting.status, waiting.reason, waiting.since) == (True, Reason.STORE_UNREADABLE, NOW + 100)
-    job, _ = carried_out(job, AWAY, NOW + 100 + PATIENCE)
+    job, _ = apply_plan(job, UNREADABLE, NOW + 100 + PATIENCE)
     assert condition(job.status, ConditionType.SUSPENDED).status is True
 
 
-# -- deaths
+# -- failed pods
 
 
 def test_pod_that_may_have_failed_the_job_is_not_replaced() -> None:
     job = with_spec_applied(a_job(backoff_limit=0))
-    world = away(running(0), died(1))
-    job, held = carried_out(job, world, NOW + 1)
+    world = unreadable(running(0), died(1))
+    job, held = apply_plan(job, world, NOW + 1)
     assert (held.create, held.wake_at, job.status.pod_failures) == ((), NOW + PATIENCE, 0)
     assert condition(job.status, ConditionType.WAITING).status is False
     assert "no pod is started until it can be read" in condition(job.status, ConditionType.DEGRADED).message
 
-    alone = plan(with_spec_applied(a_job(backoff_limit=0)), away(died(1)), NOW + 1).status
+    alone = plan(with_spec_applied(a_job(backoff_limit=0)), unreadable(died(1)), NOW + 1).status
     waiting = condition(alone, ConditionType.WAITING)
     assert (waiting.status, waiting.reason) == (True, Reason.STORE_UNREADABLE)
 
-    job, _ = carried_out(job, world, NOW + PATIENCE)
+    job, _ = apply_plan(job, world, NOW + PATIENCE)
     assert (job.status.state, job.status.pod_failures) == (JobState.FAILED, 1)
 
 
 def test_pod_within_the_backoff_limit_is_replaced_unless_a_rule_fails_the_job() -> None:
-    allowed = plan(with_spec_applied(a_job(backoff_limit=1)), away(running(0), died(1)), NOW + 1)
+    allowed = plan(with_spec_applied(a_job(backoff_limit=1)), unreadable(running(0), died(1)), NOW + 1)
     assert [pod.index for pod in allowed.create] == [1]
 
     rule = on_reasons(FailureAction.FAIL_JOB, "OOMKilled")
     fatal = with_spec_applied(a_job(backoff_limit=9, failure_rules=(rule,)))
-    assert plan(fatal, away(running(0), out_of_memory(1)), NOW + 1).create == ()
+    assert plan(fatal, unreadable(running(0), out_of_memory(1)), NOW + 1).create == ()
 
 
 @pytest.mark.parametrize(
@@ -156,11 +161,11 @@ def test_pod_within_the_backoff_limit_is_replaced_unless_a_rule_fails_the_job() 
 )
 def test_pod_that_cannot_start_fails_the_job_only_if_the_run_has_not_ended(last: Pod, reason: Reason) -> None:
     job = with_spec_applied(a_job())
-    world = away(last)
-    job, held = carried_out(job, world, NOW + 1)
+    world = unreadable(last)
+    job, held = apply_plan(job, world, NOW + 1)
     assert (held.create, held.remove, held.wake_at, job.status.state) == ((), (), NOW + PATIENCE, JobState.WAITING)
-    told = plan(job, a_world(last, outcome=success()), NOW + 2).status
-    assert told.state is JobState.SUCCEEDED
+    status = plan(job, a_world(last, outcome=success()), NOW + 2).status
+    assert status.state is JobState.SUCCEEDED
     for later, seen in ((2, a_world(last)), (PATIENCE, world)):
         ended = plan(job, seen, NOW + later).status
         assert condition(ended, ConditionType.FINISHED).reason == reason
@@ -173,7 +178,9 @@ def test_incompatible_image_waits_for_the_store() -> None:
     reading = plan(with_spec_applied(a_job()), a_world(incompatible_image, store_read=False), NOW).status
     assert reading is None or reading.state is JobState.WAITING
     assert (
-        condition(plan(with_spec_applied(a_job()), away(incompatible_image), NOW).status, ConditionType.FAILED).status
+        condition(
+            plan(with_spec_applied(a_job()), unreadable(incompatible_image), NOW).status, ConditionType.FAILED
+        ).status
         is True
     )
 
@@ -184,4 +191,4 @@ def test_pod_that_gave_up_on_its_store_is_uncharged_and_the_last_failure() -> No
     assert status.last_failure.message.endswith("gave up on the store")
 
 
-# -- what is said of the spec
+# -- messages about the spec
