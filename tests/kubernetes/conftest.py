@@ -83,7 +83,7 @@ async def node(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Co
     async with contextlib.AsyncExitStack() as running:
         try:
             cluster = await running.enter_async_context(Node(tmp_path_factory.mktemp("node")))
-        except Missing as why:  # only now it is known; then each of its tests is told as skipped
+        except Missing as why:  # known only after an attempt to start it
             pytestconfig.stash[MISSING]["node"] = why
             pytest.skip(str(why))
         for name, tag in images.IMAGES.items():

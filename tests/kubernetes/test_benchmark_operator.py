@@ -25,9 +25,9 @@ async def test_every_operator_metric_is_measured_and_documented() -> None:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    told, notes = await process.communicate()
+    output, notes = await process.communicate()
     assert process.returncode == 0, notes.decode()
-    report = json.loads(told)
+    report = json.loads(output)
 
     measured = {each["name"]: each for each in report["measurements"]}
     assert list(measured) == [
@@ -50,5 +50,5 @@ async def test_every_operator_metric_is_measured_and_documented() -> None:
     assert "once" in measured["9 pods exist"]["peer"]["name"]
 
     for row in report["requests"]:
-        assert row["creates"] == row["pods"], "a pod is made with one request"
-        assert row["per_pod"] < 6, "what a job takes grows with its pods"
+        assert row["creates"] == row["pods"], "the operator creates a pod with one request"
+        assert row["per_pod"] < 6, "the requests of a job grow faster than its pods"

@@ -61,25 +61,25 @@ def of_a_pod(address: str, *ports: tuple[str, str, int], **about: str) -> list[T
     """The discovery labels of a pod.
 
     Args:
-        address: of the pod.
-        ports: of the pod: container, name of the port, and number; without name and number of a container without any.
-        about: its labels and annotations, in the form of Prometheus.
+        address: the address of the pod.
+        ports: container, name and number of each port; only the container if it has no port.
+        about: its labels and annotations, as Prometheus names them.
     """
     pod = {"pod_name": "a-pod", "namespace": "team", "pod_ip": address, **about}
     found = []
     for container, name, number in ports:
         port = {"pod_container_port_name": name, "pod_container_port_number": str(number)} if number else {}
-        told = {**pod, "pod_container_name": container, **port}
+        labels = {**pod, "pod_container_name": container, **port}
         bracketed = f"[{address}]" if ":" in address else address
         where = f"{bracketed}:{number}" if number else address
-        found.append({"__address__": where, **{f"__meta_kubernetes_{key}": value for key, value in told.items()}})
+        found.append({"__address__": where, **{f"__meta_kubernetes_{key}": value for key, value in labels.items()}})
     return found
 
 
 WORKER = {"pod_label_elastic_pytorch_org_role": "worker", "pod_label_app_kubernetes_io_name": "elasticjob"}
 
 
-def noted(port: int) -> dict[str, str]:
+def annotations_for(port: int) -> dict[str, str]:
     """The annotations of a worker pod."""
     notes = {"prometheus_io_scrape": "true", "prometheus_io_port": str(port)}
     own = {"elastic_pytorch_org_metrics_port": str(port)}
@@ -87,9 +87,9 @@ def noted(port: int) -> dict[str, str]:
 
 
 A_WORKER = of_a_pod(
-    "10.0.0.1", ("worker", "http", 80), ("worker", "metrics", 9464), ("proxy", "", 0), **WORKER, **noted(9464)
+    "10.0.0.1", ("worker", "http", 80), ("worker", "metrics", 9464), ("proxy", "", 0), **WORKER, **annotations_for(9464)
 )
-ON_ITS_HOST = of_a_pod("fd00::1", ("worker", "", 0), ("proxy", "http", 80), **WORKER, **noted(40123))
+ON_ITS_HOST = of_a_pod("fd00::1", ("worker", "", 0), ("proxy", "http", 80), **WORKER, **annotations_for(40123))
 NOT_YET = of_a_pod("10.0.0.2", ("worker", "", 0), **WORKER)
 THE_OPERATOR = of_a_pod(
     "10.0.0.9",
@@ -105,9 +105,9 @@ SOMEBODY_ELSE = of_a_pod(
 
 def scraped(folder: Path, rules: list[Any], *pods: list[Target]) -> list[str]:
     """The targets that Prometheus scrapes among these pods with these relabelling rules."""
-    told = folder / "told.json"
-    told.write_text(json.dumps([{"targets": [each["__address__"]], "labels": each} for pod in pods for each in pod]))
-    scrape = {"job_name": "elastic", "file_sd_configs": [{"files": [str(told)]}], "relabel_configs": rules}
+    targets = folder / "targets.json"
+    targets.write_text(json.dumps([{"targets": [each["__address__"]], "labels": each} for pod in pods for each in pod]))
+    scrape = {"job_name": "elastic", "file_sd_configs": [{"files": [str(targets)]}], "relabel_configs": rules}
     prometheus_command(folder, 0, [scrape])
     checked = promtool("check", "service-discovery", "--timeout=3s", folder / "prometheus.yml", "elastic")
     # Targets with the same labels are one.
@@ -201,12 +201,12 @@ def of_kind(objects: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 async def test_the_chart_passes_lint_and_refuses_a_cluster_version_below_the_minimum(helm: Helm) -> None:
-    told = await helm("lint", "--strict", str(CHART))
-    assert "0 chart(s) failed" in told.stdout
-    assert "WARNING" not in told.stdout
-    told = await helm("template", str(CHART), "--kube-version=1.29.9", check=False)
-    assert told.returncode != 0
-    assert "requires kubeVersion: >=1.30.0-0" in told.stderr
+    result = await helm("lint", "--strict", str(CHART))
+    assert "0 chart(s) failed" in result.stdout
+    assert "WARNING" not in result.stdout
+    result = await helm("template", str(CHART), "--kube-version=1.29.9", check=False)
+    assert result.returncode != 0
+    assert "requires kubeVersion: >=1.30.0-0" in result.stderr
     assert await rendered(helm, "--kube-version=1.30.0-gke.1")
 
 
@@ -222,10 +222,11 @@ async def test_the_packaged_chart_contains_the_crd(helm: Helm, tmp_path: Path) -
 
 
 async def test_a_chart_without_its_crd_link_is_reported(helm: Helm, own_chart: Path) -> None:
-    (own_chart / "crd" / "elasticjob.yaml").write_text("../../crds/elasticjob.yaml")  # as on a system without links
-    told = await helm("template", str(own_chart), "--kube-version=1.30.0", check=False)
-    assert told.returncode != 0
-    assert "it is a symbolic link, which was lost on the way here. Use a packaged chart" in told.stderr
+    # As on a system without symbolic links.
+    (own_chart / "crd" / "elasticjob.yaml").write_text("../../crds/elasticjob.yaml")
+    result = await helm("template", str(own_chart), "--kube-version=1.30.0", check=False)
+    assert result.returncode != 0
+    assert "it is a symbolic link, which was lost on the way here. Use a packaged chart" in result.stderr
     assert await rendered(helm, "--set=crds.install=false", chart=own_chart)
 
 
@@ -241,9 +242,9 @@ async def test_a_chart_without_its_crd_link_is_reported(helm: Helm, own_chart: P
     ],
 )
 async def test_invalid_values_are_refused_in_one_sentence(helm: Helm, setting: str, words: str) -> None:
-    told = await helm("install", RELEASE, str(CHART), f"--set={setting}", check=False)
-    assert told.returncode != 0
-    assert re.search(words, told.stderr)
+    result = await helm("install", RELEASE, str(CHART), f"--set={setting}", check=False)
+    assert result.returncode != 0
+    assert re.search(words, result.stderr)
     assert (await helm("list", "--short")).stdout == ""
 
 
@@ -428,9 +429,9 @@ async def test_a_release_image_is_tagged_with_the_version_and_a_clones_image_wit
 
 
 async def test_install_upgrade_uninstall_and_reinstall_work(helm: Helm) -> None:
-    told = (await helm("install", RELEASE, str(CHART))).stdout
-    assert "kubectl apply -f examples/digits.yaml" in told
-    assert "kind load docker-image elastic-operator:dev elastic-agent:dev" in told
+    output = (await helm("install", RELEASE, str(CHART))).stdout
+    assert "kubectl apply -f examples/digits.yaml" in output
+    assert "kind load docker-image elastic-operator:dev elastic-agent:dev" in output
     # Its pod is created in a namespace that admits only restricted pods.
     await helm.kubectl("wait", f"deployment/{RELEASE}", "--for=jsonpath={.status.replicas}=1", "--timeout=60s")
     await helm.kubectl("wait", f"crd/{CRD}", "--for=condition=Established", "--timeout=60s")
@@ -444,8 +445,8 @@ async def test_install_upgrade_uninstall_and_reinstall_work(helm: Helm) -> None:
         await helm("upgrade", RELEASE, str(CHART), f"--set=leaderElection={election}")
         assert (await helm.get(f"deployment/{RELEASE}"))["spec"]["strategy"]["type"] == strategy
 
-    told = (await helm("uninstall", RELEASE)).stdout
-    assert f"[CustomResourceDefinition] {CRD}" in told
+    output = (await helm("uninstall", RELEASE)).stdout
+    assert f"[CustomResourceDefinition] {CRD}" in output
     assert (await helm.get("elasticjob/digits"))["spec"]["replicas"] == 2
     left = await helm.kubectl(
         "get", "deployments,serviceaccounts,roles,rolebindings,clusterroles,clusterrolebindings", "-o", "name",
@@ -471,7 +472,7 @@ async def test_an_upgrade_brings_the_new_crd_and_the_crd_goes_with_the_release_i
     await helm.kubectl("apply", "-f", str(ROOT / "examples" / "digits.yaml"))
     file = own_chart / "crd" / "elasticjob.yaml"
     file.write_text(file.read_text().replace("shortNames: [ej]", "shortNames: [ej, elastic]"))
-    # It stays although it is no longer part of the release.
+    # The CRD stays although it is not part of the release any more.
     for more in ((), ("--set=crds.install=false",)):
         await helm("upgrade", RELEASE, str(own_chart), *more)
         assert (await helm.get("crd", CRD))["spec"]["names"]["shortNames"] == ["ej", "elastic"]
@@ -481,7 +482,7 @@ async def test_an_upgrade_brings_the_new_crd_and_the_crd_goes_with_the_release_i
     assert (await helm.kubectl("get", "crd", "-o", "name")).stdout == ""
 
 
-async def test_a_crd_applied_by_others_is_left_to_them(helm: Helm) -> None:
+async def test_a_crd_applied_by_others_is_not_changed(helm: Helm) -> None:
     await helm.kubectl("apply", "-f", str(ROOT / "crds"))
     await helm("install", RELEASE, str(CHART), "--set=crds.install=false")
     await helm("uninstall", RELEASE)
@@ -505,9 +506,9 @@ async def test_the_operator_has_its_permissions_in_the_listed_namespaces_only(he
         assert await helm.rights(of=RELEASE, namespace=helm.namespace) == lease_rights
         [container] = (await helm.get(f"deployment/{RELEASE}"))["spec"]["template"]["spec"]["containers"]
         assert f"--etcd-secrets-namespace={one}" in container["args"]
-        told = (await helm("get", "notes", RELEASE)).stdout
-        assert f"manages the namespaces {one}, {other}." in told
-        assert f"kubectl -n {one} apply -f examples/digits.yaml" in told
+        notes = (await helm("get", "notes", RELEASE)).stdout
+        assert f"manages the namespaces {one}, {other}." in notes
+        assert f"kubectl -n {one} apply -f examples/digits.yaml" in notes
 
     await helm("upgrade", RELEASE, str(CHART), "--set=rbac.create=false,leaderElection=false")
     assert await helm.rights(of=RELEASE, namespace=helm.namespace) == set()
@@ -549,19 +550,19 @@ async def test_the_operators_permissions_are_sufficient_and_all_used(
         await WatchingApi.from_kubeconfig(str(helm.cluster.kubeconfig)) as api,
     ):
         ns = OperatorNamespace(api, helm.cluster, helm.namespace, restricted=True)
-        await from_apply_to_delete(helm, ns)
+        await job_from_apply_to_delete(helm, ns)
         await a_gang(ns, "SchedulerPlugins", SCHEDULER_PLUGINS_GROUPS, etcd)
         await a_gang(ns, "Volcano", VOLCANO_GROUPS, etcd)
-        await a_job_that_rests(ns, etcd)
-        await a_job_that_needs_a_secret_and_goes_by_itself(ns, etcd)
+        await a_suspended_job(ns, etcd)
+        await a_job_with_a_missing_secret_and_a_ttl(ns, etcd)
         await a_job_whose_pod_does_not_start(ns, etcd)
     assert "forbidden" not in log.read_text().lower()
     assert helm.audit.refused(helm.namespace, RELEASE) == set()
     assert helm.audit.used(helm.namespace, RELEASE) == {right[:3] for right in granted}
 
 
-async def from_apply_to_delete(helm: Helm, ns: OperatorNamespace) -> None:
-    """A job that loses a pod, shrinks, succeeds, and is deleted by hand."""
+async def job_from_apply_to_delete(helm: Helm, ns: OperatorNamespace) -> None:
+    """A job that loses a pod, shrinks, succeeds, and is deleted by the user."""
     await ns.apply("rounds", maxReplicas=2, disruptionBudget=True)
     pods = await ns.wait_for_pods(2, "rounds")
     gone, stays = sorted(pods, key=lambda name: index_of(pods[name]))
@@ -577,9 +578,9 @@ async def from_apply_to_delete(helm: Helm, ns: OperatorNamespace) -> None:
     (left,) = await ns.wait_for_pods(1, "rounds")
     assert left != stays
     await ns.wait_for(PODS, lambda found: stays not in found)
-    told = (await helm.kubectl("describe", "elasticjob/rounds")).stdout
-    assert "was deleted" in told
-    assert "scaled from 2 to 1 pod" in told
+    description = (await helm.kubectl("describe", "elasticjob/rounds")).stdout
+    assert "was deleted" in description
+    assert "scaled from 2 to 1 pod" in description
 
     await ns.report_ended(left, 0)
     for kind in (DISRUPTION_BUDGETS, DEPLOYMENTS, SERVICES):
@@ -588,7 +589,7 @@ async def from_apply_to_delete(helm: Helm, ns: OperatorNamespace) -> None:
 
 
 async def a_gang(ns: OperatorNamespace, gang: str, groups: Resource, etcd: EtcdServer) -> None:
-    """A job with a PodGroup, which follows its minimum and goes when it is suspended."""
+    """A job with a PodGroup, which follows minReplicas and is deleted when the job is suspended."""
     name = gang.lower()
     outside = {"endpoint": etcd.endpoint}
     await ns.apply(name, schedulingPolicy={"gang": gang}, etcd=outside, template={})
@@ -600,10 +601,10 @@ async def a_gang(ns: OperatorNamespace, gang: str, groups: Resource, etcd: EtcdS
     await ns.api.delete(ELASTIC_JOBS, ns.name, name)
 
 
-async def a_job_that_rests(ns: OperatorNamespace, etcd: EtcdServer) -> None:
+async def a_suspended_job(ns: OperatorNamespace, etcd: EtcdServer) -> None:
     """A job that is suspended after a round, so that its report is stored, and extended at its end.
 
-    Its agent has found a port for its metrics itself.
+    Its agent has chosen its metrics port itself.
     """
     job = await ns.apply("rests", etcd={"endpoint": etcd.endpoint}, replicas=1, metricsPort=0)
     (pod,) = await ns.wait_for_pods(1, "rests")
@@ -612,8 +613,8 @@ async def a_job_that_rests(ns: OperatorNamespace, etcd: EtcdServer) -> None:
         await store.put(run_keys(job).history, encode(HistoryRecord(rounds=(past,))))
         await ns.report_round(store, job, pod, metrics=40123)
     await ns.wait_for_job(lambda status: status.get("round") == 1, "rests")
-    noted = ("elastic.pytorch.org/metrics-port", "40123")
-    await ns.wait_for(PODS, lambda found: noted in found[pod]["metadata"].get("annotations", {}).items())
+    annotations_for = ("elastic.pytorch.org/metrics-port", "40123")
+    await ns.wait_for(PODS, lambda found: annotations_for in found[pod]["metadata"].get("annotations", {}).items())
     await ns.change("rests", suspend=True)
     await ns.wait_for(CONFIG_MAPS, lambda found: "rests-report" in found)
     await ns.wait_for_job(lambda status: holds(status, "Suspended"), "rests")
@@ -627,7 +628,7 @@ async def a_job_that_rests(ns: OperatorNamespace, etcd: EtcdServer) -> None:
     await ns.api.delete(ELASTIC_JOBS, ns.name, "rests")
 
 
-async def a_job_that_needs_a_secret_and_goes_by_itself(ns: OperatorNamespace, etcd: EtcdServer) -> None:
+async def a_job_with_a_missing_secret_and_a_ttl(ns: OperatorNamespace, etcd: EtcdServer) -> None:
     """A job whose etcd requires credentials from a missing Secret, and that is deleted when it has finished."""
     outside = {"endpoint": f"https://{etcd.endpoint}", "tlsSecret": "nobody-has-made-it"}
     await ns.apply("brief", etcd=outside, ttlSecondsAfterFinished=0, replicas=1)
@@ -658,8 +659,8 @@ async def a_job_whose_pod_does_not_start(ns: OperatorNamespace, etcd: EtcdServer
     }
     await ns.api.create(EVENTS, ns.name, event)
     why = f"{event['message']}; create it, or name another one in spec.template"
-    told = f"0 of at least 1 pod are ready; {name} is not ready yet: {why}"
-    await ns.wait_for_job(lambda status: conditions(status).get("Waiting", {}).get("message") == told, "stuck")
+    message = f"0 of at least 1 pod are ready; {name} is not ready yet: {why}"
+    await ns.wait_for_job(lambda status: conditions(status).get("Waiting", {}).get("message") == message, "stuck")
     await ns.api.delete(ELASTIC_JOBS, ns.name, "stuck")
 
 
@@ -683,6 +684,6 @@ async def test_namespace_viewers_and_editors_have_the_same_access_to_jobs(helm: 
 async def test_the_documented_network_policies_are_valid(helm: Helm) -> None:
     text = (ROOT / "docs" / "cluster.md").read_text()
     [policies] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    told = await helm.kubectl("apply", "--dry-run=server", "-f", "-", stdin=policies)
-    assert told.stdout.count("created (server dry run)") == 2
+    result = await helm.kubectl("apply", "--dry-run=server", "-f", "-", stdin=policies)
+    assert result.stdout.count("created (server dry run)") == 2
     assert {LABEL_ROLE, "app.kubernetes.io/name"} == set(re.findall(r"[{](?!kubernetes)([\w./]+): ", policies))

@@ -39,13 +39,13 @@ def a_job(name: str, program: str = WAITS, *, pod: Json | None = None, worker: J
     return job(name, command=["python3", "-c", program], template=template, **spec)
 
 
-def said(status: Json, kind: str) -> str:
+def message_of(status: Json, kind: str) -> str:
     """The message of a true condition; empty for a false one."""
     holds = (each for each in status.get("conditions", ()) if each["type"] == kind and each["status"] == "True")
     return str(next((each.get("message", "") for each in holds), ""))
 
 
-def nobody_is_charged(status: Json) -> bool:
+def has_no_charges(status: Json) -> bool:
     return not status.get("podFailures") and not status.get("restarts")
 
 
@@ -56,8 +56,8 @@ async def evict(user: User, pod: str) -> None:
     await user.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
 
 
-async def serves(user: User, name: str, count: int) -> dict[str, Json]:
-    """The pods of a job, as soon as this many are ready."""
+async def wait_for_ready_pods(user: User, name: str, count: int) -> dict[str, Json]:
+    """Wait until this number of pods of a job is ready; returns the pods."""
     await user.wait(f"elasticjob/{name}", f"jsonpath={{.status.readyDesired}}={count}/{count}")
     return await user.pods(name)
 
@@ -73,12 +73,12 @@ if os.environ["RANK"] == "3":
 {WAITS}
 """
     await user.apply(a_job("fails", program, replicas=2, minReplicas=2, nprocPerNode=2, maxRestarts=0))
-    status = (await user.wait_for_status("fails", lambda status: bool(said(status, "Failed"))))["status"]
-    assert re.search(r"rank 3 on fails-[01]-\w+: ValueError: no such digit: 11", said(status, "Failed"))
+    status = (await user.wait_for_status("fails", lambda status: bool(message_of(status, "Failed"))))["status"]
+    assert re.search(r"rank 3 on fails-[01]-\w+: ValueError: no such digit: 11", message_of(status, "Failed"))
     assert "ValueError: no such digit: 11" in await user.events("fails")
     failure = status["lastFailure"]
     assert (failure["rank"], failure["exitCode"]) == (3, 1)
-    assert f"rank 3 on {failure['pod']}: " in said(status, "Failed")
+    assert f"rank 3 on {failure['pod']}: " in message_of(status, "Failed")
     assert "ValueError: no such digit: 11" in failure["message"]
     assert status["state"] == "Failed"
 
@@ -97,9 +97,9 @@ sys.exit(9 if number < 2 else 7)
         {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [7]}},
     ]
     await user.apply(a_job("codes", program, replicas=1, maxRestarts=1, failurePolicy={"rules": rules}))
-    status = (await user.wait_for_status("codes", lambda status: bool(said(status, "Failed"))))["status"]
+    status = (await user.wait_for_status("codes", lambda status: bool(message_of(status, "Failed"))))["status"]
     assert status["lastFailure"]["exitCode"] == 7
-    assert status["restarts"] <= 1, "9 is not charged"
+    assert status["restarts"] <= 1, "exit code 9 is charged"
     assert status["unchargedRestarts"] >= 2
 
 
@@ -107,8 +107,8 @@ async def test_a_program_over_its_memory_limit_is_reported_and_charged(user: Use
     program = "hoard = [bytearray(b'x' * 2**20) for _ in range(4096)]"
     limits = {"resources": {"limits": {"memory": "1500Mi"}}}
     await user.apply(a_job("hoards", program, worker=limits, replicas=1, maxRestarts=0))
-    status = (await user.wait_for_status("hoards", lambda status: bool(said(status, "Failed"))))["status"]
-    assert "memory" in said(status, "Failed")
+    status = (await user.wait_for_status("hoards", lambda status: bool(message_of(status, "Failed"))))["status"]
+    assert "memory" in message_of(status, "Failed")
     assert "memory" in await user.events("hoards")
     assert "memory" in status["lastFailure"]["message"]
 
@@ -118,22 +118,22 @@ async def test_a_program_over_its_memory_limit_is_reported_and_charged(user: Use
 
 async def test_an_evicted_or_deleted_pod_is_replaced_without_a_charge(user: User) -> None:
     await user.apply(a_job("evicted", replicas=2))
-    first = await serves(user, "evicted", 2)
+    first = await wait_for_ready_pods(user, "evicted", 2)
     victim = min(first)
     await evict(user, victim)
     await user.wait(f"pod/{victim}", "delete")
-    second = await serves(user, "evicted", 2)
-    assert first[max(first)]["metadata"]["uid"] == second[max(first)]["metadata"]["uid"], "the other one stays"
+    second = await wait_for_ready_pods(user, "evicted", 2)
+    assert first[max(first)]["metadata"]["uid"] == second[max(first)]["metadata"]["uid"], "the other pod is replaced"
 
     await user.kubectl("delete", "pod", max(first), "--grace-period=0", "--force")
     await user.wait_for_status("evicted", lambda status: status["readyDesired"] == "2/2")
-    third = await serves(user, "evicted", 2)
+    third = await wait_for_ready_pods(user, "evicted", 2)
     assert max(first) not in third
     status = (await user.get("elasticjob/evicted"))["status"]
-    assert nobody_is_charged(status)
-    told = await user.events("evicted")
-    assert victim in told
-    assert max(first) in told
+    assert has_no_charges(status)
+    events = await user.events("evicted")
+    assert victim in events
+    assert max(first) in events
 
 
 @pytest.mark.parametrize("excludes", [False, True])
@@ -154,25 +154,25 @@ async def test_a_pod_over_its_storage_limit_is_evicted_and_charged_unless_a_rule
         )
     )
     if excludes:
-        status = (await user.wait_for_status("writes", lambda status: "no node takes it" in said(status, "Waiting")))[
-            "status"
-        ]
+        status = (
+            await user.wait_for_status("writes", lambda status: "no node takes it" in message_of(status, "Waiting"))
+        )["status"]
         assert status["excludedNodes"] == [NODE]
-        assert nobody_is_charged(status), "in spite of what the pod did by itself"
+        assert has_no_charges(status), "the end of the pod itself is counted as well"
         assert NODE in await user.events("writes")
     else:
-        status = (await user.wait_for_status("writes", lambda status: bool(said(status, "Failed"))))["status"]
+        status = (await user.wait_for_status("writes", lambda status: bool(message_of(status, "Failed"))))["status"]
         assert status["podFailures"] == 1
-        assert 'Usage of EmptyDir volume "scratch" exceeds the limit' in said(status, "Failed")
+        assert 'Usage of EmptyDir volume "scratch" exceeds the limit' in message_of(status, "Failed")
 
 
 async def test_a_disrupted_pod_fails_the_job_if_a_rule_says_so(user: User) -> None:
     rule = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]}
     await user.apply(a_job("delicate", replicas=2, cleanPodPolicy="All", failurePolicy={"rules": [rule]}))
-    victim = min(await serves(user, "delicate", 2))
+    victim = min(await wait_for_ready_pods(user, "delicate", 2))
     await evict(user, victim)
-    status = (await user.wait_for_status("delicate", lambda status: bool(said(status, "Failed"))))["status"]
-    assert victim in said(status, "Failed")
+    status = (await user.wait_for_status("delicate", lambda status: bool(message_of(status, "Failed"))))["status"]
+    assert victim in message_of(status, "Failed")
     (failed,) = (each for each in status["conditions"] if each["type"] == "Failed")
     assert failed["reason"] == "PodFailurePolicy"
     assert await user.delete("delicate") == []
@@ -181,10 +181,12 @@ async def test_a_disrupted_pod_fails_the_job_if_a_rule_says_so(user: User) -> No
 async def test_a_missing_image_is_reported_without_a_charge(user: User) -> None:
     late = f"localhost/late:{uuid.uuid4().hex}"
     await user.apply(a_job("late", replicas=1, image=late))
-    await user.wait_for_status("late", lambda status: f"the image {late} cannot be pulled" in said(status, "Waiting"))
+    await user.wait_for_status(
+        "late", lambda status: f"the image {late} cannot be pulled" in message_of(status, "Waiting")
+    )
     async with user.node.image_called(late, "elastic-agent:dev"):
-        await serves(user, "late", 1)
-        assert nobody_is_charged((await user.get("elasticjob/late"))["status"])
+        await wait_for_ready_pods(user, "late", 1)
+        assert has_no_charges((await user.get("elasticjob/late"))["status"])
         assert await user.delete("late") == []
 
 
@@ -197,19 +199,21 @@ async def test_a_volume_with_a_missing_secret_is_reported_without_a_charge(user:
     )
     await user.apply(keyed)
     missing = 'MountVolume.SetUp failed for volume "key" : secret "late-key" not found; create it'
-    await user.wait_for_status("keyed", lambda status: missing in said(status, "Waiting"))
+    await user.wait_for_status("keyed", lambda status: missing in message_of(status, "Waiting"))
     await user.kubectl("create", "secret", "generic", "late-key", "--from-literal=key=1")
-    await serves(user, "keyed", 1)
-    status = (await user.wait_for_status("keyed", lambda status: not said(status, "Waiting")))["status"]
-    assert nobody_is_charged(status)
+    await wait_for_ready_pods(user, "keyed", 1)
+    status = (await user.wait_for_status("keyed", lambda status: not message_of(status, "Waiting")))["status"]
+    assert has_no_charges(status)
 
 
 async def test_a_pod_rejected_by_its_node_is_created_again_with_backoff_and_without_a_charge(user: User) -> None:
     await user.apply(
         a_job("forced", pod={"nodeName": NODE}, worker={"resources": {"requests": {"cpu": "1000"}}}, replicas=1)
     )
-    job = await user.wait_for_status("forced", lambda status: "failed 2 times in a row" in said(status, "Waiting"))
-    assert nobody_is_charged(job["status"])
+    job = await user.wait_for_status(
+        "forced", lambda status: "failed 2 times in a row" in message_of(status, "Waiting")
+    )
+    assert has_no_charges(job["status"])
     assert re.search(rf"was turned away by its node\s+{NODE}: OutOfcpu", await user.events("forced"))
 
 
@@ -218,20 +222,20 @@ async def test_a_pod_rejected_by_its_node_is_created_again_with_backoff_and_with
 
 async def test_a_drained_node_loses_its_pods_without_a_charge(user: User) -> None:
     await user.apply(a_job("drained", replicas=2))
-    before = await serves(user, "drained", 2)
+    before = await wait_for_ready_pods(user, "drained", 2)
     workers = "--pod-selector=elastic.pytorch.org/job=drained,elastic.pytorch.org/role=worker"
     try:
         await user.node.kubectl("drain", NODE, workers, "--delete-emptydir-data", "--timeout=120s")
-        job = await user.wait_for_status("drained", lambda status: "unschedulable" in said(status, "Waiting"))
+        job = await user.wait_for_status("drained", lambda status: "unschedulable" in message_of(status, "Waiting"))
         assert job["status"]["state"] == "Waiting"
     finally:
         await user.node.kubectl("uncordon", NODE)
-    after = await serves(user, "drained", 2)
+    after = await wait_for_ready_pods(user, "drained", 2)
     assert not before.keys() & after.keys()
-    assert nobody_is_charged((await user.get("elasticjob/drained"))["status"])
-    told = await user.events("drained")
+    assert has_no_charges((await user.get("elasticjob/drained"))["status"])
+    events = await user.events("drained")
     for pod in before:
-        assert pod in told
+        assert pod in events
 
 
 @contextlib.asynccontextmanager
@@ -277,21 +281,23 @@ def now(*, micro: bool = False) -> str:
 
 async def test_pods_of_a_silent_node_are_replaced_without_a_charge(user: User) -> None:
     await user.apply(a_job("silent", replicas=1, nodeLossSeconds=1))
-    (lost,) = await serves(user, "silent", 1)
+    (lost,) = await wait_for_ready_pods(user, "silent", 1)
     async with another_node(user.node):
         await user.node.run("pkill", "-STOP", "-x", "kubelet")
         try:
             # Its pods stay Terminating until their kubelet reports that they have ended.
             await user.wait(f"pod/{lost}", "jsonpath={.metadata.deletionTimestamp}")
-            job = await user.wait_for_status("silent", lambda status: "no node takes it" in said(status, "Waiting"))
+            job = await user.wait_for_status(
+                "silent", lambda status: "no node takes it" in message_of(status, "Waiting")
+            )
             assert len((await user.pods("silent")).keys() - {lost}) == 1
-            assert (await user.get(f"pod/{lost}"))["status"]["phase"] == "Running", "nobody says that it has ended"
-            assert nobody_is_charged(job["status"])
+            assert (await user.get(f"pod/{lost}"))["status"]["phase"] == "Running", "the pod is reported as ended"
+            assert has_no_charges(job["status"])
             assert re.search(rf"{lost}[^\n]*\n?[^\n]*lost with\s+its node {NODE}", await user.events("silent"))
         finally:
             await user.node.run("pkill", "-CONT", "-x", "kubelet")
         await user.node.kubectl("wait", f"node/{NODE}", "--for=condition=Ready", "--timeout=120s")
     await user.wait(f"pod/{lost}", "delete")
-    after = await serves(user, "silent", 1)
+    after = await wait_for_ready_pods(user, "silent", 1)
     assert lost not in after
-    assert nobody_is_charged((await user.get("elasticjob/silent"))["status"])
+    assert has_no_charges((await user.get("elasticjob/silent"))["status"])

@@ -95,11 +95,11 @@ async def test_a_node_leaves_nothing_behind_after(end: str, tmp_path: Path) -> N
     assert user.stderr is not None
     line = await user.stdout.readline()
     assert line, (await user.stderr.read()).decode()
-    told = json.loads(line)
+    report = json.loads(line)
     running = traces(tools)
     groups = set(re.findall(r"elastic-operator-node-\w+", str(added(before, running))))
-    assert len(groups) == 1, "it can be seen while it runs"
-    keeper = os.pidfd_open(told["keeper"])
+    assert len(groups) == 1, "the running node is not visible in the traces"
+    keeper = os.pidfd_open(report["keeper"])
 
     if end == "a part's death":
         parts = processes_that_name(str(tmp_path))
@@ -107,13 +107,13 @@ async def test_a_node_leaves_nothing_behind_after(end: str, tmp_path: Path) -> N
         os.kill(scheduler, signal.SIGKILL)
         assert await asyncio.to_thread(ended, keeper)
     if end == "SIGKILL of all":
-        os.kill(told["keeper"], signal.SIGKILL)
+        os.kill(report["keeper"], signal.SIGKILL)
     if end.startswith("SIGKILL"):
         user.kill()
     said = (await user.communicate(b"\n"))[1].decode()
     assert await asyncio.to_thread(ended, keeper)
     if end == "SIGKILL of all":
-        node_keeper.sweep(cache_folder().resolve())  # as the next node does first
+        node_keeper.sweep(cache_folder().resolve())  # as the next node does at its start
 
     assert ("Traceback" in said) == (end == "a part's death")
     assert ("NodeFailed: the node has failed: kube-scheduler ended by itself with -9" in said) == (

@@ -71,8 +71,8 @@ def holder(leases: Objects) -> str:
     return str(leases.get("elastic-operator", {}).get("spec", {}).get("holderIdentity") or "")
 
 
-async def nothing_below(store: Store, keys: RunKeys) -> None:
-    """Return when the store has no key of a run."""
+async def wait_until_deleted(store: Store, keys: RunKeys) -> None:
+    """Wait until the store has no key of a run."""
     left: set[str] = set()
     async with asyncio.timeout(PATIENCE), contextlib.aclosing(follow(store, keys.root)) as news:
         async for each in news:
@@ -210,7 +210,9 @@ async def test_a_refused_template_makes_the_job_invalid_in_the_servers_words(
 
     await ns.apply("another", replicas=1)
     await ns.wait_for_pods(1, "another")
-    assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="400") < 6, "a hot loop"
+    assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="400") < 6, (
+        "the operator retries in a hot loop"
+    )
     assert await ns.wait_for_pods(0) == {}
 
     await ns.change(template={"spec": {"nodeSelektor": None}})
@@ -229,7 +231,9 @@ async def test_a_denial_by_quota_is_reported_and_retried(
     )
     assert not holds(job["status"], "Invalid")
     await ns.wait_for_event("Warning", "exceeded quota")
-    assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="403") < 6, "a hot loop"
+    assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="403") < 6, (
+        "the operator retries in a hot loop"
+    )
 
     await ns.kubectl("delete", "quota", "few")
     await ns.wait_for_pods(3)
@@ -244,16 +248,16 @@ async def test_an_unreachable_store_is_named_by_the_waiting_job(
     await ns.apply(replicas=1, etcd={"endpoint": endpoint})
     [pod] = await ns.wait_for_pods(1)
     await ns.report_running(pod)
-    told = "the operator cannot read the job's store"
-    await ns.wait_for_job(lambda status: told in conditions(status).get("Waiting", {}).get("message", ""))
+    message = "the operator cannot read the job's store"
+    await ns.wait_for_job(lambda status: message in conditions(status).get("Waiting", {}).get("message", ""))
     await own_etcd.start()
-    job = await ns.wait_for_job(lambda status: told not in conditions(status)["Waiting"]["message"])
+    job = await ns.wait_for_job(lambda status: message not in conditions(status)["Waiting"]["message"])
     async with own_etcd.connected() as store:
         await ns.report_joined(store, job, pod)
     await ns.wait_for_job(lambda status: status.get("readyReplicas") == 1)
 
 
-async def test_a_foreign_service_with_the_jobs_name_is_left_alone_and_named(
+async def test_a_foreign_service_with_the_jobs_name_is_reported_and_not_changed(
     ns: OperatorNamespace, operator: OperatorProcess
 ) -> None:
     await ns.kubectl("create", "service", "clusterip", "digits-etcd", "--tcp=80")
@@ -264,7 +268,9 @@ async def test_a_foreign_service_with_the_jobs_name_is_left_alone_and_named(
     assert "remove it, or give the job another name" in conditions(job["status"])["Waiting"]["message"]
     await ns.apply("another", replicas=1)
     await ns.wait_for_pods(1, "another")
-    assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="409") < 6, "a hot loop"
+    assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="409") < 6, (
+        "the operator retries in a hot loop"
+    )
     assert await ns.wait_for_pods(0) == {}
 
     await ns.kubectl("delete", "service", "digits-etcd")
@@ -286,13 +292,13 @@ async def test_an_etcd_removed_with_its_job_is_not_created_again_while_pods_end(
             seen.update(str(each["metadata"]["uid"]) for each in state.values())
 
     watching = asyncio.create_task(watch())
-    await ns.bind(pod)  # only its kubelet, which does not exist, could report its end
-    held = {"metadata": {"finalizers": ["example.org/held"]}}
-    await ns.kubectl("patch", "elasticjob/digits", "--type=merge", f"--patch={json.dumps(held)}")
+    await ns.bind(pod)  # the pod stays Terminating, because only its kubelet could report the end
+    finalizer = {"metadata": {"finalizers": ["example.org/held"]}}
+    await ns.kubectl("patch", "elasticjob/digits", "--type=merge", f"--patch={json.dumps(finalizer)}")
     await ns.kubectl("delete", "elasticjob/digits", "--wait=false")
     await ns.wait_for(PODS, lambda found: "deletionTimestamp" in found[pod]["metadata"])
     await ns.kubectl("delete", "service,deployment", "digits-etcd")
-    # When the operator has handled another job, it has handled this one.
+    # When the operator has reconciled another job, it has reconciled this job.
     await ns.apply("another", replicas=1, etcd={"endpoint": etcd.endpoint})
     await ns.wait_for_pods(1, "another")
     await ns.wait_for(SERVICES, lambda found: not found)
@@ -319,9 +325,9 @@ async def test_agent_reports_in_an_external_etcd_are_read_and_removed_at_the_end
         # A change of size is written before a pod is deleted.
         await ns.kubectl("scale", "elasticjob/digits", "--replicas=1")
         await ns.wait_for_pods(1)
-        told = await store.get(keys.size)
-        assert told is not None
-        assert pods[1] in told.value.decode()
+        size = await store.get(keys.size)
+        assert size is not None
+        assert pods[1] in size.value.decode()
 
         outcome = OutcomeRecord(state=OutcomeState.FAILED, round=2, restarts=3, message="rank 0 found no data")
         await store.put(keys.state, encode(StateRecord(outcome=outcome)))
@@ -330,7 +336,7 @@ async def test_agent_reports_in_an_external_etcd_are_read_and_removed_at_the_end
         assert done["status"]["lastFailure"]["message"] == "rank 0 found no data"
         assert done["status"]["restarts"] == 3
         await ns.wait_for_pods(0)
-        await nothing_below(store, keys)
+        await wait_until_deleted(store, keys)
 
 
 async def test_a_job_that_ended_during_an_operator_outage_is_not_restarted(
@@ -350,7 +356,7 @@ async def test_a_job_that_ended_during_an_operator_outage_is_not_restarted(
     operator.start()
     job = await ns.wait_for_job(lambda status: holds(status, "Finished"))
     assert job["status"]["state"] == "Succeeded"
-    # When the operator has handled another job, it has handled this one.
+    # When the operator has reconciled another job, it has reconciled this job.
     await ns.apply("another", replicas=1, etcd={"endpoint": etcd.endpoint})
     await ns.wait_for_pods(1, "another")
     assert await ns.wait_for_pods(0) == {}
@@ -371,7 +377,7 @@ async def test_one_of_two_operator_replicas_leads_and_the_other_takes_over(
         await ns.wait_for_pods(1)
         assert await second.metric("elastic_operator_reconciles_total") == 0
 
-        await second.until(lambda codes: codes == {"/readyz": 200}, "/readyz")
+        await second.wait_for_pages(lambda codes: codes == {"/readyz": 200}, "/readyz")
         # One for the CRD, five of watched kinds, and two of PodGroups.
         listings = 8
         await second.wait_for_metric("elastic_operator_api_requests_total", listings, verb="list")
@@ -383,11 +389,11 @@ async def test_one_of_two_operator_replicas_leads_and_the_other_takes_over(
         taken = (await ns.api.get(LEASES, ns.name, "elastic-operator"))["spec"]
         assert taken["holderIdentity"] == holder_of(second)
         away = datetime.fromisoformat(taken["acquireTime"]) - datetime.fromisoformat(last["renewTime"])
-        assert away <= timedelta(seconds=30), "10 s for the lease, and some for a busy machine"
+        assert away <= timedelta(seconds=30), "the lease of 10 s, and some more on a busy machine"
         await ns.kubectl("scale", "elasticjob/digits", "--replicas=2")
         await ns.wait_for_pods(2)
         assert await second.metric("elastic_operator_api_requests_total", verb="list") == known, (
-            "it lists nothing again"
+            "the new leader lists objects again"
         )
 
         first.start()
@@ -405,7 +411,7 @@ async def test_run_data_outlives_the_store_and_is_removed_with_the_job(
     ns: OperatorNamespace, operator: OperatorProcess, etcd: EtcdServer
 ) -> None:
     async def reported(rounds: int) -> Json:
-        """The report, as soon as it has this many rounds."""
+        """Wait until the report has this number of rounds, and return the report."""
 
         def document(found: Objects) -> Json:
             return dict(json.loads(found["digits-report"]["data"]["report.json"])) if "digits-report" in found else {}
@@ -426,7 +432,7 @@ async def test_run_data_outlives_the_store_and_is_removed_with_the_job(
 
         await ns.change(suspend=True)
         resting = await ns.wait_for_job(lambda status: holds(status, "Suspended"))
-        await nothing_below(store, keys)
+        await wait_until_deleted(store, keys)
         kept = await reported(1)
         assert (kept["job"]["state"], kept["rounds"][0]["cause"]) == ("Suspended", "one node joined")
         assert kept["timeBreakdown"] == resting["status"]["timeBreakdown"]
@@ -457,7 +463,7 @@ async def test_run_data_outlives_the_store_and_is_removed_with_the_job(
             datetime.fromisoformat(split["asOf"]).timestamp() - created, abs=0.01
         )
         await ns.report_ended(second, 0)
-        await nothing_below(store, keys)
+        await wait_until_deleted(store, keys)
     assert "digits-report" in await ns.wait_for(CONFIG_MAPS, bool)
     await ns.kubectl("delete", "elasticjob", "digits")
     await ns.wait_for(CONFIG_MAPS, lambda found: "digits-report" not in found)

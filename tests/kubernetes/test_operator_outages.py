@@ -1,6 +1,4 @@
-"""The operator where not everything is there: the definition, the API server, a right, a node, or what vanished while
-nobody looked.
-"""
+"""The operator without the CRD, the API server, a permission or a node, and after missed deletions."""
 
 from __future__ import annotations
 
@@ -42,30 +40,30 @@ DEFINITION = str(Path(__file__).parents[2] / "crds" / "elasticjob.yaml")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def own_plane(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ControlPlane]:
+async def own_control_plane(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ControlPlane]:
     """A control plane without the CRD, whose parts may be killed."""
     async with ControlPlane(tmp_path_factory.mktemp("own-plane")) as plane:
         yield plane
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def ns(own_plane: ControlPlane) -> AsyncIterator[OperatorNamespace]:
+async def ns(own_control_plane: ControlPlane) -> AsyncIterator[OperatorNamespace]:
     async with (
-        await WatchingApi.from_kubeconfig(str(own_plane.kubeconfig)) as api,
-        own_plane.namespace() as namespace,
+        await WatchingApi.from_kubeconfig(str(own_control_plane.kubeconfig)) as api,
+        own_control_plane.namespace() as namespace,
     ):
-        yield OperatorNamespace(api, own_plane, namespace)
+        yield OperatorNamespace(api, own_control_plane, namespace)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def defined(own_plane: ControlPlane) -> AsyncIterator[None]:
+async def with_crd(own_control_plane: ControlPlane) -> AsyncIterator[None]:
     """Create the CRD."""
-    await define(own_plane)
+    await create_crd(own_control_plane)
     yield
-    await own_plane.kubectl("delete", "--filename", DEFINITION)
+    await own_control_plane.kubectl("delete", "--filename", DEFINITION)
 
 
-async def define(plane: ControlPlane) -> None:
+async def create_crd(plane: ControlPlane) -> None:
     await plane.define(Path(DEFINITION).read_text())
 
 
@@ -75,50 +73,50 @@ def waits_for(status: Json) -> str:
 
 
 def an_operator(plane: ControlPlane, folder: Path, *, wait: bool = True) -> OperatorProcess:
-    """The operator of the whole cluster; one test's has the name of the other's, and so its lease."""
+    """The operator of the whole cluster; all tests use the same replica name, and so the same lease."""
     return OperatorProcess(
         folder, plane.kubeconfig, "--lease-namespace=default", wait=wait, environ={"POD_NAME": "operator-0"}
     )
 
 
-async def test_a_missing_crd_is_reported_and_work_starts_when_it_exists_also_the_second_time(
-    own_plane: ControlPlane, ns: OperatorNamespace, tmp_path: Path
+async def test_a_missing_crd_is_reported_and_work_starts_when_it_exists_again(
+    own_control_plane: ControlPlane, ns: OperatorNamespace, tmp_path: Path
 ) -> None:
-    async with an_operator(own_plane, tmp_path, wait=False) as operator:
+    async with an_operator(own_control_plane, tmp_path, wait=False) as operator:
         await operator.wait_for_log("this cluster does not know the ElasticJob: install the definition")
-        await operator.until(lambda codes: codes == {"/healthz": 200, "/readyz": 503}, "/healthz", "/readyz")
-        await define(own_plane)
+        await operator.wait_for_pages(lambda codes: codes == {"/healthz": 200, "/readyz": 503}, "/healthz", "/readyz")
+        await create_crd(own_control_plane)
         await operator.wait_until_ready()
         await ns.apply(replicas=1)
         await ns.wait_for_pods(1)
 
-        await own_plane.kubectl("delete", "--filename", DEFINITION)
+        await own_control_plane.kubectl("delete", "--filename", DEFINITION)
         await operator.wait_for_log("the watches have ended")
-        await define(own_plane)
+        await create_crd(own_control_plane)
         await ns.apply("again", replicas=1)
         await ns.wait_for_pods(1, "again")
         assert "Traceback" not in operator.log
-        assert operator.log.count("install the definition") < 5, "a sentence, and not one with every try"
-    await own_plane.kubectl("delete", "--filename", DEFINITION)
+        assert operator.log.count("install the definition") < 5, "the sentence is logged once, not with every try"
+    await own_control_plane.kubectl("delete", "--filename", DEFINITION)
 
 
-@pytest.mark.usefixtures("defined")
+@pytest.mark.usefixtures("with_crd")
 async def test_the_operator_survives_an_api_server_outage_and_notices_missed_deletions(
-    own_plane: ControlPlane, ns: OperatorNamespace, tmp_path: Path
+    own_control_plane: ControlPlane, ns: OperatorNamespace, tmp_path: Path
 ) -> None:
-    async with an_operator(own_plane, tmp_path) as operator:
+    async with an_operator(own_control_plane, tmp_path) as operator:
         await ns.apply(replicas=2)
         before = await ns.wait_for_pods(2)
         victim = min(before)
-        server = own_plane.daemons["kube-apiserver"]
+        server = own_control_plane.daemons["kube-apiserver"]
         server.kill()
         async with contextlib.AsyncExitStack() as stack:
-            store = await connect(StoreSettings(endpoints=(own_plane.etcd_endpoint,)))
+            store = await connect(StoreSettings(endpoints=(own_control_plane.etcd_endpoint,)))
             stack.push_async_callback(store.close)
             await store.delete_prefix(f"/registry/pods/{ns.name}/{victim}")
         server.start()
 
-        # Nobody has told any watch of this end. And since nobody saw it, the new one has the same name.
+        # No watch has reported this deletion, so the new pod has the same name.
         lost = before[victim]["metadata"]["uid"]
         after = await ns.wait_for(
             PODS,
@@ -126,17 +124,17 @@ async def test_the_operator_survives_an_api_server_outage_and_notices_missed_del
             labels=worker_selector("digits"),
         )
         assert uids(after) & uids(before) == uids(before) - {lost}
-        await operator.until(lambda codes: codes == {"/healthz": 200, "/readyz": 200}, "/healthz", "/readyz")
+        await operator.wait_for_pages(lambda codes: codes == {"/healthz": 200, "/readyz": 200}, "/healthz", "/readyz")
         assert "Traceback" not in operator.log
 
 
-@pytest.mark.usefixtures("defined")
+@pytest.mark.usefixtures("with_crd")
 async def test_an_operator_started_before_the_api_server_waits_for_it(
-    own_plane: ControlPlane, ns: OperatorNamespace, tmp_path: Path
+    own_control_plane: ControlPlane, ns: OperatorNamespace, tmp_path: Path
 ) -> None:
-    server = own_plane.daemons["kube-apiserver"]
+    server = own_control_plane.daemons["kube-apiserver"]
     server.kill()
-    async with an_operator(own_plane, tmp_path, wait=False) as operator:
+    async with an_operator(own_control_plane, tmp_path, wait=False) as operator:
         await operator.wait_for_log("what exists cannot be listed: the API server cannot be reached")
         server.start()
         await operator.wait_until_ready()
@@ -146,17 +144,17 @@ async def test_an_operator_started_before_the_api_server_waits_for_it(
         assert await operator.stop() == 0
 
 
-@pytest.mark.usefixtures("defined")
+@pytest.mark.usefixtures("with_crd")
 async def test_a_namespace_without_permissions_blocks_no_other(
-    own_plane: ControlPlane, ns: OperatorNamespace, tmp_path: Path
+    own_control_plane: ControlPlane, ns: OperatorNamespace, tmp_path: Path
 ) -> None:
-    async with own_plane.namespace() as closed:
-        other = OperatorNamespace(ns.api, own_plane, closed)
+    async with own_control_plane.namespace() as closed:
+        other = OperatorNamespace(ns.api, own_control_plane, closed)
         await ns.kubectl("create", "serviceaccount", "operator")
         account = f"--serviceaccount={ns.name}:operator"
         grant = ("create", "rolebinding", "operator", "--clusterrole=cluster-admin", account)
         await ns.kubectl(*grant)
-        kubeconfig = await own_plane.kubeconfig_for(ns.name, "operator")
+        kubeconfig = await own_control_plane.kubeconfig_for(ns.name, "operator")
         flags = (f"--namespace={closed}", f"--namespace={ns.name}", "--no-leader-elect")
         async with OperatorProcess(tmp_path, kubeconfig, *flags) as operator:
             await operator.wait_for_log(f"the namespace {closed} cannot be looked after", "take it out of --namespace")
@@ -169,21 +167,21 @@ async def test_a_namespace_without_permissions_blocks_no_other(
             await other.pods(1)
             await ns.change(replicas=2)
             await ns.wait_for_pods(2)
-            await operator.until(lambda codes: codes == {"/readyz": 200}, "/readyz")
+            await operator.wait_for_pages(lambda codes: codes == {"/readyz": 200}, "/readyz")
             assert operator.log.count("cannot be looked after") == 1
             assert "Traceback" not in operator.log
 
 
-@pytest.mark.usefixtures("defined")
+@pytest.mark.usefixtures("with_crd")
 async def test_a_permission_that_is_revoked_and_restored_is_reported_and_used(
-    own_plane: ControlPlane, ns: OperatorNamespace, etcd: EtcdServer, tmp_path: Path
+    own_control_plane: ControlPlane, ns: OperatorNamespace, etcd: EtcdServer, tmp_path: Path
 ) -> None:
     await ns.kubectl("create", "serviceaccount", "operator")
     account = f"--serviceaccount={ns.name}:operator"
     for role, rights in RIGHTS.items():
         await ns.kubectl("create", "role", role, *rights)
         await ns.kubectl("create", "rolebinding", role, f"--role={role}", account)
-    kubeconfig = await own_plane.kubeconfig_for(ns.name, "operator")
+    kubeconfig = await own_control_plane.kubeconfig_for(ns.name, "operator")
     flags = (f"--namespace={ns.name}", "--no-leader-elect")
     async with OperatorProcess(tmp_path, kubeconfig, *flags) as operator:
         await ns.apply(replicas=1, etcd={"endpoint": etcd.endpoint})
@@ -194,8 +192,10 @@ async def test_a_permission_that_is_revoked_and_restored_is_reported_and_used(
         await ns.wait_for_event(
             "ResourcesBlocked", 'cannot create resource "pods"', "grant the operator its rights there"
         )
-        assert uids(await ns.wait_for_pods(1)) == uids(first), "what there is stays"
-        assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="403") < 6, "a hot loop"
+        assert uids(await ns.wait_for_pods(1)) == uids(first), "existing objects are changed"
+        assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="403") < 6, (
+            "the operator retries in a hot loop"
+        )
 
         await ns.kubectl("create", "rolebinding", "creates", "--role=creates", account)
         await ns.wait_for_pods(2)
@@ -203,18 +203,18 @@ async def test_a_permission_that_is_revoked_and_restored_is_reported_and_used(
         assert "Traceback" not in operator.log
 
 
-@pytest.mark.usefixtures("defined")
+@pytest.mark.usefixtures("with_crd")
 async def test_a_pod_of_a_removed_node_is_replaced_without_a_charge(
-    own_plane: ControlPlane, ns: OperatorNamespace, etcd: EtcdServer, tmp_path: Path
+    own_control_plane: ControlPlane, ns: OperatorNamespace, etcd: EtcdServer, tmp_path: Path
 ) -> None:
-    async with an_operator(own_plane, tmp_path):
+    async with an_operator(own_control_plane, tmp_path):
         about = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "nowhere"}}
-        await own_plane.kubectl("create", "--filename=-", stdin=json.dumps(about))
+        await own_control_plane.kubectl("create", "--filename=-", stdin=json.dumps(about))
         await ns.apply(replicas=1, etcd={"endpoint": etcd.endpoint})
         ((lost, pod),) = (await ns.wait_for_pods(1)).items()
         await ns.bind(lost)
         await ns.report_running(lost)
-        await own_plane.kubectl("delete", "node", "nowhere")
+        await own_control_plane.kubectl("delete", "node", "nowhere")
         # Kubernetes checks every 20 s, and waits 40 s for the node to return.
         await ns.kubectl("wait", f"pod/{lost}", "--for=delete", "--timeout=150s")
         after = await ns.wait_for_pods(1)

@@ -60,9 +60,9 @@ async def test_the_highest_pods_leave_and_save_together_while_the_others_stay(us
 
     status = (await user.get("elasticjob/saves"))["status"]
     assert (status["restarts"], status["podFailures"]) == (0, 0)
-    assert status["round"] == round + 1, "one without both"
-    told = await user.events("saves")
-    assert "scaled from 3 to 1 pod" in told
+    assert status["round"] == round + 1, "the pods leave in one round change"
+    events = await user.events("saves")
+    assert "scaled from 3 to 1 pod" in events
 
 
 # An autoscaler, which needs only the control plane
@@ -73,7 +73,7 @@ AUTOSCALERS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "Horizon
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def metrics(cluster_with_crd: Cluster) -> AsyncIterator[None]:
-    """A cluster with a stand-in for the metrics API, whose values the test writes."""
+    """A cluster with a fake metrics API, whose values the test writes."""
     anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     async with defined(cluster_with_crd, POD_METRICS, anything):
         yield
@@ -83,8 +83,8 @@ def now(seconds_ago: float = 0.0) -> str:
     return datetime.fromtimestamp(datetime.now(UTC).timestamp() - seconds_ago, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-async def is_busy(ns: OperatorNamespace, name: str, pod: Json, cpu: str) -> None:
-    """Let a pod have run for a while, and use this much CPU now."""
+async def report_cpu_usage(ns: OperatorNamespace, name: str, pod: Json, cpu: str) -> None:
+    """Report that a pod has run for a while, and uses this much CPU now."""
     await ns.report_running(name)
     ready = {"type": "Ready", "status": "True", "lastTransitionTime": now(900)}
     status: dict[str, Any] = {"startTime": now(1000), "conditions": [ready]}
@@ -109,7 +109,7 @@ async def test_a_horizontal_pod_autoscaler_finds_and_scales_a_job(ns: OperatorNa
     async with ns.operator(tmp_path):
         await ns.apply(replicas=1)
         ((name, pod),) = (await ns.wait_for_pods(1)).items()
-        await is_busy(ns, name, pod, "2")
+        await report_cpu_usage(ns, name, pod, "2")
         usage = {"type": "AverageValue", "averageValue": "500m"}
         await ns.api.create(
             AUTOSCALERS,
@@ -131,9 +131,9 @@ async def test_a_horizontal_pod_autoscaler_finds_and_scales_a_job(ns: OperatorNa
             },
         )
         grown = await ns.wait_for_pods(3)
-        assert name in grown, "the one that was there stays"
+        assert name in grown, "the existing pod is not replaced"
         scaler = await ns.wait_for(
             AUTOSCALERS, lambda found: found["digits"].get("status", {}).get("desiredReplicas") == 3
         )
-        told = {each["type"]: each["status"] for each in scaler["digits"]["status"]["conditions"]}
-        assert (told["AbleToScale"], told["ScalingActive"]) == ("True", "True")
+        scaler_conditions = {each["type"]: each["status"] for each in scaler["digits"]["status"]["conditions"]}
+        assert (scaler_conditions["AbleToScale"], scaler_conditions["ScalingActive"]) == ("True", "True")

@@ -21,7 +21,8 @@ SYSTEM = "elastic-system"
 
 async def test_digits_trains_grows_succeeds_and_leaves_nothing(user: User) -> None:
     digits = yaml.safe_load((ROOT / "examples" / "digits.yaml").read_text())
-    digits["spec"]["args"] = ["digits.py", "--epochs", "40"]  # half of what it is there: three pods share the machine
+    # Half the epochs of the example, because three pods share the machine.
+    digits["spec"]["args"] = ["digits.py", "--epochs", "40"]
     await user.apply(digits)
     await user.wait("elasticjob/digits", "condition=Running")
     first = await user.pods("digits")
@@ -37,7 +38,7 @@ async def test_digits_trains_grows_succeeds_and_leaves_nothing(user: User) -> No
     now = await user.pods("digits")
     assert len(now) == 3
     for name, pod in first.items():
-        assert now[name]["metadata"]["uid"] == pod["metadata"]["uid"], "those that stay are not made anew"
+        assert now[name]["metadata"]["uid"] == pod["metadata"]["uid"], "a remaining pod was created again"
 
     shown = (await user.kubectl("get", "elasticjobs")).stdout.splitlines()
     assert shown[0].split() == ["NAME", "STATE", "READY", "MIN", "MAX", "RESTARTS", "AGE"]
@@ -56,10 +57,10 @@ async def test_digits_trains_grows_succeeds_and_leaves_nothing(user: User) -> No
     assert "Succeeded" in page
     assert (await user.get("configmap/digits-report"))["metadata"]["ownerReferences"][0]["name"] == "digits"
 
-    told = await user.events("digits")
-    assert "training started with 2 pods" in told
-    assert "scaled from 2 to 3 pods" in told
-    assert "Succeeded" in told
+    events = await user.events("digits")
+    assert "training started with 2 pods" in events
+    assert "scaled from 2 to 3 pods" in events
+    assert "Succeeded" in events
 
     assert await user.delete("digits") == []
     operator = (await user.node.kubectl("logs", "--namespace", SYSTEM, f"deployment/{RELEASE}")).stdout
@@ -70,9 +71,9 @@ async def test_digits_trains_grows_succeeds_and_leaves_nothing(user: User) -> No
 
 async def test_training_continues_whatever_is_killed_and_the_events_explain_it(user: User) -> None:
     await user.apply(job("rounds", replicas=2))
-    assert "of 2 workers" in await user.first_words("rounds")
+    assert "of 2 workers" in await user.first_log_line("rounds")
 
-    # A worker dies: the same pods go on, and it is charged.
+    # A worker dies: the same pods continue, and the failure is charged.
     before = await user.pods("rounds")
     await user.kill(next(iter(before.values())), "finish.exists")
     await user.wait("elasticjob/rounds", "jsonpath={.status.restarts}=1")
@@ -107,9 +108,9 @@ async def test_training_continues_whatever_is_killed_and_the_events_explain_it(u
     await user.wait("elasticjob/rounds", "jsonpath={.status.worldSize}=1")
     await user.wait("elasticjob/rounds", "jsonpath={.status.readyDesired}=1/1")
 
-    told = await user.events("rounds")
-    assert f"{victim} " in told
-    assert "killed by SIGKILL" in told
+    events = await user.events("rounds")
+    assert f"{victim} " in events
+    assert "killed by SIGKILL" in events
     await user.finish("rounds")
     await user.wait("elasticjob/rounds", "condition=Succeeded")
     assert await user.delete("rounds") == []
@@ -132,11 +133,11 @@ async def test_an_operator_upgrade_disturbs_no_job(user: User) -> None:
 
 
 async def test_an_image_without_the_agent_is_reported_as_such(user: User) -> None:
-    somebody = {"spec": {"securityContext": {"runAsNonRoot": True, "runAsUser": 65532}}}
-    await user.apply(job("bare", image="quay.io/coreos/etcd:v3.7.3", command=["etcd"], template=somebody))
+    non_root = {"spec": {"securityContext": {"runAsNonRoot": True, "runAsUser": 65532}}}
+    await user.apply(job("bare", image="quay.io/coreos/etcd:v3.7.3", command=["etcd"], template=non_root))
     await user.wait("elasticjob/bare", "condition=Finished")
-    told = await user.events("bare")
-    assert re.search(r"image quay.io/coreos/etcd:v3.7.3 has no\s+torchelastic-run", told)
+    events = await user.events("bare")
+    assert re.search(r"image quay.io/coreos/etcd:v3.7.3 has no\s+torchelastic-run", events)
 
 
 async def test_elasticjob_reports_on_a_cluster(user: User) -> None:
@@ -147,10 +148,10 @@ async def test_elasticjob_reports_on_a_cluster(user: User) -> None:
     table = (await user.elasticjob("get")).stdout.splitlines()
     assert table[1].split()[:3] == ["seen", "Running", "2/2"]
     assert "training started with 2 pods" in (await user.elasticjob("describe", "seen")).stdout
-    assert "of 2 workers" in await user.first_words("seen", "--rank", "0")
+    assert "of 2 workers" in await user.first_log_line("seen", "--rank", "0")
     top = (await user.elasticjob("top", "seen", "--once")).stdout
     assert "Running" in top
-    assert "training" in top, "agents are asked through the API server"
+    assert "training" in top, "the metrics of the agents are read through the API server"
     await user.elasticjob("scale", "seen", "--replicas", "1")
     await user.wait("elasticjob/seen", "jsonpath={.status.worldSize}=1")
     await user.elasticjob("delete", "seen")

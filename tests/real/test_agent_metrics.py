@@ -51,7 +51,7 @@ def operations(page: Page) -> dict[tuple[str, str], float]:
     }
 
 
-def took(page: Page, operation: str) -> float:
+def duration(page: Page, operation: str) -> float:
     seconds = page.value("torchelastic_operation_duration_seconds_sum", operation=operation)
     assert seconds is not None, operation
     return seconds
@@ -74,7 +74,7 @@ async def test_agent_operations_are_measured_under_torchelastic_names(tmp_path: 
         first = await measured.until(lambda page: ("initialize_workers", "success") in operations(page))
         await killed(measured, 1)
         second = await measured.until(lambda page: ("restart_workers", "success") in operations(page))
-    assert "serving /metrics" not in measured.agent.output, "the port was given"
+    assert "serving /metrics" not in measured.agent.output, "the requested port is used"
     assert first.job == second.job == ("team", "digits")
     begun = ("rendezvous", "assign_worker_ranks", "start_workers", "initialize_workers")
     assert operations(first) == {(operation, "success"): 1 for operation in begun}
@@ -84,9 +84,9 @@ async def test_agent_operations_are_measured_under_torchelastic_names(tmp_path: 
         ("stop_workers", "success"): 1,
         ("restart_workers", "success"): 1,
     }
-    again = {operation: took(second, operation) - took(first, operation) for operation in begun}
+    again = {operation: duration(second, operation) - duration(first, operation) for operation in begun}
     assert 0 < again["rendezvous"] + again["start_workers"] <= again["initialize_workers"]
-    assert again["initialize_workers"] <= took(second, "restart_workers")
+    assert again["initialize_workers"] <= duration(second, "restart_workers")
     assert second.value("torchelastic_recovery_duration_seconds_count", cause="worker_failed") == 1
 
 
@@ -94,11 +94,11 @@ async def test_a_custom_handler_receives_the_documented_calls(tmp_path: Path) ->
     source = """
         from torchelastic import LocalElasticAgent, WorkerSpec, metrics
 
-        told = []
+        names = []
 
         class InMemory(metrics.MetricHandler):
             def emit(self, metric_data):
-                told.append(metric_data.name)
+                names.append(metric_data.name)
 
         def train():
             if os.environ["TORCHELASTIC_ROUND"] == "1":
@@ -107,10 +107,10 @@ async def test_a_custom_handler_receives_the_documented_calls(tmp_path: Path) ->
         if __name__ == "__main__":
             metrics.configure(InMemory(), group="torchelastic")
             LocalElasticAgent(WorkerSpec(fn=train, max_restarts=1)).run()
-            print("told:", *sorted(set(told)), flush=True)
+            print("names:", *sorted(set(names)), flush=True)
     """
     async with Launcher(script(tmp_path, source)) as launcher:
-        names = (await launcher.wait_for_line(r"told: (.*)"))[1].split()
+        names = (await launcher.wait_for_line(r"names: (.*)"))[1].split()
         assert await launcher.code() == 0
     assert {f"{name}.{what}" for name in OPERATIONS for what in ("success", "duration.ms")} <= {*names}
     assert not any("store" in name for name in names)
@@ -130,8 +130,8 @@ async def test_the_metrics_page_is_valid_in_both_formats(tmp_path: Path) -> None
     assert pages[0].samples.keys() == pages[1].samples.keys()
     assert pages[0].job == pages[1].job
     for line in ("# HELP ", "# TYPE "):
-        told = [each.split()[2] for each in plain.splitlines() if each.startswith(line)]
-        assert len(told) == len(set(told)) == len(pages[0].types)
+        type_lines = [each.split()[2] for each in plain.splitlines() if each.startswith(line)]
+        assert len(type_lines) == len(set(type_lines)) == len(pages[0].types)
 
 
 async def test_memory_is_shown_for_each_worker_with_its_children_and_for_the_agent(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ async def test_training_continues_while_slow_scrapes_are_pending(tmp_path: Path)
         """,
     )
 
-    async def goes_on() -> None:
+    async def train_on() -> None:
         before = int(steps.read_text())
         await eventually(lambda: int(steps.read_text()) > before + 100)
 
@@ -216,7 +216,7 @@ async def test_training_continues_while_slow_scrapes_are_pending(tmp_path: Path)
         await eventually(steps.exists)
         agent.kill(signal.SIGSTOP)
         asked = [asyncio.ensure_future(measured.page()) for _ in range(10)]
-        await goes_on()
+        await train_on()
         assert not any(each.done() for each in asked)
         agent.kill(signal.SIGCONT)
         pages = await asyncio.gather(*asked)

@@ -32,8 +32,8 @@ def round_of(state: Mapping[str, Entry], run: ControlledRun) -> RoundRecord:
     return round
 
 
-async def standing(run: ControlledRun, number: int) -> RoundRecord:
-    """The round of this number, as etcd has it."""
+async def committed_round(run: ControlledRun, number: int) -> RoundRecord:
+    """Wait until etcd has the round of this number, and return the round."""
     keys = run.keys
     return round_of(await run.until(lambda state: keys.state in state and round_of(state, run).number == number), run)
 
@@ -48,7 +48,7 @@ async def test_uncharged_exits_cost_no_restart_and_non_retryable_exits_end_the_r
         [_, second] = await run.round(2, world=2)
         second.send(f"import os; os.kill(os.getpid(), {signal.SIGKILL:d})")
         workers = await run.round(3, world=2)
-        record = await standing(run, 3)
+        record = await committed_round(run, 3)
         assert (record.restarts, record.uncharged_restarts) == (0, 2)
         assert record.cause == "rank 1 on one: killed by SIGKILL"
         assert [worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in workers] == ["0", "0"]
@@ -60,8 +60,8 @@ async def test_uncharged_exits_cost_no_restart_and_non_retryable_exits_end_the_r
 async def test_agents_listen_only_within_their_port_range_and_report_when_it_is_exhausted(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
-    ports = free_range(16)
-    flags = ("--nnodes=2", "--max-restarts=9", f"--port-range={ports}", PATIENT)
+    allowed = free_range(16)
+    flags = ("--nnodes=2", "--max-restarts=9", f"--port-range={allowed}", PATIENT)
     async with (
         ControlledRun(tmp_path, etcd) as run,
         run.agent("one", *flags) as one,
@@ -70,24 +70,24 @@ async def test_agents_listen_only_within_their_port_range_and_report_when_it_is_
         stores = []
         for number in range(1, 4):
             workers = await run.round(number, world=2)
-            record = await standing(run, number)
-            # Two of them are connected and have written their offers for the next round.
-            state = await run.until(lambda state, number=number: knowing(state, run, number) == 2)
-            told = [port for node in nodes(state, run) for port in (node.link, node.store)]
+            record = await committed_round(run, number)
+            # Two of the agents are connected and have written their offers for the next round.
+            state = await run.until(lambda state, number=number: nodes_that_know(state, run, number) == 2)
+            offered = [port for node in nodes(state, run) for port in (node.link, node.store)]
             stores.append(int(record.store.rpartition(":")[2]))
             open_ports = listening(descendants([one.pid, two.pid]))
-            assert {*told, stores[-1]} <= open_ports
-            assert all(ports.first <= port <= ports.last for port in open_ports)
+            assert {*offered, stores[-1]} <= open_ports
+            assert all(allowed.first <= port <= allowed.last for port in open_ports)
             workers[0].send("raise ValueError('another round')")
         assert all(before != after for before, after in itertools.pairwise(stores))
         await run.round(4, world=2)
 
     with contextlib.ExitStack() as stack:
-        for port in ports.after(0):
+        for port in allowed.after(0):
             stack.enter_context(socket.create_server(("127.0.0.1", port)))
         async with ControlledRun(tmp_path, etcd) as run, run.agent("late", *flags) as late:
             assert await late.code() == 4
-            assert f"No port of --port-range {ports} is free on this node: give it a wider range" in late.lines[-1]
+            assert f"No port of --port-range {allowed} is free on this node: give it a wider range" in late.lines[-1]
 
 
 async def test_a_resumed_run_continues_with_the_next_round_and_the_charged_restarts(
@@ -102,7 +102,7 @@ async def test_a_resumed_run_continues_with_the_next_round_and_the_charged_resta
         run.agent("two", *flags, env=env) as two,
     ):
         workers = await run.round(8, world=2)
-        record = await standing(run, 8)
+        record = await committed_round(run, 8)
         assert (record.restarts, record.uncharged_restarts) == (2, 6)
         assert {worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in workers} == {"2"}
         workers[0].send("raise ValueError('the third')")
@@ -112,13 +112,13 @@ async def test_a_resumed_run_continues_with_the_next_round_and_the_charged_resta
         assert "the fourth (order.py:1); no restart is left of the 3 that it may have" in one.lines[-1]
 
 
-# -- observation from outside
+# -- observation through the store
 
 
 def nodes(state: Mapping[str, Entry], run: ControlledRun) -> list[NodeRecord]:
     return [decode(entry.value, NodeRecord) for key, entry in state.items() if key.startswith(run.keys.nodes)]
 
 
-def knowing(state: Mapping[str, Entry], run: ControlledRun, number: int) -> int:
+def nodes_that_know(state: Mapping[str, Entry], run: ControlledRun, number: int) -> int:
     """The number of nodes that know a round."""
     return sum(node.round == number for node in nodes(state, run))

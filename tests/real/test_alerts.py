@@ -89,48 +89,48 @@ NONE = "_x200"
 
 
 @dataclass(frozen=True)
-class Story:
+class Scenario:
     """A scenario, and when the alert fires in it.
 
     Attributes:
-        name: the scenario in words.
-        what: the series that differ from those of a healthy job.
+        name: a description of the scenario.
+        series: the series that differ from those of a healthy job.
         quiet: minutes at which it must not fire.
-        fires: minutes at which it must.
-        about: its labels.
+        fires: minutes at which it must fire.
+        about: the labels of the alert.
         value: the value in its description, if there is one.
     """
 
     name: str
-    what: Mapping[str, str]
+    series: Mapping[str, str]
     quiet: tuple[int, ...] = ()
     fires: tuple[int, ...] = ()
     about: Mapping[str, str] = field(default_factory=lambda: OF_THE_JOB)
     value: str = ""
 
 
-STORIES = {
+SCENARIOS = {
     "ElasticJobBelowMinimum": [
-        Story("all pods are gone for good", {READY: "2x9 0x190"}, quiet=(9, 15), fires=(25, 60), value="0"),
-        Story("pods are gone for five minutes", {READY: "2x9 0x4 2x180"}, quiet=(9, 12, 15, 25, 60)),
-        Story("the job is suspended", {READY: "0x200"} | condition("Suspended", "1x200"), quiet=(25, 60)),
-        Story(
-            "it is being suspended, and takes long to save",
+        Scenario("all pods are lost and not replaced", {READY: "2x9 0x190"}, quiet=(9, 15), fires=(25, 60), value="0"),
+        Scenario("pods are missing for five minutes", {READY: "2x9 0x4 2x180"}, quiet=(9, 12, 15, 25, 60)),
+        Scenario("the job is suspended", {READY: "0x200"} | condition("Suspended", "1x200"), quiet=(25, 60)),
+        Scenario(
+            "the job is being suspended, and saving takes long",
             {READY: "2x9 0x190", DESIRED: "2x8 0x190"},
             quiet=(9, 15, 25, 60),
         ),
-        Story("the job is over", {READY: "0x200"} | condition("Finished", "1x200"), quiet=(25, 60)),
+        Scenario("the job has finished", {READY: "0x200"} | condition("Finished", "1x200"), quiet=(25, 60)),
     ],
     "ElasticJobRestartStorm": [
-        Story(
+        Scenario(
             "workers fail every two minutes",
             restarts("0x30 1 1 2 2 3 3 4 4 5 5 6 6 7x150"),
             quiet=(30, 36),
             fires=(43,),
             value="7",
         ),
-        Story(
-            "another operator takes over in the middle of it",
+        Scenario(
+            "another operator replica takes over during the restarts",
             restarts("0x30 1 1 2 2 3 3 _x200", instance="a")
             | restarts("_x37 4 4 5 5 6 6 6x150", instance="b")
             | restarts(NONE),
@@ -138,25 +138,23 @@ STORIES = {
             fires=(44,),
             value="6",
         ),
-        Story(
-            "its pods come one by one",
+        Scenario(
+            "the pods start one by one",
             restarts("0x9 1 1 2 2 3 4 4 5 5 6 7 7 8x100", "free"),
             quiet=(15, 20, 22, 24, 60),
         ),
-        Story(
-            "an autoscaler swings without end", restarts("0x9 0+2x190", "free"), quiet=(9, 15), fires=(60,), value="30"
-        ),
+        Scenario("an autoscaler oscillates", restarts("0x9 0+2x190", "free"), quiet=(9, 15), fires=(60,), value="30"),
     ],
     "ElasticJobNotTraining": [
-        Story(
-            "agents are there and never agree",
+        Scenario(
+            "agents run and never form a round",
             trained("0x200") | {STEPPING: NONE},
             quiet=(15,),
             fires=(25, 60),
             value="0s",
         ),
-        Story(
-            "it fails again and again, with another leader each time",
+        Scenario(
+            "the job fails repeatedly, each time with another leader",
             trained("0+60x20 1203 _x200", instance="a")
             | trained("_x21 1200+2x180", instance="b")
             | trained(NONE)
@@ -165,37 +163,37 @@ STORIES = {
             fires=(60,),
             value="20s",
         ),
-        Story(
-            "it waited for pods for hours and has just begun",
+        Scenario(
+            "the job has waited for pods for hours and has just started",
             trained("_x90 0x3 0+60x100"),
             quiet=(89, 93, 95, 99, 110, 150),
         ),
-        Story("it is over", trained("0+60x20 1200x2 _x170"), quiet=(25, 30, 35, 45, 60)),
-        Story(
-            "it trains, and what was taken for training before was restoring for an hour",
+        Scenario("the job has finished", trained("0+60x20 1200x2 _x170"), quiet=(25, 30, 35, 45, 60)),
+        Scenario(
+            "the job trains after an hour of restoring that was first counted as training",
             trained("0+60x60 3600x60 3600+60x80") | {STEPPING: "_x60 0+55x140"},
             quiet=(59, 75, 90, 110, 119, 150),
         ),
-        Story(
-            "it is restored again and again, and makes a few steps each time",
+        Scenario(
+            "the job is restored repeatedly, and makes a few steps each time",
             trained("1200x200") | {STEPPING: "0x19 0+4x180"},
             quiet=(15,),
             fires=(60,),
             value="0s",
         ),
-        Story("it is suspended", trained("0x200") | condition("Suspended", "1x200"), quiet=(25, 60)),
+        Scenario("the job is suspended", trained("0x200") | condition("Suspended", "1x200"), quiet=(25, 60)),
     ],
     "ElasticJobNoSteps": [
-        Story("all workers hang", {STEPS: "0+50x20 1000x180"}, quiet=(20, 30, 45), fires=(55, 90)),
-        Story(
+        Scenario("all workers hang", {STEPS: "0+50x20 1000x180"}, quiet=(20, 30, 45), fires=(55, 90)),
+        Scenario(
             "steps take four minutes",
             {STEPS: "0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3 4 4 4 4 5 5 5 5 6 6 6 6 7 7 7 7 8 8 8 8 9 9 9 9 10 10 10 10"},
             quiet=(20, 30, 40),
         ),
-        Story("the program tells of no steps", {STEPS: NONE}, quiet=(30, 60)),
+        Scenario("the program reports no steps", {STEPS: NONE}, quiet=(30, 60)),
     ],
     "ElasticJobBudgetNearlySpent": [
-        Story(
+        Scenario(
             "eight of ten failures have happened",
             restarts("0x9 7x10 8x170"),
             quiet=(9, 18),
@@ -203,7 +201,7 @@ STORIES = {
             about=OF_THE_JOB | {"budget": "maxRestarts"},
             value="2",
         ),
-        Story(
+        Scenario(
             "five of six pods have failed",
             restarts("0x9 5x180", "pod_failed"),
             quiet=(9,),
@@ -211,37 +209,45 @@ STORIES = {
             about=OF_THE_JOB | {"budget": "backoffLimit"},
             value="1",
         ),
-        Story(
-            "there is no budget, and nothing has failed",
+        Scenario(
+            "the budget is 0, and nothing has failed",
             {f"elastic_operator_job_max_restarts{{{WHOSE}}}": "0x200"},
             quiet=(60,),
         ),
-        Story("much has happened for free", restarts("9x200", "free"), quiet=(60,)),
-        Story("it has failed", restarts("10x200") | condition("Finished", "1x200"), quiet=(60,)),
+        Scenario("there were many uncharged restarts", restarts("9x200", "free"), quiet=(60,)),
+        Scenario("the job has failed", restarts("10x200") | condition("Finished", "1x200"), quiet=(60,)),
     ],
     "ElasticJobStoreUnreachable": [
-        Story("its etcd is away", condition("StoreUnreachable", "0x9 1x190"), quiet=(9, 15), fires=(25,)),
-        Story("its etcd is away for a moment", condition("StoreUnreachable", "0x9 1x4 0x180"), quiet=(12, 16, 25)),
+        Scenario("etcd is unreachable", condition("StoreUnreachable", "0x9 1x190"), quiet=(9, 15), fires=(25,)),
+        Scenario(
+            "etcd is unreachable for a moment", condition("StoreUnreachable", "0x9 1x4 0x180"), quiet=(12, 16, 25)
+        ),
     ],
     "ElasticJobNotScraped": [
-        Story("nothing is scraped", {f"torchelastic_round{{{WHOSE}}}": NONE}, quiet=(10,), fires=(20,)),
-        Story(
-            "nothing runs that could be",
+        Scenario("no agent is scraped", {f"torchelastic_round{{{WHOSE}}}": NONE}, quiet=(10,), fires=(20,)),
+        Scenario(
+            "no agent runs",
             {f"torchelastic_round{{{WHOSE}}}": NONE} | condition("Running", "0x200"),
             quiet=(60,),
         ),
     ],
     "ElasticOperatorDown": [
-        Story(
-            "it is gone",
+        Scenario(
+            "the operator is missing",
             {"elastic_operator_queue_depth": "0x9 _x190", "elastic_operator_leader": "1x9 _x190"},
             quiet=(9, 13),
             fires=(25,),
             about={},
         ),
-        Story("no copy gets the Lease", {"elastic_operator_leader": "1x9 0x190"}, quiet=(9, 13), fires=(25,), about={}),
-        Story(
-            "it runs, and may not list what there is",
+        Scenario(
+            "no replica acquires the Lease",
+            {"elastic_operator_leader": "1x9 0x190"},
+            quiet=(9, 13),
+            fires=(25,),
+            about={},
+        ),
+        Scenario(
+            "the operator runs, and may not list objects",
             {name: NONE for name in HEALTHY if name.startswith("elastic_operator_job_")}
             | {"elastic_operator_leader": "0x200", "elastic_operator_elasticjobs": "0x200"}
             | reconciled(success="0x200"),
@@ -249,50 +255,54 @@ STORIES = {
             fires=(7, 180),
             about={},
         ),
-        Story(
-            "it is new, and takes four minutes to list what there is",
+        Scenario(
+            "the operator has just started, and takes four minutes to list objects",
             {"elastic_operator_queue_depth": "0x200", "elastic_operator_leader": "0x4 1x190"},
             quiet=(3, 6, 25),
         ),
     ],
     "ElasticOperatorNotReconciling": [
-        Story("no look at a job ends", reconciled(success="0+1x20 20x180"), quiet=(20, 30), fires=(45,), about={}),
-        Story(
+        Scenario("no look at a job ends", reconciled(success="0+1x20 20x180"), quiet=(20, 30), fires=(45,), about={}),
+        Scenario(
             "most looks at jobs fail",
             reconciled(success="0+1x200", error="0x20 0+3x180") | {"elastic_operator_elasticjobs": "4x200"},
             quiet=(20,),
             fires=(45,),
             about={},
         ),
-        Story(
+        Scenario(
             "looks at one of three idle jobs fail",
             reconciled(success="0x4 1x4 3x4 3x4 5x4 7x4 7x4 9x4 11x4 11x4 13x4 15x100", error="0+1x200")
             | {"elastic_operator_elasticjobs": "3x200"},
             quiet=(20, 30, 45),
         ),
-        Story(
+        Scenario(
             "looks at the only job fail", reconciled(success="0+1x20 20x180", error="0x20 0+1x180"), quiet=(20, 45, 90)
         ),
-        Story(
+        Scenario(
             "there are no jobs", reconciled(success="0x200") | {"elastic_operator_elasticjobs": "0x200"}, quiet=(45,)
         ),
     ],
 }
 
 
-def annotations(alert: Alert, story: Story) -> dict[str, str]:
-    """The annotations of the firing alert."""
-    told = {"summary": alert.summary, "description": alert.about, "runbook_url": f"docs/runbooks/{alert.name}.md"}
+def expected_annotations(alert: Alert, scenario: Scenario) -> dict[str, str]:
+    """The expected annotations of the firing alert."""
+    annotations = {
+        "summary": alert.summary,
+        "description": alert.about,
+        "runbook_url": f"docs/runbooks/{alert.name}.md",
+    }
     values = {
         "{{ $labels.job_namespace }}/{{ $labels.elasticjob }}": "team/digits",
-        "{{ $labels.budget }}": story.about.get("budget", ""),
-        **{f"{{{{ $value{how} }}}}": story.value for how in ("", " | humanize", " | humanizeDuration")},
+        "{{ $labels.budget }}": scenario.about.get("budget", ""),
+        **{f"{{{{ $value{how} }}}}": scenario.value for how in ("", " | humanize", " | humanizeDuration")},
     }
-    for name, text in told.items():
+    for name, text in annotations.items():
         for template, value in values.items():
-            told[name] = told[name].replace(template, value)
-        assert "{{" not in told[name], text
-    return told
+            annotations[name] = annotations[name].replace(template, value)
+        assert "{{" not in annotations[name], text
+    return annotations
 
 
 def unit_test(name: str, series: Mapping[str, str], checks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -316,23 +326,23 @@ def assert_passes(folder: Path, tests: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("name", ALERTS)
 def test_an_alert_fires_only_when_it_should(name: str, tmp_path: Path) -> None:
     tests = []
-    for story in STORIES[name]:
+    for scenario in SCENARIOS[name]:
         expected = {
-            "exp_labels": {"severity": str(ALERTS[name].severity), **story.about},
-            "exp_annotations": annotations(ALERTS[name], story),
+            "exp_labels": {"severity": str(ALERTS[name].severity), **scenario.about},
+            "exp_annotations": expected_annotations(ALERTS[name], scenario),
         }
         checks: list[dict[str, Any]] = [
-            {"eval_time": f"{minute}m", "alertname": name, "exp_alerts": [expected] if minute in story.fires else []}
-            for minute in (*story.quiet, *story.fires)
+            {"eval_time": f"{minute}m", "alertname": name, "exp_alerts": [expected] if minute in scenario.fires else []}
+            for minute in (*scenario.quiet, *scenario.fires)
         ]
-        tests.append(unit_test(story.name, story.what, checks))
+        tests.append(unit_test(scenario.name, scenario.series, checks))
     assert_passes(tmp_path, tests)
 
 
 def test_every_alert_fires_in_one_scenario_and_stays_quiet_in_another() -> None:
     for name in ALERTS:
-        assert any(story.fires for story in STORIES[name]), name
-        assert not all(story.fires for story in STORIES[name]), name
+        assert any(scenario.fires for scenario in SCENARIOS[name]), name
+        assert not all(scenario.fires for scenario in SCENARIOS[name]), name
 
 
 def test_no_alert_fires_for_healthy_jobs(tmp_path: Path) -> None:

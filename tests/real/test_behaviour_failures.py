@@ -104,8 +104,8 @@ async def test_the_root_cause_follows_failure_kind_and_store_order_not_clocks(
             return [worker.node for worker in others]
 
         first, second = await fail_in_this_order(1, ["raise ValueError('first')", "raise ValueError('second')"])
-        told = round_of(await run.until(lambda state: round_of(state, run).number == 2), run)
-        assert told.cause == f"rank {rank_of(told, first)} on {first}: ValueError: first (order.py:1)"
+        committed = round_of(await run.until(lambda state: round_of(state, run).number == 2), run)
+        assert committed.cause == f"rank {rank_of(committed, first)} on {first}: ValueError: first (order.py:1)"
 
         first, second = await fail_in_this_order(2, [BROKEN_COLLECTIVE, "raise ValueError('what broke it')"])
         for agent in agents.values():
@@ -148,7 +148,7 @@ async def test_a_failure_is_reported_with_its_reason_in_the_log_the_store_and_th
     last_words = tmp_path / "termination-log"
     flags = ("--nnodes=1:1", "--max-restarts=4", PATIENT, f"--termination-log={last_words}")
     async with ControlledRun(tmp_path, etcd) as run, run.agent("one", *flags) as agent:
-        for round, (order, told, end) in enumerate(
+        for round, (order, reason, end) in enumerate(
             [
                 (TOLD_BY_RECORD, "KeyError: 'no such layer' (order.py:6)", "exit code 1"),
                 ("raise ValueError('bad input')", "ValueError: bad input (order.py:1)", "exit code 1"),
@@ -162,11 +162,11 @@ async def test_a_failure_is_reported_with_its_reason_in_the_log_the_store_and_th
             worker.send(order)
             await run.round(round + 1, world=1)
             said = (await agent.wait_for_line(r"rank 0 on one.*", since=since))[0]
-            assert told in said
+            assert reason in said
             assert end in said
             assert str(worker.pid) in said
             state = await run.until(lambda state, round=round: round_of(state, run).number == round + 1)
-            assert told in round_of(state, run).cause
+            assert reason in round_of(state, run).cause
 
         [worker] = await run.round(5, world=1)
         worker.send("raise ValueError('\\udcff' + 'großes Pech 🧯' * 2000)")

@@ -50,7 +50,7 @@ def environment(scratch: Path) -> dict[str, str]:
     return {**os.environ, "TMPDIR": str(scratch)}
 
 
-def left_of(scratch: Path) -> list[str]:
+def processes_of(scratch: Path) -> list[str]:
     """The command lines of all living processes with such an environment."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -64,7 +64,7 @@ def left_of(scratch: Path) -> list[str]:
     return found
 
 
-def test_random_faults_leave_all_agents_training_together_and_nothing_behind(scratch: Path) -> None:
+def test_all_agents_train_together_after_random_faults_and_nothing_leaks(scratch: Path) -> None:
     document = measured(scratch, command("soak", "--json", f"--faults={len(KINDS)}", "--agents=4", "--seed=26"))
     assert document["passed"]
     assert sum(len(each["ours"]["samples"]) for each in document["measurements"]) == len(document["history"])
@@ -114,18 +114,18 @@ def test_an_interrupted_benchmark_leaves_nothing_behind(scratch: Path, number: s
         said = benchmark.stderr.readline()
         assert "2 agents train" in said, said + benchmark.stderr.read()
         benchmark.stderr.readline()  # a fault later
-        assert left_of(scratch)
+        assert processes_of(scratch)
         benchmark.send_signal(number)
         benchmark.stderr.read()  # until the last process that may write there has ended
         benchmark.wait(LIMIT)
-    assert not left_of(scratch)
+    assert not processes_of(scratch)
     assert not list(scratch.iterdir())
 
 
 def test_metrics_are_measured_completely(scratch: Path) -> None:
     document = measured(scratch, command("metrics", "--json", "--repeat=1", "--steps=20", "--limit=120"))
-    told = {each["name"]: each["ours"]["samples"] for each in document["measurements"]}
-    assert {name: len(samples) for name, samples in told.items()} == {
+    by_name = {each["name"]: each["ours"]["samples"] for each in document["measurements"]}
+    assert {name: len(samples) for name, samples in by_name.items()} == {
         "add_value, a gauge": 1,
         "add_value, a counter": 1,
         "add_value, a histogram": 1,
@@ -135,7 +135,7 @@ def test_metrics_are_measured_completely(scratch: Path) -> None:
         "training step, metrics on": 1,
         "scrape of 10,000 series": 10,
     }
-    assert min(sample for name, samples in told.items() if "training step" not in name for sample in samples) > 0
+    assert min(sample for name, samples in by_name.items() if "training step" not in name for sample in samples) > 0
 
 
 FEW, MORE = 4, 16

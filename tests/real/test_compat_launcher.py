@@ -175,14 +175,14 @@ FAILING = """
 
 @pytest.mark.usefixtures("each_torch")
 async def test_a_failed_run_raises_torchs_exception_with_the_root_cause_after_all_restarts(tmp_path: Path) -> None:
-    folder, told = tmp_path / "ran", tmp_path / "error.json"
+    folder, error_file = tmp_path / "ran", tmp_path / "error.json"
     folder.mkdir()
-    output = await output_of(tmp_path, FAILING, folder, code=1, env={"TORCHELASTIC_ERROR_FILE": str(told)})
+    output = await output_of(tmp_path, FAILING, folder, code=1, env={"TORCHELASTIC_ERROR_FILE": str(error_file)})
     assert re.search(r"rank 1 first: ValueError: the data are broken.*, exit code 1, of \[1\]", output)
     assert sorted(each.name for each in folder.iterdir()) == sorted(
         f"{rank}.{restart}" for rank in range(3) for restart in range(3)
     )
-    assert "ValueError: the data are broken" in told.read_text()
+    assert "ValueError: the data are broken" in error_file.read_text()
 
 
 async def test_objects_of_the_program_travel_to_workers_their_child_processes_and_back(tmp_path: Path) -> None:

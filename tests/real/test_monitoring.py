@@ -39,8 +39,8 @@ KILLS, RESTARTS = 1, 5
 NOT_HERE = {Needs.GPU, Needs.OPERATOR}
 
 
-class Story:
-    """The actions on the job, and its state from other sources.
+class MonitoredRun:
+    """A monitored run, and its state from other sources than Prometheus.
 
     Attributes:
         prometheus: the server that scrapes the job.
@@ -77,7 +77,7 @@ class Story:
 
 
 def ports(snapshot: Snapshot) -> list[str]:
-    """Where the agents serve /metrics."""
+    """The addresses at which the agents serve /metrics."""
     return [f"127.0.0.1:{urlsplit(pod['metricsUrl']).port}" for pod in snapshot["pods"] if pod["metricsUrl"]]
 
 
@@ -87,17 +87,17 @@ def labels(answer: Answer, name: str) -> dict[str, float]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def story(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Story]:
+async def monitored(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[MonitoredRun]:
     """Two pods, then three; then a worker is killed, and all three train again."""
     folder = tmp_path_factory.mktemp("monitored")
     home = folder / "home"
     (folder / "train.py").write_text(PROGRAM)
     command = [sys.executable, str(folder / "train.py"), str(folder)]
-    told = Story()
+    monitored_run = MonitoredRun()
     async with Prometheus.running(folder / "prometheus", rules=[RULES]) as prometheus:
-        told.prometheus = prometheus
+        monitored_run.prometheus = prometheus
         async with LocalRun(home, manifest(folder, command=command, maxRestarts=RESTARTS)) as run:
-            told.began = time.time()
+            monitored_run.began = time.time()
             snapshot = await run.wait_until_training(2)
             prometheus.scrape(ports(snapshot))
             # Prometheus sees a change only if some scrapes saw the earlier value.
@@ -109,22 +109,24 @@ async def story(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Story
             # The lost time is the time since the last checkpoint.
             await prometheus.until("torchelastic_checkpoint_write_latency_seconds_count > 1", lambda a: len(a) == 3)
             os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
-            told.snapshot = await run.wait_until_training(3, after=snapshot["status"]["round"])
-            round = told.snapshot["status"]["round"]
+            monitored_run.snapshot = await run.wait_until_training(3, after=snapshot["status"]["round"])
+            round = monitored_run.snapshot["status"]["round"]
             # Rare events have happened since, on each rank.
-            stands = f"min(min_over_time(torchelastic_round[5s])) == {round}"
+            unchanged = f"min(min_over_time(torchelastic_round[5s])) == {round}"
             written = "sum by (rank) (increase(torchelastic_checkpoint_write_latency_seconds_count[5s])) > 0"
-            await prometheus.until(f"{written} and on () ({stands})", lambda answer: len(answer) == 3)
-            told.ended = time.time()
-            told.pages = [await scraped_text(int(where.rpartition(":")[2])) for where in ports(told.snapshot)]
-            await prometheus.until("time()", lambda answer: answer[0].value > told.ended + 1)
-            yield told
+            await prometheus.until(f"{written} and on () ({unchanged})", lambda answer: len(answer) == 3)
+            monitored_run.ended = time.time()
+            monitored_run.pages = [
+                await scraped_text(int(where.rpartition(":")[2])) for where in ports(monitored_run.snapshot)
+            ]
+            await prometheus.until("time()", lambda answer: answer[0].value > monitored_run.ended + 1)
+            yield monitored_run
             (folder / "finish").touch()
             assert await run.exit_code() == 0, run.output
     assert await gone(processes_of(home), within=60)
 
 
-def asked(page: Page) -> list[Any]:
+def answerable_queries(page: Page) -> list[Any]:
     """The dashboard queries that a job on one machine answers."""
     return [
         pytest.param(panel, query, id=" ".join(filter(None, (panel.title, query.legend))))
@@ -133,17 +135,21 @@ def asked(page: Page) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("panel", "query"), asked(JOB_PAGE))
-async def test_every_job_panel_has_data_of_the_right_unit_and_size(story: Story, panel: Panel, query: Query) -> None:
-    answer = await story.answer(query.expr)
-    assert not list(complaints(answer, unit_of(panel, query), age=story.age)), query.expr
+@pytest.mark.parametrize(("panel", "query"), answerable_queries(JOB_PAGE))
+async def test_every_job_panel_has_data_of_the_right_unit_and_size(
+    monitored: MonitoredRun, panel: Panel, query: Query
+) -> None:
+    answer = await monitored.answer(query.expr)
+    assert not list(complaints(answer, unit_of(panel, query), age=monitored.age)), query.expr
 
 
-@pytest.mark.parametrize(("panel", "query"), asked(FLEET_PAGE))
-async def test_every_fleet_panel_has_data_of_the_right_unit_and_size(story: Story, panel: Panel, query: Query) -> None:
+@pytest.mark.parametrize(("panel", "query"), answerable_queries(FLEET_PAGE))
+async def test_every_fleet_panel_has_data_of_the_right_unit_and_size(
+    monitored: MonitoredRun, panel: Panel, query: Query
+) -> None:
     # All namespaces.
-    answer = await story.answer(query.expr, job_namespace=".*")
-    assert not list(complaints(answer, unit_of(panel, query), age=story.age)), query.expr
+    answer = await monitored.answer(query.expr, job_namespace=".*")
+    assert not list(complaints(answer, unit_of(panel, query), age=monitored.age)), query.expr
 
 
 def the_query(title: str, legend: str = "", page: Page = JOB_PAGE) -> str:
@@ -155,8 +161,8 @@ def the_query(title: str, legend: str = "", page: Page = JOB_PAGE) -> str:
     return found[0]
 
 
-async def test_member_round_and_restart_metrics_match_the_job(story: Story) -> None:
-    status = story.snapshot["status"]
+async def test_member_round_and_restart_metrics_match_the_job(monitored: MonitoredRun) -> None:
+    status = monitored.snapshot["status"]
     for title, legend, value in (
         ("Workers", "", 3),
         ("World size", "workers", 3),
@@ -168,97 +174,99 @@ async def test_member_round_and_restart_metrics_match_the_job(story: Story) -> N
         ("Remaining restarts", "", RESTARTS - KILLS),
         ("Nodes joined and gone", "joined", 3),
     ):
-        assert await story.one(the_query(title, legend)) == value, (title, legend)
-    assert await story.one(the_query("Restarts", "free")) == status["round"] - 1 - KILLS
-    gone = labels(await story.answer(the_query("Nodes joined and gone", "{{cause}}")), "cause")
+        assert await monitored.one(the_query(title, legend)) == value, (title, legend)
+    assert await monitored.one(the_query("Restarts", "free")) == status["round"] - 1 - KILLS
+    gone = labels(await monitored.answer(the_query("Nodes joined and gone", "{{cause}}")), "cause")
     assert gone == {"left": 0, "died": 0, "not_needed": 0}
 
 
-async def test_the_states_add_up_to_the_wall_time(story: Story) -> None:
-    created = await story.one("min(timestamp(torchelastic_job_nodes) - on () sum(torchelastic_job_seconds_total))")
-    made = datetime.fromisoformat(story.snapshot["manifest"]["metadata"]["creationTimestamp"]).timestamp()
+async def test_the_states_add_up_to_the_wall_time(monitored: MonitoredRun) -> None:
+    created = await monitored.one("min(timestamp(torchelastic_job_nodes) - on () sum(torchelastic_job_seconds_total))")
+    made = datetime.fromisoformat(monitored.snapshot["manifest"]["metadata"]["creationTimestamp"]).timestamp()
     assert made - 0.5 <= created <= made + 1.1  # the value is in whole seconds, and a scrape takes a moment
-    age = await story.one(the_query("Age"))
-    assert age == pytest.approx(story.ended - created, rel=0.01, abs=2)
-    split = labels(await story.answer(the_query("Time by state")), "state")
+    age = await monitored.one(the_query("Age"))
+    assert age == pytest.approx(monitored.ended - created, rel=0.01, abs=2)
+    split = labels(await monitored.answer(the_query("Time by state")), "state")
     assert sum(split.values()) == pytest.approx(age)
     assert split["training"] > 3
     assert split["suspended"] == 0
     assert {"waiting", "rendezvous", "starting", "restoring", "stopping"} <= split.keys()
-    fleet = labels(await story.answer(the_query("Time by state", page=FLEET_PAGE), job_namespace=".*"), "state")
+    fleet = labels(await monitored.answer(the_query("Time by state", page=FLEET_PAGE), job_namespace=".*"), "state")
     assert fleet == pytest.approx(split)
-    shares = labels(await story.answer(the_query("State over time")), "state")
+    shares = labels(await monitored.answer(the_query("State over time")), "state")
     assert sum(shares.values()) == pytest.approx(1)
-    lost = await story.one(the_query("Lost work", "lost"))
+    lost = await monitored.one(the_query("Lost work", "lost"))
     # The training time since the last checkpoint; the job writes one each second.
     assert 0 < lost < 60
-    goodput = await story.one(the_query("Goodput", "goodput"))
+    goodput = await monitored.one(the_query("Goodput", "goodput"))
     assert goodput == pytest.approx((split["training"] - lost) / age, rel=0.01)
-    assert await story.one(the_query("Goodput", page=FLEET_PAGE).replace("$job_namespace", ".*")) == pytest.approx(
+    assert await monitored.one(the_query("Goodput", page=FLEET_PAGE).replace("$job_namespace", ".*")) == pytest.approx(
         goodput, rel=0.01
     )
 
 
-async def test_events_are_marked(story: Story) -> None:
+async def test_events_are_marked(monitored: MonitoredRun) -> None:
     marked = {}
     for mark in MARKS:
-        expr = filled_in(mark.query.expr, story.values)
-        marked[mark.name] = await story.prometheus.moments(expr, since=story.began, until=story.ended, step=1)
+        expr = filled_in(mark.query.expr, monitored.values)
+        marked[mark.name] = await monitored.prometheus.moments(
+            expr, since=monitored.began, until=monitored.ended, step=1
+        )
     assert len(marked["Worker failed"]) == KILLS
     assert len(marked["Desired size changed"]) == 1
     [size], [failure] = marked["Desired size changed"], marked["Worker failed"]
     assert size < failure
-    # One with another size, and one after the failure; if the third node joined on its own, one more.
+    # One round with another size, and one after the failure; and one more if the third node joined on its own.
     assert len(marked["New round"]) >= 2
 
 
-async def test_recoveries_are_counted_by_cause(story: Story) -> None:
-    counted = labels(await story.answer(the_query("Recoveries")), "cause")
+async def test_recoveries_are_counted_by_cause(monitored: MonitoredRun) -> None:
+    counted = labels(await monitored.answer(the_query("Recoveries")), "cause")
     assert counted["worker_failed"] == 3 * KILLS
     assert sum(counted.values()) >= 3 * KILLS + 2
-    slowest = labels(await story.answer(the_query("Time to recover", "{{cause}}, 95 %")), "cause")
+    slowest = labels(await monitored.answer(the_query("Time to recover", "{{cause}}, 95 %")), "cause")
     assert slowest.keys() == counted.keys()
 
 
-async def test_steps_and_checkpoints_take_their_real_time(story: Story) -> None:
-    by_rank = labels(await story.answer(the_query("Step time by rank")), "rank")
+async def test_steps_and_checkpoints_take_their_real_time(monitored: MonitoredRun) -> None:
+    by_rank = labels(await monitored.answer(the_query("Step time by rank")), "rank")
     assert by_rank.keys() == {"0", "1", "2"}
     assert all(0.1 <= seconds < 5 for seconds in by_rank.values())
-    assert 0.2 <= await story.one(the_query("Steps per second")) <= 10.5
-    writing = labels(await story.answer(the_query("Writing checkpoints")), "rank")
+    assert 0.2 <= await monitored.one(the_query("Steps per second")) <= 10.5
+    writing = labels(await monitored.answer(the_query("Writing checkpoints")), "rank")
     assert writing.keys() == {"0", "1", "2"}
     assert all(0.02 <= seconds < 5 for seconds in writing.values())
-    samples = labels(await story.answer(the_query("$counter, per second")), "rank")
+    samples = labels(await monitored.answer(the_query("$counter, per second")), "rank")
     assert all(64 * 0.2 <= rate <= 64 * 10.5 for rate in samples.values())
-    batches = labels(await story.answer(the_query("$histogram")), "rank")
+    batches = labels(await monitored.answer(the_query("$histogram")), "rank")
     assert batches == pytest.approx(dict.fromkeys("012", 0.005))
 
 
-async def test_program_metrics_can_be_selected_by_group(story: Story) -> None:
+async def test_program_metrics_can_be_selected_by_group(monitored: MonitoredRun) -> None:
     for group in ("", "my_app"):
         for variable in JOB_PAGE.variables:
             if variable.name in ("gauge", "counter", "histogram"):
                 selector = variable.values.removeprefix("label_values(").removesuffix(", __name__)")
-                names = await story.prometheus.series(filled_in(selector, story.values | {"group": group}))
+                names = await monitored.prometheus.series(filled_in(selector, monitored.values | {"group": group}))
                 # Grafana's regular expressions are JavaScript's; these are the same in Python.
                 found = {match[1] for name in names if (match := re.match(variable.regex.strip("/"), name))}
                 assert found == {OWN[variable.name]}
     own = {variable.name: variable for variable in JOB_PAGE.variables}["gauge"]
     selector = own.values.removeprefix("label_values(").removesuffix(", __name__)")
-    assert not await story.prometheus.series(filled_in(selector, story.values | {"group": "other"}))
+    assert not await monitored.prometheus.series(filled_in(selector, monitored.values | {"group": "other"}))
 
 
-async def test_no_alert_covers_a_healthy_job(story: Story) -> None:
-    assert await story.prometheus.query('ALERTS{alertstate="firing"}') == []
+async def test_no_alert_covers_a_healthy_job(monitored: MonitoredRun) -> None:
+    assert await monitored.prometheus.query('ALERTS{alertstate="firing"}') == []
     asked_for = names_in(alert.expr for alert in JOBS)
     agents_own = {name for name in asked_for if name.startswith("torchelastic_")}
     assert len(agents_own) >= 4
     for name in agents_own:
-        assert await story.prometheus.query(name), name
+        assert await monitored.prometheus.query(name), name
 
 
-async def test_promtool_accepts_the_metrics_page_of_an_agent(story: Story) -> None:
-    assert len(story.pages) == 3
-    for page in story.pages:
+async def test_promtool_accepts_the_metrics_page_of_an_agent(monitored: MonitoredRun) -> None:
+    assert len(monitored.pages) == 3
+    for page in monitored.pages:
         run = promtool("check", "metrics", stdin=page)
         assert (run.returncode, run.stdout, run.stderr) == (0, "", "")

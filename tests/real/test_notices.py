@@ -42,31 +42,31 @@ if rank in sys.argv[3:] or not sys.argv[3:]:
 print(f"round {round} rank {rank} of {os.environ['WORLD_SIZE']} pid {os.getpid()}", flush=True)
 saving = False
 while not (here / "stop").exists():
-    told = worker.notice()
-    if told and not saving:
-        print(f"rank {rank} is told {told.reason}: {told.cause}", flush=True)
-    if saving and not told:
-        print(f"rank {rank} is told that nothing comes of it", flush=True)
-    saving = told is not None
+    notice = worker.notice()
+    if notice and not saving:
+        print(f"rank {rank} got the notice {notice.reason}: {notice.cause}", flush=True)
+    if saving and not notice:
+        print(f"rank {rank}: the notice was withdrawn", flush=True)
+    saving = notice is not None
     if saving and (here / f"save.{rank}").exists():
         print(f"round {round} rank {rank} has saved", flush=True)
-        time.sleep(0.3)  # so that this is read before what comes of it
+        time.sleep(0.3)  # so that the test reads this line before its effects
         worker.saved()
         saving = False
     time.sleep(0.01)
 """
-"""Workers that ask for a notice, and have saved when a file exists. Arguments: a folder, seconds, and the ranks that
-ask (all of them if none is given)."""
+"""Workers that ask for a notice, and report that they have saved when a file exists. Arguments: a folder, seconds, and
+the ranks that ask (default: all of them)."""
 
 CALLED = """
 import os, sys, threading, time
 from pathlib import Path
 import torchelastic as worker
 
-def save(told):
+def save(notice):
     print(f"called in a thread of its own: {threading.current_thread() is not threading.main_thread()}", flush=True)
     time.sleep(0.2)
-    print(f"saved for {told.reason}", flush=True)
+    print(f"saved for {notice.reason}", flush=True)
     if os.environ["TORCHELASTIC_ROUND"] == "2":
         raise OSError("the disk is full")
 
@@ -92,11 +92,11 @@ class Run:
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
 
     def node(self, *arguments: str | Path) -> AgentProcess:
-        """A node that soon starts a round with the present nodes, or joins them."""
+        """A node that forms a round with the present nodes after a second, or joins them."""
         return self._node("--nnodes=1:3", "--rdzv-conf=last_call_timeout=1,lease=2", *arguments)
 
-    def one_of_two(self, *arguments: str | Path) -> AgentProcess:
-        """A node that starts with another one."""
+    def node_of_two(self, *arguments: str | Path) -> AgentProcess:
+        """A node that waits for a second node before it starts."""
         size = SizeRecord(min=1, max=3, desired=2)
         return self._node("--rdzv-conf=last_call_timeout=60", *arguments, env={Env.SIZE: encode(size).decode()})
 
@@ -105,7 +105,11 @@ class Run:
         return AgentProcess(*line, "--notice=600", *arguments, **more)
 
     async def wait_until_training(self, *agents: AgentProcess, round: int = 1, asking: int | None = None) -> list[int]:
-        """Wait until these nodes train together and as many ask for notices; returns the ids of their workers."""
+        """Wait until these nodes train together, and ``asking`` of them (default: all) ask for notices.
+
+        Returns:
+            The process ids of their workers.
+        """
         workers = [await agent.wait_until_training(world=len(agents)) for agent in agents]
         store = await connect(self.etcd.settings)
         nodes: dict[str, NodeRecord] = {}
@@ -119,7 +123,7 @@ class Run:
                         return workers
         finally:
             await store.close()
-        raise AssertionError(f"the store ended before they asked: {nodes}")
+        raise AssertionError(f"the watch ended before the nodes asked for notices: {nodes}")
 
 
 @pytest.fixture
@@ -133,23 +137,23 @@ def before(agent: AgentProcess, first: str, then: str) -> bool:
     return numbers[0] < numbers[1]
 
 
-async def test_the_round_changes_when_rank_0_which_asked_for_it_has_saved(
+async def test_the_round_changes_when_the_rank_that_asked_for_notice_has_saved(
     run: Run, program: Path, tmp_path: Path
 ) -> None:
     save, nodes = tmp_path / "save.0", ("--stop-timeout=60", program, tmp_path, "300", "0")
     async with run.node("--node-name=one", *nodes) as a:
         await run.wait_until_training(a)
 
-        # A node comes, and goes again before the workers have saved.
+        # A node joins, and leaves again before the workers have saved.
         async with run.node("--node-name=gone", *nodes) as b:
-            await a.wait_for_line("rank 0 is told node_joined: gone joined")
+            await a.wait_for_line("rank 0 got the notice node_joined: gone joined")
             b.kill(signal.SIGTERM)
             assert await b.code() == 143
-        await a.wait_for_line("rank 0 is told that nothing comes of it")
+        await a.wait_for_line("rank 0: the notice was withdrawn")
         assert "round 2" not in a.output
 
         async with run.node("--node-name=two", *nodes) as b:
-            await a.wait_for_line("rank 0 is told node_joined: two joined")
+            await a.wait_for_line("rank 0 got the notice node_joined: two joined")
             save.touch()
             _, worker = await run.wait_until_training(a, b, round=2, asking=1)
             assert before(a, "round 1 rank 0 has saved", "round 2: two joined")
@@ -159,20 +163,20 @@ async def test_the_round_changes_when_rank_0_which_asked_for_it_has_saved(
             # A failure ends the wait for the workers.
             seen = len(a.lines)
             async with run.node("--node-name=three", *nodes) as c:
-                await a.wait_for_line("rank 0 is told node_joined: three joined", since=seen)
+                await a.wait_for_line("rank 0 got the notice node_joined: three joined", since=seen)
                 os.kill(worker, signal.SIGKILL)
                 assert "killed by SIGKILL" in (await a.wait_for_line("round 3: ")).string
                 *_, worker = await run.wait_until_training(a, b, c, round=3, asking=1)
                 assert "round 2 rank 0 has saved" not in a.output
 
-                # A node that leaves waits for the workers of others, though its own have asked for nothing.
+                # A leaving node waits for workers of other nodes, although its own workers have not asked for notice.
                 seen = len(a.lines)
                 c.kill(signal.SIGTERM)
-                await a.wait_for_line("rank 0 is told node_left: three left", since=seen)
+                await a.wait_for_line("rank 0 got the notice node_left: three left", since=seen)
                 assert lives(worker)
                 save.touch()
                 assert await c.code() == 143
-                assert "is told" not in c.output
+                assert "got the notice" not in c.output
             await asyncio.gather(a.wait_until_training(world=2, since=seen), b.wait_for_line("round 4 rank . of 2"))
             (tmp_path / "stop").touch()
             assert [await a.code(), await b.code()] == [0, 0]
@@ -198,13 +202,13 @@ async def test_a_callback_returns_a_value_or_raises(run: Run, tmp_path: Path) ->
 async def test_all_workers_save_before_a_node_leaves_unless_it_gets_a_second_signal(
     run: Run, program: Path, tmp_path: Path
 ) -> None:
-    async with run.one_of_two("--node-name=one", program, tmp_path, "300") as a:
-        async with run.one_of_two("--node-name=two", program, tmp_path, "300") as b:
+    async with run.node_of_two("--node-name=one", program, tmp_path, "300") as a:
+        async with run.node_of_two("--node-name=two", program, tmp_path, "300") as b:
             workers = await run.wait_until_training(a, b)
             ranks = [(await agent.wait_for_line(r"round \d rank (\d)"))[1] for agent in (a, b)]
             b.kill(signal.SIGTERM)
-            await a.wait_for_line("is told node_left: two left")
-            await b.wait_for_line(r"is told node_left: two leaves \(SIGTERM\)")
+            await a.wait_for_line("got the notice node_left: two left")
+            await b.wait_for_line(r"got the notice node_left: two leaves \(SIGTERM\)")
             (tmp_path / f"save.{ranks[1]}").touch()
             await b.wait_for_line("has saved")
             assert lives(workers[1])
@@ -219,7 +223,7 @@ async def test_all_workers_save_before_a_node_leaves_unless_it_gets_a_second_sig
         [worker] = await run.wait_until_training(a, round=2)
         seen = len(a.lines)
         a.kill(signal.SIGTERM)
-        await a.wait_for_line("rank 0 is told node_left: one leaves", since=seen)
+        await a.wait_for_line("rank 0 got the notice node_left: one leaves", since=seen)
         assert lives(worker)
         a.kill(signal.SIGTERM)
         assert await a.code() == 143
@@ -240,7 +244,7 @@ async def test_a_node_leaves_without_the_store_when_its_workers_have_saved(
         await own_etcd.kill()
         await b.wait_for_line("lost sight of")
         b.kill(signal.SIGTERM)
-        await b.wait_for_line("is told node_left")
+        await b.wait_for_line("got the notice node_left")
         for rank in range(2):
             (tmp_path / f"save.{rank}").touch()
         assert await b.code() == 143

@@ -38,7 +38,7 @@ round, rank = int(os.environ.get("TORCHELASTIC_ROUND", 0)), os.environ.get("RANK
 """
 
 
-class Told:
+class NodeRecords:
     """The node records of a run, in the order in which they were written."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Told:
                     self._more.notify_all()
 
     async def until(self, condition: Callable[[NodeRecord], object]) -> NodeRecord:
-        """The first record that meets a condition."""
+        """Wait for a record that meets a condition, and return it."""
         async with asyncio.timeout(PATIENCE), self._more:
             while (found := next(filter(condition, self.records), None)) is None:
                 await self._more.wait()
@@ -72,16 +72,16 @@ class Run:
     def agent(self, source: str, *flags: str) -> AgentProcess:
         program = self.folder / "program.py"
         program.write_text(BEGINNING + dedent(source))
-        place = (f"--rdzv-endpoint={self.etcd.endpoint}", f"--rdzv-id={self.id}", "--local-addr=127.0.0.1")
-        return AgentProcess(*place, *flags, program)
+        rendezvous = (f"--rdzv-endpoint={self.etcd.endpoint}", f"--rdzv-id={self.id}", "--local-addr=127.0.0.1")
+        return AgentProcess(*rendezvous, *flags, program)
 
     @property
     @asynccontextmanager
-    async def told(self) -> AsyncIterator[Told]:
-        told, store = Told(), await connect(self.etcd.settings)
-        reading = asyncio.create_task(told.read(store, self.id))
+    async def records(self) -> AsyncIterator[NodeRecords]:
+        records, store = NodeRecords(), await connect(self.etcd.settings)
+        reading = asyncio.create_task(records.read(store, self.id))
         try:
-            yield told
+            yield records
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
@@ -105,15 +105,15 @@ async def test_a_report_before_a_sigkill_is_kept_with_the_failure(run: Run) -> N
             os.kill(os.getpid(), signal.SIGKILL)
         signal.pause()
         """
-    async with run.told as told, run.agent(source) as agent:
+    async with run.records as records, run.agent(source) as agent:
         began = float((await agent.wait_for_line(r"checkpoint of (\S+)"))[1])
-        failed = await told.until(lambda record: record.failure)
+        failed = await records.until(lambda record: record.failure)
         assert failed.round == 1
         assert failed.last_checkpoint_at > began - ROUNDING
         assert 0 < failed.first_step_at < failed.last_checkpoint_at - 0.04
-        anew = await told.until(lambda record: record.round == 2 and record.first_step_at)
-        assert anew.first_step_at > failed.last_checkpoint_at
-        assert anew.last_checkpoint_at == 0
+        restarted = await records.until(lambda record: record.round == 2 and record.first_step_at)
+        assert restarted.first_step_at > failed.last_checkpoint_at
+        assert restarted.last_checkpoint_at == 0
 
 
 async def test_a_child_of_a_worker_cannot_report_for_it_but_an_executed_program_can(run: Run) -> None:
@@ -140,11 +140,11 @@ async def test_a_child_of_a_worker_cannot_report_for_it_but_an_executed_program_
             executed = "import torchelastic, signal\\nwith torchelastic.checkpoint(): pass\\nsignal.pause()"
             os.execv(sys.executable, [sys.executable, "-c", executed])
         """
-    async with run.told as told, run.agent(source) as agent:
+    async with run.records as records, run.agent(source) as agent:
         await agent.wait_for_line("nothing is kept")
-        stepped = (await told.until(lambda record: record.first_step_at)).first_step_at
-        assert {record.last_checkpoint_at for record in told.records} == {0}
-        assert (await told.until(lambda record: record.last_checkpoint_at)).first_step_at == stepped
+        stepped = (await records.until(lambda record: record.first_step_at)).first_step_at
+        assert {record.last_checkpoint_at for record in records.records} == {0}
+        assert (await records.until(lambda record: record.last_checkpoint_at)).first_step_at == stepped
 
 
 async def test_frequent_steps_are_measured_with_few_store_writes(run: Run) -> None:
@@ -160,11 +160,11 @@ async def test_frequent_steps_are_measured_with_few_store_writes(run: Run) -> No
         torchelastic.ask_for_notice(5)
         signal.pause()
         """
-    async with run.told as told, run.agent(source, f"--metrics-port={port}") as agent:
+    async with run.records as records, run.agent(source, f"--metrics-port={port}") as agent:
         took = float((await agent.wait_for_line(r"all of it took (\S+)"))[1])
-        await told.until(lambda record: record.notice)
+        await records.until(lambda record: record.notice)
         page = await scraped(port)
-        written = {(record.first_step_at, record.last_checkpoint_at) for record in told.records}
+        written = {(record.first_step_at, record.last_checkpoint_at) for record in records.records}
     name = "torchelastic_operation_duration_seconds_count"
     assert page.value(name, operation="train_step", rank="0") == 100_000
     assert page.value("torchelastic_checkpoint_write_latency_seconds_count", rank="0") == 20_000
@@ -208,10 +208,10 @@ async def test_signal_handlers_and_saving_threads_block_nothing(run: Run) -> Non
             torchelastic.step()
             time.sleep(0.1)
         """
-    async with run.told as told, run.agent(source) as agent:
+    async with run.records as records, run.agent(source) as agent:
         said = await agent.wait_for_line(r"(\d+) handled, the last began at (\S+)")
         assert int(said[1]) > 0
-        await told.until(lambda record: record.last_checkpoint_at > float(said[2]) - ROUNDING)
+        await records.until(lambda record: record.last_checkpoint_at > float(said[2]) - ROUNDING)
 
 
 def test_a_program_runs_unchanged_without_an_agent(tmp_path: Path) -> None:

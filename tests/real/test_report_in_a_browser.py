@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from elastic_operator.reports.page import page
-from tests.support.browsing import Look, started
+from tests.support.browsing import OpenPage, started
 from tests.support.reports import failed, long, report
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 def written(folder: Path, shown: Report) -> Path:
     file = folder / "report.html"
-    file.write_text(page(shown))
+    file.write_text(opened(shown))
     return file
 
 
@@ -40,51 +40,51 @@ async def test_the_page_opens_without_errors_and_requests_nothing(
     browser: Browser, tmp_path: Path, shown: Callable[[], Report], *, dark: bool
 ) -> None:
     for width in (360, 1000, 1600):
-        look = await Look.at(browser, written(tmp_path, shown()), width=width, dark=dark)
-        assert (look.asked, look.complaints) == ([], [])
-        assert await look.page.title() == f"digits: {'failed' if shown is failed else 'succeeded'} after " + (
+        opened = await OpenPage.at(browser, written(tmp_path, shown()), width=width, dark=dark)
+        assert (opened.requests, opened.complaints) == ([], [])
+        assert await opened.page.title() == f"digits: {'failed' if shown is failed else 'succeeded'} after " + (
             "1d0h" if shown is long else "1m40s"
         )
-        overflow = await look.page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
-        assert overflow <= 0, f"at a width of {width} it has to be scrolled sideways"
-        await look.page.close()
+        overflow = await opened.page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+        assert overflow <= 0, f"at a width of {width} the page has to be scrolled horizontally"
+        await opened.page.close()
 
 
-@pytest.mark.parametrize("word", ["y" * 3000, "y" * 150], ids=["told in short", "told at once"])
+@pytest.mark.parametrize("word", ["y" * 3000, "y" * 150], ids=["shortened", "complete"])
 @pytest.mark.parametrize("width", [360, 1000])
 async def test_long_texts_do_not_make_the_page_wider_than_the_window(
     browser: Browser, tmp_path: Path, word: str, width: int
 ) -> None:
     shown = failed(message=f"rank 0 on digits-0-aaaaa failed: ValueError: {word}", name="d" * 52)
-    look = await Look.at(browser, written(tmp_path, shown), width=width)
-    for summary in await look.page.query_selector_all("summary"):
+    opened = await OpenPage.at(browser, written(tmp_path, shown), width=width)
+    for summary in await opened.page.query_selector_all("summary"):
         await summary.click()
-    overflow = await look.page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+    overflow = await opened.page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
     assert overflow <= 0
 
 
 async def test_bars_are_as_wide_as_their_durations(browser: Browser, tmp_path: Path) -> None:
-    look = await Look.at(browser, written(tmp_path, failed()))
-    [(left, whole)] = await look.boxes("svg.plot")
-    bars = await look.boxes(".plot rect.round")
+    opened = await OpenPage.at(browser, written(tmp_path, failed()))
+    [(left, whole)] = await opened.boxes("svg.plot")
+    bars = await opened.boxes(".plot rect.round")
     lasted = [20, 20, 20, 5, 30]
     began = [5, 25, 45, 65, 70]
     assert [width / whole * 100 for _, width in bars] == pytest.approx(lasted, abs=0.2)
     assert [(x - left) / whole * 100 for x, _ in bars] == pytest.approx(began, abs=0.2)
-    lost = await look.boxes(".plot rect.lost")
+    lost = await opened.boxes(".plot rect.lost")
     assert [width / whole * 100 for _, width in lost] == pytest.approx([4.0, 1.5, 0.5], abs=0.2)
-    [(_, split)] = await look.boxes("svg.split")
-    states = await look.boxes(".split rect.state")
+    [(_, split)] = await opened.boxes("svg.split")
+    states = await opened.boxes(".split rect.state")
     assert [width / split * 100 for _, width in states] == pytest.approx([84, 3, 6, 2, 4, 1], abs=0.2)
-    marks = await look.boxes(".plot .failure path")
+    marks = await opened.boxes(".plot .failure path")
     assert [(x + width / 2 - left) / whole * 100 for x, width in marks] == pytest.approx([45, 65, 100], abs=0.2)
 
 
 async def test_a_failure_in_the_timeline_links_to_its_table_row(browser: Browser, tmp_path: Path) -> None:
-    look = await Look.at(browser, written(tmp_path, long()))
-    await look.page.click(".plot a.failure:nth-of-type(20) path")
-    assert look.page.url.endswith("#failure-20")
-    row = look.page.locator("#failure-20")
+    opened = await OpenPage.at(browser, written(tmp_path, long()))
+    await opened.page.click(".plot a.failure:nth-of-type(20) path")
+    assert opened.page.url.endswith("#failure-20")
+    row = opened.page.locator("#failure-20")
     assert await row.evaluate("row => row.matches(':target')")
     assert "SIGKILL" in await row.inner_text()
     top = await row.evaluate("row => row.getBoundingClientRect().top")

@@ -140,9 +140,9 @@ async def test_progress_wakes_no_peer_but_every_other_change_does(etcd: EtcdServ
             await store.put(
                 keys.node("a.1"), encode(msgspec.structs.replace(record, first_step_at=5.0, last_checkpoint_at=kept))
             )
-        told = msgspec.structs.replace(record, first_step_at=5.0, last_checkpoint_at=20.0, round=1)
-        await store.put(keys.node("a.1"), encode(told))
-        await watched.until(lambda: mirror.nodes == {"a.1": told})
+        progressed = msgspec.structs.replace(record, first_step_at=5.0, last_checkpoint_at=20.0, round=1)
+        await store.put(keys.node("a.1"), encode(progressed))
+        await watched.until(lambda: mirror.nodes == {"a.1": progressed})
         assert watched.changes == before + 1
 
 
@@ -156,13 +156,13 @@ async def test_the_keys_of_a_run_are_removed_even_if_its_lease_is_lost(etcd: Etc
         await mirror.forget_run()
         assert (await store.list(keys.root)).entries == ()
         await watched.until(lambda: not mirror.nodes)
-        assert mirror.names == {"a.1": "a"}, "of a node that has left"
+        assert mirror.names == {"a.1": "a"}, "the mirror keeps the names of nodes that have left"
 
 
 async def test_a_store_outage_during_cleanup_is_reported(own_etcd: EtcdServer, run_id: str) -> None:
     watched = Watched(run_id)
     async with watched.follows(lambda: own_etcd.settings) as mirror:
-        await mirror.forget_run()  # before it was ever reached, there is nothing to forget
+        await mirror.forget_run()  # without an earlier connection, there is no data to drop
         await watched.until(lambda: mirror.readable)
         own_etcd.pause()
         forgetting = asyncio.create_task(mirror.forget_run())

@@ -239,8 +239,8 @@ async def test_a_program_sees_variables_that_it_sets_before_importing_torch(
     source = f"import os, sys\n{statement}\nimport torch\nprint(torch.get_num_threads())"
     program = script(tmp_path, source, start_method=method)
     assert await output_of(program, tmp_path / "logs") == "1\n"
-    told = "program.py sets OMP_NUM_THREADS, which torch reads when it is imported"
-    assert caplog.text.count(told) == (method is StartMethod.FORK_SERVER)
+    warning = "program.py sets OMP_NUM_THREADS, which torch reads when it is imported"
+    assert caplog.text.count(warning) == (method is StartMethod.FORK_SERVER)
 
 
 @pytest.mark.usefixtures("two_threads")

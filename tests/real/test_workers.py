@@ -38,7 +38,7 @@ while True:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[WorkerRunner]:
-    async with WorkerRunner(tmp_path_factory.mktemp("crew")) as runner:
+    async with WorkerRunner(tmp_path_factory.mktemp("workers")) as runner:
         yield runner
 
 
@@ -48,7 +48,7 @@ async def runner(shared: WorkerRunner) -> AsyncIterator[WorkerRunner]:
     await shared.clear()
 
 
-async def test_two_workers_meet_in_the_served_store(runner: WorkerRunner) -> None:
+async def test_two_workers_form_a_process_group_on_the_served_store(runner: WorkerRunner) -> None:
     group = await runner.start_with_store(f"{ALL_REDUCE}\nprint('total', total.item())")
     ends = [await exit_of(group), await exit_of(group)]
     assert [end.exit_code for end in ends] == [0, 0]

@@ -1,4 +1,4 @@
-"""The requests of service accounts and their permissions, from an API server's audit log."""
+"""The permitted and denied requests of service accounts, from an API server's audit log."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class AuditLog:
     def _asked(self, namespace: str, account: str) -> Iterator[tuple[tuple[str, str, str], bool]]:
         user = f"system:serviceaccount:{namespace}:{account}"
         for line in self._log.read_text().splitlines():
-            told = json.loads(line)
-            about = told.get("objectRef")
-            if about is None or told["user"]["username"] != user or "impersonatedUser" in told:
+            entry = json.loads(line)
+            about = entry.get("objectRef")
+            if about is None or entry["user"]["username"] != user or "impersonatedUser" in entry:
                 continue
             resource = "/".join(filter(None, (about["resource"], about.get("subresource"))))
-            allowed = told["annotations"]["authorization.k8s.io/decision"] == "allow"
-            yield (about.get("apiGroup", ""), resource, told["verb"]), allowed
+            allowed = entry["annotations"]["authorization.k8s.io/decision"] == "allow"
+            yield (about.get("apiGroup", ""), resource, entry["verb"]), allowed

@@ -31,25 +31,25 @@ async def started() -> AsyncIterator[Browser]:
             await running.close()
 
 
-class Look:
+class OpenPage:
     """An open page.
 
     Attributes:
         page: the page.
-        asked: the addresses that it requested, beside its own.
-        complaints: its console messages and errors.
+        requests: the addresses that the page requested, except its own.
+        complaints: the console messages and errors of the page.
     """
 
     def __init__(self, page: Page) -> None:
         self.page = page
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.complaints: list[str] = []
-        page.on("request", lambda request: self.asked.append(request.url))
+        page.on("request", lambda request: self.requests.append(request.url))
         page.on("console", lambda message: self.complaints.append(message.text))
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
 
     @classmethod
-    async def at(cls, browser: Browser, file: Path, *, width: int = 1000, dark: bool = False) -> Look:
+    async def at(cls, browser: Browser, file: Path, *, width: int = 1000, dark: bool = False) -> OpenPage:
         """Open a file.
 
         Args:
@@ -61,10 +61,10 @@ class Look:
         page = await browser.new_page(
             viewport={"width": width, "height": 800}, color_scheme="dark" if dark else "light"
         )
-        look = cls(page)
+        opened = cls(page)
         await page.goto(file.as_uri())
-        assert look.asked.pop(0) == file.as_uri()
-        return look
+        assert opened.requests.pop(0) == file.as_uri()
+        return opened
 
     async def boxes(self, selector: str) -> list[tuple[float, float]]:
         """The left edges and the widths of elements, in pixels."""

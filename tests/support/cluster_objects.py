@@ -49,7 +49,7 @@ def status(**changes: Any) -> dict[str, Any]:
 def job(name: str = "digits", **changes: Any) -> dict[str, Any]:
     """The job; ``spec`` and ``status`` are merged with the defaults, ``status=None`` omits it."""
     spec = {"minReplicas": 2, "maxReplicas": 3, "replicas": 3, "image": "elastic-agent:dev", "args": ["digits.py"]}
-    told = changes.pop("status", {})
+    status_changes = changes.pop("status", {})
     whole = {
         "apiVersion": "elastic.pytorch.org/v1alpha1",
         "kind": "ElasticJob",
@@ -63,7 +63,7 @@ def job(name: str = "digits", **changes: Any) -> dict[str, Any]:
         },
         "spec": spec | changes.pop("spec", {}),
     }
-    return whole | ({} if told is None else {"status": status(**told)}) | changes
+    return whole | ({} if status_changes is None else {"status": status(**status_changes)}) | changes
 
 
 def pod(index: int, suffix: str, *, state: dict[str, Any] | None = None, **about: Any) -> dict[str, Any]:

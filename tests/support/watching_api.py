@@ -77,6 +77,6 @@ class WatchingApi(UserApi):
                 for line in lines:
                     change = json.loads(line)
                     if change["type"] == "ERROR":
-                        told = change["object"]
-                        raise ApiError(int(told.get("code", 500)), str(told.get("reason")), str(told.get("message")))
+                        error = change["object"]
+                        raise ApiError(int(error.get("code", 500)), str(error.get("reason")), str(error.get("message")))
                     yield change["type"], change["object"]

@@ -34,9 +34,9 @@ def test_a_repetition_that_times_out_is_shown_and_misses_the_target() -> None:
     made = Measurement("killed", ours=(0.1,) * 4, ours_never=["not within 60 s"], ours_at_most=0.15)
     assert row_of(made)[1] == "100 ms, 1 of 5 never"
     assert row_of(made)[-1] == "NOT REACHED"
-    told = made.as_json()
-    assert told["ours"]["never"] == ["not within 60 s"]
-    assert told["reached"] is False
+    document = made.as_json()
+    assert document["ours"]["never"] == ["not within 60 s"]
+    assert document["reached"] is False
 
 
 def test_a_measurement_that_always_times_out_is_shown_as_never() -> None:

@@ -221,12 +221,12 @@ def test_the_documentation_lists_every_value_and_its_default() -> None:
         re.findall(r"^\| `([\w.]+)` \| (.*?) \| .+ \|$", (ROOT / "docs" / "cluster.md").read_text(), re.MULTILINE)
     )
     assert rows.keys() == set(leaves(VALUES))
-    for path, told in rows.items():
+    for path, documented in rows.items():
         value: Any = VALUES
         for name in path.split("."):
             value = value[name]
         if path != "resources":
-            assert told == f"`{value if value and isinstance(value, str) else json.dumps(value)}`", path
+            assert documented == f"`{value if value and isinstance(value, str) else json.dumps(value)}`", path
 
 
 def test_the_files_named_in_the_notes_exist() -> None:

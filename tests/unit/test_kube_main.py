@@ -89,10 +89,10 @@ def test_an_invalid_flag_gives_one_sentence(flag: str, complaint: str, capsys: p
     with pytest.raises(SystemExit) as end:
         main([flag])
     assert end.value.code == 2
-    told = capsys.readouterr().err
-    assert told.startswith("elastic-operator: ")
-    assert complaint in told
-    assert told.count("\n") == 1
+    error_output = capsys.readouterr().err
+    assert error_output.startswith("elastic-operator: ")
+    assert complaint in error_output
+    assert error_output.count("\n") == 1
 
 
 @pytest.fixture
@@ -138,9 +138,9 @@ def test_an_unusable_kubeconfig_gives_one_sentence(
     }
     path.write_text(json.dumps(config))
     assert main([f"--kubeconfig={path}", "--listen=127.0.0.1:0"]) == 2
-    told = capsys.readouterr().err
-    assert sentence in told.splitlines()[-1]
-    assert "Traceback" not in told
+    error_output = capsys.readouterr().err
+    assert sentence in error_output.splitlines()[-1]
+    assert "Traceback" not in error_output
 
 
 def a_record(message: str, level: int = logging.WARNING, *, error: bool = False) -> logging.LogRecord:
@@ -157,6 +157,6 @@ def test_a_line_has_time_level_and_message_and_then_the_traceback() -> None:
     record = a_record("a defect", logging.ERROR, error=True)
     first, *_, last = TextLines().format(record).splitlines()
     assert (first, last) == ("2023-11-14T22:13:20Z ERROR   a defect", "ValueError: odd")
-    told = json.loads(JsonLines().format(record))
-    assert told.pop("traceback").endswith("ValueError: odd")
-    assert told == {"time": "2023-11-14T22:13:20Z", "level": "error", "logger": "kopf.x", "message": "a defect"}
+    line = json.loads(JsonLines().format(record))
+    assert line.pop("traceback").endswith("ValueError: odd")
+    assert line == {"time": "2023-11-14T22:13:20Z", "level": "error", "logger": "kopf.x", "message": "a defect"}

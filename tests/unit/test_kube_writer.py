@@ -45,8 +45,8 @@ class Server:
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         self.asked[request.method] += 1
         if request.method == "DELETE":
-            told = {"kind": "Status", "reason": "Conflict", "message": "the object has been modified"}
-            return web.json_response(told, status=409)
+            status = {"kind": "Status", "reason": "Conflict", "message": "the object has been modified"}
+            return web.json_response(status, status=409)
         assert request.query["fieldSelector"] == "metadata.name=digits"
         items = [] if self.has is None else [an_object(self.has)]
         return web.json_response({"metadata": {"resourceVersion": "9"}, "items": items})

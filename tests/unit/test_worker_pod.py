@@ -33,18 +33,18 @@ def pod_of(template: Any = None, settings: PodSettings | None = None, **spec: An
 
 
 def worker_of(pod: dict[str, Any]) -> dict[str, Any]:
-    """Its container that is ours."""
+    """The worker container of a pod."""
     (worker,) = [container for container in pod["spec"]["containers"] if container["name"] == "worker"]
     return dict(worker)
 
 
 def from_worker(template: Any, **more: Any) -> dict[str, Any]:
-    """The worker container of a pod whose template says this of it."""
+    """The worker container of a pod whose template has these fields for it."""
     return worker_of(pod_of({"containers": [{"name": "worker", **template}]}, **more))
 
 
 def mounts_of(container: dict[str, Any]) -> dict[str, str]:
-    """By folder, the volume that is there."""
+    """The names of the mounted volumes by mount path."""
     return {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
 
 
@@ -85,16 +85,16 @@ def test_the_pod_of_the_smallest_job() -> None:
     assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
     assert mounts_of(container) == {"/dev/shm": "dshm", "/tmp": "tmp", "/checkpoints": "checkpoints"}
     assert {"name": "dshm", "emptyDir": {"medium": "Memory"}} in spec["volumes"]
-    told = env_of(container)
-    assert (told["PET_RDZV_ENDPOINT"], told["PET_RDZV_ID"], told["PET_NNODES"]) == (STORE, UID, "1:4")
+    env = env_of(container)
+    assert (env["PET_RDZV_ENDPOINT"], env["PET_RDZV_ID"], env["PET_NNODES"]) == (STORE, UID, "1:4")
 
 
 def test_all_variables_of_the_operator_are_reserved() -> None:
     job = a_job(image="i", args=("x.py",))
     resumed = replace(POD, resume=ResumeRecord(round=7, restarts=2, uncharged_restarts=1))
-    told = env_of(worker_of(worker_pod(job, resumed, PodSettings(), store=STORE)))
-    assert told.keys() == RESERVED
-    assert decode(told[Env.RESUME].encode(), ResumeRecord) == resumed.resume
+    env = env_of(worker_of(worker_pod(job, resumed, PodSettings(), store=STORE)))
+    assert env.keys() == RESERVED
+    assert decode(env[Env.RESUME].encode(), ResumeRecord) == resumed.resume
     assert Env.RESUME not in env_of(worker_of(pod_of()))
 
 
@@ -125,7 +125,7 @@ def test_null_is_the_same_as_no_value() -> None:
     assert pod["spec"] == pod_of()["spec"]
 
 
-def test_sidecars_keep_their_place_and_nothing_is_added_to_them() -> None:
+def test_sidecars_keep_their_order_and_are_not_changed() -> None:
     sidecar = {"name": "log", "image": "fluent"}
     spec = pod_of({"containers": [sidecar, {"name": "worker"}, {"name": "last"}]})["spec"]
     assert [container["name"] for container in spec["containers"]] == ["log", "worker", "last"]
@@ -175,7 +175,7 @@ def test_the_security_context_of_the_template_is_completed(mine: dict[str, Any],
     assert from_worker({"securityContext": mine})["securityContext"] == merged
 
 
-def test_a_volume_of_the_template_with_the_name_of_ours_is_another_one() -> None:
+def test_a_template_volume_with_the_operators_volume_name_is_kept() -> None:
     mine = [{"name": "tmp", "configMap": {"name": "settings"}}, {"name": "tmp-2", "emptyDir": {}}]
     sidecar = {"name": "log", "volumeMounts": [{"name": "tmp-2", "mountPath": "/tmp"}]}
     pod = pod_of({"volumes": mine, "containers": [sidecar]})
@@ -198,7 +198,7 @@ PORT_80 = {"name": "worker", "ports": [{"containerPort": 80}]}
         ({}, {}, {"metrics_port": 0}, "0", []),
     ],
 )
-def test_the_metrics_port_of_the_job_comes_before_the_operators_and_is_free_on_the_hosts_network(
+def test_the_jobs_metrics_port_overrides_the_operators_and_host_network_pods_have_no_fixed_port(
     template: dict[str, Any], settings: dict[str, Any], spec: dict[str, Any], variable: str, ports: list[int]
 ) -> None:
     pod = pod_of(template, PodSettings(**settings), **spec)
@@ -245,8 +245,8 @@ def test_the_period_of_the_template_is_divided_into_notice_and_grace_and_the_use
 ) -> None:
     pod = pod_of({"terminationGracePeriodSeconds": period}, args=(*args, "x.py"))
     assert pod["spec"]["terminationGracePeriodSeconds"] == period
-    told = env_of(worker_of(pod))
-    assert (told.get("PET_NOTICE"), told.get("PET_STOP_GRACE")) == (notice, grace)
+    env = env_of(worker_of(pod))
+    assert (env.get("PET_NOTICE"), env.get("PET_STOP_GRACE")) == (notice, grace)
 
 
 def test_notice_and_grace_have_the_defaults_of_the_agent() -> None:
@@ -258,8 +258,8 @@ def test_notice_and_grace_have_the_defaults_of_the_agent() -> None:
 # Scheduling
 
 
-def silence(seconds: int, *taints: str) -> list[dict[str, Any]]:
-    """The tolerations of a pod that is given up so long after its node fell silent."""
+def node_tolerations(seconds: int, *taints: str) -> list[dict[str, Any]]:
+    """The tolerations of a pod that is evicted this number of seconds after its node became unreachable."""
     whole = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
     return [{"key": f"node.kubernetes.io/{taint}", **whole} for taint in taints]
 
@@ -267,12 +267,12 @@ def silence(seconds: int, *taints: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("mine", "ours"),
     [
-        ([{"key": "gpu", "operator": "Exists"}], silence(40, "not-ready", "unreachable")),
-        (silence(7, "not-ready"), silence(40, "unreachable")),
-        ([{"key": "node.kubernetes.io/unreachable", "operator": "Exists"}], silence(40, "not-ready")),
+        ([{"key": "gpu", "operator": "Exists"}], node_tolerations(40, "not-ready", "unreachable")),
+        (node_tolerations(7, "not-ready"), node_tolerations(40, "unreachable")),
+        ([{"key": "node.kubernetes.io/unreachable", "operator": "Exists"}], node_tolerations(40, "not-ready")),
         (
             [{"key": "node.kubernetes.io/unreachable", "effect": "NoSchedule"}],
-            silence(40, "not-ready", "unreachable"),
+            node_tolerations(40, "not-ready", "unreachable"),
         ),
         ([{"operator": "Exists", "effect": "NoExecute"}], []),
     ],
@@ -368,13 +368,13 @@ TEMPLATES = st.fixed_dictionaries(
 )
 
 
-def survives(given: Any, found: Any) -> bool:
-    """Whether all that was given stands in what was found, as it was or with more around it; null is nothing."""
+def is_contained(given: Any, found: Any) -> bool:
+    """Whether ``found`` contains everything in ``given``, perhaps with more fields or items; null counts as absent."""
     if isinstance(given, dict) and isinstance(found, dict):
-        return all(survives(value, found.get(key)) for key, value in given.items())
+        return all(is_contained(value, found.get(key)) for key, value in given.items())
     if isinstance(given, list) and isinstance(found, list):
         rest = iter(found)
-        return all(any(survives(item, candidate) for candidate in rest) for item in given)
+        return all(any(is_contained(item, candidate) for candidate in rest) for item in given)
     return given is None or bool(given == found)
 
 
@@ -385,5 +385,5 @@ def test_any_template_gives_a_pod_is_not_changed_and_keeps_its_values_if_it_is_v
     pod = worker_pod(job, replace(POD, excluded=("node-1",)), PodSettings(), store=STORE)
     assert (pod["kind"], template) == ("Pod", before)
     if problem_of(job.spec) is None:
-        assert survives(template.get("spec"), pod["spec"])
-        assert survives(template.get("metadata"), pod["metadata"])
+        assert is_contained(template.get("spec"), pod["spec"])
+        assert is_contained(template.get("metadata"), pod["metadata"])

@@ -242,7 +242,7 @@ def _build(project: Project, folder: Path) -> None:
         target = f"{out}/" if len(project.packages) > 1 else str(out / next(iter(project.packages)))
         command = [go, "build", "-v", "-mod=readonly", "-trimpath", "-buildvcs=false"]
         command += ["-ldflags", " ".join(linker_flags(project)), "-o", target, *project.packages.values()]
-        said = _run_and_say_that_it_goes_on(command, project)
+        said = _run_with_progress_messages(command, project)
         if said is not None:
             raise Missing(
                 f"{programs} {project.version}",
@@ -275,18 +275,18 @@ def compiler(project: Project) -> str:
     return go
 
 
-def _run_and_say_that_it_goes_on(command: list[str], project: Project) -> str | None:
+def _run_with_progress_messages(command: list[str], project: Project) -> str | None:
     """Run `go build -v`; returns None if it succeeds, otherwise the end of its output."""
     lines: list[str] = []
-    told = time.monotonic()
+    last_message = time.monotonic()
     with subprocess.Popen(
         command, cwd=project.folder, env=_environ(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:
             lines.append(line)
-            if time.monotonic() - told > _HEARTBEAT:
-                told = time.monotonic()
+            if time.monotonic() - last_message > _HEARTBEAT:
+                last_message = time.monotonic()
                 _say(f"  … {project.name}: {len(lines)} packages compiled")
     return None if process.returncode == 0 else "".join(lines[-20:])
 

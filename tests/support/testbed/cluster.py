@@ -86,11 +86,11 @@ class Cluster(abc.ABC):
         await self.kubectl("apply", "--filename=-", stdin=text)
         while True:
             wait = ("wait", "--for=condition=Established", "--filename=-", "--timeout=60s")
-            told = await self.kubectl(*wait, stdin=text, check=False)
-            if told.returncode == 0:
+            result = await self.kubectl(*wait, stdin=text, check=False)
+            if result.returncode == 0:
                 return
             # kubectl does not wait for a condition of an object that has no conditions yet.
-            assert "accessor error" in told.stderr, told.stderr
+            assert "accessor error" in result.stderr, result.stderr
 
     @contextlib.asynccontextmanager
     async def namespace(self, **labels: str) -> AsyncIterator[str]:

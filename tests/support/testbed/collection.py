@@ -95,8 +95,8 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     missing, left_out = session.config.stash[MISSING], session.config.stash[LEFT_OUT]
     if hasattr(session.config, "workeroutput"):
-        told = [(bed, why.part, why.remedy, left_out[bed]) for bed, why in missing.items()]
-        session.config.workeroutput["missing"] = told
+        parts = [(bed, why.part, why.remedy, left_out[bed]) for bed, why in missing.items()]
+        session.config.workeroutput["missing"] = parts
     if missing and availability.must_not_miss():
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
