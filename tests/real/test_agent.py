@@ -33,7 +33,7 @@ def stop(tmp_path: Path) -> Path:
     return tmp_path / "stop"
 
 
-async def test_a_program_that_keeps_failing_at_start_fails_the_run_with_its_own_exception(
+async def test_a_program_that_always_fails_at_start_fails_the_run_with_its_exception(
     tmp_path: Path,
 ) -> None:
     program = tmp_path / "broken.py"

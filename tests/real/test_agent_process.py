@@ -63,7 +63,7 @@ async def test_an_agent_paused_during_its_exit_keeps_its_last_message_and_exit_c
         *(f"--termination-log={last_words}", program, tmp_path / "up"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        limit=16,  # bytes that are read ahead; the rest stays in the pipe
+        limit=16,  # the reader buffers this number of bytes; the rest stays in the pipe
     )
     assert agent.stderr
     try:

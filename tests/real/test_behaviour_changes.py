@@ -51,7 +51,7 @@ async def test_a_spare_takes_over_at_once_and_workers_of_a_leaving_node_have_the
         await agents[spare].wait_for_line("waiting as a spare")
         assert [await worker.execute("answer = 'alive'") for worker in (staying, going)] == ["alive"] * 2
 
-        # A node leaves; the others do not wait for it.
+        # A node leaves; the other nodes do not wait for the workers of that node.
         await going.execute(SAVES_WHEN_ASKED_TO_END.format(path=str(saved[0])))
         agents[going.node].kill(signal.SIGTERM)
         second = await run.round(2, world=2)
@@ -59,7 +59,7 @@ async def test_a_spare_takes_over_at_once_and_workers_of_a_leaving_node_have_the
         assert await agents[going.node].code() == 143
         assert saved[0].read_text() == "all of it"
 
-        # The new size is written before the node that has to leave gets its signal.
+        # The new size is written before the draining node gets its signal.
         staying, going = second
         await going.execute(SAVES_WHEN_ASKED_TO_END.format(path=str(saved[1])))
         store = await run.store()

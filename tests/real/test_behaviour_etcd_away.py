@@ -1,4 +1,4 @@
-"""Training never stops for etcd: it is paused, killed, unreachable, replaced by an empty one, or needs credentials."""
+"""Training never stops because of etcd: paused, killed, unreachable, emptied, or with credentials."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ async def train_on(workers: Sequence[ControlledWorker]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def nobody_serving(port: int) -> AsyncIterator[list[float]]:
-    """A server that closes every connection and records when it was made."""
+async def refusing_server(port: int) -> AsyncIterator[list[float]]:
+    """A server that closes every connection, and records the time of each."""
     calls: list[float] = []
 
-    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         calls.append(asyncio.get_running_loop().time())
         writer.transport.abort()
 
-    server = await asyncio.start_server(hang_up, "127.0.0.1", port)
+    server = await asyncio.start_server(refuse, "127.0.0.1", port)
     try:
         yield calls
     finally:
@@ -53,7 +53,7 @@ async def nobody_serving(port: int) -> AsyncIterator[list[float]]:
         await server.wait_closed()
 
 
-def words(agents: Sequence[AgentProcess], part: str = "") -> list[str]:
+def lines_with(agents: Sequence[AgentProcess], part: str = "") -> list[str]:
     """The lines of the agents that contain a text, so far."""
     return [line for agent in agents for line in agent.lines if part in line]
 
@@ -78,15 +78,15 @@ async def test_training_continues_without_etcd_with_few_retries_and_messages(
 
         heard = {agent.pid: len(agent.lines) for agent in (a, b)}
         await own_etcd.kill()
-        async with nobody_serving(port) as calls:
+        async with refusing_server(port) as calls:
             await asyncio.gather(*(agent.wait_for_line("lost sight of the run's keys") for agent in (a, b)))
-            await asyncio.sleep(2.0)  # the time in which connections are counted
+            await asyncio.sleep(2.0)  # connections are counted during this time
             await train_on(workers)
         assert 2 <= len(calls) < 60
-        assert len(words((a, b), "lost sight of")) == 2
-        assert len(words((a, b), "did not answer in time")) <= 4, "once for each time that it was away"
+        assert len(lines_with((a, b), "lost sight of")) == 2
+        assert len(lines_with((a, b), "did not answer in time")) <= 4, "each outage is logged once"
         warnings = Counter(line.partition(" ")[2] for agent in (a, b) for line in agent.lines[heard[agent.pid] :])
-        assert set(warnings.values()) == {1}, "nobody says the same twice"
+        assert set(warnings.values()) == {1}, "an agent repeats a message"
 
         own_etcd.wipe()
         await own_etcd.start()
@@ -101,7 +101,7 @@ async def test_training_continues_without_etcd_with_few_retries_and_messages(
 
 
 @pytest.fixture
-async def fortress(tmp_path: Path) -> AsyncIterator[tuple[EtcdServer, str]]:
+async def secured_etcd(tmp_path: Path) -> AsyncIterator[tuple[EtcdServer, str]]:
     """An etcd that requires certificates, a user and a password; and the configuration to connect to it."""
     files = make_certificates(tmp_path)
     context = ssl.create_default_context(cafile=files.authority)
@@ -129,15 +129,15 @@ async def fortress(tmp_path: Path) -> AsyncIterator[tuple[EtcdServer, str]]:
 
 
 async def test_several_servers_certificates_a_user_and_a_password_come_from_the_command_line(
-    tmp_path: Path, fortress: tuple[EtcdServer, str]
+    tmp_path: Path, secured_etcd: tuple[EtcdServer, str]
 ) -> None:
-    server, conf = fortress
-    place = f"--rdzv-endpoint=127.0.0.1:1,{server.endpoint}"
+    server, conf = secured_etcd
+    endpoints = f"--rdzv-endpoint=127.0.0.1:1,{server.endpoint}"
     async with ControlledRun(tmp_path, server) as run:
-        async with run.agent("a", place, "--nnodes=1:1", f"{conf}s3cret") as agent:
+        async with run.agent("a", endpoints, "--nnodes=1:1", f"{conf}s3cret") as agent:
             [worker] = await run.round(1, world=1)
             worker.send("raise SystemExit(0)")
             assert await agent.code() == 0
-        async with run.agent("a", place, "--nnodes=1:1", f"{conf}hunter2") as agent:
+        async with run.agent("a", endpoints, "--nnodes=1:1", f"{conf}hunter2") as agent:
             assert await agent.code() == 5
         assert "hunter2" not in agent.output

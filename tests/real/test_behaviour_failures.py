@@ -88,11 +88,11 @@ async def test_the_root_cause_follows_failure_kind_and_store_order_not_clocks(
         }
 
         async def fail_in_this_order(round: int, orders: list[str]) -> list[str]:
-            """Have two nodes fail while the leader is paused; returns their names, in order."""
+            """Make two nodes fail while the leader is paused; returns their names, in order."""
             workers = await run.round(round, world=3)
             state = await run.until(lambda state: run.keys.leader in state)
             leader = decode(state[run.keys.leader].value, LeaderRecord).node.rpartition(".")[0]
-            # The first node's clock is ahead, so by the clocks the second node failed first.
+            # The clock of the first node is ahead, so according to the clocks the second node failed first.
             others = [worker for name in CLOCKS for worker in workers if worker.node == name != leader]
             times = [await worker.execute("import time; answer = time.time()") for worker in others]
             assert times[0] > times[1] + 5
@@ -114,7 +114,7 @@ async def test_the_root_cause_follows_failure_kind_and_store_order_not_clocks(
 
 
 async def test_a_late_root_cause_is_found_on_one_node(tmp_path: Path) -> None:
-    # A busy machine may need longer for a worker's end than an agent waits for it; so this one waits a minute.
+    # On a busy machine a worker may end later than an agent waits by default, so this agent waits a minute.
     (tmp_path / "sitecustomize.py").write_text(
         "from torchelastic.rendezvous.policy import plan\nplan.REPORT_WINDOW = 60.0\n"
     )
@@ -125,7 +125,7 @@ async def test_a_late_root_cause_is_found_on_one_node(tmp_path: Path) -> None:
     ):
         workers = await run.round(1, world=2)
         workers[0].send(BROKEN_COLLECTIVE)
-        workers = await run.round(2, world=2)  # no other failure follows, so this one is reported
+        workers = await run.round(2, world=2)  # this failure is reported, because no other failure follows
         await agent.wait_for_line(r"round 2: rank 0 on one: RuntimeError: \[gloo.*Connection closed by peer")
         workers[1].send(f"""
             import os, select, time

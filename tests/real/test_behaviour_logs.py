@@ -62,7 +62,7 @@ async def test_lines_are_intact_with_many_writers_and_a_slow_reader(tmp_path: Pa
         *(program, tmp_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        limit=16,  # bytes that are read ahead; the rest stays in the pipe
+        limit=16,  # the reader buffers this number of bytes; the rest stays in the pipe
     )
     assert agent.stdout
     assert agent.stderr
@@ -124,7 +124,7 @@ async def test_log_files_survive_restarts_and_the_next_run(tmp_path: Path) -> No
     for name, text in found.items():
         round, rank = int(name[6]), int(name[13])
         line = "oh" if "stderr" in name else f"rank {rank} of round {round}"
-        # The first that fails in round 1 ends the other one, perhaps before it has printed.
+        # The first failure in round 1 ends the other worker, perhaps before that worker has printed.
         assert text in ({f"{line}\n{line}"} if name not in ended else {f"{line}\n{line}", line, ""}), name
     assert found.keys() == {
         f"round_{round}/rank_{rank}/{stream}.log"

@@ -1,4 +1,4 @@
-"""Which nodes count as lost: agents are cut off, lose their leases, are paused, killed and stopped."""
+"""Which nodes count as lost, among partitioned, paused, killed and stopped agents and agents without leases."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def nodes_of(workers: Sequence[ControlledWorker]) -> list[str]:
     return [worker.node for worker in workers]
 
 
-async def test_cut_connections_and_expired_leases_are_no_loss_and_a_dead_leader_costs_no_more(
+async def test_cut_connections_and_expired_leases_are_not_losses_and_a_dead_leader_is_one_loss(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
     flags = ("--nnodes=1:3", PATIENT)
@@ -78,7 +78,7 @@ async def test_cut_connections_and_expired_leases_are_no_loss_and_a_dead_leader_
             cut(pid, descriptor)
         await eventually(lambda: len(links_to(pid, port).keys() - before.keys()) == 2)
 
-        # All leases end, though all agents live.
+        # All leases end, although all agents live.
         assert await end_leases(etcd, run.keys.nodes) == 3
         await run.until(lambda state: nodes_in(state, run) == {"a", "b", "c"} and run.keys.leader in state)
         assert [await worker.execute("answer = 'alive'") for worker in first] == ["alive"] * 3
@@ -91,7 +91,7 @@ async def test_cut_connections_and_expired_leases_are_no_loss_and_a_dead_leader_
         assert nodes_of(second) == [heir, other]
         await agents[other].wait_for_line(f"round 2: {leading} died")
 
-        # The present leader is stopped; that ends nothing for the others.
+        # The current leader is stopped; the other agents continue.
         leader = leader_in(await run.until(lambda state: leader_in(state, run) != leader), run)
         leading = leader.node.rpartition(".")[0]
         agents[leading].kill(signal.SIGTERM)
@@ -121,7 +121,7 @@ async def test_a_silent_node_with_an_expired_lease_is_lost_and_stops_its_workers
         agents[stopped.node].kill(signal.SIGSTOP)
         [alone] = await run.round(2, world=1)
         assert alone.node == staying.node
-        # The worker of the paused agent runs on, and learns that it must not commit anything.
+        # The worker of the paused agent continues, and learns that it must not commit anything.
         stands = "import torchelastic; answer = torchelastic.round_stands(timeout=0.5)"
         assert not await stopped.execute(stands)
         assert await alone.execute(stands.replace("0.5", "30"))

@@ -106,7 +106,7 @@ async def test_a_restart_leaves_nothing_of_the_earlier_workers(tmp_path: Path) -
         assert await agent.code() == 0
 
 
-async def test_the_first_process_of_a_container_reaps_orphans_and_leaves_on_sigterm(
+async def test_an_agent_that_is_the_first_process_of_a_container_reaps_orphans_and_leaves_on_sigterm(
     tmp_path: Path,
 ) -> None:
     async with (
@@ -115,7 +115,7 @@ async def test_the_first_process_of_a_container_reaps_orphans_and_leaves_on_sigt
     ):
         [worker] = await run.round(1, world=1)
         assert await worker.execute("answer = os.getppid()") == 1
-        # An orphan of another session, which the agent does not know, ends too.
+        # An orphan in another session, which the agent does not know, is also killed.
         order = """
             import signal, subprocess, time
             orphan = int(subprocess.check_output(["sh", "-c", "setsid sleep 600 >/dev/null & echo $!"]))
@@ -134,7 +134,7 @@ async def test_the_first_process_of_a_container_reaps_orphans_and_leaves_on_sigt
         assert await outside.code() == 143
 
 
-async def test_an_agent_in_a_program_leaves_nothing_and_leaves_other_children_alone(tmp_path: Path) -> None:
+async def test_an_agent_in_a_program_ends_its_processes_and_no_other_children(tmp_path: Path) -> None:
     source = f"{TELL}\n{FAMILY}\ntell('family', answer)\nif 'LEAVE' not in os.environ: signal.pause()"
     descriptors = len([*Path("/proc/self/fd").iterdir()])
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as mine:  # noqa: ASYNC220 - a user's child

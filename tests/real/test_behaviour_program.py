@@ -1,4 +1,4 @@
-"""The programs in the documentation of the agent do what it says."""
+"""The programs in the documentation of the agent work as documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Round numbers continue as long as an agent or etcd's data survives."""
+"""Round numbers and restarts continue if an agent or the data of etcd survives."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def can_start_workers(agent: AgentProcess) -> None:
     await eventually(lambda: any(title.startswith(b"torchelastic: spare") for title in titles()))
 
 
-async def test_counters_never_fall_and_spent_restarts_stay_spent(tmp_path: Path, own_etcd: EtcdServer) -> None:
+async def test_round_numbers_never_decrease_and_used_restarts_stay_used(tmp_path: Path, own_etcd: EtcdServer) -> None:
     async with (
         ControlledRun(tmp_path, own_etcd) as run,
         run.agent("a", "--nnodes=1:2", "--rdzv-conf=lease=1,last_call_timeout=3600") as a,
@@ -43,7 +43,7 @@ async def test_counters_never_fall_and_spent_restarts_stay_spent(tmp_path: Path,
         failing.send("raise SystemExit(7)")
         before = await run.round(2, world=2)
 
-        # etcd comes back empty, and a new agent is there as early as those that know the earlier state.
+        # etcd restarts empty, and a new agent connects as early as the agents that know the earlier state.
         await own_etcd.kill()
         own_etcd.wipe()
         size = encode(SizeRecord(min=1, max=3, generation=1)).decode()
@@ -56,7 +56,7 @@ async def test_counters_never_fall_and_spent_restarts_stay_spent(tmp_path: Path,
             assert [worker.node for worker in after] == [*(worker.node for worker in before), "c"]
             assert {worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in after} == {"1"}
 
-            # Only the new agent survives of those that know the state.
+            # Of the agents that know the state, only the new one survives.
             await own_etcd.kill()
             own_etcd.wipe()
             a.kill()
@@ -126,4 +126,4 @@ async def test_unreadable_records_are_reported_once_and_end_nothing(tmp_path: Pa
     for agent in (a, b):
         assert [warnings(agent, key) for key in of_all] == [1, 1, 1]
         assert not [line for line in agent.lines if "Traceback" in line and not line.startswith("[rank")]
-    assert sorted(warnings(agent, "evil.0") for agent in (a, b)) == [0, 1], "the leader alone reads the nodes' keys"
+    assert sorted(warnings(agent, "evil.0") for agent in (a, b)) == [0, 1], "only the leader reads the keys of nodes"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real
 
 NO_TIMERS = "--rdzv-conf=last_call_timeout=3600,lease=3600,join_debounce=3600"
-"""Settings with which a wait for a timer in place of an event never ends."""
+"""Settings with which a wait for a timer instead of an event never ends."""
 
 
 def wanted(number: int | None, *, generation: int = 0) -> SizeRecord:
@@ -47,7 +47,7 @@ async def test_a_spare_replaces_a_node_at_once_with_stable_ranks_and_no_charge(
         agents[first[0].node].kill()
         second = await run.round(2, world=2)
         assert [worker.node for worker in second] == [first[1].node, spare]
-        # Its TCPStore has no key of the earlier round, whose TCPStore is closed.
+        # The new TCPStore has no key of the earlier round, whose TCPStore is closed.
         assert not await second[0].execute(f"import torch.distributed; answer = {store}.check(['who'])")
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", int(first[0].env["MASTER_PORT"])))

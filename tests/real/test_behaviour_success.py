@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real
 
 
-async def test_an_early_finish_is_no_failure_and_a_later_failure_restarts_all(tmp_path: Path, etcd: EtcdServer) -> None:
+async def test_a_node_may_finish_early_and_a_later_failure_restarts_all_nodes(tmp_path: Path, etcd: EtcdServer) -> None:
     flags = ("--rdzv-conf=last_call_timeout=3600,lease=60",)
     two, three = (
         {Env.SIZE: size, Env.UNIQUE_RUN: "1"} for size in ('{"min":1,"max":2}', '{"generation":1,"min":1,"max":3}')

@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say; random faults break nothing, and nothing is left over."""
+"""The benchmarks: complete measurements, no failures after random faults, and no leftover processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def command(benchmark: str, *arguments: str) -> list[str]:
 
 
 def measured(scratch: Path, argv: Sequence[str]) -> dict[str, Any]:
-    """The document that a benchmark prints; afterwards none of its processes is left."""
+    """Run a benchmark, check that it leaves no processes, and return the printed document."""
     done = subprocess.run(
         argv, cwd=ROOT, env=environment(scratch), capture_output=True, text=True, timeout=LIMIT, check=False
     )
@@ -113,10 +113,10 @@ def test_an_interrupted_benchmark_leaves_nothing_behind(scratch: Path, number: s
         assert benchmark.stderr is not None
         said = benchmark.stderr.readline()
         assert "2 agents train" in said, said + benchmark.stderr.read()
-        benchmark.stderr.readline()  # a fault later
+        benchmark.stderr.readline()  # until after the first fault
         assert processes_of(scratch)
         benchmark.send_signal(number)
-        benchmark.stderr.read()  # until the last process that may write there has ended
+        benchmark.stderr.read()  # until the last process that may write to this folder has ended
         benchmark.wait(LIMIT)
     assert not processes_of(scratch)
     assert not list(scratch.iterdir())

@@ -105,7 +105,7 @@ if rank == 0:
 """
 
 
-def story(folder: Path, **spec: object) -> Path:
+def demo_job(folder: Path, **spec: object) -> Path:
     """A job that ends by itself after all steps of the demo."""
     seen = folder / "seen"
     seen.mkdir()
@@ -114,7 +114,7 @@ def story(folder: Path, **spec: object) -> Path:
 
 
 async def test_the_demo_runs_every_step_and_prints_its_duration(home: Path, tmp_path: Path) -> None:
-    code, out, err = await answer(home, "demo", "--plain", str(story(tmp_path)))
+    code, out, err = await answer(home, "demo", "--plain", str(demo_job(tmp_path)))
     assert (code, err) == (0, ""), out
     acts = ["start with 2 pods", "scale to 3", "kill -9 a worker", "kill -9 an agent", "scale back to 2", "success"]
     announced = [line.partition("--- ")[2] for line in out.splitlines() if "--- " in line]

@@ -1,4 +1,4 @@
-"""Each example in the documentation of launching from Python does what it says."""
+"""Each example in the documentation of launching from Python works as documented."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ LIMIT = 180.0
 """Seconds after which a test gives up."""
 
 
-class PretendAgent:
-    """An agent without workers; leaving ``with`` ends it as a signal would.
+class SimulatedAgent:
+    """An agent without workers; the end of ``with`` ends the agent like a signal.
 
     Attributes:
         failing: set when its workers have failed.
@@ -62,43 +62,43 @@ class PretendAgent:
 
     def __exit__(self, *_: object) -> None:
         self.leave()
-        self.ended()
+        self.wait_until_ended()
 
     def leave(self) -> None:
-        """End it from outside."""
+        """Make the agent leave."""
         self._leaving.set()
         self.handler.set_closed()
 
-    def ended(self) -> None:
-        """Wait for its end."""
+    def wait_until_ended(self) -> None:
+        """Wait until the agent has ended."""
         self._thread.join(LIMIT)
-        assert not self._thread.is_alive(), f"{self.name} hangs after {self.worlds}"
+        assert not self._thread.is_alive(), f"{self.name} hangs after the rounds {self.worlds}"
 
-    def met(self, *names: str, since: int = 0) -> int:
-        """Wait until it has met exactly these; returns the number of meetings."""
+    def wait_for_round(self, *names: str, since: int = 0) -> int:
+        """Wait until the agent was in a round of exactly these agents; returns the number of rounds so far."""
         with self._changed:
             found = self._changed.wait_for(lambda: any(set(each) == set(names) for each in self.worlds[since:]), LIMIT)
-            assert found, f"{self.name} has met {self.worlds[since:]}, {self.error}"
+            assert found, f"{self.name} had the rounds {self.worlds[since:]}, {self.error}"
             return len(self.worlds)
 
     def _run(self) -> None:
         try:
-            while not self._over():
+            while not self._is_ending():
                 self.failing.clear()
-                met = self._exchange(self.handler.next_rendezvous())
+                names = self._exchange(self.handler.next_rendezvous())
                 with self._changed:
-                    self.worlds.append(met)
+                    self.worlds.append(names)
                     self._changed.notify_all()
-                while not (self._over() or self.failing.is_set() or self.handler.num_nodes_waiting()):
+                while not (self._is_ending() or self.failing.is_set() or self.handler.num_nodes_waiting()):
                     time.sleep(0.005)
             if self.finishing.is_set():
                 self.handler.shutdown()
-        except Exception as error:  # noqa: BLE001 - the test looks at it
+        except Exception as error:  # noqa: BLE001 - the test checks the error
             with self._changed:
                 self.error = error
                 self._changed.notify_all()
 
-    def _over(self) -> bool:
+    def _is_ending(self) -> bool:
         return self.finishing.is_set() or self._leaving.is_set()
 
     def _exchange(self, info: Any) -> list[str]:
@@ -112,34 +112,34 @@ def run_id() -> str:
 
 
 @pytest.fixture
-def agent(etcd: EtcdServer, run_id: str) -> Iterator[Callable[..., PretendAgent]]:
+def agent(etcd: EtcdServer, run_id: str) -> Iterator[Callable[..., SimulatedAgent]]:
     """Create agents of one run, and end them."""
     with contextlib.ExitStack() as stack:
 
-        def make(name: str, least: int = 1, most: int = 8, **config: Any) -> PretendAgent:
+        def make(name: str, least: int = 1, most: int = 8, **config: Any) -> SimulatedAgent:
             parameters = RendezvousParameters(
                 "torchelastic", etcd.endpoint, run_id, least, most, local_addr="127.0.0.1", **{"lease": 1, **config}
             )
-            return stack.enter_context(PretendAgent(rendezvous_handler_registry.create_handler(parameters), name))
+            return stack.enter_context(SimulatedAgent(rendezvous_handler_registry.create_handler(parameters), name))
 
         yield make
 
 
-def test_a_failure_of_one_or_all_regroups_all_workers_and_is_not_charged(agent: Callable[..., PretendAgent]) -> None:
+def test_a_failure_of_one_or_all_regroups_all_workers_and_is_not_charged(agent: Callable[..., SimulatedAgent]) -> None:
     agents = {name: agent(name, least=3, most=3) for name in "abc"}
     for failing in ("a", "b", "c", "abc", "a"):
-        seen = {name: each.met(*"abc") for name, each in agents.items()}
+        seen = {name: each.wait_for_round(*"abc") for name, each in agents.items()}
         for name in failing:
             agents[name].failing.set()
         for name, each in agents.items():
-            each.met(*"abc", since=seen[name])
+            each.wait_for_round(*"abc", since=seen[name])
     assert all(each.error is None for each in agents.values())
 
 
-# A connection that was accepted when its server closed, and not yet served, is left to the garbage collector.
+# The garbage collector closes a connection that was accepted but not yet served when its server closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("seed", range(3))
-def test_no_node_waits_in_a_finished_round_in_any_scenario(agent: Callable[..., PretendAgent], seed: int) -> None:
+def test_no_node_waits_in_a_finished_round_in_any_scenario(agent: Callable[..., SimulatedAgent], seed: int) -> None:
     dice = random.Random(seed)
     there = [agent(f"{number}", last_call_timeout=0, join_debounce=0) for number in range(2)]
     for number in range(2, 25):
@@ -155,21 +155,21 @@ def test_no_node_waits_in_a_finished_round_in_any_scenario(agent: Callable[..., 
         time.sleep(dice.choice([0, 0.002, 0.05]))
     newest = agent("last", last_call_timeout=0, join_debounce=0)
     for each in [*there, newest]:
-        each.met("last", *(other.name for other in there))
+        each.wait_for_round("last", *(other.name for other in there))
         assert each.error is None
 
 
 async def test_a_run_succeeds_when_all_workers_have_and_its_id_can_be_used_again(
-    agent: Callable[..., PretendAgent], etcd: EtcdServer, run_id: str
+    agent: Callable[..., SimulatedAgent], etcd: EtcdServer, run_id: str
 ) -> None:
     agents = [agent(name, least=2, most=2) for name in "ab"]
     for each in agents:
-        each.met(*"ab")
+        each.wait_for_round(*"ab")
         assert not each.handler.is_closed()
     agents[0].finishing.set()
     agents[1].finishing.set()
     for each in agents:
-        each.ended()
+        each.wait_until_ended()
         assert each.handler.is_closed()
         assert each.error is None
     keys, store = RunKeys.of(run_id), await connect(etcd.settings)
@@ -181,48 +181,48 @@ async def test_a_run_succeeds_when_all_workers_have_and_its_id_can_be_used_again
     assert outcome is not None
     assert outcome.state is OutcomeState.SUCCEEDED
     assert not [key for key in found if key.startswith(keys.nodes)]
-    agent("c", most=1).met("c")  # the id can be used again
+    agent("c", most=1).wait_for_round("c")  # the id can be used again
 
 
-def test_an_agent_with_an_internal_error_leaves_without_ending_the_run(agent: Callable[..., PretendAgent]) -> None:
+def test_an_agent_with_an_internal_error_leaves_without_ending_the_run(agent: Callable[..., SimulatedAgent]) -> None:
     a, b = agent("a", most=2), agent("b", most=2)
-    a.met(*"ab")
-    b.met(*"ab")
+    a.wait_for_round(*"ab")
+    b.wait_for_round(*"ab")
     with contextlib.suppress(LookupError):
         try:
             {}["its workers have failed for good"]
         finally:
             a.handler.shutdown()
-    b.met("b")
+    b.wait_for_round("b")
     assert a.handler.is_closed()
     with pytest.raises(RendezvousClosedError, match="has left"):
         a.handler.next_rendezvous()
     c = agent("c", most=2)
-    b.met(*"bc")
-    c.met(*"bc")
+    b.wait_for_round(*"bc")
+    c.wait_for_round(*"bc")
 
 
-def test_too_few_agents_wait_for_the_configured_time(agent: Callable[..., PretendAgent]) -> None:
+def test_too_few_agents_wait_for_the_configured_time(agent: Callable[..., SimulatedAgent]) -> None:
     a = agent("a", least=2, most=2, timeout=0.3)
-    a.ended()
+    a.wait_until_ended()
     assert isinstance(a.error, RendezvousTimeoutError)
     assert "no more nodes came within 0.3 s: 1 node" in str(a.error)
 
 
-async def test_an_etcd_outage_disturbs_no_pod_and_its_events_are_caught_up(
+async def test_an_etcd_outage_changes_no_round_and_missed_events_are_processed_later(
     own_etcd: EtcdServer,
 ) -> None:
     parameters = RendezvousParameters(
         "etcd", own_etcd.endpoint, "outage", 1, 2, local_addr="127.0.0.1", lease=1, last_call_timeout=0.2
     )
-    with PretendAgent(rendezvous_handler_registry.create_handler(parameters), "a") as a:
-        a.met("a")
+    with SimulatedAgent(rendezvous_handler_registry.create_handler(parameters), "a") as a:
+        a.wait_for_round("a")
         await own_etcd.kill()
         await asyncio.sleep(1.5)  # longer than the lease
         assert a.handler.num_nodes_waiting() == 0
         a.failing.set()
         await own_etcd.start()
-        a.met("a", since=1)
-        with PretendAgent(rendezvous_handler_registry.create_handler(parameters), "b") as b:
-            a.met(*"ab")
-            b.met(*"ab")
+        a.wait_for_round("a", since=1)
+        with SimulatedAgent(rendezvous_handler_registry.create_handler(parameters), "b") as b:
+            a.wait_for_round(*"ab")
+            b.wait_for_round(*"ab")

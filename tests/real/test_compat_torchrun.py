@@ -48,7 +48,7 @@ def stop(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def line(etcd: EtcdServer) -> list[str]:
-    """Documented flags, for nodes of one run on a real etcd; agents poll their workers 50 times a second."""
+    """The documented flags for nodes of one run on a real etcd; agents poll their workers 50 times a second."""
     [documented] = re.findall(r"^```sh\ntorchrun (.*) train.py\n```$", PAGE.read_text(), re.MULTILINE)
     flags = documented.replace("etcd:2379", etcd.endpoint).replace("digits-7", str(uuid.uuid4())).split()
     return [*flags, "--local-addr=127.0.0.1", "--rdzv-conf=last_call_timeout=20,lease=2", "--monitor-interval=0.02"]
@@ -73,7 +73,7 @@ async def test_two_agents_train_restart_together_and_succeed(line: list[str], pr
     }
 
 
-async def test_agents_come_and_go_and_none_waits_in_a_finished_round(
+async def test_agents_join_and_leave_and_none_waits_in_a_finished_round(
     line: list[str], program: Path, stop: Path
 ) -> None:
     nodes = [*line, "--nnodes=1:3", "--rdzv-conf=last_call_timeout=0,lease=2", "--max-restarts=9"]
@@ -83,9 +83,9 @@ async def test_agents_come_and_go_and_none_waits_in_a_finished_round(
 
     async with agent() as a:
         await a.wait_until_training(world=1)
-        async with agent() as b, agent() as c:  # they join a running run
+        async with agent() as b, agent() as c:  # they join while the run trains
             await asyncio.gather(*(each.wait_until_training(world=3) for each in (a, b, c)))
-            # One is killed while another comes.
+            # One agent is killed while another one joins.
             since = {each: len(each.lines) for each in (a, b)}
             c.kill(signal.SIGKILL)
             os.kill(await c.wait_until_training(world=3), signal.SIGKILL)  # torchrun's workers outlive it

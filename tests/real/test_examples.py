@@ -1,4 +1,4 @@
-"""The examples, run as their texts say."""
+"""The examples, run as documented."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def output_of(process: subprocess.Popen[str]) -> str:
 
 
 def agent(*arguments: object, **environment: object) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
-    """An agent, started as users do."""
+    """Start an agent as users do."""
     return started(Path(sys.executable).with_name("torchelastic-run"), *arguments, **environment)
 
 
-def environment_told_by(output: str, pid: str) -> Mapping[str, str]:
+def printed_environment(output: str, pid: str) -> Mapping[str, str]:
     """The environment of the worker with this pid, as hello.py prints it."""
     return dict(re.findall(rf"On PID {pid}, (\w+)=(.*)", output))
 
@@ -83,7 +83,7 @@ def test_composed_agents_meet_through_etcd_and_their_workers_connect(etcd: EtcdS
     program, mounted_as, _ = mount.split(":")
     assert mounted_as == "/workspace/your_app.py"
 
-    # Unchanged, except for the two names that exist only among the containers.
+    # Unchanged, except for the two host names that exist only in the containers' network.
     here = {"etcd-server": etcd.endpoint, mounted_as: str((EXAMPLES / "multi_container" / program).resolve())}
     line = command
     for there, real in here.items():
@@ -94,7 +94,7 @@ def test_composed_agents_meet_through_etcd_and_their_workers_connect(etcd: EtcdS
     places = re.findall(r"On PID (\d+), after init process group, rank=(\d+), world_size = (\d+)", output)
     assert sorted((rank, world_size) for _, rank, world_size in places) == [("0", "2"), ("1", "2")]
     for pid, rank, _ in places:
-        given = environment_told_by(output, pid)
+        given = printed_environment(output, pid)
         assert given["RANK"] == given["LOCAL_RANK"] == rank
         assert given["TORCHELASTIC_MAX_RESTARTS"] == "100"
 
@@ -149,7 +149,8 @@ def test_the_newest_checkpoint_on_a_shared_volume_is_found_in_another_pods_folde
 
     assert digits.newest(tmp_path / "digits" / "0")["step"] == 9
     assert digits.newest(tmp_path / "digits" / "1")["step"] == 9
-    assert digits.newest(tmp_path / "digits" / "notes")["step"] == 30  # not a pod's, so no other folder is searched
+    # This is not the folder of a pod, so no other folder is searched.
+    assert digits.newest(tmp_path / "digits" / "notes")["step"] == 30
     assert digits.newest(tmp_path / "nothing") is None
 
 

@@ -1,4 +1,4 @@
-"""The fork server may die at any time without effect on workers."""
+"""The death of the fork server at any time has no effect on running workers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_a_fork_server_that_dies_during_imports_or_when_idle_is_replaced(
     async with workers_of(script(tmp_path, "pass")) as workers:
         first = await process_of(os.getpid(), "fork server")
         ready = asyncio.ensure_future(workers.ready())
-        await asyncio.sleep(0)  # so that it waits for the one that is killed
+        await asyncio.sleep(0)  # so that the call waits for the killed fork server
         os.kill(first, signal.SIGKILL)
         await ready
         group = await started(workers, {})
@@ -100,13 +100,13 @@ async def test_a_fork_server_that_dies_while_forking_or_cannot_be_replaced_fails
     def refused(*_: object) -> int:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    many = [dict[str, str]()] * 5  # more than there are in stock
+    many = [dict[str, str]()] * 5  # more than the number of spare processes
     async with workers_of(script(tmp_path, "pass")) as workers:
         await workers.ready()
         [first] = fork_servers(os.getpid())
         os.kill(first, signal.SIGSTOP)
         starting = asyncio.ensure_future(started(workers, *many))
-        await asyncio.sleep(0)  # so that it has asked for them
+        await asyncio.sleep(0)  # so that the processes were requested
         os.kill(first, signal.SIGKILL)
         group = await asyncio.wait_for(starting, LIMIT)
         assert [(await exit_of(group)).exit_code for _ in many] == [0] * 5
@@ -145,7 +145,7 @@ async def test_a_store_killed_for_memory_is_reported_as_such(tmp_path: Path) -> 
             store = await process_of(agent.pid, "store of the round")
             for pid in processes_of(agent.pid, "spare process"):
                 Path(f"/proc/{pid}/oom_score_adj").write_text("999")
-            Path(f"/proc/{store}/oom_score_adj").write_text("1000")  # the kernel's first choice
+            Path(f"/proc/{store}/oom_score_adj").write_text("1000")  # so that the kernel kills this process first
             worker.send(
                 f"""
                 import select

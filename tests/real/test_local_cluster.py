@@ -101,7 +101,7 @@ async def test_a_job_survives_the_death_of_an_agent_and_of_etcd_and_is_scaled(ho
         jobs = LocalJobs(home=home)
         await asyncio.to_thread(jobs.scale, "job", 3)
         large = await run.wait_until_training(3)
-        assert large["status"]["round"] == small["status"]["round"] + 1, "the outage of etcd ended no round"
+        assert large["status"]["round"] == small["status"]["round"] + 1, "the outage of etcd ended the round"
         assert large["status"]["restarts"] == small["status"]["restarts"]
         staying = {pod["uid"] for pod in training(small)}
         assert staying < {pod["uid"] for pod in training(large)}
@@ -139,12 +139,12 @@ async def test_an_interrupted_run_leaves_no_process_and_says_so(
         LocalJobs(home=home).scale("job", 1)
 
 
-async def test_pods_that_ignore_their_end_are_killed_within_seconds(home: Path, tmp_path: Path) -> None:
+async def test_pods_that_ignore_sigterm_are_killed_within_seconds(home: Path, tmp_path: Path) -> None:
     stubborn = ["sh", "-c", "trap '' TERM INT; while :; do sleep 0.05; done"]
     async with LocalRun(home, manifest(tmp_path, command=stubborn, replicas=1)) as run:
         await run.wait_until_training(1)
         run.process.send_signal(signal.SIGINT)
-        async with asyncio.timeout(20):  # less than the grace period of a pod, 30 s
+        async with asyncio.timeout(20):  # less than the pods' grace period of 30 s
             assert await run.exit_code() == 130, run.output
         assert processes_of(home) == {}
 
@@ -170,7 +170,7 @@ async def test_an_interrupted_run_waits_for_workers_that_save(home: Path, tmp_pa
         snapshot = await run.wait_until_training(1)
         store = await connect_store(StoreSettings(endpoints=(snapshot["etcd"]["endpoint"],)))
         async with asyncio.timeout(LIMIT), contextlib.aclosing(follow(store, KEY_ROOT)) as news:
-            async for batch in news:  # until elasticjob can know what the worker asked for
+            async for batch in news:  # until elasticjob can know the notice that the worker asked for
                 entries = batch.entries if isinstance(batch, Listing) else [change.entry for change in batch]
                 if any(re.search(rb'"notice":[1-9]', entry.value) for entry in entries if entry is not None):
                     break
@@ -188,7 +188,7 @@ async def test_a_second_request_does_not_wait_for_hanging_pods(home: Path, tmp_p
         deleting = asyncio.create_task(asyncio.to_thread(LocalJobs(home=home).delete, "job"))
         await run.until(lambda snapshot: all(pod["terminating"] for pod in snapshot["pods"]))
         run.process.send_signal(signal.SIGINT)
-        async with asyncio.timeout(25):  # less than the grace period of deleted pods, 30 s
+        async with asyncio.timeout(25):  # less than the grace period of deleted pods of 30 s
             assert await run.exit_code() == 3, run.output
             await deleting
 
@@ -292,7 +292,7 @@ async def test_a_program_that_keeps_failing_ends_the_run_with_its_reason(home: P
         assert "5" in run.record["status"]["lastFailure"]["message"]
 
 
-async def test_an_external_etcd_is_used_and_left_clean_and_unsupported_fields_are_named(
+async def test_a_run_on_an_external_etcd_removes_its_keys_and_names_unsupported_fields(
     home: Path, tmp_path: Path, own_etcd: EtcdServer
 ) -> None:
     template = {"spec": {"volumes": [], "containers": [{"name": "worker", "resources": {}}, {"name": "sidecar"}]}}
@@ -362,9 +362,9 @@ def numbers(report: Report) -> list[int]:
     return [round.number for round in report.history.rounds]
 
 
-def rests(snapshot: dict[str, Any]) -> bool:
-    """Whether no process of the job runs."""
-    etcd = snapshot["etcd"]  # the endpoint is given up after the process
+def has_no_processes(snapshot: dict[str, Any]) -> bool:
+    """Whether the job has no running process."""
+    etcd = snapshot["etcd"]  # the endpoint is removed after the process has ended
     ended = etcd["pid"] is None and not etcd["endpoint"]
     return snapshot["status"]["state"] == "Suspended" and not snapshot["pods"] and ended
 
@@ -378,7 +378,7 @@ async def test_a_resumed_job_continues_with_the_changed_spec(home: Path, tmp_pat
         before = await run.wait_until_training(2)
         jobs = LocalJobs(home=home)
         await asyncio.to_thread(jobs.suspend, "job", suspended=True)
-        asleep = await run.until(rests)
+        asleep = await run.until(has_no_processes)
         assert asleep["status"]["round"] >= before["status"]["round"]
         assert [*processes_of(home)] == [run.process.pid]
         kept = report_of(asleep)
@@ -422,7 +422,7 @@ def test_a_missing_etcd_is_reported_with_what_to_install(tmp_path: Path, monkeyp
         find_etcd(str(tmp_path))
 
 
-async def test_a_tethered_process_dies_with_its_parent_and_keeps_its_process_id() -> None:
+async def test_a_process_with_pdeathsig_dies_with_its_parent_and_keeps_its_process_id() -> None:
     command = list(with_pdeathsig(["sleep", "1000"]))
     script = f"import subprocess; print(subprocess.Popen({command!r}).pid, flush=True); input()"
     # The command line names this process; another process starts it.
@@ -437,7 +437,7 @@ async def test_a_tethered_process_dies_with_its_parent_and_keeps_its_process_id(
     assert await gone([child], within=60)
 
 
-async def test_a_process_tethered_to_a_non_parent_does_not_start(tmp_path: Path) -> None:
+async def test_a_process_with_pdeathsig_does_not_start_under_another_parent(tmp_path: Path) -> None:
     started = tmp_path / "started"
     command = [word if word != str(os.getpid()) else "1" for word in with_pdeathsig(["touch", str(started)])]
     process = await asyncio.create_subprocess_exec(*command)

@@ -1,4 +1,4 @@
-"""Each example in the documentation of metrics does what it says."""
+"""Each example in the documentation of metrics works as documented."""
 
 from __future__ import annotations
 

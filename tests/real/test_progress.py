@@ -1,4 +1,4 @@
-"""Progress that real programs report: the records in the store, at no cost to the program."""
+"""Progress reports of real programs: the records in the store, and no delays of the program."""
 
 from __future__ import annotations
 

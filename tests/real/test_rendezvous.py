@@ -1,4 +1,4 @@
-"""Nodes meet in a real etcd: they join, leave, die, and survive every fault of etcd."""
+"""The rendezvous on a real etcd: nodes join, leave and die, and survive every fault of etcd."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_id() -> str:
 
 @pytest.fixture
 async def factory(request: pytest.FixtureRequest, run_id: str, etcd: EtcdServer) -> AsyncIterator[NodeFactory]:
-    """Nodes of one run; on an etcd of its own if the test has one, which it may then disturb."""
+    """Nodes of one run, on the test's own etcd if the test has one, otherwise on the shared etcd."""
     server = request.getfixturevalue("own_etcd") if "own_etcd" in request.fixturenames else etcd
 
     async def connect_client() -> Store:
@@ -139,10 +139,10 @@ async def test_a_notice_survives_every_etcd_fault(own_etcd: EtcdServer, factory:
     await own_etcd.kill()
     if loses_data:
         own_etcd.wipe()
-    await a.until_away()
+    await a.wait_until_store_lost()
     await own_etcd.start()
     a.inner.report(round.number, saved=1)
-    a.answers = True  # if etcd has lost the notice, another may be given
+    a.answers = True  # if etcd has lost the notice, the leader may give another one
     after = await all_with(a, b, c)
     assert (after.number, after.nodes[:2]) == (2, round.nodes)
 
@@ -156,7 +156,7 @@ async def test_a_round_is_current_until_the_next_is_committed_or_the_run_has_end
     store = await factory.connect()
     entry = await store.get(a.inner.run.keys.state)
     assert entry is not None
-    # Directly in the store: what this node has not read yet counts as well.
+    # Checked directly in the store, because the node may not have read the change yet.
     later = msgspec.structs.replace(first, number=7)
     a.inner.run.changed.send = lambda: None  # type: ignore[method-assign]
     await store.put(a.inner.run.keys.state, encode(StateRecord(later)))
@@ -196,15 +196,15 @@ async def test_a_node_that_finishes_early_can_leave_and_the_run_succeeds(factory
 RUN_LEASE = 2.0
 
 
-async def time_goes_by(store: Store, seconds: float) -> None:
-    """Return when this time has passed by etcd's clock."""
+async def wait_by_etcds_clock(store: Store, seconds: float) -> None:
+    """Wait until this time has passed on etcd's clock."""
     key = f"/clock/{uuid.uuid4()}"
     async with watching(store, "/clock/") as watch:
         await store.put(key, b"", lease=await store.grant(seconds))
         await read_changes(watch, 2)
 
 
-async def test_run_keys_stay_while_an_agent_or_the_operator_lives_and_are_removed_after_both_left(
+async def test_run_keys_exist_while_an_agent_or_the_operator_lives_and_are_removed_afterwards(
     own_etcd: EtcdServer, factory: NodeFactory, run_id: str
 ) -> None:
     store, keys = await factory.connect(), RunKeys.of(run_id)
@@ -217,18 +217,20 @@ async def test_run_keys_stay_while_an_agent_or_the_operator_lives_and_are_remove
     a, b = [await factory.node(name, wanted=2, run_lease=RUN_LEASE) for name in "ab"]
     await all_with(a, b)
     following.cancel()
-    await time_goes_by(store, 2 * RUN_LEASE)
-    assert {entry.key for entry in (await store.list(keys.control)).entries} == lasting, "agents keep them"
+    await wait_by_etcds_clock(store, 2 * RUN_LEASE)
+    assert {entry.key for entry in (await store.list(keys.control)).entries} == lasting, (
+        "agents keep the keys of the run"
+    )
 
     following = asyncio.create_task(mirror.run(lambda: own_etcd.settings, None))
     for node in (a, b):
         await node.crash()
-    await time_goes_by(store, 2 * RUN_LEASE)
+    await wait_by_etcds_clock(store, 2 * RUN_LEASE)
     past = {keys.time_breakdown, keys.history}
     assert {entry.key for entry in (await store.list(keys.root)).entries} == lasting - {keys.leader} | past
 
     following.cancel()
-    await time_goes_by(store, 2 * RUN_LEASE)
+    await wait_by_etcds_clock(store, 2 * RUN_LEASE)
     assert (await store.list(keys.root)).entries == ()
     await store.close()
 

@@ -1,4 +1,4 @@
-"""etcd is slow, silent, down for a while, or replaced: the round stays, and changes resume after it."""
+"""The rendezvous while etcd is slow, silent, down or replaced: the round stays, and changes continue afterwards."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ async def any_etcd(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
 
 
 @pytest.fixture
-async def line(any_etcd: EtcdServer) -> AsyncIterator[TcpProxy]:
+async def proxy(any_etcd: EtcdServer) -> AsyncIterator[TcpProxy]:
     """The proxy through which all nodes connect to it."""
     async with TcpProxy(any_etcd.endpoint) as proxy:
         yield proxy
 
 
 @pytest.fixture
-async def factory(any_etcd: EtcdServer, line: TcpProxy) -> AsyncIterator[NodeFactory]:
-    async def reach() -> Store:
-        settings = replace(any_etcd.settings, endpoints=(line.endpoint,), silence_limit=LEASE, request_timeout=LEASE)
+async def factory(any_etcd: EtcdServer, proxy: TcpProxy) -> AsyncIterator[NodeFactory]:
+    async def connect_client() -> Store:
+        settings = replace(any_etcd.settings, endpoints=(proxy.endpoint,), silence_limit=LEASE, request_timeout=LEASE)
         return await connect(settings)
 
-    async with NodeFactory(reach, f"away-{uuid.uuid4()}", lease=LEASE, last_call_timeout=1.0) as made:
+    async with NodeFactory(connect_client, f"away-{uuid.uuid4()}", lease=LEASE, last_call_timeout=1.0) as made:
         yield made
 
 
-async def until_away(*nodes: TestNode) -> None:
-    await asyncio.gather(*(node.until_away() for node in nodes))
+async def wait_until_store_lost(*nodes: TestNode) -> None:
+    await asyncio.gather(*(node.wait_until_store_lost() for node in nodes))
 
 
-async def test_a_slow_etcd_delays_changes_only(factory: NodeFactory, line: TcpProxy) -> None:
+async def test_a_slow_etcd_delays_changes_only(factory: NodeFactory, proxy: TcpProxy) -> None:
     a, b, c = [await factory.node(name, wanted=3) for name in "abc"]
     first = await all_with(a, b, c)
-    line.delay = 0.3 / 5 * LEASE  # 0.3 s, scaled from the default lease
+    proxy.delay = 0.3 / 5 * LEASE  # 0.3 s, scaled from the default lease
     await asyncio.sleep(2 * LEASE)  # the leases have to expire
     gone = next(node for node in (a, b, c) if node.inner.node == first.nodes[1])
     left = [node for node in (a, b, c) if node is not gone]
@@ -77,7 +77,7 @@ async def test_a_replacement_etcd_is_filled_by_the_nodes(factory: NodeFactory, a
     a, b = [await factory.node(name) for name in "ab"]
     first = await all_with(a, b)
     await any_etcd.kill()
-    await until_away(a, b)
+    await wait_until_store_lost(a, b)
     any_etcd.wipe()
     any_etcd.args.append("--initial-cluster-token=another")
     await any_etcd.start()
@@ -89,14 +89,14 @@ async def test_a_replacement_etcd_is_filled_by_the_nodes(factory: NodeFactory, a
 
 
 @contextlib.asynccontextmanager
-async def somebody_else(port: int) -> AsyncIterator[None]:
-    """A proxy's answer about a server that it does not find, in place of etcd's."""
+async def proxy_without_backend(port: int) -> AsyncIterator[None]:
+    """Run an HTTP server at etcd's port that answers every request with 404, like a proxy without a backend."""
     app = web.Application()
 
-    async def say_no(_: web.Request) -> web.Response:
+    async def not_found(_: web.Request) -> web.Response:
         return web.Response(status=404, text="default backend - 404")
 
-    app.router.add_route("*", "/{path:.*}", say_no)
+    app.router.add_route("*", "/{path:.*}", not_found)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
@@ -106,14 +106,14 @@ async def somebody_else(port: int) -> AsyncIterator[None]:
         await runner.cleanup()
 
 
-async def test_any_server_in_the_place_of_etcd_ends_nothing_during_an_outage(
+async def test_another_server_at_etcds_port_ends_nothing_during_an_outage(
     factory: NodeFactory, any_etcd: EtcdServer
 ) -> None:
     a, b = [await factory.node(name) for name in "ab"]
     first = await all_with(a, b)
     await any_etcd.kill()
-    async with somebody_else(int(any_etcd.endpoint.rpartition(":")[2])):
-        await until_away(a, b)
+    async with proxy_without_backend(int(any_etcd.endpoint.rpartition(":")[2])):
+        await wait_until_store_lost(a, b)
         await asyncio.sleep(1.5 * LEASE)  # the time in which the nodes send requests
     await any_etcd.start()
     c = await factory.node("c")
@@ -122,13 +122,13 @@ async def test_any_server_in_the_place_of_etcd_ends_nothing_during_an_outage(
     assert not any(node.partitioned or node.inner.failed.done() for node in (a, b, c))
 
 
-async def test_a_silent_etcd_is_noticed_and_survived(factory: NodeFactory, line: TcpProxy) -> None:
+async def test_a_silent_etcd_is_noticed_and_survived(factory: NodeFactory, proxy: TcpProxy) -> None:
     a, b = [await factory.node(name) for name in "ab"]
     first = await all_with(a, b)
-    line.fall_silent()
-    await until_away(a, b)
+    proxy.fall_silent()
+    await wait_until_store_lost(a, b)
     await asyncio.sleep(2 * LEASE)  # all leases end meanwhile
-    line.speak_again()
+    proxy.speak_again()
     c = await factory.node("c")
     second = await all_with(a, b, c)
     assert (second.number, second.nodes[:2]) == (2, first.nodes)
@@ -141,19 +141,19 @@ async def test_a_node_with_only_a_silent_connection_stays_in_the_round(
 ) -> None:
     async with contextlib.AsyncExitStack() as lines:
 
-        async def own_line() -> TcpProxy:
+        async def own_proxy() -> TcpProxy:
             return await lines.enter_async_context(TcpProxy(any_etcd.endpoint))
 
         async def joined(name: str, own: TcpProxy) -> TestNode:
             settings = replace(any_etcd.settings, endpoints=(own.endpoint,), silence_limit=0.5, request_timeout=0.5)
             return await factory.node(name, connect=lambda: connect(settings))
 
-        lines_of = {name: await own_line() for name in "ab"}
+        lines_of = {name: await own_proxy() for name in "ab"}
         nodes = {name: await joined(name, lines_of[name]) for name in "ab"}
         first = await all_with(*nodes.values())
         follower = nodes[first.nodes[1].partition(".")[0]]
         lines_of[follower.name].fall_silent()
-        await follower.until_away()
+        await follower.wait_until_store_lost()
         await asyncio.sleep(1.5 * LEASE)  # its lease ends; its connection does not
         lines_of[follower.name].speak_again()
         c = await factory.node("c")

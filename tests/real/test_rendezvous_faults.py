@@ -26,14 +26,14 @@ ROUNDS = 8 if EXHAUSTIVE else 2
 
 
 def seeds() -> list[int]:
-    """The seed in the environment, or as many seeds as there is time for."""
+    """The seed in the environment, or a number of seeds that depends on TORCHELASTIC_EXHAUSTIVE."""
     if given := os.environ.get(SEED_VARIABLE):
         return [int(given)]
     return list(range(1, 13 if EXHAUSTIVE else 3))
 
 
 @pytest.fixture(autouse=True)
-def _waits_to_the_scale_of_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+def _scale_retries_to_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scale the retries of etcd with the lease, as with the default lease."""
     scale = LEASE / RendezvousSettings.__dataclass_fields__["lease"].default
     monkeypatch.setattr(client, "RETRY_MAX", client.RETRY_MAX * scale)
@@ -44,13 +44,13 @@ def _waits_to_the_scale_of_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_random_fault_scripts_keep_the_rendezvous_guarantees(
     etcd_kind: EtcdKind, seed: int, tmp_path: Path
 ) -> None:
-    played: list[str] = []
+    parts: list[str] = []
     async with etcd_kind.server(tmp_path) as etcd, FaultRun(etcd, f"faults-{uuid.uuid4()}") as play:
         for part in script(seed, ROUNDS):
-            played += ["and then", *map(str, part.steps)]
+            parts += ["and then", *map(str, part.steps)]
             try:
                 await play.play(part)
             except GuaranteeViolatedError as broken:
                 again = f"{SEED_VARIABLE}={seed} plays it again"
-                pytest.fail("\n".join([f"{broken}", again, *played]), pytrace=False)
+                pytest.fail("\n".join([f"{broken}", again, *parts]), pytrace=False)
     assert play.rounds

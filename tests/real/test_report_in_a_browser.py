@@ -30,7 +30,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 def written(folder: Path, shown: Report) -> Path:
     file = folder / "report.html"
-    file.write_text(opened(shown))
+    file.write_text(page(shown))
     return file
 
 

@@ -116,10 +116,10 @@ class Run:
         return await scraped(self._ports[name])
 
     def covers(self, seconds: dict[str, float]) -> bool:
-        """Whether the seconds on the last page add up to the age of the job when the page was made."""
+        """Whether the seconds on the last page add up to the age of the job at that time."""
         return self._asked - CLOCKS < self.created + sum(seconds.values()) < time.time() + CLOCKS
 
-    async def split(self, store: Store) -> TimeBreakdown:
+    async def breakdown(self, store: Store) -> TimeBreakdown:
         entry = await store.get(self.keys.time_breakdown)
         assert entry is not None
         return decode(entry.value, TimeBreakdown)
@@ -129,7 +129,7 @@ class Run:
         assert entry is not None
         return decode(entry.value, HistoryRecord)
 
-    async def keeps(self, agent: AgentProcess, *, leader: str) -> Page:
+    async def wait_for_checkpoint(self, agent: AgentProcess, *, leader: str) -> Page:
         """Wait until the leader knows a checkpoint of the agent's round; returns the agent's page."""
         while True:
             page = await self.page(leader)
@@ -137,8 +137,8 @@ class Run:
                 return page
             await agent.wait_for_line("round", since=len(agent.lines))
 
-    def adds_up(self, split: TimeBreakdown) -> bool:
-        return sum(split.seconds.values()) == pytest.approx(split.until - self.created, rel=0.01)
+    def adds_up(self, breakdown: TimeBreakdown) -> bool:
+        return sum(breakdown.seconds.values()) == pytest.approx(breakdown.until - self.created, rel=0.01)
 
 
 def seconds_on(page: Page) -> dict[str, float]:
@@ -157,7 +157,7 @@ async def test_the_time_breakdown_adds_up_though_workers_and_leaders_are_killed(
         pages = {name: await run.page(name) for name in "ab"}
         [leader] = [name for name, page in pages.items() if page.named("torchelastic_job_")]
         assert {page.job for page in pages.values()} == {("here", "digits")}
-        shown = seconds_on(await run.keeps(b, leader=leader))
+        shown = seconds_on(await run.wait_for_checkpoint(b, leader=leader))
         assert shown["waiting"] == pytest.approx(BEFORE, abs=20)
         assert run.covers(shown)
 
@@ -178,15 +178,17 @@ async def test_the_time_breakdown_adds_up_though_workers_and_leaders_are_killed(
         run.stop.touch()
         assert await agents[heir].code() == 0
 
-    split, history = await run.split(store), await run.history(store)
+    breakdown, history = await run.breakdown(store), await run.history(store)
     await store.close()
-    assert run.adds_up(split)
-    assert split.state is RunState.STOPPING
-    assert 3 * 0.5 - CLOCKS < split.seconds[RunState.RESTORING] < 15, "half a second in each round, and a busy machine"
-    assert split.seconds[RunState.TRAINING] > 0
-    assert split.lost is not None
-    assert 0 < split.lost < split.seconds[RunState.TRAINING]
-    assert split.gone == {NodeEnd.DIED: 1}
+    assert run.adds_up(breakdown)
+    assert breakdown.state is RunState.STOPPING
+    assert 3 * 0.5 - CLOCKS < breakdown.seconds[RunState.RESTORING] < 15, (
+        "half a second in each round, and more on a busy machine"
+    )
+    assert breakdown.seconds[RunState.TRAINING] > 0
+    assert breakdown.lost is not None
+    assert 0 < breakdown.lost < breakdown.seconds[RunState.TRAINING]
+    assert breakdown.gone == {NodeEnd.DIED: 1}
     assert history.created == pytest.approx(run.created)
     assert [past.reason for past in history.rounds][-2:] == [RoundReason.WORKER_FAILED, RoundReason.NODE_LOST]
     assert [past.failure is not None for past in history.rounds][-2:] == [True, False]
@@ -210,20 +212,20 @@ async def test_a_store_that_lost_its_data_gets_the_time_breakdown_back_and_a_new
             return await store.get(run.keys.time_breakdown) is not None
 
         while not await written():
-            await agents[leader].wait_for_line("rank", since=len(agents[leader].lines))  # it trains on meanwhile
+            await agents[leader].wait_for_line("rank", since=len(agents[leader].lines))  # training continues meanwhile
         said = len(agents[heir].lines)
         agents[leader].kill()
         await agents[heir].trains(world=1, since=said)
-        split, history = await run.split(store), await run.history(store)
-        assert run.adds_up(split)
-        assert split.seconds[RunState.WAITING] == pytest.approx(BEFORE, abs=20)
+        breakdown, history = await run.breakdown(store), await run.history(store)
+        assert run.adds_up(breakdown)
+        assert breakdown.seconds[RunState.WAITING] == pytest.approx(BEFORE, abs=20)
         assert [past.number for past in history.rounds] == list(range(1, len(history.rounds) + 1))
         run.stop.touch()
         assert await agents[heir].code() == 0
-        split = await run.split(store)
+        breakdown = await run.breakdown(store)
         await store.close()
-        assert run.adds_up(split)
-        assert split.seconds[RunState.WAITING] < BEFORE + 20
+        assert run.adds_up(breakdown)
+        assert breakdown.seconds[RunState.WAITING] < BEFORE + 20
 
 
 async def test_a_run_without_living_nodes_waits_for_others(own_etcd: EtcdServer, tmp_path: Path) -> None:
@@ -231,7 +233,7 @@ async def test_a_run_without_living_nodes_waits_for_others(own_etcd: EtcdServer,
     store = await connect(own_etcd.settings)
     async with run.node("a", "1") as a:
         await a.wait_until_training(world=1)
-        while RunState.TRAINING not in (before := await run.split(store)).seconds:
+        while RunState.TRAINING not in (before := await run.breakdown(store)).seconds:
             await a.wait_for_line("round", since=len(a.lines))
         killed_at = time.time()
     async with run.node("b", "1") as b:
@@ -250,36 +252,42 @@ async def test_a_run_without_living_nodes_waits_for_others(own_etcd: EtcdServer,
         RoundReason.NODE_LOST,
         "the only node died",
     )
-    assert history.rounds[0].ended <= killed_at, "it is known only up to the last word"
+    assert history.rounds[0].ended <= killed_at, "the time is known only until the last record"
 
 
-async def test_agents_that_all_leave_record_what_they_knew_and_saved_last(own_etcd: EtcdServer, tmp_path: Path) -> None:
+async def test_the_last_record_of_agents_that_all_leave_has_their_final_state_and_checkpoint(
+    own_etcd: EtcdServer, tmp_path: Path
+) -> None:
     run = Run(own_etcd, tmp_path, before=0.0)
     store = await connect(own_etcd.settings)
     save = "--save-at-the-end"
     async with run.node("a", "2", save) as a, run.node("b", "2", save) as b:
         await a.wait_until_training(world=2)
         [leader] = [name for name in "ab" if seconds_on(await run.page(name))]
-        await run.keeps(a, leader=leader)
+        await run.wait_for_checkpoint(a, leader=leader)
         left_at = time.time()
         for agent in (a, b):
             agent.kill(signal.SIGTERM)
         assert [await a.code(), await b.code()] == [143, 143]
-    split = await run.split(store)
+    breakdown = await run.breakdown(store)
     await store.close()
-    assert split.until >= left_at - 0.1, "the last word is of the end, and not of some seconds before"
-    assert run.adds_up(split)
-    assert split.lost is not None
-    assert 0 <= split.lost < split.until - left_at, "what was trained before they were asked to go is in a checkpoint"
+    assert breakdown.until >= left_at - 0.1, "the last record was written at the end, and not some seconds earlier"
+    assert run.adds_up(breakdown)
+    assert breakdown.lost is not None
+    assert 0 <= breakdown.lost < breakdown.until - left_at, (
+        "the training before the request to leave is in a checkpoint"
+    )
 
 
 async def test_a_resumed_run_shows_earlier_counts_while_it_waits_for_its_first_round(
     own_etcd: EtcdServer, tmp_path: Path
 ) -> None:
     run = Run(own_etcd, tmp_path)
-    split = TimeBreakdown(until=run.created + 90, seconds={RunState.TRAINING: 90.0}, joined=2, gone={NodeEnd.LEFT: 2})
+    breakdown = TimeBreakdown(
+        until=run.created + 90, seconds={RunState.TRAINING: 90.0}, joined=2, gone={NodeEnd.LEFT: 2}
+    )
     async with run.node(
-        "a", "2", resume=ResumeRecord(round=7, restarts=5, uncharged_restarts=2, time_breakdown=split)
+        "a", "2", resume=ResumeRecord(round=7, restarts=5, uncharged_restarts=2, time_breakdown=breakdown)
     ) as a:
         await a.wait_for_line("of at least 2 is there")
         while not seconds_on(page := await run.page("a")):

@@ -51,7 +51,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def program(tmp_path: Path) -> list[str]:
-    """Takes steps until there is a file ``finish``; those of the second rank are slow."""
+    """A program that takes steps until the file ``finish`` exists; the steps of rank 1 are slow."""
     (tmp_path / "steps.py").write_text(PROGRAM)
     return [sys.executable, str(tmp_path / "steps.py"), str(tmp_path / "finish")]
 
@@ -72,19 +72,19 @@ def a_worker(home: Path) -> int:
     )
 
 
-async def top_shows(home: Path, words: str) -> list[str]:
-    """The output of ``elasticjob top``, as soon as it contains these words."""
+async def wait_for_top(home: Path, words: str) -> list[str]:
+    """Wait until the output of ``elasticjob top`` contains these words; returns the output."""
     async with asyncio.timeout(LIMIT):
         while words not in (printed := (await answer(home, "top", "digits", "--once"))[1]):
             pass
     return printed.splitlines()
 
 
-async def test_a_demo_job_is_watched_killed_and_reported(home: Path, tmp_path: Path, program: list[str]) -> None:
+async def test_top_and_report_show_a_demo_job_with_a_killed_pod(home: Path, tmp_path: Path, program: list[str]) -> None:
     page = tmp_path / "page.html"
     async with LocalRun(home, manifest(tmp_path, "digits", command=program)) as run:
         await run.until(stepped(2, 1))
-        lines = await top_shows(home, "   lost 0s")
+        lines = await wait_for_top(home, "   lost 0s")
         assert lines[0].startswith("digits  Running  ")
         assert lines[1].startswith(
             "round 1   world size 2 on 2 nodes   pods ready 2/2   restarts 0 charged, 0 uncharged, "
@@ -95,14 +95,14 @@ async def test_a_demo_job_is_watched_killed_and_reported(home: Path, tmp_path: P
         [rank0, rank1] = [line for line in lines if line.startswith(("0 ", "1 "))]
         assert rank0.split()[1].startswith("digits-")
         assert "MiB" in rank0
-        assert " 1, " in rank0, "one checkpoint"
+        assert " 1, " in rank0, "there was one checkpoint"
         assert rank1.endswith("straggles")
         assert any(line.startswith("my_app train.loss ") for line in lines)
         assert any(line.startswith("my_app samples ") for line in lines)
 
         os.kill(a_worker(home), signal.SIGKILL)
         await run.until(stepped(2, 2))
-        lines = await top_shows(home, "worker failed ")
+        lines = await wait_for_top(home, "worker failed ")
         assert "restarts 1 charged, 0 uncharged" in lines[1]
         [recovered] = [line for line in lines if line.startswith("worker failed ")]
         assert recovered.split()[2] == "1"
@@ -128,10 +128,10 @@ async def test_a_demo_job_is_watched_killed_and_reported(home: Path, tmp_path: P
     assert found.spans[0].round.workers == 2
     took = json.loads(next(home.glob("runs/*/job.json")).read_text())["run"]["ended"]["time"] - found.begin
     accounted = sum(found.report.time_breakdown.seconds.values() if found.report.time_breakdown else ())
-    assert took - 10 < accounted <= took, "all of it, but what it took to take the pods down"
+    assert took - 10 < accounted <= took, "the whole time, except for stopping the pods"
 
 
-async def test_a_job_is_watched_on_a_terminal_until_ctrl_c_or_its_end(
+async def test_top_on_a_terminal_refreshes_until_ctrl_c_or_the_jobs_end(
     home: Path, tmp_path: Path, program: list[str]
 ) -> None:
     async with LocalRun(home, manifest(tmp_path, "digits", command=program)) as run:

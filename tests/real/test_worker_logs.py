@@ -93,7 +93,7 @@ async def test_the_last_output_of_a_worker_is_forwarded_to_a_slow_reader() -> No
     while not console.full:
         console.write(writing, b"x" * 1000 + b"\n")
     os.write(pipe.writing, b"first words\n")
-    await eventually(lambda: pipe.tail)  # from here on, it is not read
+    await eventually(lambda: pipe.tail)  # from here on, the output is not read
     os.write(pipe.writing, b"last words\n")
     output.handed_over()
     await output.drained(0)
@@ -108,7 +108,7 @@ async def test_the_last_output_of_a_worker_is_forwarded_to_a_slow_reader() -> No
 
     reader = threading.Thread(target=read_slowly)
     reader.start()
-    await console.close(patience=0.5, limit=60)  # less than it takes to read everything
+    await console.close(patience=0.5, limit=60)  # less than the time to read everything
     os.close(writing)
     reader.join()
     assert received.endswith(b"[rank 0] first words\n[rank 0] last words\n")

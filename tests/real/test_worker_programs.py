@@ -1,4 +1,4 @@
-"""A worker's process is like that of its program in a plain interpreter, for every kind of program."""
+"""A worker behaves like its program in a plain interpreter, for every kind of program."""
 
 from __future__ import annotations
 

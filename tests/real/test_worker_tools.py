@@ -38,7 +38,7 @@ async def test_a_function_is_compiled_in_process_and_in_compile_workers(tmp_path
     env = {
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
         "TORCHINDUCTOR_COMPILE_THREADS": "2",
-        "TORCHINDUCTOR_VEC_ISA_OK": "0",  # it compiles programs to find out what the processor can do
+        "TORCHINDUCTOR_VEC_ISA_OK": "0",  # torch compiles programs to detect the features of the processor
     }
     assert await output_of(script(tmp_path, COMPILES), tmp_path / "logs", env) == "True\nTrue\n"
 

@@ -134,7 +134,7 @@ class TestNode:
         await self.until(lambda node: bool(node.notices))
         return self.notices[-1]
 
-    async def until_away(self) -> None:
+    async def wait_until_store_lost(self) -> None:
         """Wait until the node has noticed that it cannot reach the store."""
         control = self.inner.run
         async with asyncio.timeout(PATIENCE):

@@ -1,4 +1,4 @@
-"""Manifests of the first ElasticJob controller mean what their authors meant."""
+"""Manifests of the first ElasticJob controller keep their meaning."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_command_that_starts_a_launcher_indirectly_is_rejected(command: list[str
     assert problem.endswith("remove the command, and name the program in args")
 
 
-# Whatever stands there
+# Any template
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.sampled_from(["", "-", "--", "a", "--nproc_per_node", "torchrun"]),

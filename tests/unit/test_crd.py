@@ -1,4 +1,4 @@
-"""What the CRD accepts and refuses, and the sentences with which `elasticjob` refuses it."""
+"""The manifests that the CRD accepts and rejects, and the error sentences of `elasticjob`."""
 
 import copy
 import re
@@ -162,7 +162,7 @@ def test_reading_the_definition_does_not_import_cel() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
-# What is accepted
+# Valid manifests
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=[sample["metadata"]["name"] for sample in SAMPLES])
@@ -222,7 +222,7 @@ def test_metadata_that_an_api_server_has_completed_is_accepted() -> None:
     assert crd.validate(filled) == []
 
 
-# What is refused, and how
+# Invalid manifests
 
 REFUSED: list[tuple[Any, str]] = [
     ({"kind": KIND}, "apiVersion: this field is missing; write apiVersion: elastic.pytorch.org/v1alpha1"),
@@ -365,7 +365,7 @@ def test_these_examples_break_every_rule_of_the_definition() -> None:
     rules = [rule for schema in FIELDS.values() for rule in schema.get("x-kubernetes-validations", ())]
     assert len(rules) >= 30
     assert [rule["message"] for rule in rules if rule["message"] not in said] == []
-    # Of rules for changes, several have one message: each of their fields is among these, too.
+    # Several rules for changes share one message, so each of their fields is listed, too.
     of_spec = [
         f".spec{rule['fieldPath']}" for rule in FIELDS[".spec"]["x-kubernetes-validations"] if is_about_changes(rule)
     ]
@@ -457,7 +457,7 @@ def running(manifest: dict[str, Any], **status: Any) -> dict[str, Any]:
     return {**manifest, "status": {"replicas": 2, **status}}
 
 
-def resting(manifest: dict[str, Any]) -> dict[str, Any]:
+def suspended(manifest: dict[str, Any]) -> dict[str, Any]:
     """The same job, suspended."""
     return {**manifest, "spec": {**manifest["spec"], "suspend": True}}
 
@@ -471,11 +471,11 @@ def test_a_field_that_pods_are_made_from_can_change_while_the_job_is_suspended(
 ) -> None:
     refused = [f"spec.{field}"] if field in ALWAYS else []
     trained = {"replicas": 0, "startTime": "2026-01-01T00:00:00Z"}
-    for changed in (resting(new), new):  # and when it is resumed with the change
-        assert [problem.path for problem in crd.validate(changed, old=running(resting(old), **trained))] == refused
-    # Its pods are only about to go, and still meet in their store.
+    for changed in (suspended(new), new):  # and when it is resumed with the change
+        assert [problem.path for problem in crd.validate(changed, old=running(suspended(old), **trained))] == refused
+    # The pods are still terminating and still use their store.
     refused_at_once = ["spec.etcd.endpoint"] if field == "etcd.endpoint" else refused
-    assert [problem.path for problem in crd.validate(resting(new), old=running(old))] == refused_at_once
+    assert [problem.path for problem in crd.validate(suspended(new), old=running(old))] == refused_at_once
     assert len(crd.validate(new, old=running(old, **trained))) == 1
 
 
@@ -521,14 +521,14 @@ def test_defaults_replace_missing_and_null_fields() -> None:
     before = copy.deepcopy(manifest)
     spec = crd.apply_defaults(manifest)["spec"]
     assert crd.validate(manifest) == []
-    assert manifest == before, "the manifest itself is left as it was"
+    assert manifest == before, "the manifest itself is not changed"
     numbers = {"minReplicas": 1, "nprocPerNode": 1, "maxRestarts": 100, "nodeLossSeconds": 15}
     others = {"suspend": False, "cleanPodPolicy": "Running", "disruptionBudget": False}
     rest = {"failurePolicy", "template"}
     assert {key: spec[key] for key in spec.keys() - rest} == {**job()["spec"], **numbers, **others}
     [rule] = spec["failurePolicy"]["rules"]
     assert (rule["onPodConditions"][0]["status"], rule["excludeNode"]) == ("True", False)
-    assert spec["template"]["spec"] == inside, "what is opaque keeps its nulls"
+    assert spec["template"]["spec"] == inside, "opaque values keep their nulls"
     without_any = {"minReplicas": 1, "maxReplicas": 3}
     assert ElasticJobSpec.of(without_any) == ElasticJobSpec.of(crd.apply_defaults({"spec": without_any})["spec"])
     assert ElasticJobSpec.of(crd.apply_defaults(job(maxRestarts=7))["spec"]).backoff_limit == 7

@@ -1,4 +1,4 @@
-"""The page about the ElasticJob names every field and condition that there is, with its default, and no other."""
+"""docs/elasticjob.md describes exactly the existing fields and conditions, with their defaults."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ FIELDS = rows(
 
 
 def leaves(properties: dict[str, Any], path: str = "") -> Iterator[str]:
-    """The fields of a schema that have no fields below them, or have one description for all of these."""
+    """The fields of a schema without subfields, or with one description for all their subfields."""
     for name, schema in properties.items():
         at = f"{path}{name}"
         below = {} if at in WHOLE else schema.get("properties", {})
         yield from leaves(below, f"{at}.") if below else [at]
 
 
-def test_the_page_describes_every_field_of_the_spec_and_no_other() -> None:
+def test_the_page_describes_exactly_the_fields_of_the_spec() -> None:
     of_today = {name: schema for name, schema in SPEC.items() if name not in ARCHIVED}
     assert {*leaves(of_today)} - {"schedulingPolicy.minAvailable"} == FIELDS.keys()
     former = rows("Manifests of the first ElasticJob controller")
@@ -68,21 +68,21 @@ def test_the_page_describes_every_field_of_the_spec_and_no_other() -> None:
     assert {"rdzvEndpoint", "RunPolicy", "schedulingPolicy.minAvailable", *below_worker} <= former.keys()
 
 
-def test_the_defaults_are_those_of_the_definition() -> None:
+def test_the_defaults_match_the_crd() -> None:
     for name, schema in SPEC.items():
         if "default" in schema:
             default = schema["default"]
             assert FIELDS[name][0] == f"`{str(default).lower() if isinstance(default, bool) else default}`"
 
 
-def test_fields_marked_any_time_are_those_that_no_rule_refuses_and_no_pod_depends_on() -> None:
+def test_fields_marked_any_time_can_change_while_the_job_runs() -> None:
     described = {name for name, (_, changes, _) in FIELDS.items() if changes.startswith("any time")}
     about_changes = [rule for rule in crd.schema()["x-kubernetes-validations"] if "oldSelf" in rule["rule"]]
     refused = {rule["fieldPath"].removeprefix(".spec.").partition(".")[0] for rule in about_changes}
     assert described == SPEC.keys() - {*ARCHIVED, "managedBy"} - refused - {*AppliedSpec.__struct_encode_fields__}
 
 
-def test_fields_marked_suspended_are_those_that_the_rules_refuse_while_a_job_runs() -> None:
+def test_fields_marked_suspended_cannot_change_while_the_job_runs() -> None:
     described = {name for name, (_, changes, _) in FIELDS.items() if changes.startswith("suspended")}
     about_changes = [rule for rule in crd.schema()["x-kubernetes-validations"] if "oldSelf" in rule["rule"]]
     refused = {rule["fieldPath"].removeprefix(".spec.") for rule in about_changes}
@@ -95,7 +95,7 @@ def test_the_page_describes_the_fields_of_a_failure_rule() -> None:
     assert rows("When something fails").keys() == properties.keys()
 
 
-def test_the_page_describes_every_field_of_the_status_that_is_for_users() -> None:
+def test_the_page_describes_every_public_field_of_the_status() -> None:
     described = rows("The status").keys() - {str(kind) for kind in ConditionType}
     assert described == STATUS.keys() - {
         "countedPodUIDs",
@@ -128,9 +128,9 @@ def test_the_archived_example_has_the_described_meaning() -> None:
 
 def test_the_archived_example_can_be_rewritten_as_the_example_beside_it() -> None:
     examples = [yaml.safe_load(text) for text in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)]
-    former, anew = (crd.apply_defaults(example) for example in examples[1:])
-    assert crd.validate(anew, old={**former, "status": {"replicas": 2, "startTime": "2026-01-01T00:00:00Z"}}) == []
-    meant, means = (ElasticJobSpec.of(manifest["spec"]) for manifest in (former, anew))
+    former, rewritten = (crd.apply_defaults(example) for example in examples[1:])
+    assert crd.validate(rewritten, old={**former, "status": {"replicas": 2, "startTime": "2026-01-01T00:00:00Z"}}) == []
+    meant, means = (ElasticJobSpec.of(manifest["spec"]) for manifest in (former, rewritten))
     assert (means.desired, means.max_restarts, means.backoff_limit) == (2, meant.max_restarts, meant.backoff_limit)
 
 

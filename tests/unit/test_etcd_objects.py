@@ -1,4 +1,4 @@
-"""The etcd of a job: a Deployment of one and its Service."""
+"""The etcd of a job: a Deployment with one replica, and its Service."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def container_of(**spec: Any) -> dict[str, Any]:
     return dict(container)
 
 
-def test_the_service_as_a_whole() -> None:
+def test_the_complete_service() -> None:
     assert etcd_service(a_job(), cluster_ip=None) == {
         "apiVersion": "v1",
         "kind": "Service",
@@ -78,7 +78,7 @@ def test_one_unprivileged_etcd_keeps_its_data_on_its_node_without_syncing() -> N
 
 
 def test_names_and_endpoints() -> None:
-    assert len(etcd_name("a" * 45)) <= 63, "a service has no longer name"
+    assert len(etcd_name("a" * 45)) <= 63, "the name of a Service has at most 63 characters"
     assert [etcd_endpoint(address) for address in ("10.96.3.4", "fd00::7")] == ["10.96.3.4:2379", "[fd00::7]:2379"]
     assert etcd_service(a_job(), cluster_ip="10.96.3.4")["spec"]["clusterIP"] == "10.96.3.4"
 
@@ -102,7 +102,7 @@ def test_image_and_resources_of_the_spec_replace_the_defaults() -> None:
     assert (container["image"], container["resources"]) == ("mine:1", {"limits": {"memory": "32Mi"}})
 
 
-def test_data_on_a_volume_are_synced() -> None:
+def test_etcd_syncs_data_on_a_volume() -> None:
     storage = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
     pod = pod_of(etcd=EtcdSpec(storage=storage))
     (container,) = pod["containers"]

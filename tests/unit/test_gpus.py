@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 
 class NvmlError(Exception):
-    """The stand-in for ``NVMLError``: an error with its number."""
+    """The fake ``NVMLError``: an error with its number."""
 
     def __init__(self, value: int) -> None:
         super().__init__(f"error {value}")
         self.value = value
 
 
-class StandIn:
-    """A stand-in for ``pynvml``, for machines without a GPU: the functions that NVIDIA documents and we call.
+class FakeNvml:
+    """A fake ``pynvml`` for machines without a GPU, with the documented functions that we call.
 
     Args:
         gpus: the number of GPUs.
 
     Attributes:
-        wrong: errors by function, or by function and GPU.
-        answers: cleared while the driver does not answer.
+        errors: errors by function, or by function and GPU.
+        responding: cleared while the driver does not answer.
         opened: the number of initializations.
     """
 
@@ -43,19 +43,19 @@ class StandIn:
     NVML_ERROR_UNKNOWN = 999
 
     def __init__(self, gpus: int) -> None:
-        self.wrong: dict[str | tuple[str, int], int] = {"nvmlShutdown": self.NVML_ERROR_UNKNOWN}
-        self.answers = threading.Event()
-        self.answers.set()
+        self.errors: dict[str | tuple[str, int], int] = {"nvmlShutdown": self.NVML_ERROR_UNKNOWN}
+        self.responding = threading.Event()
+        self.responding.set()
         self.opened = 0
         self._gpus = gpus
 
     def __getattr__(self, function: str) -> Callable[..., Any]:
         def call(gpu: int = -1) -> Any:
             self.opened += function == "nvmlInit"
-            self.answers.wait()
+            self.responding.wait()
             for key in (function, (function, gpu)):
-                if key in self.wrong:
-                    raise NvmlError(self.wrong[key])
+                if key in self.errors:
+                    raise NvmlError(self.errors[key])
             return {
                 "nvmlDeviceGetCount": self._gpus,
                 "nvmlDeviceGetHandleByIndex": gpu,
@@ -67,11 +67,11 @@ class StandIn:
 
 
 @pytest.fixture
-def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    stand_in = StandIn(gpus=3)
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
+    stand_in = FakeNvml(gpus=3)
     monkeypatch.setitem(sys.modules, "pynvml", stand_in)
     yield stand_in
-    stand_in.answers.set()
+    stand_in.responding.set()
 
 
 def shown(gpus: Gpus) -> dict[tuple[str, str], float]:
@@ -86,7 +86,7 @@ def shown(gpus: Gpus) -> dict[tuple[str, str], float]:
 GIB = 1 << 30
 
 
-def test_each_gpu_has_its_memory_and_utilization(nvml: StandIn) -> None:
+def test_each_gpu_has_its_memory_and_utilization(nvml: FakeNvml) -> None:
     gpus = Gpus()
     for _ in range(2):
         assert shown(gpus) == {
@@ -99,16 +99,16 @@ def test_each_gpu_has_its_memory_and_utilization(nvml: StandIn) -> None:
     assert nvml.opened == 1
 
 
-def test_readings_that_a_gpu_does_not_support_are_left_out(nvml: StandIn, caplog: pytest.LogCaptureFixture) -> None:
-    nvml.wrong["nvmlDeviceGetUtilizationRates", 1] = nvml.NVML_ERROR_NOT_SUPPORTED  # a MIG instance
+def test_readings_that_a_gpu_does_not_support_are_left_out(nvml: FakeNvml, caplog: pytest.LogCaptureFixture) -> None:
+    nvml.errors["nvmlDeviceGetUtilizationRates", 1] = nvml.NVML_ERROR_NOT_SUPPORTED  # a MIG instance
     found = shown(Gpus())
     assert ("utilization_ratio", "1") not in found
     assert len(found) == 8
     assert not caplog.records
 
 
-def test_a_lost_gpu_is_left_out_and_logged_once(nvml: StandIn, caplog: pytest.LogCaptureFixture) -> None:
-    nvml.wrong["nvmlDeviceGetHandleByIndex", 1] = nvml.NVML_ERROR_GPU_IS_LOST
+def test_a_lost_gpu_is_left_out_and_logged_once(nvml: FakeNvml, caplog: pytest.LogCaptureFixture) -> None:
+    nvml.errors["nvmlDeviceGetHandleByIndex", 1] = nvml.NVML_ERROR_GPU_IS_LOST
     gpus = Gpus()
     for _ in range(2):
         assert {gpu for _, gpu in shown(gpus)} == {"0", "2"}
@@ -117,33 +117,33 @@ def test_a_lost_gpu_is_left_out_and_logged_once(nvml: StandIn, caplog: pytest.Lo
     ]
 
 
-def test_a_failed_driver_is_opened_again_at_the_next_scrape(nvml: StandIn) -> None:
+def test_a_failed_driver_is_opened_again_at_the_next_scrape(nvml: FakeNvml) -> None:
     gpus = Gpus()
-    nvml.wrong["nvmlDeviceGetCount"] = nvml.NVML_ERROR_UNKNOWN
+    nvml.errors["nvmlDeviceGetCount"] = nvml.NVML_ERROR_UNKNOWN
     assert shown(gpus) == {}
-    del nvml.wrong["nvmlDeviceGetCount"]
+    del nvml.errors["nvmlDeviceGetCount"]
     assert len(shown(gpus)) == 9
     assert nvml.opened == 2
 
 
-def test_a_driver_that_hangs_is_called_once_and_logged_once(nvml: StandIn, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_driver_that_hangs_is_called_once_and_logged_once(nvml: FakeNvml, caplog: pytest.LogCaptureFixture) -> None:
     gpus = Gpus(patience=0.01)
-    nvml.answers.clear()
+    nvml.responding.clear()
     for _ in range(3):
         assert shown(gpus) == {}
     assert nvml.opened == 1
     assert [record.message for record in caplog.records] == [
         "/metrics does not show all metrics of the GPUs: the driver does not answer."
     ]
-    nvml.answers.set()
+    nvml.responding.set()
     assert len(shown(Gpus())) == 9
 
 
-@pytest.mark.parametrize("number", [StandIn.NVML_ERROR_LIBRARY_NOT_FOUND, StandIn.NVML_ERROR_DRIVER_NOT_LOADED])
+@pytest.mark.parametrize("number", [FakeNvml.NVML_ERROR_LIBRARY_NOT_FOUND, FakeNvml.NVML_ERROR_DRIVER_NOT_LOADED])
 def test_without_a_driver_there_are_no_metrics_and_no_logs(
-    nvml: StandIn, caplog: pytest.LogCaptureFixture, number: int
+    nvml: FakeNvml, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
-    nvml.wrong["nvmlInit"] = number
+    nvml.errors["nvmlInit"] = number
     assert shown(Gpus()) == {}
     assert not caplog.records
 

@@ -1,4 +1,4 @@
-"""The operator's process: what a leader does, and what a standby does not."""
+"""The operator's process: leader, standby, health and metrics."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def server() -> AsyncIterator[ObjectServer]:
 async def running(
     server: ObjectServer, caplog: pytest.LogCaptureFixture, *, leader_elect: bool = True
 ) -> AsyncIterator[Callable[[str], object]]:
-    """Run an operator; gives what asks /metrics for the value of a series."""
+    """Run an operator within the block; yields a function that reads a series from /metrics."""
     caplog.set_level(logging.INFO)
     settings = OperatorSettings(listen=Address("127.0.0.1", 0), leader_elect=leader_elect)
     stop = asyncio.Event()
@@ -73,10 +73,10 @@ async def test_a_leader_with_many_pending_requests_renews_its_lease(
         await server.wait_for(lambda: server.count_requests("PUT", LEASES) > renewals)
         server.unanswered.clear()
         server.release()
-    assert not server.get(LEASES, "elastic-operator")["spec"]["holderIdentity"], "it was released"
+    assert not server.get(LEASES, "elastic-operator")["spec"]["holderIdentity"], "the lease was released"
 
 
-async def test_a_standby_lists_all_jobs_and_does_nothing_until_it_leads(
+async def test_a_standby_lists_all_jobs_and_writes_nothing_until_it_is_the_leader(
     server: ObjectServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.put(LEASES, "elastic-operator", spec=HELD)
@@ -97,7 +97,7 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-async def test_health_and_readiness_say_what_is_wrong(session: aiohttp.ClientSession) -> None:
+async def test_health_and_readiness_name_the_problem(session: aiohttp.ClientSession) -> None:
     wrong = ["not everything has been listed yet"]
     web = http_server(
         Address("127.0.0.1", 0),
@@ -121,7 +121,7 @@ async def test_health_and_readiness_say_what_is_wrong(session: aiohttp.ClientSes
         assert "process_resident_memory_bytes" in page
 
 
-async def test_an_address_in_use_is_reported_with_what_to_do() -> None:
+async def test_an_address_in_use_is_reported_with_a_remedy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         web = http_server(Address("127.0.0.1", port), metrics=OperatorMetrics().page, unready=str)

@@ -1,4 +1,4 @@
-"""What the operator's metrics count when it has written a job's status."""
+"""The operator's metrics of jobs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def counted(job: Job, observed: Observed) -> dict[Cause, int]:
-    """What is counted when the job was looked at once, and once more with the status that came of that."""
+    """The counters after two reconciles of a job, the second one with the status of the first."""
     causes: Counter[Cause] = Counter()
     for _ in range(2):
         todo = plan(job, observed, NOW)
@@ -93,10 +93,10 @@ def test_the_time_until_a_job_trains_is_measured_once() -> None:
     resumed = that_rests(a_job(), started=None, round=0, active=NOW + 100)
     status = plan(resumed, world, NOW + 103).status
     assert status is not None
-    assert seconds_to_running(resumed, status, NOW + 103) == 3, "since it was resumed"
+    assert seconds_to_running(resumed, status, NOW + 103) == 3, "the time counts from the resumption"
 
 
-def test_the_page_has_all_series() -> None:
+def test_the_page_has_every_series() -> None:
     metrics = OperatorMetrics()
     holds = [{"type": "Running", "status": "True"}, {"type": "Degraded", "status": "True"}]
     over = [{"type": "Running", "status": "False"}, {"type": "Made up", "status": "True"}]
@@ -159,8 +159,8 @@ def job_body(name: str = "digits", *, status: Json | None = None, **spec: object
     }
 
 
-def shown_of(*bodies: Json, accept: str = "") -> dict[tuple[str, ...], float]:
-    """What is shown of jobs, by name and the values of the labels."""
+def job_series(*bodies: Json, accept: str = "") -> dict[tuple[str, ...], float]:
+    """The series of jobs, by name and label values."""
     metrics = OperatorMetrics()
     metrics.registry.register(JobCollector(lambda: bodies, lambda: True))
     page, content_type = metrics.page(accept)
@@ -182,9 +182,9 @@ def shown_of(*bodies: Json, accept: str = "") -> dict[tuple[str, ...], float]:
 
 
 @pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
-def test_each_job_is_shown_with_pods_conditions_and_budgets(accept: str) -> None:
+def test_each_job_has_series_of_pods_conditions_and_budgets(accept: str) -> None:
     job = ("team", "digits")
-    assert shown_of(job_body(), accept=accept) == {
+    assert job_series(job_body(), accept=accept) == {
         ("desired_pods", *job): 4,
         ("ready_pods", *job): 3,
         ("min_pods", *job): 2,
@@ -197,7 +197,7 @@ def test_each_job_is_shown_with_pods_conditions_and_budgets(accept: str) -> None
         ("backoff_limit", *job): 7,
     }
     archived = job_body("two", replicaSpecs={"Worker": {"restartPolicy": "Never"}})
-    shown = shown_of(job_body("one", status={}, backoffLimit=1), archived, accept=accept)
+    shown = job_series(job_body("one", status={}, backoffLimit=1), archived, accept=accept)
     assert [shown["backoff_limit", "team", name] for name in ("one", "two")] == [1, 0]
     assert ("desired_pods", "team", "one") not in shown
     assert shown["ready_pods", "team", "one"] == 0
@@ -206,15 +206,15 @@ def test_each_job_is_shown_with_pods_conditions_and_budgets(accept: str) -> None
 def test_a_forbidden_store_is_not_shown_as_unreachable() -> None:
     unreachable = {"type": "StoreUnreachable", "status": "True", "reason": "Unreachable"}
     away, closed = (
-        shown_of(job_body(status={"conditions": [unreachable | {"reason": reason}]}))
+        job_series(job_body(status={"conditions": [unreachable | {"reason": reason}]}))
         for reason in ("Unreachable", "NotAllowed")
     )
     assert away["condition", "team", "digits", "StoreUnreachable"] == 1
     assert ("condition", "team", "digits", "StoreUnreachable") not in closed
 
 
-def test_jobs_of_another_controller_and_jobs_on_a_standby_are_not_shown() -> None:
-    assert shown_of(job_body(managedBy="kueue.x-k8s.io/multikueue")) == {}
+def test_jobs_of_another_controller_and_jobs_on_a_standby_have_no_series() -> None:
+    assert job_series(job_body(managedBy="kueue.x-k8s.io/multikueue")) == {}
     metrics = OperatorMetrics()
     metrics.registry.register(JobCollector(lambda: [job_body()], lambda: False))
     page = metrics.page("")[0].decode()

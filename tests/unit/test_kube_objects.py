@@ -1,4 +1,4 @@
-"""The conversion of pods, jobs and etcd objects into what the plan works with."""
+"""The conversion of pods, jobs and etcd objects into the model of the plan."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CREATING = {"waiting": {"reason": "ContainerCreating"}}
 
 
 def an_object(phase: str = "Running", *statuses: dict[str, Any], template: Any = None, **status: Any) -> dict[str, Any]:
-    """A pod as the operator has made it and the kubelet has filled in its status."""
+    """A pod as created by the operator, with a status from the kubelet."""
     job = a_job(image="team/train:1", args=("x.py",), template={"spec": template or {}})
     made = worker_pod(
         job, NewPod(NAME, 1, SIZE, failures=2, failed=AT_CREATED - 9), PodSettings(), store="10.96.0.7:2379"
@@ -52,8 +52,8 @@ def an_object(phase: str = "Running", *statuses: dict[str, Any], template: Any =
     return made
 
 
-def nowhere(obj: dict[str, Any]) -> dict[str, Any]:
-    """The same pod, as long as it has no node."""
+def without_node(obj: dict[str, Any]) -> dict[str, Any]:
+    """The same pod without a node."""
     del obj["spec"]["nodeName"]
     return obj
 
@@ -72,7 +72,7 @@ def starting(reason: str = "ContainerCreating", message: str = "", **more: Any) 
 
 
 def unscheduled(reason: str, message: str = "", **more: Any) -> dict[str, Any]:
-    """A pod that the scheduler has given to no node."""
+    """A pod that the scheduler could not place."""
     condition = {"type": "PodScheduled", "status": "False", "reason": reason, "message": message}
     return an_object("Pending", conditions=[condition], **more)
 
@@ -112,15 +112,15 @@ def test_a_pod_runs_when_its_worker_does() -> None:
     assert pod_of(an_object("Running", worker(RUNNING, ready=False))) == replace(running, ready=False)
 
 
-def test_a_pod_that_is_being_deleted_before_it_had_a_node_never_runs() -> None:
-    held = nowhere(an_object("Pending"))
+def test_a_pod_that_is_deleted_before_it_has_a_node_never_runs() -> None:
+    held = without_node(an_object("Pending"))
     held["metadata"] |= {"deletionTimestamp": ENDED, "finalizers": ["queue.example.org/managed"]}
     gone = pod_of(held)
     assert (gone.phase, gone.terminating, gone.ended) == (PodPhase.FAILED, True, seconds(ENDED))
     assert (gone.started, gone.exit_code) == (None, None)
 
 
-def test_a_pod_ends_with_its_worker_whatever_its_sidecars_do() -> None:
+def test_a_pod_ends_when_its_worker_ends_despite_running_sidecars() -> None:
     sidecar = {"name": "log", "state": RUNNING, "ready": True}
     lingering = pod_of(an_object("Running", sidecar, worker(ended(1, "x"))))
     assert (lingering.phase, lingering.sidecars_running, lingering.ready) == (PodPhase.FAILED, True, False)
@@ -147,7 +147,7 @@ def test_the_termination_message_is_decoded() -> None:
 
 
 @pytest.mark.parametrize("text", ["Traceback\nValueError: x", '{"a": 1}', '{"reason": 7}', "[1]", "7", "\ud800"])
-def test_a_message_of_another_program_is_a_text(text: str) -> None:
+def test_a_termination_message_of_another_program_is_plain_text(text: str) -> None:
     assert pod_of(an_object("Failed", worker(ended(1, text + "\n")))).message == text
 
 
@@ -192,7 +192,7 @@ LOST = ended(137, "The container could not be located", "ContainerStatusUnknown"
         ([worker({}, lastState=LOST)], {}, None, "ContainerStatusUnknown"),
     ],
 )
-def test_without_a_termination_message_the_cluster_says_why_a_pod_ended(
+def test_without_a_termination_message_the_reason_comes_from_the_pod_status(
     statuses: list[dict[str, Any]], more: dict[str, Any], code: int | None, last_line: str
 ) -> None:
     pod = pod_of(an_object("Failed", *statuses, **more))
@@ -202,7 +202,7 @@ def test_without_a_termination_message_the_cluster_says_why_a_pod_ended(
     assert not pod.sidecars_running
 
 
-def test_the_exit_code_of_an_init_container_is_told_apart_from_that_of_the_agent() -> None:
+def test_the_exit_code_of_an_init_container_is_distinguished_from_that_of_the_agent() -> None:
     failed = [{"name": "fetch", "state": ended(3)}]
     assert pod_of(an_object("Failed", worker(CREATING), initContainerStatuses=failed)).init_exit_code == 3
     succeeded = [{"name": "fetch", "state": ended(0)}]
@@ -226,7 +226,7 @@ def test_a_pod_succeeds_only_if_its_worker_does() -> None:
     assert pod_of(an_object("Succeeded", worker(RUNNING))).phase is PodPhase.FAILED
 
 
-def test_a_pod_without_times_ended_when_its_conditions_changed_last() -> None:
+def test_the_end_of_a_pod_without_times_is_its_last_condition_change() -> None:
     gone = {"type": "Ready", "status": "False", "lastTransitionTime": ENDED}
     assert pod_of(an_object("Failed", conditions=[gone, SCHEDULED])).ended == AT_ENDED
     assert pod_of(an_object("Failed", conditions=[])).ended is None
@@ -311,7 +311,7 @@ def leaving(*statuses: dict[str, Any], **more: Any) -> dict[str, Any]:
         (an_object("Failed", worker(ended(1))), None),
     ],
 )
-def test_the_cause_of_an_end_is_read_from_all_that_kubernetes_says(
+def test_the_termination_cause_is_read_from_reasons_and_conditions(
     obj: dict[str, Any], cause: TerminationCause | None
 ) -> None:
     pod = pod_of(obj)
@@ -368,10 +368,10 @@ def initialized(state: dict[str, Any], name: str = "fetch", **more: Any) -> dict
             "it may not be given to a node before its scheduling gates are lifted: team/quota, team/data",
         ),
         (
-            nowhere(an_object("Pending", conditions=[], template={"schedulerName": "volcano"})),
+            without_node(an_object("Pending", conditions=[], template={"schedulerName": "volcano"})),
             "the scheduler volcano has not looked at it yet; does it run?",
         ),
-        (nowhere(an_object("Pending", conditions=[], template={"schedulerName": "default-scheduler"})), ""),
+        (without_node(an_object("Pending", conditions=[], template={"schedulerName": "default-scheduler"})), ""),
         (starting(template={"schedulerName": "volcano"}), ""),
         (starting("ErrImagePull", PULL), f"{NO_PULL}: {CAUSE}"),
         (starting("ImagePullBackOff", f"{BACK_OFF}: ErrImagePull: {PULL}"), f"{NO_PULL}: {CAUSE}"),
@@ -399,7 +399,7 @@ def initialized(state: dict[str, Any], name: str = "fetch", **more: Any) -> dict
         (an_object("Running", worker(RUNNING)), ""),
     ],
 )
-def test_a_pod_says_why_it_does_not_start(obj: dict[str, Any], words: str) -> None:
+def test_the_reason_why_a_pod_does_not_start_is_reported(obj: dict[str, Any], words: str) -> None:
     assert pod_of(obj).waiting == words
 
 
@@ -451,12 +451,12 @@ def test_other_problems_do_not_make_an_image_incompatible(state: dict[str, Any])
     assert pod_of(an_object("Pending", worker(state))).incompatible_image is None
 
 
-def spoken(version: int, **more: Any) -> str:
-    """The last words of an agent of another version, which may have more to say."""
+def message_of_version(version: int, **more: Any) -> str:
+    """The termination message of an agent with another protocol version."""
     return json.dumps({"reason": "BadInput", "message": "the versions differ", "protocol": version, **more})
 
 
-@pytest.mark.parametrize("message", [spoken(7), spoken(7, round="one", news=[1])])
+@pytest.mark.parametrize("message", [message_of_version(7), message_of_version(7, round="one", news=[1])])
 def test_an_agent_of_another_protocol_version_is_incompatible(message: str) -> None:
     incompatible_image = pod_of(an_object("Failed", worker(ended(2, message)))).incompatible_image
     assert incompatible_image is not None
@@ -469,7 +469,7 @@ def test_an_agent_of_another_protocol_version_is_incompatible(message: str) -> N
 
 
 @pytest.mark.parametrize(
-    "message", [spoken(PROTOCOL_VERSION), '{"protocol": 7}', '{"reason": "x", "protocol": "7"}', ""]
+    "message", [message_of_version(PROTOCOL_VERSION), '{"protocol": 7}', '{"reason": "x", "protocol": "7"}', ""]
 )
 def test_an_agent_of_this_protocol_version_is_compatible(message: str) -> None:
     assert pod_of(an_object("Failed", worker(ended(2, message)))).incompatible_image is None
@@ -514,19 +514,19 @@ JSON = st.recursive(
 )
 
 
-def spoiled(value: Any) -> st.SearchStrategy[Any]:
-    """An object of this form, with anything in the place of any part of it."""
+def corrupted(value: Any) -> st.SearchStrategy[Any]:
+    """This object, with any part replaced by any value."""
     if isinstance(value, dict):
-        parts = {key: st.just(inner) | spoiled(inner) | JSON for key, inner in value.items()}
+        parts = {key: st.just(inner) | corrupted(inner) | JSON for key, inner in value.items()}
         return st.fixed_dictionaries({}, optional=parts)
     if isinstance(value, list):
-        return st.lists(st.one_of(*(st.just(inner) | spoiled(inner) for inner in value), JSON), max_size=3)
+        return st.lists(st.one_of(*(st.just(inner) | corrupted(inner) for inner in value), JSON), max_size=3)
     return st.just(value) | JSON
 
 
 WHOLE = an_object(
     "Failed",
-    worker(ended(137, spoken(7), "StartError"), lastState=ended(1)),
+    worker(ended(137, message_of_version(7), "StartError"), lastState=ended(1)),
     initContainerStatuses=[{"name": "fetch", "state": ended(3)}],
     template={
         "initContainers": [{"name": "fetch", "image": "busybox", "restartPolicy": "Always"}],
@@ -545,8 +545,8 @@ WHOLE = an_object(
 )
 
 
-@given(obj=spoiled(WHOLE))
-def test_any_object_is_converted_and_stays_as_it_is(obj: dict[str, Any]) -> None:
+@given(obj=corrupted(WHOLE))
+def test_any_object_is_converted_and_not_changed(obj: dict[str, Any]) -> None:
     before = repr(obj)
     pod_of(obj)
     assert repr(obj) == before
@@ -622,7 +622,7 @@ def a_deployment(*, generation: int = 1, observed: int = 1, ready: int | None = 
         (SERVICE, a_deployment(), EtcdState.READY),
     ],
 )
-def test_the_state_of_etcd(service: Any, deployment: Any, state: EtcdState) -> None:
+def test_the_state_of_etcd_is_read_from_its_deployment(service: Any, deployment: Any, state: EtcdState) -> None:
     assert etcd_state(service, deployment) is state
 
 

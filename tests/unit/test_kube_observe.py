@@ -1,4 +1,4 @@
-"""Observations beyond the objects of a job: slow pods, a slow etcd, deleted pods, and back-off."""
+"""Observations besides the objects of a job: slow pods, a slow etcd, deleted pods, and back-off."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def event(second: int, message: str, *, bad: bool = True, by: str = "kubelet", *
         ([{"type": 1, "message": ["m"], "source": "kubelet"}, {"source": {"component": "kubelet"}}], ""),
     ],
 )
-def test_the_last_event_of_a_pod_says_what_keeps_it_from_starting(events: list[dict[str, Any]], problem: str) -> None:
+def test_the_last_event_of_a_pod_explains_why_it_does_not_start(events: list[dict[str, Any]], problem: str) -> None:
     assert startup_problem(events) == problem
     assert startup_problem(reversed(events)) == problem
 
@@ -97,7 +97,7 @@ class Cluster:
         return web.json_response({"metadata": {"resourceVersion": "9"}, "items": items}, status=self.status)
 
     def pod(self, index: int, state: dict[str, Any] = STARTING) -> str:
-        """Have a pod with a node whose container is in this state; return its UID."""
+        """Add a pod with a node whose container is in this state; return its UID."""
         pod = cluster_objects.pod(index, f"p{index}", state=state)
         pod["metadata"]["resourceVersion"] = str(next(self.versions))
         pod["metadata"]["ownerReferences"][0]["apiVersion"] = ELASTIC_JOBS.api_version
@@ -105,7 +105,7 @@ class Cluster:
         return str(pod["metadata"]["uid"])
 
     def start_etcd(self) -> None:
-        """Have an etcd that is not ready."""
+        """Add an etcd that is not ready."""
         for kind, body in (
             (SERVICES, etcd_service(self.job, cluster_ip="10.0.0.9")),
             (DEPLOYMENTS, etcd_deployment(self.job, PodSettings())),
@@ -134,22 +134,22 @@ async def backend(cluster: Cluster) -> AsyncIterator[KubernetesBackend]:
         yield KubernetesBackend(api=api, store=cluster.store, writer=writer, stores=stores, settings=PodSettings())
 
 
-async def look(cluster: Cluster, backend: KubernetesBackend) -> Observed:
-    """Observe the job, and note when it is to be observed again."""
+async def observe(cluster: Cluster, backend: KubernetesBackend) -> Observed:
+    """Observe the job, and record when it should be observed again."""
     found = await backend.observe("team/digits")
     assert found is not None
     cluster.requeue = await backend.apply(found[0], Plan(hands_off=True))
     return found[1]
 
 
-async def test_the_events_of_slow_pods_are_read_one_pod_at_a_time_and_less_and_less_often(
+async def test_the_events_of_slow_pods_are_read_one_pod_at_a_time_with_growing_intervals(
     cluster: Cluster, backend: KubernetesBackend
 ) -> None:
     uids = [cluster.pod(0), cluster.pod(1)]
     cluster.events = {uids[0]: [event(1, "no network")], uids[1]: [event(1, "no volume")]}
     waits = []
     for _ in range(7):
-        observed = await look(cluster, backend)
+        observed = await observe(cluster, backend)
         waits.append(cluster.requeue)
         cluster.now += waits[-1] or 0.0
     assert waits == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0, 60.0]
@@ -157,24 +157,24 @@ async def test_the_events_of_slow_pods_are_read_one_pod_at_a_time_and_less_and_l
     assert [pod.waiting for pod in observed.pods] == ["no network", "no volume"]
 
     cluster.status = 500
-    assert [pod.waiting for pod in (await look(cluster, backend)).pods] == ["no network", "no volume"]
+    assert [pod.waiting for pod in (await observe(cluster, backend)).pods] == ["no network", "no volume"]
     for index in (0, 1):
         cluster.pod(index, {"running": {}})
-    assert [pod.waiting for pod in (await look(cluster, backend)).pods] == ["", ""]
+    assert [pod.waiting for pod in (await observe(cluster, backend)).pods] == ["", ""]
     assert cluster.requeue is None
     cluster.pod(0)
-    await look(cluster, backend)
-    assert cluster.requeue == 5.0, "it starts again"
+    await observe(cluster, backend)
+    assert cluster.requeue == 5.0, "the intervals start again"
 
 
 async def test_an_etcd_that_is_not_ready_is_diagnosed(cluster: Cluster, backend: KubernetesBackend) -> None:
     cluster.start_etcd()
-    assert (await look(cluster, backend)).etcd_error is None
+    assert (await observe(cluster, backend)).etcd_error is None
     assert (cluster.requests, cluster.requeue) == ([], 5.0)
 
     async def later() -> str | None:
         cluster.now += 60
-        return (await look(cluster, backend)).etcd_error
+        return (await observe(cluster, backend)).etcd_error
 
     cluster.etcd_state = {"waiting": {"reason": "ErrImagePull", "message": "not found"}}
     error = "its etcd does not serve yet: the image team/etcd:9 cannot be pulled: not found"
@@ -195,23 +195,23 @@ def delete(backend: KubernetesBackend, index: int, suffix: str) -> None:
     backend.pod_deleted(pod, pod_of(pod))
 
 
-async def test_a_pod_that_is_gone_is_observed_as_deleted_until_another_takes_its_place(
+async def test_a_removed_pod_is_observed_as_deleted_until_it_is_replaced(
     cluster: Cluster, backend: KubernetesBackend
 ) -> None:
     delete(backend, 1, "older")
     delete(backend, 1, "old")
     cluster.pod(0)
-    [gone] = [pod for pod in (await look(cluster, backend)).pods if pod.index == 1]
+    [gone] = [pod for pod in (await observe(cluster, backend)).pods if pod.index == 1]
     assert (gone.name, gone.ready, gone.phase, pod_end(gone)) == ("digits-1-old", False, PodPhase.FAILED, PodEnd.LEFT)
 
     cluster.pod(1, {"terminated": {"exitCode": 1}})
-    assert len((await look(cluster, backend)).pods) == 3, "what is left of another one does not take its place"
+    assert len((await observe(cluster, backend)).pods) == 3, "a terminating pod does not replace a deleted pod"
     cluster.pod(1)
-    assert len((await look(cluster, backend)).pods) == 2
+    assert len((await observe(cluster, backend)).pods) == 2
 
     delete(backend, 2, "old")
     cluster.now += 901
-    assert len((await look(cluster, backend)).pods) == 2
+    assert len((await observe(cluster, backend)).pods) == 2
 
 
 @pytest.mark.parametrize(
@@ -222,6 +222,6 @@ async def test_a_pod_that_is_gone_is_observed_as_deleted_until_another_takes_its
         (422, 'Pod "digits-0" is invalid: spec.x', False),
     ],
 )
-def test_what_a_policy_rejects_may_be_accepted_later(status: int, message: str, *, by_policy: bool) -> None:
+def test_a_rejection_by_a_policy_is_retried(status: int, message: str, *, by_policy: bool) -> None:
     error = ApiError(status, "Invalid", message)
     assert (error.blocked, error.invalid) == (by_policy, not by_policy)

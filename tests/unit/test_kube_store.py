@@ -36,7 +36,7 @@ def a_pod(index: int = 0, version: int = 1, **metadata: Any) -> dict[str, Any]:
 
 
 class Listener:
-    """Records which jobs have changed, and which objects are gone."""
+    """Records the changed jobs and the deleted objects."""
 
     def __init__(self) -> None:
         self.changed: list[str] = []
@@ -67,7 +67,7 @@ def test_a_job_is_found_by_its_key_and_its_pods_by_its_uid(listener: Listener) -
     assert listener.changed == [KEY, KEY]
 
 
-def test_the_pods_of_a_job_are_as_they_were_seen_last(listener: Listener) -> None:
+def test_the_pods_of_a_job_have_their_last_observed_version(listener: Listener) -> None:
     owner = cluster_objects.NAMESPACE, cluster_objects.JOB_UID
     listener.store.put(PODS, a_pod(0))
     assert [pod.terminating for pod in listener.store.pods(*owner)] == [False]
@@ -96,7 +96,7 @@ def test_a_list_removes_what_it_lacks_unless_it_was_created_since(listener: List
     assert [body["metadata"]["uid"] for body in listener.gone] == ["uid-p0"]
     assert listener.changed == [KEY] * 4
     listener.store.put(PODS, a_pod(0, version=8))
-    assert "uid-p0" not in listener.pods(), "that was before the list"
+    assert "uid-p0" not in listener.pods(), "the pod was created before the list"
     listener.store.put(PODS, a_pod(0, version=12))
     assert listener.pods()["uid-p0"] == 12
     listener.store.put(PODS, a_pod(0, version=13, ownerReferences=[]))
@@ -137,7 +137,7 @@ def test_fields_that_are_not_read_are_not_kept(listener: Listener) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), max_size=40), st.randoms(use_true_random=False))
 def test_changes_in_any_order_have_the_same_result(history: list[tuple[int, int]], order: random.Random) -> None:
-    """Each pod lives through its versions; with each that is a multiple of five, it leaves the watch."""
+    """Each pod goes through its versions; with each multiple of five, it leaves the watch."""
     lives: dict[int, set[int]] = {}
     for index, version in history:
         lives.setdefault(index, set()).add(version)

@@ -31,11 +31,11 @@ NAMESPACE = "default"
 
 
 class Server:
-    """Answers each deletion with a conflict, and lists what it has.
+    """Answers each deletion with a conflict, and lists one object.
 
     Attributes:
-        has: the UID of the object that it has; None for none.
-        asked: how often, by method.
+        has: the UID of the object; None for no object.
+        asked: the number of requests by method.
     """
 
     def __init__(self) -> None:

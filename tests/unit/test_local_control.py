@@ -84,7 +84,7 @@ async def run(files: RunDir) -> AsyncIterator[SimulatedRun]:
 async def test_a_run_is_found_by_the_name_of_its_job_and_by_its_id(
     run: SimulatedRun, files: RunDir, jobs: LocalJobs
 ) -> None:
-    run.spec["replicas"] = 3  # not in its directory yet
+    run.spec["replicas"] = 3  # the run has not created its directory yet
     for name in ("digits", files.run_id):
         found = await asyncio.to_thread(jobs.describe, name)
         assert found.spec["replicas"] == 3
@@ -92,7 +92,7 @@ async def test_a_run_is_found_by_the_name_of_its_job_and_by_its_id(
     assert await asyncio.to_thread(jobs.report, "digits") == (b'{"rounds": []}', "")
 
 
-async def test_a_run_can_be_scaled_and_suspended_and_its_refusal_is_passed_on(
+async def test_a_run_can_be_scaled_and_suspended_and_its_errors_are_passed_on(
     run: SimulatedRun, jobs: LocalJobs
 ) -> None:
     await asyncio.to_thread(jobs.scale, "digits", 1)
@@ -106,7 +106,7 @@ async def test_a_run_can_be_scaled_and_suspended_and_its_refusal_is_passed_on(
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"[]", b'{"image": "i"}', b'{"replicas": null}'])
 async def test_an_invalid_request_is_refused(run: SimulatedRun, files: RunDir, body: bytes) -> None:
-    assert files.control.stat().st_mode & 0o777 == 0o700, "only this user can enter it"
+    assert files.control.stat().st_mode & 0o777 == 0o700, "only this user can access the folder"
     with files.socket() as path:
         reader, writer = await asyncio.open_unix_connection(path)
     writer.write(f"PATCH /job HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode())

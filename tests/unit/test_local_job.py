@@ -1,4 +1,4 @@
-"""What of a job is this machine's own: its live object, its processes' command lines, and its unsupported fields."""
+"""A job on this machine: its live object, the command lines of its processes, and unsupported fields."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def live_of(file: Path, **spec: Any) -> LiveJob:
 # The live object
 
 
-def test_the_live_object_is_what_an_api_server_would_hold(file: Path) -> None:
+def test_the_live_object_equals_that_of_an_api_server(file: Path) -> None:
     live = live_of(file)
     assert live.key == "default/digits"
     assert live.manifest["metadata"] == {
@@ -85,9 +85,9 @@ def test_a_saved_file_is_applied_as_kubectl_apply_would(file: Path) -> None:
     live.set_replicas(3)
     live.patch({"replicas": 1})
     assert live.apply(load(write(file, maxReplicas=5)))
-    assert (live.job.spec.replicas, live.job.spec.max_replicas) == (1, 5), "a field that the file never named stays"
+    assert (live.job.spec.replicas, live.job.spec.max_replicas) == (1, 5), "a field that was never in the file is kept"
     assert live.manifest["metadata"]["uid"] == UID
-    for replicas in (4, None):  # named, and then no longer named: removed
+    for replicas in (4, None):  # a field that is removed from the file is removed from the object
         assert live.apply(load(write(file, maxReplicas=5, replicas=replicas)))
         assert live.job.spec.replicas == replicas
     live.apply(load(write(file, replicas=2)))
@@ -108,7 +108,7 @@ def test_a_change_that_an_api_server_would_refuse_is_refused_with_its_line(file:
             live.apply(load(write(file, **{"replicas": 3, **change})))
         assert live.job.spec.replicas == 2
     assert live.apply(load(write(file, replicas=3)))
-    # A field whose change waits for a restart is taken, and the plan says so in a condition.
+    # A change that requires a restart is accepted, and the plan reports it in a condition.
     assert live.apply(load(write(file, replicas=3, args=["other.py"])))
     assert live.job.spec.args == ("other.py",)
 
@@ -154,7 +154,7 @@ def test_a_pod_inherits_the_environment_but_not_settings_for_another_agent(tmp_p
     assert json.loads(command.env["TORCHELASTIC_SIZE"])["desired"] == 2
     expected = {
         "PATH": "/bin",
-        "DATA": "$(HOME_OF_DATA)/1",  # as in a pod: only what the manifest names is referred to
+        "DATA": "$(HOME_OF_DATA)/1",  # as in a pod, only variables of the manifest can be referenced
         "PET_NNODES": "1:3",
         "PET_RDZV_ID": UID,
         "TORCHELASTIC_NODE_ADDRESS": "127.0.0.1",

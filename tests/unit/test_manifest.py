@@ -40,7 +40,7 @@ def refusal(content: str | bytes, name: str = "job.yaml") -> str:
     return str(caught.value)
 
 
-# What is accepted
+# Valid manifests
 
 
 def test_a_job_is_read_with_its_defaults_and_its_namespace() -> None:
@@ -104,7 +104,7 @@ def test_aliases_and_merges_are_supported() -> None:
     assert etcd.resources["requests"] == {"cpu": "500m", "memory": "1Gi"}
 
 
-# What is refused
+# Invalid manifests
 
 SPEC = "spec:\n  image: a\n  args: [b]\n"
 
@@ -244,7 +244,7 @@ def test_each_value_has_the_line_of_its_key() -> None:
 @given(
     data=st.recursive(
         st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(),
-        # YAML takes no key of more than 1024 characters, and of one character JSON makes up to 12.
+        # YAML limits keys to 1024 characters, and JSON may encode one character in 12.
         lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=80), below, max_size=3),
         max_leaves=8,
     )

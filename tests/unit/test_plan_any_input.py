@@ -1,4 +1,4 @@
-"""For any input the plan raises nothing, and never creates more pods than allowed."""
+"""The plan raises no exception for any input, and never creates more pods than allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The PodGroup and the disruption budget of a job, as they are made."""
+"""The PodGroup and the disruption budget of a job."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def a_gang(gang: GangScheduler, template: Any = None, **policy: Any) -> dict[str
         ),
     ],
 )
-def test_the_group_as_a_whole(gang: GangScheduler, version: str, more: dict[str, str]) -> None:
+def test_the_complete_pod_group(gang: GangScheduler, version: str, more: dict[str, str]) -> None:
     assert a_gang(gang, EIGHT_GPUS, queue="team", priority_class="high") == {
         "apiVersion": version,
         "kind": "PodGroup",
@@ -57,7 +57,7 @@ def test_the_group_as_a_whole(gang: GangScheduler, version: str, more: dict[str,
     }
 
 
-def test_without_requests_there_are_no_least_resources() -> None:
+def test_without_requests_there_are_no_min_resources() -> None:
     assert a_gang(GangScheduler.VOLCANO)["spec"] == {"minMember": 3}
 
 
@@ -68,7 +68,7 @@ def test_a_missing_kind_is_reported_with_what_to_install() -> None:
     )
 
 
-def test_the_disruption_budget_as_a_whole() -> None:
+def test_the_complete_disruption_budget() -> None:
     assert disruption_budget(a_job(), 2) == {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
@@ -83,8 +83,8 @@ def test_the_disruption_budget_as_a_whole() -> None:
     }
 
 
-def asks(name: str = "worker", *, limits: Any = None, **requests: Any) -> dict[str, Any]:
-    """A container that asks for this."""
+def container_with_requests(name: str = "worker", *, limits: Any = None, **requests: Any) -> dict[str, Any]:
+    """A container with these resource requests."""
     return {
         "name": name,
         "resources": {"requests": requests, **({"limits": limits} if limits else {})},
@@ -94,9 +94,9 @@ def asks(name: str = "worker", *, limits: Any = None, **requests: Any) -> dict[s
 @pytest.mark.parametrize(
     ("containers", "requests"),
     [
-        ([asks(cpu="1"), asks("log", cpu="250m")], {"cpu": "3750m"}),
-        ([asks(limits={"cpu": 4, "memory": "1Gi"}, cpu=2)], {"cpu": "6", "memory": "3221225472"}),
-        ([asks(cpu=1, memory="much", gpu=None, disk=0)], {"cpu": "3"}),
+        ([container_with_requests(cpu="1"), container_with_requests("log", cpu="250m")], {"cpu": "3750m"}),
+        ([container_with_requests(limits={"cpu": 4, "memory": "1Gi"}, cpu=2)], {"cpu": "6", "memory": "3221225472"}),
+        ([container_with_requests(cpu=1, memory="much", gpu=None, disk=0)], {"cpu": "3"}),
     ],
 )
 def test_a_gang_needs_what_the_containers_of_its_pods_request(
@@ -107,7 +107,7 @@ def test_a_gang_needs_what_the_containers_of_its_pods_request(
 
 @pytest.mark.parametrize(("cpu", "written"), [("500m", "1500m"), ("1", "3"), ("0.0001", "1m"), ("1e3", "3000")])
 def test_amounts_are_whole_numbers_or_thousandths(cpu: str, written: str) -> None:
-    template = {"containers": [asks(cpu=cpu)]}
+    template = {"containers": [container_with_requests(cpu=cpu)]}
     assert a_gang(GangScheduler.VOLCANO, template)["spec"]["minResources"] == {"cpu": written}
 
 

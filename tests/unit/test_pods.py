@@ -1,4 +1,4 @@
-"""What a pod is started with."""
+"""The command, environment and validation of a worker's pod."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def variables_of(job: Job, pod: NewPod = POD) -> dict[str, str]:
     return agent_variables(job, pod, store="10.0.0.9:2379", metrics_port=9100, **where)
 
 
-def as_the_agent_reads_it(job: Job, pod: NewPod = POD) -> AgentSettings:
+def parsed_by_the_agent(job: Job, pod: NewPod = POD) -> AgentSettings:
     return parse(agent_arguments(job.spec), {**variables_of(job, pod), Env.NODE_ADDRESS: "10.0.0.7"})
 
 
 def test_agent_parses_its_command(tmp_path: Path) -> None:
     (script := tmp_path / "train.py").touch()
     job = a_job(maximum=4, nproc_per_node=3, max_restarts=7, args=(str(script), "--epochs", "10"))
-    settings = as_the_agent_reads_it(job)
+    settings = parsed_by_the_agent(job)
 
     rendezvous = settings.rendezvous
     assert (rendezvous.run_id, rendezvous.unique_run, rendezvous.max_restarts) == (UID, True, 7)
@@ -60,7 +60,7 @@ def test_agent_parses_its_command(tmp_path: Path) -> None:
 
 def test_args_without_a_command_may_be_launcher_flags() -> None:
     job = a_job(args=("--nproc-per-node=5", "-m", "json.tool", "--nnodes"))
-    settings = as_the_agent_reads_it(job)
+    settings = parsed_by_the_agent(job)
 
     assert settings.workers == 5
     assert (settings.program.kind, settings.program.argv) == (ProgramKind.MODULE, ("json.tool", "--nnodes"))
@@ -74,7 +74,7 @@ def test_args_without_a_command_may_be_launcher_flags() -> None:
     ],
 )
 def test_command_is_not_parsed_for_flags(command: tuple[str, ...], args: tuple[str, ...]) -> None:
-    settings = as_the_agent_reads_it(a_job(command=command, args=args))
+    settings = parsed_by_the_agent(a_job(command=command, args=args))
 
     assert (settings.program.kind, settings.program.argv) == (ProgramKind.COMMAND, (*command, *args))
     assert settings.workers == 1
@@ -117,11 +117,11 @@ FAIL, IGNORE, COUNT = FailureAction.FAIL_JOB, FailureAction.IGNORE, FailureActio
         ((), None, None),
         ((exit_rule(FAIL, 3),), "3", None),
         ((exit_rule(FAIL, 3, 4, 5, 64), exit_rule(IGNORE, 137)), "3-5,64", "137"),
-        # The first rule that fits holds.
+        # The first rule that matches applies.
         ((exit_rule(COUNT, 1), exit_rule(FAIL, 1, 2, negated=True)), "3-255", None),
         ((exit_rule(FAIL, 2), exit_rule(IGNORE, 2, 3), exit_rule(COUNT, 3, 4)), "2", "3"),
         ((exit_rule(IGNORE, 1, negated=True), exit_rule(FAIL, 1)), "1", "2-255"),
-        # Rules about pods are the operator's.
+        # Rules about pods are evaluated by the operator.
         ((FailureRule(FAIL, pod_reasons=frozenset({"OOMKilled"})), exit_rule(IGNORE, 9)), None, "9"),
         ((FailureRule(IGNORE, pod_conditions=(PodCondition("DisruptionTarget"),)),), None, None),
     ],
@@ -137,7 +137,7 @@ def test_exit_code_rules_are_passed_to_the_agents(
 def test_rendezvous_settings_are_passed_to_the_agents(tmp_path: Path) -> None:
     (script := tmp_path / "train.py").touch()
     job = a_job(args=(str(script),), rendezvous=RendezvousSpec(30, 1200, 10))
-    settings = as_the_agent_reads_it(job)
+    settings = parsed_by_the_agent(job)
 
     rendezvous = settings.rendezvous
     assert (rendezvous.last_call_timeout, rendezvous.join_timeout, rendezvous.lease) == (30.0, 1200.0, 10.0)
@@ -151,7 +151,7 @@ def test_agent_parses_failure_rules_and_the_resume_record(tmp_path: Path) -> Non
     rules = (exit_rule(FAIL, 3, 64, 65), exit_rule(IGNORE, 1, 3, negated=True))
     job = a_job(args=(str(script),), failure_rules=rules, rendezvous=RendezvousSpec(ports=PortRange(20000, 20031)))
     resumed = replace(POD, resume=ResumeRecord(round=12, restarts=3, uncharged_restarts=5))
-    settings = as_the_agent_reads_it(job, resumed)
+    settings = parsed_by_the_agent(job, resumed)
 
     assert settings.final_exit_codes == {3, 64, 65}
     assert settings.free_exit_codes == {*range(1, 256)} - {1, 3, 64, 65}
@@ -171,7 +171,7 @@ def test_grace_period_is_passed_to_the_agents(tmp_path: Path, period: int | None
     (script := tmp_path / "train.py").touch()
     template = {} if period is None else pod_template(terminationGracePeriodSeconds=period)
     job = a_job(args=(str(script),), grace_period=grace, template=template)
-    settings = as_the_agent_reads_it(job)
+    settings = parsed_by_the_agent(job)
 
     assert settings.stop_grace == grace
     assert problem_of(msgspec.structs.replace(job.spec, image="i")) is None
@@ -377,7 +377,7 @@ def test_flags_take_precedence_over_fields(tmp_path: Path) -> None:
     rules = (exit_rule(FAIL, 3),)
     ports = RendezvousSpec(ports=PortRange(2000, 2015))
     job = a_job(args=(*flags, str(script)), nproc_per_node=2, grace_period=3, rendezvous=ports, failure_rules=rules)
-    settings = as_the_agent_reads_it(job)
+    settings = parsed_by_the_agent(job)
 
     assert problem_of(msgspec.structs.replace(job.spec, image="i")) is None
     assert (settings.workers, settings.stop_grace, settings.final_exit_codes) == (4, 90, {4})

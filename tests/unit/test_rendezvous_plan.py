@@ -35,7 +35,7 @@ def formed(record: RoundRecord) -> tuple[int, list[str]]:
     return record.number, list(members(record))
 
 
-def held(decision: Decision) -> Hold:
+def delayed(decision: Decision) -> Hold:
     assert isinstance(decision, Hold), decision
     return decision
 
@@ -149,13 +149,13 @@ def test_no_round_forms_yet(situation: Membership, hold: Hold) -> None:
 
 def test_a_node_with_another_protocol_version_is_excluded_and_named() -> None:
     stranger = peer("b", protocol=PROTOCOL_VERSION + 1)
-    hold = held(plan(snapshot(peer("a"), stranger, low=2, wanted=2), SETTINGS))
+    hold = delayed(plan(snapshot(peer("a"), stranger, low=2, wanted=2), SETTINGS))
     assert "b cannot take part" in hold.why
 
 
 def test_new_nodes_that_arrive_together_join_in_one_round() -> None:
     here = (peer("a", round=1), peer("b", joined=5, arrived=7.0), peer("c", joined=6, arrived=7.02))
-    hold = held(plan(snapshot(*here, now=7.03, round=round(1, "a")), SETTINGS))
+    hold = delayed(plan(snapshot(*here, now=7.03, round=round(1, "a")), SETTINGS))
     assert hold.until == pytest.approx(7.02 + SETTINGS.join_debounce)
     assert members(next_round(snapshot(*here, now=7.08, round=round(1, "a")))) == ("a", "b", "c")
 
@@ -164,14 +164,14 @@ def test_a_stream_of_new_nodes_delays_the_first_one_for_a_limited_time() -> None
     crowd = [peer(f"n{chr(97 + i)}", joined=9 + i, arrived=7.0 + i * 0.04) for i in range(14)]
     here = (peer("a", round=1), *crowd)
     until = 7.0 + 10 * SETTINGS.join_debounce
-    assert held(plan(snapshot(*here, high=20, now=until - 0.01, round=round(1, "a")), SETTINGS)).until == until
+    assert delayed(plan(snapshot(*here, high=20, now=until - 0.01, round=round(1, "a")), SETTINGS)).until == until
     assert len(members(next_round(snapshot(*here, high=20, now=until, round=round(1, "a"))))) == 15
 
 
 def test_new_nodes_wait_briefly_for_one_that_has_not_answered() -> None:
     late = peer("c", joined=6, arrived=7.01, answers=False)
     here = (peer("a", round=1), peer("b", joined=5, arrived=7.0), late)
-    assert held(plan(snapshot(*here, now=7.2, round=round(1, "a")), SETTINGS)).until == 7.5
+    assert delayed(plan(snapshot(*here, now=7.2, round=round(1, "a")), SETTINGS)).until == 7.5
     assert members(next_round(snapshot(*here, now=7.5, round=round(1, "a")))) == ("a", "b")
     answers = (*here[:2], dataclasses.replace(late, answers=True))
     assert members(next_round(snapshot(*answers, now=7.2, round=round(1, "a")))) == ("a", "b", "c")
@@ -195,7 +195,7 @@ def test_new_nodes_are_placed_beside_their_topology_key_and_members_keep_their_o
 def test_a_new_leader_waits_briefly_for_a_spare_that_has_not_answered() -> None:
     spare = peer("c", round=1, arrived=7.0, answers=False)
     here = (peer("a", round=1, arrived=7.0), spare)
-    assert held(plan(snapshot(*here, wanted=2, now=7.49, round=round(1, "a", "b")), SETTINGS)).until == 7.5
+    assert delayed(plan(snapshot(*here, wanted=2, now=7.49, round=round(1, "a", "b")), SETTINGS)).until == 7.5
     assert members(next_round(snapshot(*here, wanted=2, now=7.5, round=round(1, "a", "b")))) == ("a",)
     answers = (here[0], dataclasses.replace(spare, answers=True))
     assert members(next_round(snapshot(*answers, wanted=2, now=7.1, round=round(1, "a", "b")))) == ("a", "c")
@@ -209,7 +209,7 @@ def test_after_a_store_outage_the_leader_waits_for_members_that_reconnect(what: 
     situation = snapshot(
         *here, wanted=3, now=2.0, round=round(1, "a", "b", "c"), silent=silent, patient_until=5.0, **what
     )
-    assert held(plan(situation, SETTINGS)).until == 5.0
+    assert delayed(plan(situation, SETTINGS)).until == 5.0
     assert "b" in members(next_round(dataclasses.replace(situation, now=5.0)))
 
 
@@ -224,7 +224,7 @@ def test_a_paused_run_names_the_missing_nodes_and_fails_with_that_message() -> N
         peer("a", round=2), low=2, wanted=2, round=round(2), changed_at=10.0, last_members=(node_id("b"),)
     )
     why = "1 node (a) of at least 2 is there; b is missing; waiting for more"
-    assert held(plan(dataclasses.replace(waiting, now=20.0), SETTINGS)).why == why
+    assert delayed(plan(dataclasses.replace(waiting, now=20.0), SETTINGS)).why == why
     decision = outcome_of(dataclasses.replace(waiting, now=610.0))
     assert decision.message == f"no more nodes came within 600 s: {why}"
 
@@ -232,7 +232,7 @@ def test_a_paused_run_names_the_missing_nodes_and_fails_with_that_message() -> N
 def test_a_run_without_its_nodes_starts_again_with_a_full_budget_unless_its_id_is_unique() -> None:
     here = (peer("c", joined=70, arrived=50.0, round=2), peer("d", joined=71, arrived=50.0, round=2))
     paused = snapshot(*here, low=2, wanted=3, now=55.0, round=round(2, restarts=9), since=60, changed_at=49.0)
-    assert "last call" in held(plan(paused, SETTINGS)).why
+    assert "last call" in delayed(plan(paused, SETTINGS)).why
     decision = next_round(dataclasses.replace(paused, now=60.0))
     assert (members(decision), decision.restarts) == (("c", "d"), 0)
     unique = dataclasses.replace(SETTINGS, unique_run=True)
@@ -255,7 +255,7 @@ def test_a_failure_is_charged_and_named_whichever_node_reports_it(reporter: str)
 def test_a_communication_failure_waits_briefly_for_its_cause() -> None:
     here = (peer("a", round=1, failure=failure("a", kind=FailureKind.COMMUNICATION)), peer("b", round=1))
     situation = snapshot(*here, wanted=2, now=1.0, round=round(1, "a", "b"), failed_since=1.0)
-    assert held(plan(situation, SETTINGS)).until == pytest.approx(1.1)
+    assert delayed(plan(situation, SETTINGS)).until == pytest.approx(1.1)
     assert members(next_round(dataclasses.replace(situation, now=1.1))) == ("a", "b")
 
 
@@ -303,7 +303,7 @@ def test_a_final_exit_code_does_not_end_the_run_if_another_failure_explains_it()
     assert isinstance(plan(snapshot(here[0], wanted=2, round=round(1, "a", "b")), SETTINGS), RoundRecord)
 
     alone = snapshot(here[0], peer("b", round=1), wanted=2, now=0.5, round=round(1, "a", "b"), failed_since=0.0)
-    assert held(plan(alone, SETTINGS)).until == 1.0
+    assert delayed(plan(alone, SETTINGS)).until == 1.0
     ended = outcome_of(dataclasses.replace(alone, now=1.0))
     assert ended.failure == broken
 
@@ -387,7 +387,7 @@ def test_a_resumed_run_continues_from_its_resume_record() -> None:
 def test_a_finished_node_can_leave_unless_it_serves_the_rounds_store(gone: tuple[Peer, ...]) -> None:
     done = frozenset({node_id("a")})
     rest = snapshot(*gone, peer("b", round=1), wanted=2, round=round(1, "a", "b", store="10.0.0.98:30000"), done=done)
-    assert held(plan(rest, SETTINGS)) == Hold()
+    assert delayed(plan(rest, SETTINGS)) == Hold()
     serving = dataclasses.replace(rest, round=round(1, "a", "b", store="10.0.0.97:30000"))
     assert members(next_round(serving)) == ("b",)
 
@@ -406,7 +406,7 @@ def test_a_round_does_not_reuse_the_store_port_of_the_round_before() -> None:
     decision = next_round(snapshot(*here, wanted=3, round=round(2, "a", "b", "c")))
     assert decision.store == "10.0.0.98:40000"
     late = (peer("a", round=1), peer("b", round=1))
-    assert "can serve" in held(plan(snapshot(*late, wanted=3, round=round(2, "a", "b", "c")), SETTINGS)).why
+    assert "can serve" in delayed(plan(snapshot(*late, wanted=3, round=round(2, "a", "b", "c")), SETTINGS)).why
 
 
 @pytest.mark.parametrize("stored", [None, round(1, "a", "b", restarts=1)])

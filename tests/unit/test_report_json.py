@@ -1,4 +1,4 @@
-"""The report of a job: what is kept of its run, as it is written and read again."""
+"""The JSON of a job's report."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_rounds_after_a_resumption_are_added() -> None:
     kept = a_report(1, 2, 3, state=JobState.SUSPENDED, time_breakdown=TimeBreakdown(until=NOW + 5))
     later = merged(kept, a_report(4, 5))
     assert (numbers_of(later), later.history.omitted, later.state) == ([1, 2, 3, 4, 5], 0, JobState.SUCCEEDED)
-    assert later.time_breakdown == kept.time_breakdown, "where nobody knows of more"
+    assert later.time_breakdown == kept.time_breakdown, "the time breakdown is kept if there is no later one"
     assert numbers_of(merged(kept, a_report())) == [1, 2, 3]
 
 

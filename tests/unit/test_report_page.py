@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Reader(HTMLParser):
-    """The elements of a page, and what is to be read on it."""
+    """The elements of a page and its visible text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Reader(HTMLParser):
         self.text = ""
         self.feed(text)
         self.close()
-        assert self.open == [], "each element that begins has an end"
+        assert self.open == [], "an element is not closed"
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
@@ -127,7 +127,9 @@ def test_a_round_ends_with_a_suspension_or_with_its_workers() -> None:
     def lasted(shown: Report) -> list[float]:
         return [(span.end or 0) - span.round.began for span in facts(shown).spans]
 
-    assert lasted(report(rested=(START + 1, START + 30, START + 71))) == [20, 5, 20, 5, 1], "the last one, too"
+    assert lasted(report(rested=(START + 1, START + 30, START + 71))) == [20, 5, 20, 5, 1], (
+        "the last round has its duration, too"
+    )
     whole = report()
     first, second, *others = whole.history.rounds
     second = msgspec.structs.replace(second, ended=START + 41)
@@ -138,7 +140,7 @@ def test_a_round_ends_with_a_suspension_or_with_its_workers() -> None:
 # -- the charts
 
 
-def test_a_long_history_says_what_is_not_kept() -> None:
+def test_a_long_history_reports_the_omitted_rounds() -> None:
     found = read(long())
     assert "1800 rounds of 2000 are not kept, those in the middle." in found.text
     assert "rounds 101 to 1900 were not kept, nor when round 100 ended" in found.text

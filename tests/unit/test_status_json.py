@@ -1,4 +1,4 @@
-"""The status as it stands in the object."""
+"""The JSON of the status."""
 
 from __future__ import annotations
 

@@ -95,10 +95,10 @@ def test_the_step_time_is_that_since_the_last_reading() -> None:
     def mean(*steps: float) -> float:
         return combined(agent_page(0, steps=steps), rates=tracker).rates.steps[0]
 
-    assert mean(10.0, 10) == 1.0, "at first the mean of all"
+    assert mean(10.0, 10) == 1.0, "the first reading shows the mean of all steps"
     assert mean(11.0, 14) == 0.25
-    assert mean(11.0, 14) == 0.25, "no step ended"
-    assert mean(1.0, 2) == 0.5, "another pod"
+    assert mean(11.0, 14) == 0.25, "without a new step the last mean is shown"
+    assert mean(1.0, 2) == 0.5, "the mean starts again with another pod"
 
 
 def test_a_rank_that_takes_much_longer_than_the_others_straggles() -> None:
@@ -298,7 +298,7 @@ async def test_a_missing_permission_is_mentioned_once() -> None:
     assert found == ([], ["the agents' metrics cannot be read (a is forbidden)"])
 
 
-async def test_for_the_list_of_jobs_the_leader_is_asked_and_few_others() -> None:
+async def test_the_list_of_jobs_reads_the_leader_and_few_other_pods() -> None:
     asked: list[str] = []
 
     async def fetch(pod: PodView) -> str:

@@ -1,4 +1,4 @@
-"""``elasticjob top`` with any metrics page: it names the problem and shows the rest."""
+"""``elasticjob top`` with any metrics page: it reports errors and shows the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The output of `elasticjob run`: the live picture, plain lines, the outcome, and suggested commands."""
+"""The output of `elasticjob run`: live view, plain lines, outcome, and suggested commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NOW = START + 72
 
 
-def picture(of: JobView, width: int = 80, **options: Any) -> list[str]:
+def live_view(of: JobView, width: int = 80, **options: Any) -> list[str]:
     console = Console(file=io.StringIO(), record=True, width=width, height=200, color_system=None)
     console.print(render(of, NOW, "elasticjob", **options))
     return [line.rstrip() for line in console.export_text().splitlines()]
@@ -33,19 +33,19 @@ def words(lines: list[str]) -> list[str]:
     return [" ".join(line.split()) for line in lines]
 
 
-# The live picture
+# The live view
 
 
 @pytest.mark.parametrize("width", [80, 120, 400])
-def test_the_picture_shows_state_progress_events_and_commands(width: int) -> None:
-    lines = picture(view(), width)
+def test_the_live_view_shows_state_progress_events_and_commands(width: int) -> None:
+    lines = live_view(view(), width)
     text = " ".join(words(lines))
     assert all(len(line) <= min(width, 120) for line in lines)
     assert lines[0].split() == ["digits", "Running", "1:12"]
     assert words(lines)[1].startswith("round 4 world size 2 pods 2/3 ")
     assert "restarts 1" in lines[1]
     assert "epoch 12/120 step 612/1348 loss 0.213" in text
-    assert KILLED in text, "the whole reason"
+    assert KILLED in text, "the complete reason"
     assert {f"logs {FOLDER}/logs", f"checkpoints {FOLDER}/checkpoints"} <= {*words(lines)}
     for command in ("scale digits --replicas 2", "logs digits --rank 0 -f", "describe digits", "get", "delete digits"):
         assert f"elasticjob {command}" in text
@@ -54,19 +54,19 @@ def test_the_picture_shows_state_progress_events_and_commands(width: int) -> Non
 def test_each_pod_has_a_line() -> None:
     last_words = "etcd at 127.0.0.1:1 does not answer"
     ended = pod(1, "bbbbb", phase="Failed", ended=NOW, exitCode=3, message=last_words)
-    lines = words(picture(view()))
+    lines = words(live_view(view()))
     assert "POD PID STATE RANKS AGE" in lines
     assert "digits-0-aaaaa 48200 training 0 1m12s" in lines
     assert "digits-2-ddddd 48202 starting - 3s" in lines
     assert "digits-2-ccccc - SIGKILL - 1m08s" in lines
-    lines = words(picture(view(pods=[pod(0, "aaaaa"), ended])))
+    lines = words(live_view(view(pods=[pod(0, "aaaaa"), ended])))
     assert any(line.startswith("digits-1-bbbbb - failed (3) - 1m12s etcd at 127.0.0.1:1 does n") for line in lines)
 
 
 def test_events_have_the_time_since_the_start_and_steps_of_the_demo_a_mark() -> None:
     steps = [Step("start with 2 pods", "+", "4.1 s"), Step("scale to 3", ">"), Step("kill -9 a worker")]
     events = [event(3, "round 1: 2 workers."), event(3723, "round 2: 3 workers.")]
-    lines = {*words(picture(view(events=events), steps=steps))}
+    lines = {*words(live_view(view(events=events), steps=steps))}
     assert {"0:03 round 1: 2 workers.", "1:02:03 round 2: 3 workers."} <= lines
     assert {"✔ start with 2 pods 4.1 s", "▶ scale to 3", "· kill -9 a worker"} <= lines
 
@@ -77,24 +77,24 @@ def test_events_have_the_time_since_the_start_and_steps_of_the_demo_a_mark() -> 
 )
 def test_the_suggested_size_is_valid(desired: int, low: int, high: int, suggested: str) -> None:
     of = view(spec={"minReplicas": low, "maxReplicas": high}, status={"desired": desired})
-    text = "\n".join(picture(of))
+    text = "\n".join(live_view(of))
     assert suggested in text
     assert bool(suggested) == ("scale" in text)
 
 
 def test_the_suggestions_follow_the_state_of_the_job() -> None:
-    suspended = "\n".join(picture(view(status={"state": "Suspended"}, pods=[])))
+    suspended = "\n".join(live_view(view(status={"state": "Suspended"}, pods=[])))
     assert "digits  Suspended" in suspended
     assert "elasticjob resume digits" in suspended
     assert "scale" not in suspended
-    ending = "\n".join(picture(view(), ending="ending…"))
+    ending = "\n".join(live_view(view(), ending="ending…"))
     assert "ending…" in ending
     assert "second terminal" not in ending
 
 
-def test_output_of_a_program_cannot_disturb_the_picture() -> None:
+def test_output_of_a_program_cannot_corrupt_the_live_view() -> None:
     line = "before 10%\r\x1b[2J\x1b[31mloss\x1b[0m\t0.1 [bold]50%[/bold]\x1b]0;title\x07\x07"
-    lines = picture(view(progress={"line": line, "time": NOW}))
+    lines = live_view(view(progress={"line": line, "time": NOW}))
     assert lines[3] == " loss    0.1 [bold]50%[/bold]"
     assert not any("\x1b" in line or "before" in line or "title" in line for line in lines)
 
@@ -103,7 +103,7 @@ def test_an_early_snapshot_or_one_of_another_version_is_shown() -> None:
     early = view(
         status={"state": "Pending", "round": 0, "worldSize": 0, "readyReplicas": 0}, pods=[], events=[], progress=None
     )
-    lines = picture(early)
+    lines = live_view(early)
     assert lines[0].split()[:2] == ["digits", "Pending"]
     assert view(news=[1, 2], status={"suspended": True}).status.round == 4
     with pytest.raises(ElasticJobError, match=r"the state of the job digits cannot be read .* by another version"):
@@ -114,7 +114,7 @@ def test_an_early_snapshot_or_one_of_another_version_is_shown() -> None:
 
 
 class Plain:
-    """A view of plain lines, and what it printed."""
+    """A view of plain lines, and the printed lines."""
 
     def __init__(self) -> None:
         self.output = io.StringIO()
@@ -207,7 +207,7 @@ def test_the_suggested_commands_work_in_the_next_terminal(tmp_path: Path) -> Non
     assert own_command(command, {"PATH": str(tmp_path / "tools")}) == "elasticjob"
     assert own_command(command, {"PATH": "/nowhere"}) == command
     activated = {"PATH": str(tmp_path / "tools"), "VIRTUAL_ENV": str(tmp_path)}
-    assert own_command(command, activated) == command, "the next terminal has not activated it"
+    assert own_command(command, activated) == command, "the next terminal has not activated the virtual environment"
 
 
 # Formatting

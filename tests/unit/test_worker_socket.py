@@ -33,7 +33,7 @@ NEXT = RoundRecord(number=ROUND + 1, members=RECORD.members)
 
 
 class Node:
-    """A node with the last values that were reported to it."""
+    """A node that keeps the last reported values."""
 
     def __init__(self) -> None:
         self.node = "a.1"
@@ -55,7 +55,7 @@ class Node:
         return self.current
 
     async def until(self, **wanted: Any) -> None:
-        """Return when these values are reported; a function is a condition of a value."""
+        """Wait until these values are reported; a function is a condition on a value."""
         async with asyncio.timeout(PATIENCE):
             while not all(
                 name in self.reported
@@ -74,7 +74,7 @@ class Agent(WorkerSocket):
         super().__init__(folder, self.node, limit=LIMIT, changed=lambda: self.report())  # type: ignore[arg-type]
 
     def give(self, serial: int = 1, *, seconds: float = 10.0, cause: str = "b joined") -> None:
-        """Take a notice of the leader."""
+        """Receive a notice of the leader."""
         self.take_notice(NoticeRecord(ROUND, serial, seconds, RoundReason.NODE_JOINED, cause))
 
 
@@ -126,7 +126,7 @@ async def test_a_worker_asks_for_notice_and_answers_it(agent: Agent, worker: Not
     worker.saved()
     assert worker.notice() is None
     await agent.node.until(saved=1)
-    agent.give()  # the same one
+    agent.give()  # the same notice
     agent.give(2)
     assert agent.node.reported["saved"] == 1
 
@@ -180,7 +180,7 @@ async def test_an_exited_worker_needs_no_notice(agent: Agent, worker: Notices, e
     assert agent.node.reported["notice"] == 0
 
 
-async def test_a_round_does_not_stand_without_an_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_round_stands_is_false_without_an_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(CHANNEL, str(tmp_path / "channel"))
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "channel"))
@@ -188,7 +188,7 @@ async def test_a_round_does_not_stand_without_an_answer(monkeypatch: pytest.Monk
         assert not await asyncio.to_thread(torchelastic.round_stands, 0.05)
 
 
-async def test_round_stands_asks_the_agent(agent: Agent) -> None:
+async def test_round_stands_returns_the_agents_answer(agent: Agent) -> None:
     assert await asyncio.to_thread(torchelastic.round_stands, 3.0)
     ((round, seconds),) = agent.node.asked
     assert round == ROUND
