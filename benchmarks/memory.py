@@ -40,7 +40,7 @@ _KIB_PER_MIB: Final = 1024.0
 
 
 async def measure(name: str, *, settle: float, limit: float) -> dict[str, float]:
-    """Start a launcher, wait, and return MiB by the kind of process.
+    """Start a launcher, wait for its workers, and return MiB by the kind of process.
 
     Raises:
         Missing: its workers did not start.
@@ -50,14 +50,14 @@ async def measure(name: str, *, settle: float, limit: float) -> dict[str, float]
         agent = processes.start(_LAUNCHERS[name], log, reports.worker_environment("a", timeout=0))
 
         def all_workers() -> Sequence[WorkerReport] | None:
-            return reports.told if len(reports.told) == WORKERS else None
+            return reports.received if len(reports.received) == WORKERS else None
 
         try:
-            told = await reports.until(all_workers, limit=limit, agents=[agent])
+            received = await reports.until(all_workers, limit=limit, agents=[agent])
         except Missing as why:
             raise Missing(f"{name}: {why}\n{log.read_text(errors='replace')[-2000:]}") from None
         await asyncio.sleep(settle)
-        workers = {report.pid for report in told}
+        workers = {report.pid for report in received}
         found: dict[str, float] = {}
         for pid in processes.living([agent.pid]):
             kind = "agent" if pid == agent.pid else "workers" if pid in workers else _kind(pid)
@@ -101,7 +101,7 @@ async def compare(*, repeat: int, settle: float, limit: float) -> Report:
             ratio_at_least=RATIO,
         )
     )
-    report.tell(
+    report.add_value(
         "MiB by kind of process (medians)",
         [
             {"system": name, "kind": kind, "MiB": statistics.median(each.get(kind, 0.0) for each in samples)}

@@ -64,10 +64,10 @@ async def _measure_peer(
         if "created" in only:
             for pods in arguments.pods:
                 taken[pods] = [await peer.created(pods) for _ in range(arguments.peer_repeat)]
-                _tell(f"the peer: {pods} pods exist", taken[pods][0])
+                _print_progress(f"the peer: {pods} pods exist", taken[pods][0])
         if "replaced" in only:
             taken["replaced"] = await peer.replaced(arguments.peer_repeat)
-            _tell("the peer: a deleted pod is replaced", taken["replaced"][0])
+            _print_progress("the peer: a deleted pod is replaced", taken["replaced"][0])
     return taken
 
 
@@ -82,32 +82,32 @@ async def _measure_on(
             )
             report.add(made)
             requests.append(row)
-            _tell(made.name, made.median)
+            _print_progress(made.name, made.median)
     if "replaced" in only:
         for lingers in (False, True):
             replaced = await scenarios.replaced(
                 cluster, arguments.deletions, lingers=lingers, peer=None if peer is None else peer["replaced"]
             )
             report.add(replaced)
-            _tell(replaced.name, replaced.median)
+            _print_progress(replaced.name, replaced.median)
     if "scaled" in only:
         for scaled in await scenarios.scaled(cluster, *arguments.scale, repeat=arguments.repeat):
             report.add(scaled)
-            _tell(scaled.name, scaled.median)
+            _print_progress(scaled.name, scaled.median)
     if "many" in only:
         jobs, slowest, row = await scenarios.many(cluster, *arguments.many)
         for each in (jobs, slowest):
             report.add(each)
-            _tell(each.name, each.median)
+            _print_progress(each.name, each.median)
         requests.append(row)
     if "large" in only:
         for each in await scenarios.large(cluster, *arguments.large, idle=arguments.idle, changes=arguments.changes):
             report.add(each)
-            _tell(each.name, each.median)
-    report.tell("requests", requests)
+            _print_progress(each.name, each.median)
+    report.add_value("requests", requests)
 
 
-def _tell(name: str, value: float | None) -> None:
+def _print_progress(name: str, value: float | None) -> None:
     note(f"{name}: {value:.4g}")
 
 

@@ -127,15 +127,15 @@ class OperatedCluster:
         """Delete all jobs of a kind in a namespace, and wait until its pods are deleted."""
         path = ("--all", "--namespace", namespace, "--wait=false")
         await self.control_plane.kubectl("delete", f"{kind.plural}.{kind.group}", *path)
-        settled = asyncio.create_task(self._bury(namespace))
+        settled = asyncio.create_task(self._delete_terminating_pods(namespace))
         try:
             await self.pods.until(lambda: not self.pods.there(namespace))
         finally:
             settled.cancel()
             await asyncio.wait([settled])
 
-    async def _bury(self, namespace: str) -> None:
-        """Delete pods that would stay Terminating."""
+    async def _delete_terminating_pods(self, namespace: str) -> None:
+        """Delete the pods that would otherwise stay Terminating."""
         while True:
             for pod in list(self.pods.there(namespace).values()):
                 if LINGERS in pod.metadata.get("annotations", {}) and not pod.live:
@@ -187,7 +187,7 @@ class OperatedCluster:
         return await self.pods.until(lambda: self.pods.has_others(namespace, before)) - begun
 
     async def train(self, namespace: str) -> None:
-        """Write the records of the agents of all live pods to the jobs' etcd, as if they trained."""
+        """Write records to the jobs' etcd as if the agents of all live pods trained."""
         lease = await self._store.grant(_LEASE)
         room = asyncio.Semaphore(_SIDE_BY_SIDE)
         runs: dict[str, list[SeenPod]] = {}

@@ -166,7 +166,7 @@ async def run(arguments: argparse.Namespace) -> tuple[Report, bool]:
         complete = complete and not found[scenario.ours.name].missing
         report.add(measurement(scenario, found))
     if left_out:
-        report.tell("left out", left_out)
+        report.add_value("left out", left_out)
     return report, complete
 
 

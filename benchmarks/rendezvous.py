@@ -266,9 +266,9 @@ async def measure(arguments: argparse.Namespace) -> tuple[Report, bool]:
         except RuntimeError as why:
             complete = False
             note(f"{nodes} nodes, counting: never: {why}")
-    report.tell("torchrun_full", full)
-    report.tell("requests_and_bytes", operations)
-    report.tell("processor_seconds", processor)
+    report.add_value("torchrun_full", full)
+    report.add_value("requests_and_bytes", operations)
+    report.add_value("processor_seconds", processor)
     return report, complete
 
 

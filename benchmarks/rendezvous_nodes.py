@@ -59,8 +59,8 @@ class Expectation:
         if not waiting:
             self._met.set()
 
-    def told(self, name: str, round: RoundRecord) -> None:
-        """Note that a node knows a round."""
+    def note_round(self, name: str, round: RoundRecord) -> None:
+        """Record that a node knows a round."""
         if round.number <= self._above or len(round.members) != self._size or name not in self._waiting:
             return
         # A new node has the last rank, so it is found at once.
@@ -72,7 +72,7 @@ class Expectation:
         if not self._waiting:
             self._met.set()
 
-    async def met(self) -> None:
+    async def wait(self) -> None:
         """Wait until all of them know the round."""
         await self._met.wait()
 
@@ -133,7 +133,7 @@ class Nodes:
             self._fail(fail)
         if leave is not None:
             self._begin(self._leave(leave))
-        await expectation.met()
+        await expectation.wait()
         return {
             "began": began,
             "last": expectation.last,
@@ -164,16 +164,16 @@ class Nodes:
                 while True:
                     event = await node.events.get()
                     if isinstance(event, RoundStarted):
-                        self._told(name, event)
+                        self._note_round(name, event)
         finally:
             await store.close()
 
-    def _told(self, name: str, event: RoundStarted) -> None:
+    def _note_round(self, name: str, event: RoundStarted) -> None:
         if event.store is not None:
             event.store.close()
         self._rounds[name] = event.record
         if self._expectation is not None:
-            self._expectation.told(name, event.record)
+            self._expectation.note_round(name, event.record)
 
     async def _leave(self, name: str) -> None:
         """Leave like an agent without workers."""

@@ -192,9 +192,9 @@ class NodeProcesses:
                     if entry is not None:
                         record = decode(entry.value, NodeRecord)
                         known[record.name] = record.round
-                told = {known.get(name, 0) for name in wanted}
-                if len(told) == 1 and min(told) >= self.round:
-                    self.round = min(told)
+                rounds = {known.get(name, 0) for name in wanted}
+                if len(rounds) == 1 and min(rounds) >= self.round:
+                    self.round = min(rounds)
                     return
 
     @asynccontextmanager

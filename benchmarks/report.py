@@ -16,7 +16,7 @@ printed. The document::
          "wanted": {"ours_at_most": …, "ratio_at_least": …}, "reached": true, false or null,
          "details": {…}}
       ],
-      …the values of :meth:`Report.tell`…
+      …the values of :meth:`Report.add_value`…
     }
 
 If a value and a ratio are wanted, the value decides ``reached``; if nothing is wanted, ``reached`` is null. An attempt
@@ -134,7 +134,7 @@ class Report:
         """Append a measurement."""
         self._measurements.append(measurement)
 
-    def tell(self, name: str, value: Any) -> None:  # noqa: ANN401 - any JSON value
+    def add_value(self, name: str, value: Any) -> None:  # noqa: ANN401 - any JSON value
         """Add a JSON value to the top level of the document.
 
         A list of flat objects with equal keys is also printed as a table.
@@ -224,7 +224,7 @@ def _median(samples: Sequence[float]) -> float | None:
 
 
 def _row(measurement: Measurement) -> tuple[str, ...]:
-    def told(value: float | None) -> str:
+    def formatted(value: float | None) -> str:
         if value is None:
             return "-"
         if measurement.unit != "s":
@@ -233,18 +233,20 @@ def _row(measurement: Measurement) -> tuple[str, ...]:
 
     def median(samples: Sequence[float], never: Sequence[str]) -> str:
         if not never:
-            return told(_median(samples))
-        return f"{told(_median(samples))}, {len(never)} of {len(samples) + len(never)} never" if samples else "never"
+            return formatted(_median(samples))
+        return (
+            f"{formatted(_median(samples))}, {len(never)} of {len(samples) + len(never)} never" if samples else "never"
+        )
 
     ours = measurement.ours
     wanted = [
-        *([f"≤ {told(measurement.ours_at_most)}"] if measurement.ours_at_most is not None else []),
+        *([f"≤ {formatted(measurement.ours_at_most)}"] if measurement.ours_at_most is not None else []),
         *([f"ratio ≥ {measurement.ratio_at_least:g}"] if measurement.ratio_at_least is not None else []),
     ]
     return (
         measurement.name,
         median(ours, measurement.ours_never),
-        f"{told(min(ours))} … {told(max(ours))}" if ours else "-",
+        f"{formatted(min(ours))} … {formatted(max(ours))}" if ours else "-",
         median(measurement.peer, measurement.peer_never),
         "-" if measurement.ratio is None else f"{measurement.ratio:.3g}",
         ", ".join(wanted) or "-",

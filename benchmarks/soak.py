@@ -50,7 +50,7 @@ class Soak:
         history: a sentence on each strike (one or two faults at once) and its outcome.
         recovered: seconds from the repair until all trained together, by the kinds of the strike.
         needless: strikes after which the round changed more often than it should.
-        leaked: what there is more of than before, and how much.
+        leaked: the number of additional processes, descriptors and files, by name.
         failed: why the soak ended early; empty if it did not.
     """
 
@@ -101,45 +101,45 @@ async def soak(
         reports = await stack.enter_async_context(WorkerReports(processes.folder / "reports"))
         etcd = BreakableEtcd(processes, binary, free_ports(2))
         await etcd.start()
-        place = Agents(processes, reports, etcd, count=agents, lease=LEASE, limit=limit)
+        group = Agents(processes, reports, etcd, count=agents, lease=LEASE, limit=limit)
         for slot in range(agents):
-            place.start(slot)
+            group.start(slot)
         try:
-            round = (await place.together(0.0))[0].round
+            round = (await group.together(0.0))[0].round
             await asyncio.sleep(REST)
-            before = await place.inventory_at_rest(LIMIT_OF_REST)
+            before = await group.inventory_at_rest(LIMIT_OF_REST)
             note(f"{agents} agents train. {missing()}")
             was_calm = True
             for number, strike in enumerate(plan(seed, faults, agents, LEASE)):
                 calm = all(KINDS[fault.kind].calm for fault in strike)
                 if calm and not was_calm:
                     # The previous strike may change the round for another lease.
-                    round = (await place.together_for(LEASE))[0].round
+                    round = (await group.together_for(LEASE))[0].round
                 was_calm = calm
-                round = await _strike(place, strike, round, result)
+                round = await _strike(group, strike, round, result)
                 note(f"{number + 1}: {result.history[-1]}")
-            result.leaked = await _leaked(place, before)
+            result.leaked = await _leaked(group, before)
         except Missing as why:
-            result.failed = f"{why}\n\n{place.state()}\n"
+            result.failed = f"{why}\n\n{group.state()}\n"
         finally:
             if logs is not None:
                 logs.mkdir(parents=True, exist_ok=True)
                 for slot in range(agents):
-                    shutil.copy(place.log(slot), logs)
+                    shutil.copy(group.log(slot), logs)
     return result
 
 
-async def _strike(place: Agents, strike: Sequence[Fault], round: int, result: Soak) -> int:
+async def _strike(group: Agents, strike: Sequence[Fault], round: int, result: Soak) -> int:
     """Inflict faults at once, wait until all agents train together again, and return the round."""
-    told = " and ".join(map(str, strike))
-    result.history.append(f"{told}: not repaired")
-    await asyncio.gather(*(KINDS[fault.kind].inflict(place, fault) for fault in strike))
+    strike_text = " and ".join(map(str, strike))
+    result.history.append(f"{strike_text}: not repaired")
+    await asyncio.gather(*(KINDS[fault.kind].inflict(group, fault) for fault in strike))
     repaired = time.monotonic()
-    result.history[-1] = f"{told}: not recovered"
-    reports = await place.together(repaired)
+    result.history[-1] = f"{strike_text}: not recovered"
+    reports = await group.together(repaired)
     seconds = max(report.at for report in reports) - repaired
     at = time.strftime("%H:%M:%S")
-    result.history[-1] = f"{at} {told}: round {round} to {reports[0].round} within {seconds:.2f} s"
+    result.history[-1] = f"{at} {strike_text}: round {round} to {reports[0].round} within {seconds:.2f} s"
     result.recovered.setdefault(" and ".join(fault.kind for fault in strike), []).append(seconds)
     if reports[0].round - round > sum(_changes(fault) for fault in strike):
         result.needless.append(result.history[-1])
@@ -151,10 +151,10 @@ def _changes(fault: Fault) -> int:
     return 0 if KINDS[fault.kind].calm else 2 + 2 * len(fault.slots)
 
 
-async def _leaked(place: Agents, before: Counter[str]) -> dict[str, int]:
-    """Return what there is more of than before, when the agents are at rest."""
+async def _leaked(group: Agents, before: Counter[str]) -> dict[str, int]:
+    """Wait until the agents are idle, and return the additional processes, descriptors and files."""
     deadline = time.monotonic() + LIMIT_OF_REST
-    while (more := place.inventory() - before) and time.monotonic() < deadline:  # noqa: ASYNC110 - there is no event
+    while (more := group.inventory() - before) and time.monotonic() < deadline:  # noqa: ASYNC110 - there is no event
         await asyncio.sleep(0.5)
     return dict(more)
 
@@ -181,11 +181,11 @@ def main() -> int:
     report, result = run_to_end("soak", soaked())
     for name, samples in sorted(result.recovered.items()):
         report.add(Measurement(name, ours=samples, includes="from the repair until all agents train together"))
-    report.tell("passed", result.passed)
-    report.tell("left out", missing())
-    report.tell("needless restarts", result.needless)
-    report.tell("leaked", result.leaked)
-    report.tell("history", result.history)
+    report.add_value("passed", result.passed)
+    report.add_value("left out", missing())
+    report.add_value("needless restarts", result.needless)
+    report.add_value("leaked", result.leaked)
+    report.add_value("history", result.history)
     report.show(as_json=arguments.json)
     if not result.passed:
         note(result.complaint())

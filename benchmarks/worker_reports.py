@@ -44,7 +44,7 @@ class WorkerReport(msgspec.Struct, frozen=True):
 
 
 class Missing(Exception):  # noqa: N818 - a finding
-    """An awaited event did not happen; the message says why."""
+    """An awaited event did not happen; the message has the reason."""
 
 
 class WorkerReports:
@@ -55,12 +55,12 @@ class WorkerReports:
 
     Attributes:
         pipe: its path.
-        told: all reports in their order.
+        received: all reports so far, in their order.
     """
 
     def __init__(self, pipe: Path) -> None:
         self.pipe = pipe
-        self.told: list[WorkerReport] = []
+        self.received: list[WorkerReport] = []
         self._rest = b""
         self._descriptor = -1
         self._more = asyncio.Event()
@@ -94,7 +94,7 @@ class WorkerReports:
 
     def latest(self, node: str) -> WorkerReport | None:
         """Return the last report of a node."""
-        return next((report for report in reversed(self.told) if report.node == node), None)
+        return next((report for report in reversed(self.received) if report.node == node), None)
 
     async def until(
         self, found: Callable[[], Sequence[WorkerReport] | None], *, limit: float, agents: Iterable[Child] = ()
@@ -144,7 +144,7 @@ class WorkerReports:
 
         def found() -> Sequence[WorkerReport] | None:
             first: dict[str, WorkerReport] = {}
-            for report in self.told:
+            for report in self.received:
                 if report.began > since and report.world == len(wanted) and report.node in wanted:
                     first.setdefault(report.node, report)
             return list(first.values()) if first.keys() == wanted else None
@@ -153,5 +153,5 @@ class WorkerReports:
 
     def _read(self) -> None:
         *lines, self._rest = (self._rest + os.read(self._descriptor, 1 << 16)).split(b"\n")
-        self.told += [msgspec.json.decode(line, type=WorkerReport) for line in lines]
+        self.received += [msgspec.json.decode(line, type=WorkerReport) for line in lines]
         self._more.set()

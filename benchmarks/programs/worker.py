@@ -39,11 +39,11 @@ def main() -> None:
         "met": met,
         "reduced": reduced,
     }
-    told = 0.0
+    reported_at = 0.0
     while True:
-        if not told or (every and now - told >= every):
+        if not reported_at or (every and now - reported_at >= every):
             os.write(pipe, json.dumps({**facts, "at": now}).encode() + b"\n")
-            told = now
+            reported_at = now
         time.sleep(STEP)
         dist.all_reduce(torch.ones(1))
         now = time.monotonic()

@@ -164,7 +164,7 @@ async def test_a_namespace_without_permissions_blocks_no_other(
             await other.kubectl(*grant)
             await operator.wait_for_log(f"the namespace {closed} can be looked after now")
             await other.apply(replicas=1)
-            await other.pods(1)
+            await other.wait_for_pods(1)
             await ns.change(replicas=2)
             await ns.wait_for_pods(2)
             await operator.wait_for_pages(lambda codes: codes == {"/readyz": 200}, "/readyz")

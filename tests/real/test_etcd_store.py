@@ -48,7 +48,7 @@ class TestEtcdV3Store(EtcdBehaviour):
     denied = "permission denied"
     writes = 600
 
-    async def guard(self, server: EtcdServer) -> None:
+    async def require_authentication(self, server: EtcdServer) -> None:
         await ask(server, "/v3/auth/role/add", {"name": "root"})
         await ask(server, "/v3/auth/role/add", {"name": "agents"})
         first, end = (base64.b64encode(key).decode() for key in (b"/torchelastic/", b"/torchelastic0"))
@@ -60,7 +60,7 @@ class TestEtcdV3Store(EtcdBehaviour):
         await ask(server, "/v3/auth/enable", {})
 
     async def test_an_expired_token_is_renewed(self, own_etcd: EtcdServer, prefix: str) -> None:
-        await self.guard(own_etcd)
+        await self.require_authentication(own_etcd)
         async with self.opened(own_etcd.settings, username="alice", password="s3cret") as store:
             await store.put(prefix + "a", b"")
             await own_etcd.kill()  # it keeps its tokens in memory

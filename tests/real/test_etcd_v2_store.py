@@ -71,7 +71,7 @@ class TestEtcdV2Store(EtcdBehaviour):
     wrong_password = denied = "does not accept the user name and password, or not for these keys"
     writes = 300
 
-    async def guard(self, server: EtcdServer) -> None:
+    async def require_authentication(self, server: EtcdServer) -> None:
         root = {"Authorization": aiohttp.encode_basic_auth("root", "s3cret")}
 
         async def ask(path: str, message: dict[str, Any] | None = None) -> None:

@@ -240,7 +240,7 @@ async def test_a_node_leaves_without_the_store_when_its_workers_have_saved(
         AgentProcess(*nodes, "--notice=600", program, tmp_path, "300") as a,
         AgentProcess(*nodes, "--notice=600", program, tmp_path, "300") as b,
     ):
-        await Run(own_etcd, "outage").trains(a, b)
+        await Run(own_etcd, "outage").wait_until_training(a, b)
         await own_etcd.kill()
         await b.wait_for_line("lost sight of")
         b.kill(signal.SIGTERM)

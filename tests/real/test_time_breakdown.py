@@ -165,10 +165,10 @@ async def test_the_time_breakdown_adds_up_though_workers_and_leaders_are_killed(
         heir = "b" if leader == "a" else "a"
         said = len(agents[heir].lines)
         os.kill(worker, signal.SIGKILL)
-        await agents[heir].trains(world=2, since=said)
+        await agents[heir].wait_until_training(world=2, since=said)
         said = len(agents[heir].lines)
         agents[leader].kill()
-        await agents[heir].trains(world=1, since=said)
+        await agents[heir].wait_until_training(world=1, since=said)
         page = await run.page(heir)
         assert run.covers(seconds_on(page))
         assert page.value("torchelastic_job_nodes_gone_total", cause="died") == 1
@@ -215,7 +215,7 @@ async def test_a_store_that_lost_its_data_gets_the_time_breakdown_back_and_a_new
             await agents[leader].wait_for_line("rank", since=len(agents[leader].lines))  # training continues meanwhile
         said = len(agents[heir].lines)
         agents[leader].kill()
-        await agents[heir].trains(world=1, since=said)
+        await agents[heir].wait_until_training(world=1, since=said)
         breakdown, history = await run.breakdown(store), await run.history(store)
         assert run.adds_up(breakdown)
         assert breakdown.seconds[RunState.WAITING] == pytest.approx(BEFORE, abs=20)

@@ -76,22 +76,22 @@ def with_spec_applied(job: Job, **fields: Any) -> Job:
     return that_trained(job, **{"applied_spec": job.spec.applied, "active": NOW - 60, **fields})
 
 
-def that_rests(job: Job, **fields: Any) -> Job:
-    """The same job, suspended after five rounds with two restarts; its spec says whether it still is."""
+def that_is_suspended(job: Job, **fields: Any) -> Job:
+    """The same job, suspended after five rounds with two restarts; its spec determines whether it is resumed."""
     rests = Condition(ConditionType.SUSPENDED, status=True, reason=Reason.SUSPENDED, since=NOW - 60)
     known = {"state": JobState.SUSPENDED, "round": 5, "restarts": 2, "uncharged_restarts": 3, "started": NOW - 600}
     return that_had_pods(job, **{**known, "conditions": (rests,), "size_generation": 0, **fields})
 
 
 def size(
-    wanted: int = 2, *, generation: int = 1, minimum: int = 1, maximum: int = 4, going: tuple[str, ...] = ()
+    wanted: int = 2, *, generation: int = 1, minimum: int = 1, maximum: int = 4, draining: tuple[str, ...] = ()
 ) -> SizeRecord:
     """The wanted size, as pods are started with it and as it is in the store."""
-    return SizeRecord(min=minimum, max=maximum, generation=generation, desired=wanted, draining=going)
+    return SizeRecord(min=minimum, max=maximum, generation=generation, desired=wanted, draining=draining)
 
 
 def pending(index: int, **more: Any) -> Pod:
-    """A pod that was created and does not run yet."""
+    """A pod that does not run yet."""
     return _pod(index, PodPhase.PENDING, **more)
 
 
@@ -105,13 +105,13 @@ def unready(index: int, **more: Any) -> Pod:
     return running(index, ready=False, **more)
 
 
-def going(index: int, **more: Any) -> Pod:
+def terminating(index: int, **more: Any) -> Pod:
     """A pod whose deletion has begun."""
     return running(index, terminating=True, **more)
 
 
 def died(index: int, code: int | None = 137, **more: Any) -> Pod:
-    """A pod that ended by itself with this exit code."""
+    """A pod whose agent exited with this code."""
     return _pod(index, PodPhase.FAILED, **{"exit_code": code, "ended": NOW, "started": NOW - 10, **more})
 
 
@@ -150,7 +150,7 @@ def evicted(index: int, **more: Any) -> Pod:
 
 def preempted(index: int, **more: Any) -> Pod:
     """A pod that the scheduler preempts."""
-    return going(
+    return terminating(
         index,
         **{
             "termination_cause": TerminationCause.DISRUPTED,
@@ -162,11 +162,13 @@ def preempted(index: int, **more: Any) -> Pod:
 
 
 def lost(index: int, **more: Any) -> Pod:
-    """A pod that stays Terminating because its node is silent."""
-    return going(index, **{"termination_cause": TerminationCause.NODE_LOST, "node": "node-9", "ready": False, **more})
+    """A pod that stays Terminating because its node is unreachable."""
+    return terminating(
+        index, **{"termination_cause": TerminationCause.NODE_LOST, "node": "node-9", "ready": False, **more}
+    )
 
 
-def turned_away(index: int, **more: Any) -> Pod:
+def rejected_by_node(index: int, **more: Any) -> Pod:
     """A pod that its node rejected for lack of resources."""
     return died(
         index,
@@ -192,7 +194,7 @@ def on_disruption(action: FailureAction, *, exclude: bool = False) -> FailureRul
     return FailureRule(action, pod_conditions=(PodCondition("DisruptionTarget"),), exclude_node=exclude)
 
 
-def says(message: str, reason: str = "WorkerFailed") -> TerminationMessage:
+def termination_message(message: str, reason: str = "WorkerFailed") -> TerminationMessage:
     """An agent's termination message."""
     return TerminationMessage(reason=reason, message=message)
 
@@ -205,7 +207,7 @@ def _pod(index: int, phase: PodPhase, *, after: Pod | None = None, **more: Any) 
 
 
 def a_world(*pods: Pod, store_read: bool = True, **more: Any) -> Observed:
-    """An observation of these pods and a reachable store; ``more`` are its keys."""
+    """An observation of these pods and a reachable store; ``more`` are further fields."""
     return Observed(pods=pods, etcd=EtcdState.READY, store_read=store_read, **more)
 
 

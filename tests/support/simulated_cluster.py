@@ -30,7 +30,7 @@ from elastic_operator.controller.model import (
     TerminationCause,
     with_applied_spec,
 )
-from tests.support.builders import NOW, a_round, failure, says, success, with_spec
+from tests.support.builders import NOW, a_round, failure, success, termination_message, with_spec
 from torchelastic.protocol import ExitCode, OutcomeRecord, OutcomeState, RoundRecord, SizeRecord
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ class SimulatedCluster:
 
     def end(self, pod: Pod, code: int | None, message: str = "", **more: object) -> None:
         phase = PodPhase.SUCCEEDED if code == 0 else PodPhase.FAILED
-        words = says(message) if message else None
+        words = termination_message(message) if message else None
         self.change(pod, phase=phase, ready=False, exit_code=code, message=words, ended=float(int(self.now)), **more)
 
     def delete(self, pod: Pod) -> None:

@@ -46,7 +46,7 @@ def round(number: int, *names: str, **changes: Any) -> RoundRecord:
 
 
 def snapshot(*peers: Peer, wanted: int | None = None, low: int = 1, high: int = 4, **changes: Any) -> Membership:
-    size = SizeRecord(min=low, max=high, desired=wanted, draining=changes.pop("going", ()))
+    size = SizeRecord(min=low, max=high, desired=wanted, draining=changes.pop("draining", ()))
     highest = max((one.record.round for one in peers), default=0)
     return Membership(peers={one.id: one for one in peers}, size=size, **{"highest_round_seen": highest, **changes})
 

@@ -19,17 +19,17 @@ from tests.support.builders import (
     a_world,
     died,
     evicted,
-    going,
     left,
     lost,
     out_of_memory,
     pending,
     preempted,
+    rejected_by_node,
     running,
+    terminating,
     that_had_pods,
-    that_rests,
+    that_is_suspended,
     that_trained,
-    turned_away,
     with_status,
 )
 
@@ -57,9 +57,9 @@ def counted(job: Job, observed: Observed) -> dict[Cause, int]:
         (evicted(1), Cause.POD_DISRUPTED),
         (preempted(1), Cause.POD_DISRUPTED),
         (lost(1), Cause.NODE_LOST),
-        (turned_away(1), Cause.NOT_ADMITTED),
+        (rejected_by_node(1), Cause.NOT_ADMITTED),
         (left(1), Cause.POD_LEFT),
-        (going(1), Cause.POD_LEFT),
+        (terminating(1), Cause.POD_LEFT),
     ],
     ids=lambda value: value.value if isinstance(value, Cause) else "",
 )
@@ -90,7 +90,7 @@ def test_the_time_until_a_job_trains_is_measured_once() -> None:
     waiting = plan(job, a_world(pending(0), pending(1)), NOW + 12).status
     assert waiting is not None
     assert seconds_to_running(job, waiting, NOW + 12) is None
-    resumed = that_rests(a_job(), started=None, round=0, active=NOW + 100)
+    resumed = that_is_suspended(a_job(), started=None, round=0, active=NOW + 100)
     status = plan(resumed, world, NOW + 103).status
     assert status is not None
     assert seconds_to_running(resumed, status, NOW + 103) == 3, "the time counts from the resumption"

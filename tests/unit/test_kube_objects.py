@@ -22,7 +22,7 @@ from elastic_operator.kubernetes.store import etcd_blocked, etcd_state
 from elastic_operator.manifest.crd import apply_defaults
 from elastic_operator.resources.owned_objects import AGENT_METRICS_PORT, PodSettings
 from elastic_operator.resources.worker_pod import worker_pod
-from tests.support.builders import UID, a_job, says, size
+from tests.support.builders import UID, a_job, size, termination_message
 from torchelastic.protocol import (
     PROTOCOL_VERSION,
     FailureRecord,
@@ -211,11 +211,13 @@ def test_the_exit_code_of_an_init_container_is_distinguished_from_that_of_the_ag
 
 
 def test_the_termination_message_takes_precedence_unless_the_agent_was_asked_to_leave() -> None:
-    failed = encode_termination_message(says("rank 0 failed", "WorkerFailed")).decode()
+    failed = encode_termination_message(termination_message("rank 0 failed", "WorkerFailed")).decode()
     pod = pod_of(an_object("Failed", worker(ended(1, failed)), reason="Evicted", message="memory"))
-    assert pod.message == says("rank 0 failed", "WorkerFailed")
-    left = encode_termination_message(says("left on SIGTERM", "Left")).decode()
-    assert pod_of(an_object("Failed", worker(ended(143, left)))).message == says("left on SIGTERM", "Left")
+    assert pod.message == termination_message("rank 0 failed", "WorkerFailed")
+    left = encode_termination_message(termination_message("left on SIGTERM", "Left")).decode()
+    assert pod_of(an_object("Failed", worker(ended(143, left)))).message == termination_message(
+        "left on SIGTERM", "Left"
+    )
     evicted = pod_of(an_object("Failed", worker(ended(143, left)), reason="Evicted", message="memory"))
     assert evicted.message == "Evicted: memory"
     assert messages.pod_disruption(evicted) == "was evicted: memory"
@@ -247,7 +249,7 @@ def ready(status: str, kind: str = "Ready") -> dict[str, str]:
 
 SILENT = [ready("False"), ready("True", "ContainersReady")]
 """The conditions of a pod whose node does not respond."""
-LEFT = encode_termination_message(says("left on SIGTERM", "Left")).decode()
+LEFT = encode_termination_message(termination_message("left on SIGTERM", "Left")).decode()
 LOW = "The node was low on resource: memory. Threshold quantity: 100Mi, available: 80Mi."
 FULL = 'Usage of EmptyDir volume "tmp" exceeds the limit "1Gi".'
 FULL_POD = "Pod ephemeral local storage usage exceeds the total limit of containers 1Gi."

@@ -27,15 +27,15 @@ from tests.support.builders import (
     died,
     evicted,
     failure,
-    going,
     left,
     lost,
     on_reasons,
     pending,
     running,
-    says,
     size,
     success,
+    terminating,
+    termination_message,
     that_had_pods,
     that_trained,
     unready,
@@ -92,7 +92,7 @@ def test_pod_names_are_unique_within_one_second() -> None:
 
 def test_new_pod_does_not_reuse_the_name_of_a_draining_pod() -> None:
     gone = pod_name(NAME, UID, 1, "")
-    [new] = plan(TRAINED, a_world(running(0), size=size(2, generation=3, going=(gone,))), NOW).create
+    [new] = plan(TRAINED, a_world(running(0), size=size(2, generation=3, draining=(gone,))), NOW).create
 
     assert (new.index, new.size.generation) == (1, 3)
     assert new.name != gone
@@ -104,7 +104,7 @@ def test_back_off_starts_over_after_a_healthy_time() -> None:
     [second] = plan(job, a_world(running(0), earlier), NOW - 72).create
     assert (second.failures, second.failed) == (4, NOW - 80)
 
-    deleted = going(1, after=earlier, failures=4, failed=NOW - 80, started=NOW - 40)
+    deleted = terminating(1, after=earlier, failures=4, failed=NOW - 80, started=NOW - 40)
     [third] = plan(job, a_world(running(0), deleted), NOW - 20).create
     assert (third.failures, third.failed) == (4, NOW - 80)
 
@@ -183,7 +183,7 @@ def test_index_whose_pods_are_deleted_before_they_run_backs_off() -> None:
         condition(made.status, ConditionType.WAITING).message
     )
     assert made.status.pod_failures == 0, "the deletion is not charged"
-    [ran] = plan(job, a_world(running(0), going(1, started=NOW - 1, failures=2, failed=NOW - 4)), NOW).create
+    [ran] = plan(job, a_world(running(0), terminating(1, started=NOW - 1, failures=2, failed=NOW - 4)), NOW).create
     assert ran.failures == 2, "a pod that ran is replaced at once"
 
 
@@ -253,11 +253,18 @@ def test_failure_names_its_root_cause() -> None:
     ("pods", "reason", "message"),
     [
         (
-            (died(0, 1, message=says("second"), ended=NOW), died(1, 1, message=says("first"), ended=NOW - 1)),
+            (
+                died(0, 1, message=termination_message("second"), ended=NOW),
+                died(1, 1, message=termination_message("first"), ended=NOW - 1),
+            ),
             Reason.RUN_FAILED,
             "first",
         ),
-        ((died(0, 2, message=says("--nnodes is no number", "BadInput")),), Reason.BAD_INPUT, "--nnodes is no number"),
+        (
+            (died(0, 2, message=termination_message("--nnodes is no number", "BadInput")),),
+            Reason.BAD_INPUT,
+            "--nnodes is no number",
+        ),
         ((died(0, 2, incompatible_image=NO_AGENT), died(1)), Reason.NO_AGENT, NO_AGENT.message),
         ((died(0, 2, incompatible_image=STRANGER), died(1)), Reason.PROTOCOL_MISMATCH, STRANGER.message),
     ],
@@ -374,7 +381,7 @@ def test_workers_yield_to_a_blocked_etcd() -> None:
     assert made.etcd
     assert made.status is not None
     job = replace(job, status=made.status)
-    at_least = plan(job, replace(world, pods=(unready(0), going(1), going(2))), NOW)
+    at_least = plan(job, replace(world, pods=(unready(0), terminating(1), terminating(2))), NOW)
     assert (at_least.remove, at_least.create) == ((), ())
     there = replace(a_world(unready(0), store_read=False), etcd=EtcdState.STARTING)
     assert len(plan(job, there, NOW).create) == 3
@@ -450,11 +457,16 @@ def test_invalid_spec_is_reported_until_it_is_corrected() -> None:
 
 def test_events_of_ended_pods_name_the_successor() -> None:
     job = that_trained(a_job(replicas=4))
-    world = a_world(died(0), died(1, 3, message=says("the store cannot be reached"), failures=3), left(2), going(3))
+    world = a_world(
+        died(0),
+        died(1, 3, message=termination_message("the store cannot be reached"), failures=3),
+        left(2),
+        terminating(3),
+    )
     made = plan(job, world, NOW)
 
     assert [event.message for event in made.events] == [
-        f"{going(3).name} was deleted; a new pod takes its place",
+        f"{terminating(3).name} was deleted; a new pod takes its place",
         f"{died(0).name} was killed by SIGKILL; a new pod takes its place",
         f"{died(1).name} gave up on the store: the store cannot be reached; a new pod takes its place in 4 s",
         f"{left(2).name} was asked to leave; a new pod takes its place",
@@ -490,7 +502,7 @@ def test_pods_removed_by_the_plan_are_not_reported_as_deleted() -> None:
     assert messages_of(first) == {EventReason.SCALED: "scaled from 2 to 1 pod"}
 
     assert first.status is not None
-    after = a_world(running(0), going(1), size=first.size)
+    after = a_world(running(0), terminating(1), size=first.size)
     assert plan(replace(job, status=first.status), after, NOW).events == ()
 
 

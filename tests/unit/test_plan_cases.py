@@ -24,7 +24,6 @@ from tests.support.builders import (
     a_world,
     condition,
     died,
-    going,
     left,
     lost,
     on_disruption,
@@ -32,14 +31,15 @@ from tests.support.builders import (
     out_of_memory,
     pending,
     preempted,
+    rejected_by_node,
     running,
     size,
     succeeded,
     success,
+    terminating,
     that_had_pods,
-    that_rests,
+    that_is_suspended,
     that_trained,
-    turned_away,
     unready,
     with_status,
 )
@@ -130,14 +130,14 @@ CASES = {
         that_trained(a_job(replicas=2, generation=2)),
         a_world(running(0, size=size(3)), unready(1, size=size(3)), running(2, size=size(3))),
         removes=[1],
-        expected_size=size(2, generation=2, going=(unready(1).name,)),
+        expected_size=size(2, generation=2, draining=(unready(1).name,)),
         state=JobState.RUNNING,
     ),
     "scaling down removes the highest indices next": Case(
         that_trained(a_job(replicas=1, generation=2)),
         a_world(running(0), running(1), running(2)),
         removes=[2, 1],
-        expected_size=size(1, generation=2, going=tuple(sorted([running(1).name, running(2).name]))),
+        expected_size=size(1, generation=2, draining=tuple(sorted([running(1).name, running(2).name]))),
         state=JobState.RUNNING,
     ),
     "the lowest empty indices are filled": Case(
@@ -173,7 +173,7 @@ CASES = {
     ),
     "a draining pod is replaced although another pod has gone": Case(
         TRAINED,
-        a_world(running(0), running(1), size=size(2, generation=3, going=(running(1).name,))),
+        a_world(running(0), running(1), size=size(2, generation=3, draining=(running(1).name,))),
         removes=[1],
         creates=[1],
         state=JobState.RUNNING,
@@ -242,7 +242,7 @@ CASES = {
         charges=1,
     ),
     "a suspended job keeps its store while an agent may leave": Case(
-        that_trained(a_job(suspend=True)), a_world(going(0)), state=JobState.SUSPENDED
+        that_trained(a_job(suspend=True)), a_world(terminating(0)), state=JobState.SUSPENDED
     ),
     "a suspended job does not wait for a pod on a lost node": Case(
         that_trained(a_job(suspend=True)), a_world(lost(0)), state=JobState.SUSPENDED, etcd=False
@@ -255,7 +255,7 @@ CASES = {
         wakes_in=EXIT_PERIOD,
     ),
     "a resumed job gets its pods at once, before its store is read": Case(
-        that_rests(a_job()), NO_STORE, creates=[0, 1], state=JobState.WAITING
+        that_is_suspended(a_job()), NO_STORE, creates=[0, 1], state=JobState.WAITING
     ),
     "the deadline does not apply to a suspended job": Case(
         that_trained(a_job(suspend=True, active_deadline=60), active=NOW - 60),
@@ -274,7 +274,7 @@ CASES = {
         wakes_in=EXIT_PERIOD,
     ),
     "a pod that its node does not admit backs off": Case(
-        that_trained(a_job()), a_world(running(0), turned_away(1, failures=3)), wakes_in=4, state=JobState.RUNNING
+        that_trained(a_job()), a_world(running(0), rejected_by_node(1, failures=3)), wakes_in=4, state=JobState.RUNNING
     ),
     "an ignored failure backs off": Case(
         that_trained(a_job(failure_rules=(on_reasons(FailureAction.IGNORE, "OOMKilled"),))),
@@ -307,7 +307,7 @@ CASES = {
     ),
     "no rule applies to a pod that was deleted or asked to leave": Case(
         that_trained(a_job(failure_rules=(on_reasons(FailureAction.FAIL_JOB, "Error"),))),
-        a_world(left(0, reasons=frozenset({"Error"})), going(1, reasons=frozenset({"Error"}))),
+        a_world(left(0, reasons=frozenset({"Error"})), terminating(1, reasons=frozenset({"Error"}))),
         creates=[0, 1],
         state=JobState.WAITING,
     ),
@@ -321,7 +321,7 @@ CASES = {
         a_job(active_deadline=61), a_world(), creates=[0, 1], state=JobState.PENDING, wakes_in=61
     ),
     "the deadline counts from the resumption": Case(
-        that_rests(a_job(active_deadline=61)), a_world(), creates=[0, 1], state=JobState.WAITING, wakes_in=61
+        that_is_suspended(a_job(active_deadline=61)), a_world(), creates=[0, 1], state=JobState.WAITING, wakes_in=61
     ),
     "the deadline waits until the store was read": Case(
         that_trained(a_job(active_deadline=60), active=NOW - 60),

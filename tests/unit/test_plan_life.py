@@ -33,13 +33,13 @@ from tests.support.builders import (
     out_of_memory,
     pending,
     preempted,
+    rejected_by_node,
     running,
     succeeded,
     success,
     that_had_pods,
-    that_rests,
+    that_is_suspended,
     that_trained,
-    turned_away,
     with_spec,
     with_spec_applied,
 )
@@ -102,7 +102,7 @@ def test_counts_outlive_a_suspension() -> None:
     assert resumed.status.active == NOW + 60
 
 
-@pytest.mark.parametrize("job", [a_job(), that_rests(a_job())], ids=["new", "resumed"])
+@pytest.mark.parametrize("job", [a_job(), that_is_suspended(a_job())], ids=["new", "resumed"])
 def test_rejected_pods_do_not_make_the_outcome_unknown(job: Job) -> None:
     external = replace(job, spec=msgspec.structs.replace(job.spec, etcd=EtcdSpec(endpoint="etcd:2379")))
     away = a_world(store_read=False, store_error="cannot be reached")
@@ -153,7 +153,7 @@ def test_first_pods_are_recorded_with_the_next_status() -> None:
 def test_round_before_a_suspension_does_not_count_as_training() -> None:
     former = plan(a_job(), NO_STORE, NOW).create
     outlived = a_round(*(replace(running(pod.index), name=pod.name) for pod in former), number=5)
-    rests = that_rests(a_job())
+    rests = that_is_suspended(a_job())
     pods = [replace(running(new.index), name=new.name) for new in plan(rests, NO_STORE, NOW).create]
     again = plan(replace(rests, status=replace(rests.status, active=NOW)), NO_STORE, NOW + 60).create
     assert [pod.name for pod in again] == [pod.name for pod in pods]
@@ -166,14 +166,14 @@ def test_round_before_a_suspension_does_not_count_as_training() -> None:
 
 
 def test_invalid_spec_is_reported_while_suspended() -> None:
-    bad = that_rests(a_job(suspend=True, env=({"name": "A"}, {"name": "A"})))
+    bad = that_is_suspended(a_job(suspend=True, env=({"name": "A"}, {"name": "A"})))
     made = plan(bad, NO_STORE, NOW)
     invalid = condition(made.status, ConditionType.INVALID)
     assert (invalid.status, invalid.reason) == (True, Reason.SPEC_INVALID)
     assert EventReason.REFUSED in messages_of(made)
 
     assert made.status is not None
-    mended = plan(replace(that_rests(a_job(suspend=True)), status=made.status), NO_STORE, NOW).status
+    mended = plan(replace(that_is_suspended(a_job(suspend=True)), status=made.status), NO_STORE, NOW).status
     assert condition(mended, ConditionType.INVALID).status is False
 
 
@@ -254,7 +254,7 @@ def test_sizes_limits_and_times_change_at_any_time() -> None:
 
 def test_events_name_the_termination_cause() -> None:
     job = that_trained(a_job(maximum=8, replicas=6))
-    pods = (out_of_memory(0), evicted(1), preempted(2), lost(3), turned_away(4), running(5))
+    pods = (out_of_memory(0), evicted(1), preempted(2), lost(3), rejected_by_node(4), running(5))
     made = plan(job, a_world(*pods), NOW)
 
     assert {(event.reason, event.message) for event in made.events} == {

@@ -18,11 +18,11 @@ from tests.support.builders import (
     a_world,
     condition,
     died,
-    going,
     on_reasons,
     out_of_memory,
     running,
     success,
+    terminating,
     with_spec_applied,
 )
 
@@ -96,7 +96,7 @@ def test_resumed_job_waits_for_terminating_pods_and_the_store() -> None:
     job, _ = apply_plan(job, unreadable(running(0)), NOW)
     job = replace(job, spec=a_job(etcd=NEW).spec, generation=4)
     for later in (10, 100):
-        job, waiting_plan = apply_plan(job, unreadable(going(0)), NOW + later)
+        job, waiting_plan = apply_plan(job, unreadable(terminating(0)), NOW + later)
         assert (waiting_plan.create, waiting_plan.wake_at, with_applied_spec(job).spec.etcd) == ((), None, OLD)
     job, waiting_plan = apply_plan(job, UNREADABLE, NOW + 101)
     assert (waiting_plan.create, waiting_plan.wake_at) == ((), NOW + 101 + PATIENCE)
@@ -107,10 +107,10 @@ def test_resumed_job_waits_for_terminating_pods_and_the_store() -> None:
 
 def test_store_is_waited_for_after_the_last_pod_has_ended() -> None:
     job = with_spec_applied(a_job(suspend=True))
-    job, _ = apply_plan(job, unreadable(going(0), going(1)), NOW)
+    job, _ = apply_plan(job, unreadable(terminating(0), terminating(1)), NOW)
     for kind, reason in ((ConditionType.SUSPENDED, Reason.STOPPING), (ConditionType.WAITING, Reason.SUSPENDED)):
         assert (condition(job.status, kind).status, condition(job.status, kind).reason) == (False, reason)
-    assert plan(job, unreadable(going(0)), NOW + PATIENCE).status is None
+    assert plan(job, unreadable(terminating(0)), NOW + PATIENCE).status is None
 
     job, waiting_plan = apply_plan(job, UNREADABLE, NOW + 100)
     assert waiting_plan.wake_at == NOW + 100 + PATIENCE

@@ -22,7 +22,7 @@ from tests.support.builders import (
     a_world,
     running,
     success,
-    that_rests,
+    that_is_suspended,
     with_spec_applied,
     with_status,
 )
@@ -241,7 +241,7 @@ def test_time_breakdown_without_a_record_is_unknown() -> None:
     trained = with_spec_applied(a_job(suspend=True))
     status = plan(trained, a_world(), NOW + 30).status
     assert status.time_breakdown is None
-    resumed = plan(replace(that_rests(a_job()), spec=a_job().spec), NO_STORE, NOW + 60)
+    resumed = plan(replace(that_is_suspended(a_job()), spec=a_job().spec), NO_STORE, NOW + 60)
     assert resumed.status.time_breakdown is None
     assert [new.resume and new.resume.time_breakdown for new in resumed.create] == [None, None]
 

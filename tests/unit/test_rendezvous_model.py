@@ -282,9 +282,11 @@ class Run(RuleBasedStateMachine):
 
     @rule(low=st.integers(1, 3), more=st.integers(0, 3), wanted=st.none() | st.integers(0, 7))
     def the_size_changes(self, low: int, more: int, wanted: int | None) -> None:
-        going = tuple(sorted(node.record.name for node in self.nodes.values() if node.alive)[:1]) if wanted == 1 else ()
+        draining = (
+            tuple(sorted(node.record.name for node in self.nodes.values() if node.alive)[:1]) if wanted == 1 else ()
+        )
         self.size = SizeRecord(
-            min=low, max=low + more, desired=wanted, draining=going, generation=self.size.generation + 1
+            min=low, max=low + more, desired=wanted, draining=draining, generation=self.size.generation + 1
         )
         self.store.write(KEYS.size, encode(self.size))
 

@@ -76,7 +76,7 @@ async def test_a_node_whose_workers_have_exited_is_not_partitioned() -> None:
         a, b = [await factory.node(name, wanted=2) for name in "ab"]
         await all_with(a, b)
         leader, other = (a, b) if a.inner.is_leader else (b, a)
-        await other.says(phase=NodePhase.DONE)
+        await other.report(phase=NodePhase.DONE)
         clients.reach(False)
         await leader.crash()
         await asyncio.sleep(2 * LEASE)  # the lease has to expire
@@ -306,7 +306,7 @@ async def test_a_node_that_missed_a_lost_outcome_learns_it_from_the_other_nodes(
         late = nodes[1] if nodes[0].inner.is_leader else nodes[0]
         (first,) = set(nodes) - {late}
         if state is OutcomeState.SUCCEEDED:
-            await late.says(phase=NodePhase.DONE)
+            await late.report(phase=NodePhase.DONE)
         clients.all[nodes.index(late)].reachable = False
         await end([late, first], round.number)
         expected = await outcome_of(first)

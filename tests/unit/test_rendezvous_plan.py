@@ -76,10 +76,10 @@ OF_TWO_RACKS = [peer(name, joined=i, topology_key="xy"[i % 2]) for i, name in en
             id="a member that was partitioned",
         ),
         pytest.param(
-            snapshot(peer("a", round=1), peer("b", round=1), wanted=1, going=("a",), round=AB), "b", id="draining"
+            snapshot(peer("a", round=1), peer("b", round=1), wanted=1, draining=("a",), round=AB), "b", id="draining"
         ),
         pytest.param(snapshot(peer("a", round=1), peer("b", round=1), wanted=1, round=AB), "a", id="a smaller size"),
-        pytest.param(snapshot(peer("a", round=1), wanted=1, going=("a",), round=AB), "", id="only a draining node"),
+        pytest.param(snapshot(peer("a", round=1), wanted=1, draining=("a",), round=AB), "", id="only a draining node"),
         pytest.param(
             snapshot(peer("a", round=2), peer("c", joined=7), low=2, wanted=2, round=round(2)), "ac", id="after a pause"
         ),
@@ -471,7 +471,7 @@ def test_a_departure_gives_the_longest_notice_up_to_the_limit_of_the_run(asked: 
 
 def test_a_resize_gives_notice_to_workers_that_asked() -> None:
     here = (trains("a"), trains("b"))
-    notice = given(plan(snapshot(*here, wanted=1, going=("b",), round=round(1, "a", "b")), SETTINGS))
+    notice = given(plan(snapshot(*here, wanted=1, draining=("b",), round=round(1, "a", "b")), SETTINGS))
     assert (notice.reason, notice.cause) == (RoundReason.RESIZED, "b is taken away")
     raised = snapshot(*here, wanted=4, low=3, round=round(1, "a", "b"))
     assert given(plan(raised, SETTINGS)).reason is RoundReason.RESIZED
@@ -497,7 +497,7 @@ def test_the_change_waits_for_the_last_answer_or_the_deadline() -> None:
     assert formed(next_round(noticed(*here, wanted=2, now=120.0))) == (2, ["a"])
     answered = noticed(trains("a", saved=4), leaves("b", saved=4), wanted=2)
     assert formed(next_round(answered)) == (2, ["a"])
-    silent = noticed(trains("a", saved=4), peer("c"), wanted=1, going=("a",), silent={node_id("b"): peer("b")})
+    silent = noticed(trains("a", saved=4), peer("c"), wanted=1, draining=("a",), silent={node_id("b"): peer("b")})
     assert isinstance(plan(silent, SETTINGS), Hold)
 
 

@@ -97,8 +97,8 @@ def test_the_step_time_is_that_since_the_last_reading() -> None:
 
     assert mean(10.0, 10) == 1.0, "the first reading shows the mean of all steps"
     assert mean(11.0, 14) == 0.25
-    assert mean(11.0, 14) == 0.25, "without a new step the last mean is shown"
-    assert mean(1.0, 2) == 0.5, "the mean starts again with another pod"
+    assert mean(11.0, 14) == 0.25, "without new steps the last mean is kept"
+    assert mean(1.0, 2) == 0.5, "after the pod was replaced, the mean starts again"
 
 
 def test_a_rank_that_takes_much_longer_than_the_others_straggles() -> None:
