@@ -51,7 +51,7 @@ class Soak:
         recovered: seconds from the repair until all trained together, by the kinds of the strike.
         needless: strikes after which the round changed more often than it should.
         leaked: the number of additional processes, descriptors and files, by name.
-        failed: why the soak ended early; empty if it did not.
+        failed: the reason why the soak ended early; empty if it did not.
     """
 
     seed: int

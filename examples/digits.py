@@ -149,13 +149,13 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
 
 
 def look(images: Tensor, transforms: Tensor) -> Tensor:
-    """Each image enlarged to ``SIDE`` x ``SIDE`` pixels and seen through its 2 x 3 affine transform."""
+    """Enlarges each image to ``SIDE`` x ``SIDE`` pixels, and applies its 2 x 3 affine transform."""
     grid = functional.affine_grid(transforms, [len(images), 1, SIDE, SIDE], align_corners=False)
     return functional.grid_sample(images, grid, align_corners=False)
 
 
 def distort(images: Tensor, step: int) -> Tensor:
-    """The images turned, scaled, moved and made noisy, a little and at random.
+    """Rotates, scales and moves the images and adds noise, slightly and at random.
 
     The numbers are drawn for the whole global batch and each rank takes its own, as the sampler does with the samples.
     """
@@ -170,7 +170,7 @@ def distort(images: Tensor, step: int) -> Tensor:
 
 
 def make_model() -> nn.Module:
-    """Four convolutions. GroupNorm, not BatchNorm: what a sample gives must not depend on how the batch is split."""
+    """Four convolutions. GroupNorm, not BatchNorm, because the result must not depend on how the batch is split."""
 
     def layer(inputs: int, outputs: int) -> list[nn.Module]:
         return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.GroupNorm(8, outputs), nn.ReLU()]
@@ -197,7 +197,7 @@ def train(options: argparse.Namespace, data: TensorDataset, device: torch.device
     sampler = ElasticSampler(len(data), BATCH, range(first, total), rank, world_size)
     said_step, said, saved = first, time.monotonic(), time.monotonic()
     for step, (images, labels) in enumerate(DataLoader(data, sampler=sampler, batch_size=None), start=first + 1):
-        torchelastic.step()  # the first call ends the restoring
+        torchelastic.step()  # the first call marks the end of restoring
         for group in optimizer.param_groups:  # warm up, then fall along half a cosine
             group["lr"] = PEAK_LEARNING_RATE * min(1, 10 * step / total) * (1 + math.cos(math.pi * step / total)) / 2
         scores = parallel(distort(images.to(device), step))

@@ -1,4 +1,4 @@
-"""The smallest distributed program: prints what the launcher gives each worker, and what the workers are together."""
+"""The smallest distributed program: prints the environment of each worker, and its place in the process group."""
 
 import os
 

@@ -76,7 +76,7 @@ async def operator(ns: OperatorNamespace, tmp_path: Path) -> AsyncIterator[Opera
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def node(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> AsyncIterator[Node]:
-    """A Kubernetes with one node, where pods run: each test uses its own namespaces."""
+    """A Kubernetes with one node, on which pods run: each test uses its own namespaces."""
     from tests.support.testbed import images
     from tests.support.testbed.node import Node
 

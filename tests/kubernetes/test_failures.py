@@ -50,7 +50,7 @@ def has_no_charges(status: Json) -> bool:
 
 
 async def evict(user: User, pod: str) -> None:
-    """Evict a pod through the API, as a drain does."""
+    """Evict a pod through the API, like ``kubectl drain``."""
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": user.namespace}}
     path = f"/api/v1/namespaces/{user.namespace}/pods/{pod}/eviction"
     await user.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))

@@ -1,6 +1,6 @@
 """Pods with scheduling gates and finalizers of another controller.
 
-Queueing systems that admit jobs by their pods work so. The test plays their part.
+Queueing systems that admit jobs by their pods work like this. The test acts as such a system.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def workers(ns: OperatorNamespace, true: Callable[[Objects], bool]) -> Obj
     return await ns.wait_for(PODS, true, labels=worker_selector("digits"))
 
 
-def says_the_gate(status: Json) -> bool:
+def names_the_gate(status: Json) -> bool:
     return holds(status, "Waiting") and GATE in conditions(status)["Waiting"]["message"]
 
 
@@ -48,19 +48,19 @@ async def test_gated_pods_wait_and_a_rejected_one_is_replaced_without_a_charge(
 ) -> None:
     await ns.apply(template=GATED, replicas=2, backoffLimit=0)
     before = await ns.wait_for_pods(2)
-    await ns.wait_for_job(says_the_gate)
+    await ns.wait_for_job(names_the_gate)
     gone = min(before)
     await hold(ns, gone, HELD)
     await ns.api.delete(PODS, ns.name, gone)
     found = await workers(ns, lambda pods: len(live(pods)) == 2 and live(pods).keys() != before.keys())
-    assert gone in found, "it is still held"
-    assert max(before) in live(found), "the other one stays"
-    assert (await ns.wait_for_job(says_the_gate))["status"]["podFailures"] == 0
+    assert gone in found, "the gated pod still waits"
+    assert max(before) in live(found), "the other pod is replaced"
+    assert (await ns.wait_for_job(names_the_gate))["status"]["podFailures"] == 0
     await hold(ns, gone)
 
     for pod in live(found):
         await ns.api.patch(PODS, ns.name, pod, {"spec": {"schedulingGates": []}})
-    await ns.wait_for_job(lambda status: not says_the_gate(status))
+    await ns.wait_for_job(lambda status: not names_the_gate(status))
 
 
 async def test_pods_deleted_before_they_ran_are_replaced_with_growing_delays(ns: OperatorNamespace) -> None:
@@ -70,11 +70,11 @@ async def test_pods_deleted_before_they_ran_are_replaced_with_growing_delays(ns:
     for _ in range(5):
         names = {pod["metadata"]["name"] for pod in made}
 
-        def another(pods: Objects, names: set[str] = names) -> list[Json]:
+        def wait_for_new_pod(pods: Objects, names: set[str] = names) -> list[Json]:
             return [pod for name, pod in live(pods).items() if index_of(pod) == 1 and name not in names]
 
-        found = await workers(ns, lambda pods: bool(another(pods)))
-        made += another(found)
+        found = await workers(ns, lambda pods: bool(wait_for_new_pod(pods)))
+        made += wait_for_new_pod(found)
         await ns.api.delete(PODS, ns.name, made[-1]["metadata"]["name"])
     times = [seconds(pod["metadata"]["creationTimestamp"]) or 0.0 for pod in made]
     assert times[-1] - times[0] >= 5, "0, 1, 2 and 4 seconds, and these times are in whole seconds"

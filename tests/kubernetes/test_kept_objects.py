@@ -77,7 +77,7 @@ async def test_a_gang_scheduled_job_waits_for_the_pod_group_kind_and_follows_the
             await ns.wait_for(resource, lambda found: found.get("digits", {})["spec"]["minMember"] == 3)
         ).values()
         assert group["spec"]["minResources"] == {"example.org/gpu": "6"}
-        assert group["metadata"]["labels"]["mine"] == "yes", "what others say in it stays"
+        assert group["metadata"]["labels"]["mine"] == "yes", "fields of other writers are kept"
 
         await ns.change(suspend=True)
         await ns.wait_for(resource, lambda found: not found)
@@ -125,7 +125,7 @@ async def test_a_foreign_disruption_budget_is_reported_and_blocks_no_pod(ns: Ope
     await ns.wait_for_event(
         "ResourcesBlocked", "a PodDisruptionBudget called digits-workers is there that does not belong to this job"
     )
-    # Also one of its own that is removed is created again.
+    # An own budget that is deleted is created again, too.
     for _ in range(2):
         await ns.kubectl("delete", "poddisruptionbudget", "digits-workers")
         await ns.wait_for(
@@ -134,7 +134,7 @@ async def test_a_foreign_disruption_budget_is_reported_and_blocks_no_pod(ns: Ope
         )
 
 
-async def test_a_job_managed_by_another_controller_is_left_alone(ns: OperatorNamespace) -> None:
+async def test_a_job_managed_by_another_controller_is_not_changed(ns: OperatorNamespace) -> None:
     await ns.apply("theirs", managedBy="kueue.x-k8s.io/multikueue")
     await ns.apply()
     await ns.wait_for_pods(3)

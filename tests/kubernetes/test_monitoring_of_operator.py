@@ -1,6 +1,6 @@
 """Dashboards and alerts of a real operator with a real Prometheus and a real API server.
 
-There is no kubelet; the test plays it, and the agents. The metrics of agents are tested in tests/real.
+There is no kubelet; the test acts as the kubelet and the agents. The metrics of agents are tested in tests/real.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ async def watched(
             yield found
 
 
-def asked(page: Page) -> list[Any]:
+def answerable_queries(page: Page) -> list[Any]:
     """The dashboard queries that an operator answers."""
     return [
         pytest.param(panel, query, id=" ".join(filter(None, (panel.title, query.legend))))
@@ -99,7 +99,7 @@ def asked(page: Page) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("panel", "query"), [*asked(FLEET_PAGE), *asked(JOB_PAGE)])
+@pytest.mark.parametrize(("panel", "query"), [*answerable_queries(FLEET_PAGE), *answerable_queries(JOB_PAGE)])
 async def test_every_operator_panel_has_data_of_the_right_unit_and_size(
     watched: Watched, panel: Panel, query: Query
 ) -> None:

@@ -58,13 +58,13 @@ class PrometheusInside:
         try:
             async with asyncio.timeout(SIGHT):
                 while True:
-                    with contextlib.suppress(AssertionError):  # it does not serve yet
+                    with contextlib.suppress(AssertionError):  # Prometheus does not serve yet
                         answer = await self.query(expr)
                         if condition(answer):
                             return answer
                     await asyncio.sleep(EVERY)
         except TimeoutError:
-            raise AssertionError(f"{expr} did not become what it should; last: {answer}") from None
+            raise AssertionError(f"{expr} did not meet the condition; last answer: {answer}") from None
 
 
 @contextlib.asynccontextmanager
@@ -84,7 +84,7 @@ async def prometheus_on(node: Node, folder: Path) -> AsyncIterator[PrometheusIns
         await log
 
 
-async def where_annotations_say(node: Node) -> list[dict[str, Any]]:
+async def annotated_targets(node: Node) -> list[dict[str, Any]]:
     """The pods with scrape annotations, as a Prometheus with annotation discovery finds them."""
     listing = json.loads((await node.kubectl("get", "pods", "--all-namespaces", "-o", "json")).stdout)
     found = []
@@ -105,7 +105,7 @@ async def test_every_panel_shows_a_job_that_is_scaled_and_loses_a_worker(user: U
     async with prometheus_on(user.node, tmp_path) as prometheus:
 
         async def scrape() -> None:
-            (tmp_path / "new").write_text(json.dumps(await where_annotations_say(user.node)))
+            (tmp_path / "new").write_text(json.dumps(await annotated_targets(user.node)))
             (tmp_path / "new").rename(tmp_path / TARGETS)
 
         async def one(title: str, legend: str = "") -> float:
@@ -161,12 +161,12 @@ async def test_agents_on_host_network_are_found_on_their_actual_ports(user: User
     pods = await user.pods("hosted")
     for name in pods:
         await user.wait(f"pod/{name}", r"jsonpath={.metadata.annotations.elastic\.pytorch\.org/metrics-port}")
-    places = {found["labels"]["pod"]: found["targets"][0] for found in await where_annotations_say(user.node)}
+    places = {found["labels"]["pod"]: found["targets"][0] for found in await annotated_targets(user.node)}
     own = {name: places[name] for name in pods}
     assert len(set(own.values())) == 2
 
     async with prometheus_on(user.node, tmp_path) as prometheus:
-        (tmp_path / "new").write_text(json.dumps(await where_annotations_say(user.node)))
+        (tmp_path / "new").write_text(json.dumps(await annotated_targets(user.node)))
         (tmp_path / "new").rename(tmp_path / TARGETS)
         seen = await prometheus.until('torchelastic_world_size{elasticjob="hosted"} == 2', lambda seen: len(seen) == 2)
         assert {sample.labels["pod"]: sample.labels["instance"] for sample in seen} == own

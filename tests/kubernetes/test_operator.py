@@ -1,7 +1,7 @@
 """The operator as a process, against a real API server and a real controller manager.
 
-There is no kubelet: a test that needs a pod to run, fail or end plays the kubelet. No agents run either: what they
-would write to the store, a test writes.
+There is no kubelet: a test that needs a pod to run, fail or end acts as the kubelet. No agents run either: tests write
+their records to the store.
 """
 
 from __future__ import annotations

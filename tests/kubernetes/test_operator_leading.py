@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session
 
 
 class Candidate:
-    """A candidate for the lease, and the state of its work."""
+    """A candidate for the lease, which records whether it works."""
 
     def __init__(self, api: WatchingApi, namespace: str, identity: str, *, duration: int = 60) -> None:
         self.elector = LeaderElector(
@@ -53,7 +53,7 @@ class Candidate:
             self.stopped.set()
 
     async def end(self) -> None:
-        """End it as SIGTERM does."""
+        """End the candidate as SIGTERM does."""
         self.task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.task
@@ -74,7 +74,7 @@ class Candidates:
     async def change(self, **spec: str | None) -> None:
         await self.api.patch(LEASES, self.namespace, "lease", {"spec": spec})
 
-    async def left_by(self, holder: str, *, duration: int) -> None:
+    async def create_expired_lease(self, holder: str, *, duration: int) -> None:
         """The lease of a holder that was killed."""
         spec = {"holderIdentity": holder, "leaseDurationSeconds": duration, "renewTime": "2026-01-01T00:00:00.000000Z"}
         lease = {"apiVersion": LEASES.api_version, "kind": LEASES.kind, "metadata": {"name": "lease"}, "spec": spec}
@@ -93,32 +93,32 @@ async def candidates(control_plane: Cluster) -> AsyncIterator[Candidates]:
             await candidate.end()
 
 
-async def soon(event: asyncio.Event) -> None:
+async def wait_for_event(event: asyncio.Event) -> None:
     async with asyncio.timeout(PATIENCE):
         await event.wait()
 
 
-async def test_a_released_lease_is_acquired_at_once_an_expired_one_soon_and_ones_own_again(
+async def test_a_released_lease_is_acquired_at_once_an_expired_lease_soon_and_the_own_lease_again(
     candidates: Candidates,
 ) -> None:
-    await candidates.left_by("dead", duration=1)
+    await candidates.create_expired_lease("dead", duration=1)
     first = candidates.candidate("first")
-    await soon(first.working)
+    await wait_for_event(first.working)
     second = candidates.candidate("second")
     await first.end()
-    await soon(second.working)  # long before the lease's minute is over
+    await wait_for_event(second.working)  # long before the lease's minute is over
     assert first.stopped.is_set()
     assert not first.elector.is_leader
     assert second.elector.is_leader
     second.task.cancel()
-    await candidates.change(holderIdentity="third")  # which was killed, and has begun again
+    await candidates.change(holderIdentity="third")  # this candidate was killed and has restarted
     third = candidates.candidate("third")
-    await soon(third.working)
+    await wait_for_event(third.working)
 
 
 async def test_a_renewed_lease_is_respected_beyond_its_duration(candidates: Candidates) -> None:
     first = candidates.candidate("first", duration=1)
-    await soon(first.working)
+    await wait_for_event(first.working)
     second = candidates.candidate("second", duration=1)
     states = candidates.api.states(LEASES, candidates.namespace, name="lease")
     async with asyncio.timeout(PATIENCE), contextlib.aclosing(states) as leases:
@@ -135,19 +135,19 @@ async def test_work_stops_when_another_holds_the_lease_and_restarts_when_it_is_f
     candidates: Candidates,
 ) -> None:
     first = candidates.candidate("first")
-    await soon(first.working)
+    await wait_for_event(first.working)
     await candidates.change(holderIdentity="thief")
-    await soon(first.stopped)
+    await wait_for_event(first.stopped)
     await candidates.change(holderIdentity=None)
-    await soon(first.working)
+    await wait_for_event(first.working)
 
 
 async def test_work_stops_during_a_long_api_server_outage(tmp_path: Path) -> None:
     async with ControlPlane(tmp_path) as plane, await WatchingApi.from_kubeconfig(str(plane.kubeconfig)) as api:
         leader = Candidate(api, "default", "leader")
-        await soon(leader.working)
+        await wait_for_event(leader.working)
         plane.daemons["kube-apiserver"].pause()
-        await soon(leader.stopped)
+        await wait_for_event(leader.stopped)
         plane.daemons["kube-apiserver"].resume()
-        await soon(leader.working)
+        await wait_for_event(leader.working)
         await leader.end()

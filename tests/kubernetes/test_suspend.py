@@ -1,4 +1,4 @@
-"""Suspension on a real kubelet: only checkpoints are left of the job, and it resumes from them."""
+"""Suspension on a real kubelet: the job keeps only its checkpoints, and resumes from them."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def program(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stop(tmp_path: Path) -> Iterator[Path]:
-    """The file whose appearance lets the workers finish, also those that torchrun left running."""
+    """The file whose creation lets the workers finish, also those that outlive torchrun."""
     path = tmp_path / "stop"
     yield path
     path.touch()

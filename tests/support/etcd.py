@@ -137,7 +137,7 @@ class EtcdServer:
             await self._end(signal.SIGKILL)
 
     def wipe(self) -> None:
-        """Remove its data while it does not run, so that it comes back empty."""
+        """Remove its data while it does not run, so that it restarts empty."""
         if self._process is not None:
             raise RuntimeError("this etcd still runs: stop or kill it first")
         shutil.rmtree(self.data)

@@ -53,11 +53,11 @@ class Measured:
         return await scraped(self._port)
 
     async def text(self, accept: str = "*/*") -> str:
-        """The page as it comes."""
+        """The text of the page."""
         return await scraped_text(self._port, accept=accept)
 
     async def until(self, holds: Callable[[Page], object]) -> Page:
-        """The first page that meets a condition."""
+        """Wait until the page meets a condition, and return the page."""
         async with asyncio.timeout(PATIENCE):
             while True:
                 with suppress(aiohttp.ClientConnectionError):  # not served yet
@@ -66,7 +66,7 @@ class Measured:
                 await asyncio.sleep(0.02)
 
     async def after(self, pattern: str, count: int = 1) -> Page:
-        """The page once this many workers have printed a line."""
+        """Wait until this number of workers has printed a line; returns the page."""
         since = 0
         for _ in range(count):
             await self.agent.wait_for_line(pattern, since=since)

@@ -108,4 +108,4 @@ def _install(packages: Sequence[str], target: Path, scratch: Path) -> None:
         raise Missing(f"torch {VERSION}", f"{tool[-1]} could not be run: {error}") from None
     if done.returncode:
         words = " ".join(done.stderr.split())[-300:]
-        raise Missing(f"torch {VERSION}", f"the package index has to be reached (it was said: {words})")
+        raise Missing(f"torch {VERSION}", f"the package index must be reachable (pip said: {words})")

@@ -28,7 +28,7 @@ def free_range(count: int) -> PortRange:
 
 
 def descendants(roots: Iterable[int]) -> set[int]:
-    """These processes and all that they have started, as far as they live."""
+    """The live processes among these and all their descendants."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Tells all that a program can see of how it was started, as JSON in the file that PROBE_OUT names."""
+"""Write how this program was started, as far as it can see, as JSON to the file that PROBE_OUT names."""
 
 import contextlib
 import gc

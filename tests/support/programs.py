@@ -31,7 +31,7 @@ def script(
 
 
 async def run(program: Program, folder: Path, env: Mapping[str, str] | None = None) -> tuple[WorkerExit, str]:
-    """Run one worker to its end; returns that and what it printed."""
+    """Run one worker to its end; returns its exit and its output."""
     async with workers_of(program, LogSettings(folder)) as workers:
         group = await started(workers, env or {})
         end = await exit_of(group)
@@ -40,7 +40,7 @@ async def run(program: Program, folder: Path, env: Mapping[str, str] | None = No
 
 
 async def output_of(program: Program, folder: Path, env: Mapping[str, str] | None = None) -> str:
-    """What one worker prints, which ends well."""
+    """Run one worker, which must succeed, and return its output."""
     end, printed = await run(program, folder, env)
     assert (end.exit_code, end.explanation.message) == (0, ""), printed
     return printed

@@ -30,7 +30,7 @@ EVERY: Final = 0.5
 
 @dataclass(frozen=True)
 class Sample:
-    """One series of an answer.
+    """One series in an answer of Prometheus.
 
     Attributes:
         labels: its labels, its name among them as __name__.
@@ -165,7 +165,7 @@ class Prometheus:
                         return answer
                     await asyncio.sleep(EVERY)
         except TimeoutError:
-            raise AssertionError(f"{expr} did not become what it should; last: {answer}") from None
+            raise AssertionError(f"{expr} did not meet the condition; last answer: {answer}") from None
 
     async def series(self, selector: str) -> set[str]:
         """The names of all series so far."""

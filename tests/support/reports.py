@@ -86,7 +86,7 @@ def failed(**changes: Any) -> Report:
 
 
 def long(rounds: int = 200, omitted: int = 1800) -> Report:
-    """A job with so many rounds in a day that those in the middle are omitted."""
+    """A job with many rounds in a day, of which those in the middle are omitted."""
     span = 86_400 / (rounds + 60)
     past = []
     for position in range(rounds):

@@ -1,4 +1,4 @@
-"""What a page of metrics shows, read with Prometheus' own parser."""
+"""The samples of a metrics page, read with Prometheus' own parser."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Page:
     """The samples of one scrape.
 
     Args:
-        families: what was parsed; no sample may be there twice, and all are of one job or none.
+        families: the parsed families; samples must be unique, and all of one job or of no job.
 
     Attributes:
         samples: values by name and labels, without the labels that name the job.
         types: of the families.
-        job: its namespace and name, as the labels have them; None where there are no such labels.
+        job: its namespace and name, as the labels have them; None without such labels.
     """
 
     def __init__(self, families: Iterable[Metric]) -> None:
@@ -35,34 +35,34 @@ class Page:
         self.types: dict[str, str] = {}
         jobs = set()
         for family in families:
-            assert family.name not in self.types, f"{family.name} stands there twice"
+            assert family.name not in self.types, f"{family.name} is on the page twice"
             self.types[family.name] = family.type
             for sample in family.samples:
                 labels = dict(sample.labels)
                 namespace, name = labels.pop("job_namespace", None), labels.pop("elasticjob", None)
                 jobs.add(None if namespace is None or name is None else (namespace, name))
                 key = sample.name, tuple(sorted(labels.items()))
-                assert key not in self.samples, f"{key} stands there twice"
+                assert key not in self.samples, f"{key} is on the page twice"
                 self.samples[key] = sample.value
-        assert len(jobs) <= 1, f"series are of different jobs, or some of none: {jobs}"
+        assert len(jobs) <= 1, f"series are of different jobs, or some have no job: {jobs}"
         self.job = next(iter(jobs), None)
 
     def value(self, name: str, **labels: str) -> float | None:
-        """The value of one series; None where it is not there."""
+        """The value of one series; None if the page does not have it."""
         return self.samples.get((name, tuple(sorted(labels.items()))))
 
     def named(self, beginning: str) -> Samples:
-        """All whose names begin like this."""
+        """All samples whose names begin with this text."""
         return {key: value for key, value in self.samples.items() if key[0].startswith(beginning)}
 
 
 async def scraped(port: int) -> Page:
-    """Scrape once."""
+    """Scrape a port on loopback once."""
     return Page(text_string_to_metric_families(await scraped_text(port)))
 
 
 async def scraped_text(port: int, *, accept: str = "*/*") -> str:
-    """The page as it comes."""
+    """The text of the page."""
     patience, headers = aiohttp.ClientTimeout(PATIENCE), {"Accept": accept}
     async with (
         aiohttp.ClientSession() as session,

@@ -35,7 +35,7 @@ def pod(index: int, suffix: str, **changes: Any) -> dict[str, Any]:
 
 
 def event(at: float, message: str, *, reason: str = "Round", warning: bool = False) -> dict[str, Any]:
-    """An event, so many seconds after the start."""
+    """An event, ``at`` seconds after the start."""
     return {"time": START + at, "reason": reason, "message": message, "warning": warning}
 
 
@@ -46,7 +46,7 @@ def snapshot(**changes: Any) -> dict[str, Any]:
     """A job of three pods, one of which was killed and is being replaced, 72 s after its start.
 
     Args:
-        changes: of the parts; those of ``status``, ``run`` and ``spec`` are merged into what is there.
+        changes: replaced parts; those of ``status``, ``run`` and ``spec`` are merged with the defaults.
     """
     run = {
         "id": RUN,
@@ -92,5 +92,5 @@ def snapshot(**changes: Any) -> dict[str, Any]:
 
 
 def view(**changes: Any) -> JobView:
-    """The same job as commands get it."""
+    """The same job as a view for commands."""
     return msgspec.convert(snapshot(**changes), JobView)

@@ -86,12 +86,12 @@ class TcpProxy:
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def cut(self) -> None:
-        """Abort all connections; new ones are served."""
+        """Abort all connections; new connections are accepted."""
         for line in tuple(self._lines):
             line.cut()
 
     def fall_silent(self, *, new_too: bool = True) -> None:
-        """Carry no more bytes on present connections and perhaps new ones, but keep them open."""
+        """Carry no more bytes on the present connections, and optionally on new ones, but keep them open."""
         self._silent = new_too
         for line in self._lines:
             line.flowing.clear()

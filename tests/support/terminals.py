@@ -85,12 +85,12 @@ class Terminal:
     def _read(self) -> None:
         try:
             self.screen += os.read(self._side, 1 << 16).decode(errors="replace")
-        except OSError:  # the other side is closed
+        except OSError:  # the command has closed its side
             asyncio.get_running_loop().remove_reader(self._side)
         self._more.set()
 
     async def shows(self, text: str) -> None:
-        """Return when it has written this."""
+        """Wait until the command has written this text."""
         try:
             async with asyncio.timeout(LIMIT):
                 while text not in self.screen:

@@ -1,4 +1,4 @@
-"""What a program may have left on this machine: compare the results of :func:`traces` before and after."""
+"""Traces of programs on this machine: compare the results of :func:`traces` before and after a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builders for what a leader knows, so that a test reads as the situation it is about."""
+"""Builders for the knowledge of a leader."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ A, B, C = "digits-0-aaaaa", "digits-1-bbbbb", "digits-1-ccccc"
 
 
 def begun(pod: str, round: int, *ranks: int, world: int = 2) -> str:
-    """What an agent says when a round begins."""
+    """The line that an agent logs when a round begins."""
     said = f"10:15:02 [{pod}] round {round}: {world} workers on {world} pods\n"
     these = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     started = f"10:15:02 [{pod}] round {round}: started {these} of a world of {world}\n"
@@ -89,7 +89,7 @@ class Printing:
                 await asyncio.sleep(0.01)  # the output has no event to wait for
 
     async def end(self) -> list[str]:
-        """Wait until it ends by itself; its lines."""
+        """Wait until the command ends by itself; returns its lines."""
         assert self._task
         await asyncio.wait_for(self._task, 20)
         return self.output.decode().splitlines()
@@ -181,7 +181,7 @@ async def test_an_unreadable_log_is_named_and_the_others_are_printed(server: Fak
 
 
 async def finish(server: FakeApiServer, *pods: str) -> None:
-    """The job succeeds: its pods end, and the operator says so."""
+    """Let the job succeed: its pods end, and the operator sets the status."""
     server.add(job(status={"round": 2, "state": "Succeeded"}))
     for name in pods:
         await server.end(name)
@@ -189,7 +189,7 @@ async def finish(server: FakeApiServer, *pods: str) -> None:
         server.add(pod(int(index), suffix, state=died(0, "")))
 
 
-async def test_following_goes_on_over_rounds_and_new_pods_until_the_job_ends(
+async def test_following_continues_with_new_rounds_and_pods_until_the_job_ends(
     server: FakeApiServer, api: UserApi
 ) -> None:
     following = Printing(api)
@@ -284,7 +284,7 @@ def test_timestamps_of_all_time_zones_are_read() -> None:
 @given(st.data())
 def test_every_line_is_read_once_however_often_the_log_is_resumed(data: st.DataObject) -> None:
     texts = data.draw(st.lists(st.sampled_from([b"", b"a", b"b", b"[rank 0] x"]), max_size=12))
-    # Several may come in the same second, and two streams may be written a little out of their order.
+    # Several lines may have the same second, and two streams may be slightly out of order.
     times = st.lists(st.integers(0, 30), min_size=len(texts), max_size=len(texts), unique=True)
     order = sorted(data.draw(times), key=lambda time: time + data.draw(st.integers(0, 9)))
     lines = [b"2026-01-01T00:00:%02d.%dZ " % divmod(time, 10) + text for time, text in zip(order, texts, strict=True)]

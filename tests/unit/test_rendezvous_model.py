@@ -389,7 +389,7 @@ class Run(RuleBasedStateMachine):
             for name in living:
                 self.receive_run_changes(name, 1000)
             leading = [name for name in living if self.nodes[name].listener.leads()]
-            # Without a leader, the youngest node leads first, so that nodes that know least have to give way. A node
+            # Without a leader, the youngest node leads first, so that nodes with less knowledge must resign. A node
             # that leaves leads only if there is no other.
             heirs = [name for name in living if not self.nodes[name].leaving] or living
             for name in leading or [name for name in heirs if not self.nodes[name].gave_way][-1:] or heirs[:1]:

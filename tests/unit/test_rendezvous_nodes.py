@@ -361,7 +361,7 @@ async def test_a_node_offers_another_port_to_another_cluster(cluster_id: str) ->
         assert (await offered() != before) == (cluster_id == "2")
 
 
-# -- a leader that was paused
+# -- paused leaders
 
 
 class PausedStore:
@@ -410,7 +410,7 @@ async def state_of(store: Store) -> StateRecord:
 
 
 async def take_over(data: MemoryStore, before: RoundRecord) -> bool:
-    """Commit the next round as the paused leader's successor; return whether the run was not over."""
+    """Commit the next round as the paused leader's successor; return whether the run had not ended."""
     leader, state = await data.get(KEYS.leader), await data.get(KEYS.state)
     assert leader is not None
     assert state is not None

@@ -130,7 +130,7 @@ def test_pip_in_a_build_uses_this_machines_settings(tmp_path: Path, monkeypatch:
     image_room.write_home(home)
     lines = (home / ".config/pip/pip.conf").read_text().splitlines()
     assert "index-url = https://me:secret@mirror.example/simple" in lines
-    assert "find-links = /root/wheels https://wheels.example/" in lines  # another folder does not exist in a build
+    assert "find-links = /root/wheels https://wheels.example/" in lines  # other folders do not exist in a build
     assert "cert = /root/cert.pem" in lines
     assert (home / "cert.pem").read_text() == "certificates"
 

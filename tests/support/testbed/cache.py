@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class Missing(Exception):  # noqa: N818 - it says what is not there
+class Missing(Exception):  # noqa: N818 - the name is the reason
     """A part of the test bed is unavailable on this machine.
 
     Attributes:

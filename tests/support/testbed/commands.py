@@ -25,7 +25,7 @@ class Result:
     returncode: int
 
 
-class CommandFailed(AssertionError):  # noqa: N818 - it says what happened
+class CommandFailed(AssertionError):  # noqa: N818 - the name is the reason
     """A required command failed, or took too long."""
 
     def __init__(self, argv: Sequence[str], how: str, output: str) -> None:

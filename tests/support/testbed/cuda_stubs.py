@@ -48,7 +48,7 @@ def write_libraries(torchs: Path, target: Path) -> None:
         return
     for tool in ("cc", "nm", "readelf"):
         if shutil.which(tool) is None:
-            raise Missing(f"`{tool}`, for what stands in CUDA's place", "install a C compiler, such as Debian's gcc")
+            raise Missing(f"`{tool}`, for the stubs of CUDA's libraries", "install a C compiler, such as Debian's gcc")
     files = [str(path) for path in torchs.glob("lib*.so")]
     symbols: dict[str, set[str]] = {"": set()}
     for symbol in re.findall(r"^\s+[Uw] (\S+)$", _output("nm", "-D", "--undefined-only", *files), re.MULTILINE):

@@ -28,7 +28,7 @@ _TAIL = 4000
 """Characters of the log in the error about a process that has ended."""
 
 
-class DaemonDied(RuntimeError):  # noqa: N818 - it says what happened
+class DaemonDied(RuntimeError):  # noqa: N818 - the name is the reason
     """A part of the cluster ended, or is not ready in time.
 
     Attributes:

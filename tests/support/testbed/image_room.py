@@ -53,7 +53,7 @@ for name in resolv.conf hosts; do
 done
 mkdir -p /etc/containers
 cp -r "$TOOLS"/etc/containers/. /etc/containers/
-# buildah starts itself anew with an empty environment, so that its libraries must be found without LD_LIBRARY_PATH.
+# buildah re-executes itself with an empty environment, so its libraries must be found without LD_LIBRARY_PATH.
 echo "$LD_LIBRARY_PATH" | tr : '\n' > /etc/ld.so.conf.d/000-tools.conf
 unset LD_LIBRARY_PATH
 ldconfig -X

@@ -62,7 +62,7 @@ _TAIL = 4000
 _ROOT = Path(__file__).parents[3]
 
 
-class NodeFailed(RuntimeError):  # noqa: N818 - it says what happened
+class NodeFailed(RuntimeError):  # noqa: N818 - the name is the reason
     """A node did not start, or has ended, or could not be removed completely."""
 
 

@@ -7,7 +7,7 @@ their groups there.
 **Version 2** (one hierarchy): it is created at the top, because a group with processes cannot give its children
 controllers. Controllers that groups at the top lack are enabled for the run. The node's
 first process moves itself into a group below (``init``) for the same reason.
-Where both are mounted, version 1 has the controllers, and is used.
+If both are mounted, version 1 has the controllers, and is used.
 
 The folders are recorded first, so that a later run can remove them after a ``kill -9``.
 """
@@ -209,7 +209,7 @@ def processes(folder: Path) -> Iterator[int]:
 def _remove(folder: Path, deadline: float) -> bool:
     while folder.exists():
         for pid in processes(folder):
-            if pid > 0:  # 0 stands for a process outside of this PID namespace
+            if pid > 0:  # 0 means a process outside of this PID namespace
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         for group, _, _ in os.walk(folder, topdown=False):
@@ -233,11 +233,11 @@ def _own_groups(groups: str) -> Iterator[tuple[frozenset[str], str]]:
 
 
 def _below(mounted: str, root: str, group: str) -> Path:
-    """The folder of a group, where the hierarchy is mounted from this root on."""
+    """The folder of a group in a hierarchy that is mounted from this root on."""
     relative = os.path.relpath(group, root)
     return Path(mounted) if relative.startswith("..") else Path(mounted, relative)
 
 
 def unescaped(field: str) -> str:
-    """A path of mountinfo, where blanks and the like stand as \\040."""
+    """A path of mountinfo, in which blanks and similar characters are escaped as \\040."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)

@@ -1,7 +1,7 @@
 """Create a node, and remove it when the tests close a pipe or die.
 
 It is a separate process in its own session, so that it survives ``kill -9`` and Ctrl-C of the tests; the node's
-first process dies with it. So a process cleans up after every node, unless all of them are killed
+first process dies with it. So this process cleans up after every node, unless both processes are killed
 at once; the rest (empty control groups, and files below the cache folder: processes, mounts
 and links die with their namespaces) is removed by the next node that starts.
 

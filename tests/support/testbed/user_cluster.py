@@ -21,7 +21,7 @@ VARIABLE: Final = "ELASTICJOB_TEST_KUBECONFIG"
 DEFINITION: Final = "elasticjobs.elastic.pytorch.org"
 
 
-class ClusterInUse(RuntimeError):  # noqa: N818 - it says what is the case
+class ClusterInUse(RuntimeError):  # noqa: N818 - the name is the reason
     """The user's cluster has ElasticJobs already."""
 
 
@@ -49,7 +49,7 @@ class UserCluster(Cluster):
         if (await self.kubectl("get", "crd", DEFINITION, "--ignore-not-found", "--output=name")).stdout:
             raise ClusterInUse(
                 f"the cluster at {self.server}, which {VARIABLE} names, has the definition of ElasticJobs already, and "
-                "the tests would replace and remove it. Name another cluster; or, if nobody needs the jobs there, "
+                "the tests would replace and remove it. Name another cluster; or, if its jobs are not needed, "
                 f"delete it with all of them: kubectl delete crd {DEFINITION}"
             )
         self._namespace = self.namespace()
