@@ -70,11 +70,11 @@ async def test_pods_deleted_before_they_ran_are_replaced_with_growing_delays(ns:
     for _ in range(5):
         names = {pod["metadata"]["name"] for pod in made}
 
-        def wait_for_new_pod(pods: Objects, names: set[str] = names) -> list[Json]:
+        def new_pods(pods: Objects, names: set[str] = names) -> list[Json]:
             return [pod for name, pod in live(pods).items() if index_of(pod) == 1 and name not in names]
 
-        found = await workers(ns, lambda pods: bool(wait_for_new_pod(pods)))
-        made += wait_for_new_pod(found)
+        found = await workers(ns, lambda pods: bool(new_pods(pods)))
+        made += new_pods(found)
         await ns.api.delete(PODS, ns.name, made[-1]["metadata"]["name"])
     times = [seconds(pod["metadata"]["creationTimestamp"]) or 0.0 for pod in made]
     assert times[-1] - times[0] >= 5, "0, 1, 2 and 4 seconds, and these times are in whole seconds"

@@ -32,8 +32,8 @@ link = socket.socket(socket.AF_UNIX)
 link.connect("\\0" + sys.argv[1])
 commands = link.makefile("r", encoding="utf-8")
 
-def send(fact):
-    link.sendall(json.dumps(fact).encode() + b"\\n")
+def send(value):
+    link.sendall(json.dumps(value).encode() + b"\\n")
 
 send({"pid": os.getpid(), "env": dict(os.environ)})
 for line in commands:

@@ -68,10 +68,10 @@ class FakeNvml:
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
-    stand_in = FakeNvml(gpus=3)
-    monkeypatch.setitem(sys.modules, "pynvml", stand_in)
-    yield stand_in
-    stand_in.responding.set()
+    fake = FakeNvml(gpus=3)
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    yield fake
+    fake.responding.set()
 
 
 def shown(gpus: Gpus) -> dict[tuple[str, str], float]:
