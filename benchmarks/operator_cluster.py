@@ -105,7 +105,7 @@ class OperatedCluster:
                 self._folder, kubeconfig, f"--lease-namespace={OPERATORS_NAMESPACE}", "--log-level=info"
             )
             await stack.enter_async_context(self._operator)
-            await self._operator.leads()
+            await self._operator.wait_until_leading()
             self._stack = stack.pop_all()
         return self
 
@@ -241,7 +241,7 @@ class OperatedCluster:
         await self._operator.stop()
         begun = time.monotonic()
         self._operator.start()
-        await self._operator.counts("elastic_operator_reconciles_total", jobs, result="success")
+        await self._operator.wait_for_metric("elastic_operator_reconciles_total", jobs, result="success")
         return time.monotonic() - begun
 
 
