@@ -182,7 +182,7 @@ async def test_of_watches_that_end_because_one_failed_none_is_left(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("elastic_operator.kubernetes.informer._RESTART_DELAY", 0.0)
-    async with informed(server) as (informer, _):
+    async with running_informer(server) as (informer, _):
         await informer.synced.wait()
         await until(lambda: server.watches == 1)
         server.changes.put_nowait({"type": "ERROR", "object": {"code": 500}})
@@ -193,7 +193,7 @@ async def test_of_watches_that_end_because_one_failed_none_is_left(
 
 async def test_pod_groups_that_have_gone_are_missed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_operator.kubernetes.informer._POD_GROUPS_INTERVAL", 0.05)
-    async with informed(server) as (informer, store):
+    async with running_informer(server) as (informer, store):
         await informer.synced.wait()
         store.put(VOLCANO_GROUPS, an_object("digits", "team"))
         await until(lambda: store.count(VOLCANO_GROUPS) == 0)

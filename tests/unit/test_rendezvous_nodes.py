@@ -110,8 +110,8 @@ async def test_a_node_that_sees_the_store_again_during_a_mute_probe_is_not_parti
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clients = Clients()
-    async with Meeting(clients.connect, "run", lease=LEASE) as meeting:
-        a, b = [await meeting.node(name, wanted=2) for name in "ab"]
+    async with NodeFactory(clients.connect, "run", lease=LEASE) as factory:
+        a, b = [await factory.node(name, wanted=2) for name in "ab"]
         await all_with(a, b)
         member = b if a.inner.is_leader else a
         asked, given_up = asyncio.Event(), asyncio.Event()
