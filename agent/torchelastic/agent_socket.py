@@ -69,7 +69,7 @@ class AgentConnection:
                 if self._socket is None:
                     self._socket = connected(os.environ.get(CHANNEL, ""), 0.0)
                     lines = [introduction(), message]
-                # So few bytes are sent completely or not at all.
+                # A message this short is sent completely or not at all.
                 return bool(self._socket.send(encoded(*lines), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL))
             except BlockingIOError:  # the agent does not read, or is stopped
                 return False
@@ -139,7 +139,7 @@ def connected(path: str, timeout: float) -> socket.socket:
     """Return a connection to the agent's socket.
 
     Args:
-        path: of the socket.
+        path: the path of the socket.
         timeout: seconds for each operation on it; 0 never waits.
 
     Raises:

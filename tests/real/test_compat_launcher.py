@@ -420,9 +420,9 @@ async def test_failures_stops_and_unsupported_use_are_reported_in_one_sentence(t
         r"while it waits: STOPPED",
         r"RunResult\(state=<WorkerState.STOPPED: 'STOPPED'>, return_values=\{\}, failures=\{\}\)",
         r"LookupError: nowhere to be found",
-        r"RendezvousStateError: next_rendezvous\(\) has to return .*'somewhere'",
+        r"RendezvousStateError: next_rendezvous\(\) must return .*'somewhere'",
         r"SettingsError: WorkerSpec.heartbeat_timeout and final_exit_codes need",
-        r"SettingsError: The function print or what it is called with cannot be carried to a worker: TypeError: .*lock",
+        r"SettingsError: The function print or its arguments cannot be passed to a worker: TypeError: .*lock",
         r"RendezvousConnectionError: .*127\.0\.0\.1:1",
     ):
         assert re.search(wanted, output), (wanted, output)

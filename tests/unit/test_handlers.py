@@ -134,7 +134,7 @@ def test_rendezvous_parameters_become_settings(monkeypatch: pytest.MonkeyPatch) 
         ({"run_id": ""}, "--rdzv-id is missing"),
         ({"endpoint": "etcd:99999"}, "has the port 99999"),
         ({"lesae": 1}, "Did you mean lease"),
-        ({"lease": "long"}, "this is a time in seconds"),
+        ({"lease": "long"}, "must be a time in seconds"),
     ],
 )
 def test_unsupported_handler_parameters_are_refused(changes: dict[str, Any], words: str) -> None:

@@ -1,4 +1,4 @@
-"""The agent: one in each pod, it meets its peers, runs and watches the workers, and says what happened.
+"""The agent: one process in each pod that joins the rendezvous, runs and watches the workers, and reports their end.
 
-Its process never imports torch.
+The agent's process never imports torch.
 """

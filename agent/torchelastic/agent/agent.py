@@ -60,26 +60,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAVE_TIMEOUT: Final = 0.5
-"""Seconds after which a node that leaves assumes that no leader forms a round without it, as when all leave at once."""
+"""Seconds after which a leaving node assumes that no leader will form a round without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExitStatus:
-    """How an agent ends: its exit code, and the termination message with its reason."""
+    """How an agent ended: its exit code, and the termination message with the reason."""
 
     code: ExitCode
     message: TerminationMessage
 
     @classmethod
     def because(cls, code: ExitCode, reason: str, message: str, *, round: int = 0) -> ExitStatus:
-        """An end that no worker has caused."""
+        """Return the status of an agent whose end was not caused by a worker."""
         return cls(code, TerminationMessage(reason=reason, message=message, round=round))
 
     @classmethod
     def by_error(cls, error: BaseException | None) -> ExitStatus:
-        """Return the end of an agent that cannot take part; None if its rendezvous just ended.
+        """Return the status of an agent that cannot take part; ``error`` is None if the rendezvous just ended.
 
-        A store out of reach is told apart from one that refuses, because only the latter would refuse again.
+        An unreachable store and a refusal of the store have different exit codes.
         """
         match error:
             case SettingsError() | StartError():
@@ -95,7 +95,7 @@ class ExitStatus:
 
     @classmethod
     def with_the_run(cls, outcome: OutcomeRecord) -> ExitStatus:
-        """Return the end of an agent at the end of its run."""
+        """Return the status of an agent whose run has ended."""
         if outcome.state is OutcomeState.SUCCEEDED:
             return cls.because(ExitCode.SUCCEEDED, "Succeeded", "", round=outcome.round)
         reason = "WorkerFailed" if outcome.failure is not None else "TooFewNodes"
@@ -106,9 +106,10 @@ class ExitStatus:
 
 
 class RoundTimes:
-    """How long this node takes from one round to the next, measured under torch's names for the steps.
+    """Measures the time from one round to the next on this node, under torch's names for the steps.
 
-    An agent of torch waits for a rendezvous; ours waits from the end of its workers until a round with it begins.
+    torch's agent waits in the rendezvous. Our agent waits from the end of its workers until a round that includes its
+    node begins.
     """
 
     def __init__(self, metrics: AgentMetrics) -> None:
@@ -117,11 +118,11 @@ class RoundTimes:
         self._without_workers_since = 0.0
 
     def waits(self) -> None:
-        """This node has no workers to run."""
+        """Note that this node has no workers to run."""
         self._waits_since = self._waits_since or time.monotonic()
 
     def waited(self, *, succeeded: bool) -> None:
-        """A round begins with this node as a member, or no round will begin."""
+        """Note that a round begins with this node as a member, or that no round will begin."""
         now = time.monotonic()
         if succeeded:
             self._without_workers_since = self._waits_since = self._waits_since or now
@@ -130,11 +131,11 @@ class RoundTimes:
             self._waits_since = None
 
     def started(self, broken_at: float | None, *, succeeded: bool) -> None:
-        """The workers of the round have been started, or cannot be.
+        """Note that the workers of the round were started, or cannot be started.
 
         Args:
-            broken_at: when the end of the round before was seen, by the monotonic clock; None if there was none.
-            succeeded: whether they have been started.
+            broken_at: when the end of the previous round was noticed, on the monotonic clock; None for the first round.
+            succeeded: whether the workers were started.
         """
         now = time.monotonic()
         without = now - self._without_workers_since
@@ -147,8 +148,8 @@ class Agent:
     """Runs one node of a run until the run ends.
 
     Args:
-        settings: what to do.
-        metrics: gets what is measured.
+        settings: the settings of the agent.
+        metrics: records the measurements.
     """
 
     def __init__(self, settings: AgentSettings, metrics: AgentMetrics) -> None:
@@ -280,7 +281,7 @@ class Agent:
         self._events.put_nowait(RendezvousFailed(error))
 
     async def _unless_signalled(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something, but stop when a signal asks this agent to leave: that is the next event."""
+        """Do the work, but cancel it when a signal asks this agent to leave; the signal is then the next event."""
         with suppress(SignalledFirst):
             await self._signals.unless_first(work)
 
@@ -289,7 +290,7 @@ class Agent:
         logger.info("round %d: %s", round.number, round.cause)
         if self._group is not None and self._broken_at is None:
             self._broken_at = time.monotonic()
-        # The workers of a node that is taken out of the round get the time that they get on a signal.
+        # The workers of a node that is removed from the round get the same grace period as on a signal.
         takes_part = self._node_id in round.nodes
         if takes_part:
             self._times.waited(succeeded=True)
@@ -376,7 +377,7 @@ class Agent:
             await self._blame(ended.round)
 
     async def _blame(self, round: int) -> None:
-        """Report the failure that explains most, and stop the other workers."""
+        """Report the failure that is the most likely root cause, and stop the other workers."""
         if self._failures and not self._is_past(round):
             await self._report_failure(root_cause(enumerate(self._failures)))
 
@@ -418,8 +419,9 @@ class Agent:
     async def _leave(self, number: signal.Signals) -> None:
         """Leave the run, and stop the workers when no round needs them any more.
 
-        They continue until a round without this node begins: if a worker of the round has asked for notices, that is
-        when all have answered. If no leader forms that round, only this node's own workers are waited for.
+        The workers continue until a round without this node begins. If a worker of the round has asked for notices,
+        the leader forms that round after all workers have answered. If no leader forms that round, the agent waits
+        only for the answers of its own workers.
         """
         logger.info("%s: leaving the run", number.name)
         clock = asyncio.get_running_loop().time
@@ -441,7 +443,7 @@ class Agent:
         self._metrics.worker_state(self._settings.role, "stopped")
 
     def _ends_leaving(self, event: AgentEvent) -> bool:
-        """Handle an event of a node that leaves; returns whether to stop its workers now."""
+        """Handle an event while this node leaves; return whether to stop its workers now."""
         match event:
             case NoticeRecord() as notice:
                 self._socket.take_notice(notice)

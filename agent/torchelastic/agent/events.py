@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 LEAVING_SIGNALS: Final = {signal.SIGTERM: ExitCode.LEFT, signal.SIGINT: ExitCode.INTERRUPTED}
-"""The signals that ask an agent to leave, with its exit code."""
+"""The signals that ask an agent to leave, with the agent's exit codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class RequestsChanged:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousFailed:
-    """This node cannot take part any more."""
+    """This node can no longer take part."""
 
     error: BaseException | None
 
@@ -68,20 +68,20 @@ AgentEvent = Event | Signalled | WorkerEnded | CauseOverdue | StoreServerEnded |
 
 
 class SignalledFirst(Exception):  # noqa: N818 - control flow within the agent
-    """A signal came before something was done."""
+    """A signal came before the work was done."""
 
 
 class Signals:
     """Listens to the signals that ask the agent to leave; a context manager, after which they are ignored.
 
     Args:
-        received: called for each of them.
-        listen: False to take only what is passed to :meth:`take`.
+        received: called for each signal.
+        listen: False to handle only the signals that are passed to :meth:`take`.
 
     Attributes:
-        number: the first one, after it has come.
-        first: set by the first one.
-        hurry: set by the second one: end at once.
+        number: the first signal; SIGTERM before it.
+        first: set by the first signal.
+        hurry: set by the second signal, which asks the agent to end at once.
     """
 
     def __init__(self, received: Callable[[signal.Signals], None], *, listen: bool = True) -> None:
@@ -106,15 +106,15 @@ class Signals:
             signal.signal(number, signal.SIG_IGN)  # a late one must not prevent the termination message
 
     async def unless_first(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Do something, unless a signal comes first.
+        """Do the work, unless a signal comes first.
 
         Raises:
-            SignalledFirst: a signal came, and the work is cancelled.
+            SignalledFirst: a signal came, and the work was cancelled.
         """
         return await _unless(self.first, work)
 
     async def unless_hurried(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something, but not after a second signal."""
+        """Do the work, but cancel it on a second signal."""
         with suppress(SignalledFirst):
             await _unless(self.hurry, work)
 

@@ -88,8 +88,8 @@ class WorkerExit:
     Attributes:
         exit_code: its exit code, or the negative number of the signal that ended it.
         uptime: seconds from its start to its exit.
-        ended: the time of the exit, on the clock of the event loop.
-        explanation: the message is empty if the exit code is 0.
+        ended: the time of the exit, on the event loop's clock.
+        explanation: the kind and the message of the failure; the message is empty if the exit code is 0.
     """
 
     local_rank: int
@@ -150,8 +150,8 @@ def record_message(message: str, trace: str = "", *, final: bool = False) -> Non
     Args:
         message: the exception, or another reason.
         trace: its traceback.
-        final: whether the failure is non-retryable; then an existing file is replaced, because ``@record`` does not
-            write this.
+        final: whether the failure is non-retryable; if so, an existing file is replaced, because ``@record`` does not
+            record this.
     """
     path = os.environ.get(ERROR_FILE)
     if not path or (Path(path).exists() and not final):
@@ -202,7 +202,7 @@ def _root(text: str, trace: str) -> str:
 
 
 def _with_place(text: str, trace: str) -> str:
-    """Return the text with the innermost file and line that are not a library's."""
+    """Return the text with the innermost file and line outside of libraries."""
     frames = [(frame["path"], frame["line"]) for frame in _FRAME.finditer(trace)]
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
     return _at(text, *(own or frames)[-1]) if frames else text
@@ -248,7 +248,7 @@ def _kind(text: str) -> FailureKind:
 
 
 def end_of(exit_code: int) -> str:
-    """An exit code, or the negative number of a signal, in words."""
+    """Describe an exit code, or the negative number of a signal."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
@@ -259,7 +259,7 @@ def end_of(exit_code: int) -> str:
 
 
 def in_full(failure: FailureRecord) -> str:
-    """A failure with its place and exit, for the agent's log."""
+    """Describe a failure with its rank, node, process and exit, for the agent's log."""
     process = f", process {failure.pid}" if failure.pid else ""
     end = end_of(failure.exit_code)
     message = failure.message or end

@@ -1,7 +1,8 @@
-"""Carrying a function to the workers that call it, and its results back.
+"""Pass a function to the workers that call it, and their results back.
 
-Both are files in the agent's scratch folder, which only this user can read and which is removed with the agent. They
-are written by the program that starts the workers and by the workers; nothing from elsewhere is unpickled.
+The function and the results are files in the agent's scratch folder, which only this user can read and which is removed
+with the agent. Only the program that starts the workers and the workers themselves write these files; no other data is
+unpickled.
 """
 
 from __future__ import annotations
@@ -24,34 +25,33 @@ _CALL: Final = "call"
 
 
 def pickled(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
-    """A function and its arguments as bytes; those of ``__main__`` are carried by value.
+    """Return a function and its arguments as bytes; objects of ``__main__`` are pickled by value.
 
     Raises:
-        SettingsError: they cannot be pickled.
+        SettingsError: the function or its arguments cannot be pickled.
     """
     try:
         import cloudpickle
     except ImportError:
-        raise SettingsError("Functions are carried to workers by cloudpickle: pip install cloudpickle.") from None
+        raise SettingsError("cloudpickle is needed to pass a function to workers: pip install cloudpickle.") from None
     try:
         return cast("bytes", cloudpickle.dumps((function, arguments)))
     except Exception as error:
         raise SettingsError(
-            f"The function {getattr(function, '__qualname__', function)!s} or what it is called with cannot be "
-            f"carried to a worker: {type(error).__name__}: {error}. Open files, locks, sockets and the like have "
-            "to be made in the function itself."
+            f"The function {getattr(function, '__qualname__', function)!s} or its arguments cannot be passed to a "
+            f"worker: {type(error).__name__}: {error}. Create open files, locks and sockets in the function itself."
         ) from error
 
 
 def call_of(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
-    """A call that each worker makes, for :func:`write_call`.
+    """Return the call that each worker makes, for :func:`write_call`.
 
     Raises:
-        SettingsError: the function or its arguments cannot be carried to a worker.
+        SettingsError: the function or its arguments cannot be passed to a worker.
     """
     main = sys.modules["__main__"]
     name = getattr(getattr(main, "__spec__", None), "name", None)
-    file = Path(getattr(main, "__file__", None) or "").absolute()  # code that was typed in has none, or a made-up one
+    file = Path(getattr(main, "__file__", None) or "").absolute()  # interactive code has no file, or an invented one
     # The worker sets the path before it unpickles the function, whose module may be found there only.
     settings = sys.path, sys.argv, name, str(file) if file.is_file() else None
     return pickle.dumps((settings, pickled(function, arguments)))
@@ -82,7 +82,7 @@ def read_results(scratch: Path, round: int, ranks: Iterable[int]) -> dict[int, A
 
 
 def make_call() -> None:
-    """In a worker: call the function, and keep what it returns."""
+    """In a worker: call the function, and write its return value to a file."""
     scratch = Path(os.environ[CHANNEL]).parent
     (path, argv, name, file), call = pickle.loads((scratch / _CALL).read_bytes())  # noqa: S301 - written by the agent
     sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
@@ -91,7 +91,7 @@ def make_call() -> None:
     main = sys.modules["__main__"]
     main.__spec__ = ModuleSpec(name, None) if name else None
     main.__file__ = file
-    # So that the worker can pickle these by name, and its own processes can import them from the program.
+    # The worker can then pickle these by name, and the worker's own processes can import them from the program.
     for thing in (function, *map(type, arguments)):
         used = {**getattr(thing, "__globals__", {}), getattr(thing, "__name__", ""): thing}
         vars(main).update({key: each for key, each in used.items() if getattr(each, "__module__", None) == "__main__"})
@@ -108,12 +108,12 @@ def _result_name(round: int, rank: int) -> str:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file that only this user can read, as a whole or not at all."""
+    """Write a file atomically; only this user can read it."""
     partial = path.with_name(f"{path.name}.part")
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:  # noqa: PTH123 - a descriptor
         file.write(data)
     partial.rename(path)
 
 
-if __name__ == "__main__":  # the program of the workers; what it calls replaces names of __main__, not of this module
+if __name__ == "__main__":  # the workers' program; the call replaces names of __main__, not of this module
     importlib.import_module("torchelastic.agent.function_call").make_call()

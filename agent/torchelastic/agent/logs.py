@@ -1,7 +1,8 @@
 """The output of workers: to files, to the agent's own streams with the rank before each line, or to both.
 
-If only a file is wanted, the worker writes to it itself. Otherwise it writes to a pipe that the agent reads, and whole
-lines are passed on by a thread: a slow reader of the agent's output blocks the workers' output, never the agent.
+If the output goes to a file only, the worker writes to the file itself. Otherwise the worker writes to a pipe that the
+agent reads, and a thread passes on whole lines: a slow reader of the agent's output blocks the workers' output, never
+the agent.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TAIL_LIMIT: Final = 16 << 10
-"""Bytes of the end of a worker's output that may explain its failure."""
+"""Number of bytes at the end of a worker's output that are kept to explain a failure."""
 
 _CHUNK: Final = 64 << 10
 _LINE_LIMIT: Final = 1 << 20
-"""Bytes of a line; longer ones are passed on in parts."""
+"""Maximum length of a line in bytes; longer lines are passed on in parts."""
 
 _PIPE_LIMIT: Final = 1 << 20
-"""Bytes that a pipe contains at most."""
+"""Maximum number of bytes in a pipe."""
 
 _PIECE: Final = re.compile(rb"(?s:.{0,%d})\n|[^\n]+\n?" % (select.PIPE_BUF - 1))
-"""Whole lines that the kernel writes to a pipe in one go; a longer line is a piece of its own."""
+"""Matches whole lines that the kernel writes to a pipe atomically; a longer line is a piece of its own."""
 
 _QUEUE_LIMIT: Final = 1 << 20
 _RETRY_DELAY: Final = 0.01
@@ -50,10 +51,10 @@ _RETRY_DELAY: Final = 0.01
 
 
 class Console:
-    """The agent's standard output and standard error, written to by a thread.
+    """The agent's standard output and standard error; a thread writes to them.
 
     Args:
-        carries_log: log messages to standard error use the same thread, so that none stands in the middle of a line.
+        carries_log: whether log messages to standard error use the same thread, so that no message interrupts a line.
     """
 
     def __init__(self, *, carries_log: bool = False) -> None:
@@ -74,11 +75,11 @@ class Console:
 
     @property
     def full(self) -> bool:
-        """Whether so much is queued that no more should be read."""
+        """Whether the queue is full, so that no more output should be read."""
         return self._queued - self._written > _QUEUE_LIMIT
 
     async def close(self, *, patience: float, limit: float) -> None:
-        """Wait until everything is written: `limit` seconds at most, and `patience` while the reader takes nothing."""
+        """Wait for all writes: `limit` seconds at most, and `patience` seconds while the reader takes nothing."""
         for handler in self._handlers:
             handler.setStream(sys.stderr)  # type: ignore[attr-defined] # a StreamHandler
         self._queue.put(None)
@@ -121,7 +122,7 @@ def _write(descriptor: int, data: bytes) -> None:
 class LogPipe:
     """One stream of a worker, read by the agent and passed on to its own stream `descriptor`, and to a file if given.
 
-    The worker writes to `writing`; `tail` is the end of its output; `ended` is done when no process can write any more.
+    The worker writes to `writing`. `tail` is the end of its output. `ended` is done when no process can write any more.
     """
 
     def __init__(self, *, prefix: bytes, console: Console, descriptor: int, file: Path | None) -> None:
@@ -139,13 +140,13 @@ class LogPipe:
         self._loop.add_reader(self._reading, self._read)
 
     def catch_up(self) -> None:
-        """Read what an ended worker has left, even if the console is full."""
+        """Read the remaining output of an ended worker, even if the console is full."""
         left = _PIPE_LIMIT
         while left > 0 and (size := self._read_chunk()):
             left -= size
 
     def close(self) -> None:
-        """Read what is there, and no more."""
+        """Read the output so far, and stop reading."""
         self.catch_up()
         self._end()
 
@@ -247,7 +248,7 @@ class WorkerOutput:
         return self._out.writing, self._err.writing
 
     def handed_over(self) -> None:
-        """Close the descriptors, which the worker has now."""
+        """Close the descriptors after the worker has inherited them."""
         for descriptor in {*self.descriptors}:
             os.close(descriptor)
 
@@ -263,7 +264,7 @@ class WorkerOutput:
         return (self._err.tail or self._out.tail).decode(errors="replace")
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         for pipe in self._pipes:
             pipe.close()
 
@@ -271,7 +272,7 @@ class WorkerOutput:
 def open_output(
     settings: LogSettings, console: Console, scratch: Path, *, round: int, rank: int, local_rank: int, prefix: str
 ) -> WorkerOutput:
-    """Open a worker's files and pipes; SettingsError if that is not possible."""
+    """Open a worker's files and pipes; raise SettingsError if that is not possible."""
     folder = (settings.directory or scratch) / f"round_{round}" / f"rank_{rank}"
     redirected = settings.redirects.get(local_rank, Streams.NONE)
     teed = settings.tee.get(local_rank, Streams.NONE)
@@ -297,7 +298,7 @@ def open_output(
 
 
 def make_folder(settings: LogSettings) -> None:
-    """Make the folder for the workers' output if one is given; SettingsError if that is not possible."""
+    """Create the folder for the workers' output if one is given; raise SettingsError if that is not possible."""
     if settings.directory is not None:
         try:
             settings.directory.mkdir(parents=True, exist_ok=True)
@@ -313,7 +314,7 @@ def _unwritable(folder: Path, error: OSError) -> SettingsError:
 
 
 def _open_log(path: Path) -> int:
-    """A descriptor that appends to a file, starting a new line if the last one is incomplete."""
+    """Return a descriptor that appends to a file, after a line break if the last line is incomplete."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     size = os.fstat(descriptor).st_size
     if size and os.pread(descriptor, 1, size - 1) != b"\n":

@@ -1,6 +1,6 @@
 """The resident memory of each worker with its process tree, read from /proc when ``/metrics`` is scraped.
 
-Pages that several processes share, such as what the fork server has imported, count in each of them.
+Pages that several processes share, such as the modules imported by the fork server, count in each process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class WorkerMemoryCollector(Collector):
 
 
 def _resident(pid: int) -> int:
-    """Bytes; 0 if the process has ended."""
+    """Return the resident memory in bytes; 0 if the process has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * _PAGE
     except OSError:

@@ -79,16 +79,16 @@ class WorkerSocket:
     Progress is written to the node's record at once, because the leader needs it before the next round. A leaving node
     gives notice to its own workers; the leader's notice of the same change is not a new one.
 
-    Entering it raises SettingsError if the socket cannot be created.
+    Entering the context raises SettingsError if the socket cannot be created.
 
     Args:
         folder: a private folder.
         node: this node; gets requests for notices, answers and progress.
         limit: maximum number of seconds of a notice.
-        changed: called when the workers ask for something else, or have answered; :meth:`report` is to follow.
+        changed: called when the requests or answers of the workers have changed; the receiver calls :meth:`report`.
 
     Attributes:
-        path: the socket's path.
+        path: the path of the socket.
     """
 
     def __init__(self, folder: Path, node: RendezvousNode, *, limit: float, changed: Callable[[], None]) -> None:
@@ -117,8 +117,8 @@ class WorkerSocket:
         except OSError as error:
             listener.close()
             raise SettingsError(
-                f"no socket for the workers can be made at {self.path}: {error.strerror}. Name another folder for "
-                "temporary files in TMPDIR."
+                f"the socket for the workers cannot be created at {self.path}: {error.strerror}. Set TMPDIR to another "
+                "folder for temporary files."
             ) from None
         return self
 
@@ -175,7 +175,7 @@ class WorkerSocket:
             self._give_notice(seconds, RoundReason.NODE_LEFT, cause)
 
     def report(self) -> None:
-        """Tell the leader what the workers ask for, and whether all have answered."""
+        """Report to the leader how much notice the workers ask for, and whether all have answered."""
         seconds = self._asked()
         self._node.report(self._round, notice=seconds)
         if seconds > 0 and self._leaders_notice and self._all_answered():

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PROGRAM_NAME: Final = "torchelastic-run"
 _MANY: Final = 1_000_000
 _NODE_NAME_LIMIT: Final = 240
-"""Leaves space for the suffix of a node's id within the limit of names."""
+"""Maximum length of a node's name; it leaves space for the suffix of the node's id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ _FROM_OPERATOR: Final[Mapping[str, Callable[[Given], Any]]] = {
     "job": of.job,
     "job_created": of.seconds(zero=True),
 }
-"""What only the operator gives."""
+"""Values that only the operator gives."""
 
 OPERATOR_VARIABLES: Final[Mapping[str, str]] = {
     "local-addr": Env.NODE_ADDRESS,

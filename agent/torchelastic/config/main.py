@@ -1,4 +1,4 @@
-"""Parses a command line and an environment to :class:`~torchelastic.config.settings.AgentSettings`.
+"""Parses a command line and an environment into :class:`~torchelastic.config.settings.AgentSettings`.
 
 All errors that can be detected before the start are reported here, in a sentence that names the flag or variable.
 Differences from ``torchrun``:
@@ -172,7 +172,7 @@ def _streams(given: Given | None, workers: int) -> dict[int, Streams]:
     if given is None:
         return {}
     if not re.fullmatch(r"\s*([0-3]|[0-9]{1,6}:[0-3](,[0-9]{1,6}:[0-3])*)\s*", given.text):
-        raise given.refused("this is 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or by local rank as in 0:1,1:3")
+        raise given.refused("must be 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or by local rank as in 0:1,1:3")
     pairs = [pair.split(":") for pair in given.text.split(",")]
     chosen = {int(rank): int(streams) for *ranks, streams in pairs for rank in ranks or range(workers)}
     if (highest := max(chosen)) >= workers:

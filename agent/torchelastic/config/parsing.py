@@ -67,7 +67,7 @@ def integer(least: int, most: int, also: str = "") -> Callable[[Given], int]:
     def read(given: Given) -> int:
         # Longer texts exceed every bound, and int() raises another error for very long texts.
         if not given.text.strip().isdecimal() or len(given.text) > 20 or not least <= int(given.text) <= most:
-            raise given.refused(f"this is a whole number from {least} to {most}{also}")
+            raise given.refused(f"must be a whole number from {least} to {most}{also}")
         return int(given.text)
 
     return read
@@ -82,7 +82,7 @@ def seconds(*, zero: bool = False) -> Callable[[Given], float]:
         except ValueError:
             value = math.nan
         if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-            raise given.refused(f"this is a time in seconds, {'0 or more' if zero else 'above 0'}")
+            raise given.refused(f"must be a time in seconds, {'0 or more' if zero else 'above 0'}")
         return value
 
     return read
@@ -96,7 +96,7 @@ def switch(given: Given) -> bool:
         case "0" | "false" | "no":
             return False
         case _:
-            raise given.refused("this is 1 for on or 0 for off")
+            raise given.refused("must be 1 for on or 0 for off")
 
 
 def name(limit: int = NAME_LIMIT) -> Callable[[Given], str]:
@@ -105,7 +105,7 @@ def name(limit: int = NAME_LIMIT) -> Callable[[Given], str]:
     def read(given: Given) -> str:
         found = given.text.strip()
         if not found or len(found) > limit or not found.isprintable():
-            raise given.refused(f"this is a name of 1 to {limit} printable characters")
+            raise given.refused(f"must be a name of 1 to {limit} printable characters")
         return found
 
     return read
@@ -116,7 +116,7 @@ def address(given: Given) -> str:
     found = given.text.strip().removeprefix("[").removesuffix("]")
     pattern = r"[\w.-]+|[0-9A-Fa-f.]*:[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*(%[\w.-]+)?"
     if len(found) > NAME_LIMIT or not re.fullmatch(pattern, found):
-        raise given.refused("this is a host name or an IP address, without a port")
+        raise given.refused("must be a host name or an IP address, without a port")
     return found
 
 
@@ -125,7 +125,7 @@ def nodes(given: Given) -> SizeRecord:
     match = re.fullmatch(r"\s*([0-9]{1,7})(?::([0-9]{1,7}))?\s*", given.text)
     least, most = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
     if match is None or not 1 <= least <= MAX_NODES or not 1 <= most <= MAX_NODES:
-        raise given.refused(f"this is a number of nodes from 1 to {MAX_NODES:,}, or MIN:MAX, for example 2 or 1:4")
+        raise given.refused(f"must be a number of nodes from 1 to {MAX_NODES:,}, or MIN:MAX, for example 2 or 1:4")
     if least > most:
         raise given.refused(f"the minimum is above the maximum; did you mean {most}:{least}?")
     return SizeRecord(min=least, max=most, desired=least if least == most else None)
@@ -139,7 +139,7 @@ def exit_codes(given: Given) -> frozenset[int]:
         first, last = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
         if not 1 <= first <= last <= 255:
             raise given.refused(
-                "these are exit codes from 1 to 255 with commas between them, or ranges of them, for example "
+                "must be exit codes from 1 to 255 with commas between them, or ranges of them, for example "
                 "2,64-78,137, where 128 + n is signal n"
             )
         found.update(range(first, last + 1))
@@ -152,7 +152,7 @@ def ports(given: Given) -> PortRange:
     first, last = (0, 0) if match is None else (int(match[1]), int(match[2]))
     if not LEAST_PORT <= first <= last - FEWEST_PORTS + 1 <= last <= 65535:
         raise given.refused(
-            f"these are the first and the last of at least {FEWEST_PORTS} ports from {LEAST_PORT} to 65535, for "
+            f"must be the first and the last of at least {FEWEST_PORTS} ports from {LEAST_PORT} to 65535, for "
             "example 29400-29499"
         )
     return PortRange(first, last)
@@ -163,7 +163,7 @@ def start_method(given: Given) -> StartMethod:
     name = given.text.strip().lower().replace("_", "-")
     name = {"forkserver": "fork-server", "fork": "fork-server", "spawn": "exec"}.get(name, name)
     if name not in set(StartMethod):
-        raise given.refused("this is fork-server or exec (or torchrun's forkserver, fork or spawn)")
+        raise given.refused("must be fork-server or exec (or torchrun's forkserver, fork or spawn)")
     return StartMethod(name)
 
 
@@ -171,7 +171,7 @@ def modules(given: Given) -> tuple[str, ...]:
     """Parse comma-separated names of modules, and remove duplicates."""
     found = tuple(dict.fromkeys(filter(None, (part.strip() for part in given.text.split(",")))))
     if not all(part.isidentifier() for module in found for part in module.split(".")):
-        raise given.refused("these are names of modules with commas between them, for example numpy,PIL.Image")
+        raise given.refused("must be names of modules with commas between them, for example numpy,PIL.Image")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What kind of program workers run, and whether it can be forked from a process that has imported torch already."""
+"""The kind of the workers' program, and whether a process that has imported torch can fork it."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ _IMPORTS_TORCH: Final = re.compile(r"^\s*(?:import|from)\s+torch\b", re.MULTILIN
 def program_of_command(argv: Sequence[str], start_method: StartMethod = StartMethod.FORK_SERVER) -> Program:
     """Return the program that a command line starts.
 
-    ``python x.py …`` and ``python -m x …`` are Python programs. Anything else is a command, also an interpreter with
-    flags, or another interpreter than this one.
+    ``python x.py …`` and ``python -m x …`` are Python programs. Anything else is a command, including an
+    interpreter with flags and any other interpreter.
     """
     command, *rest = argv
     if rest and _is_this_python(command):
@@ -85,8 +85,8 @@ def search_path(kind: str, name: str) -> str:
     """Return the folder or archive in which a program looks for modules first; empty if there is none.
 
     Args:
-        kind: script or module.
-        name: of the script or module.
+        kind: ``script`` or ``module``.
+        name: the name of the script or module.
     """
     if kind == "module":
         return "" if sys.flags.safe_path else str(Path.cwd())

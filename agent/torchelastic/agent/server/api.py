@@ -33,11 +33,11 @@ class WorkerSpec:
         fn: the function that each worker calls; the older name of ``entrypoint``.
         entrypoint: the function, or a command. cloudpickle serializes a function and its arguments, so it may be a
             lambda or defined in ``__main__``.
-        args: its arguments, the same for all workers.
+        args: the arguments, the same for all workers.
         max_restarts: the maximum number of worker failures in the whole run, on all nodes.
         monitor_interval: with a handler that is not ours, seconds between two polls of workers and handler.
         master_port: with such a handler, the port of the store in which the workers meet; None for any free port.
-        master_addr: likewise, its host; None for the address of the first node.
+        master_addr: with such a handler, the host of that store; None for the address of the first node.
         local_addr: the address at which other nodes reach this node; None to detect it.
         redirects: streams that go to files only: 0 none, 1 stdout, 2 stderr, 3 both; or such a number by local rank.
         tee: streams that go to files and to the console, in the same form.
@@ -102,13 +102,13 @@ class ProcessFailure:
     """A worker that failed.
 
     Attributes:
-        local_rank: its rank on its node.
-        pid: its process id.
-        exitcode: its exit code, or the negative number of the signal that ended it.
-        message: why, in words.
-        host: the address of its node.
-        timestamp: when this node knew of it, in seconds since 1970.
-        error_file: the file that the worker has described it in; "<N/A>" for none, as torch writes it.
+        local_rank: the rank of the worker on its node.
+        pid: the process id.
+        exitcode: the exit code, or the negative number of the signal that ended the worker.
+        message: the reason for the failure.
+        host: the address of the node.
+        timestamp: when this node learned of the failure, in seconds since the Unix epoch.
+        error_file: the file in which the worker described the failure; "<N/A>" for none, as in torch.
     """
 
     local_rank: int
@@ -120,7 +120,7 @@ class ProcessFailure:
     error_file: str = NOT_AVAILABLE
 
     def signal_name(self) -> str:
-        """Return the signal that ended it, or "<N/A>" as torch does."""
+        """Return the name of the signal that ended the worker; "<N/A>" without one, as in torch."""
         if self.exitcode >= 0:
             return NOT_AVAILABLE
         try:
@@ -129,7 +129,7 @@ class ProcessFailure:
             return f"signal {-self.exitcode}"
 
     def timestamp_isoformat(self) -> str:
-        """Return the timestamp, for people."""
+        """Return the timestamp in ISO format."""
         return dt.datetime.fromtimestamp(self.timestamp, dt.UTC).astimezone().isoformat(sep="_")
 
 
@@ -139,7 +139,7 @@ class RunResult:
 
     Attributes:
         state: SUCCEEDED; FAILED; or STOPPED if this node has left the run, or was not needed.
-        return_values: what the function returned, by global rank, of this node's workers; None for commands.
+        return_values: the return values of this node's workers, by global rank; None for commands.
         failures: the failed workers by global rank; the first one is the root cause, on any node.
     """
 

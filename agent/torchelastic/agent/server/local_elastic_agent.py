@@ -1,11 +1,12 @@
 """The agent that runs a node's workers on this machine, for launchers in Python.
 
-With our rendezvous it is the same agent as ``torchelastic-run``'s, in a thread with its own event loop. With another
-handler it is torch's agent, see :mod:`.torch_agent`.
+With our rendezvous, the agent is the one of ``torchelastic-run``, in a thread with its own event loop. With another
+handler, the agent is torch's, see :mod:`.torch_agent`.
 
-The program keeps its signal handlers. One that raises (as Ctrl-C's does) ends :meth:`LocalElasticAgent.run` with that
-exception, once the other nodes know and the workers are gone; one that calls :meth:`LocalElasticAgent.stop` ends it in
-order. If the program is killed, or ended by a SIGTERM without a handler, its workers die with it.
+The program keeps its signal handlers. If a handler raises an exception (Ctrl-C, for example),
+:meth:`LocalElasticAgent.run` raises the exception after the other nodes know and the workers have ended. If a handler
+calls :meth:`LocalElasticAgent.stop`, :meth:`LocalElasticAgent.run` returns. If the program is killed, or ended by a
+SIGTERM without a handler, its workers die with it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["LocalElasticAgent"]
 
 _JOIN_TIMEOUT: Final = 1.0
-"""Seconds to wait for a thread with its result; it can only be in a handler that does not return."""
+"""Seconds to wait for a thread that has a result; only a handler that does not return can delay the thread."""
 
 _one_at_a_time: Final = threading.Lock()
 
@@ -60,11 +61,12 @@ class LocalElasticAgent:
     Args:
         spec: the program and number of the workers, and the rendezvous.
         start_method: "fork-server" (also "forkserver", "fork"): workers are forked from a process that has torch
-            imported; "exec" (also "spawn"): each is a new interpreter, as it always is with a handler that is not ours.
+            imported; "exec" (also "spawn"): each worker is a new interpreter. A handler that is not ours implies
+            "exec".
         exit_barrier_timeout: with a handler that is not ours, seconds to wait for the other nodes after the workers
             of this node have succeeded. With our handler there is no limit.
         log_dir: a folder for the workers' output; None for no files.
-        logs_specs: torch's way to name that folder; used if ``log_dir`` is not given.
+        logs_specs: torch's object for the log folder; used if ``log_dir`` is not given.
         shutdown_timeout: seconds between SIGTERM and SIGKILL when this node leaves.
 
     Raises:
@@ -95,12 +97,12 @@ class LocalElasticAgent:
         self._stopped = False
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:  # noqa: ARG002 - torch's signature; a spec has one role
-        """Run the workers, in as many rounds as it takes.
+        """Run the workers until they have succeeded or the run has failed.
 
         Raises:
             RendezvousError: this node cannot join the run.
             SettingsError: a setting is invalid or unsupported; the message says what to change.
-            RuntimeError: another agent runs in this process, or this is a process of multiprocessing that still starts.
+            RuntimeError: another agent runs in this process, or this is a multiprocessing child that is starting.
             Exception: what a handler that is not ours raises, or a signal handler of the program.
         """
         if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -119,9 +121,10 @@ class LocalElasticAgent:
             _one_at_a_time.release()
 
     def stop(self) -> None:
-        """Have the agent leave the run, as on SIGTERM: :meth:`run` returns soon, with the state STOPPED.
+        """Leave the run, as on SIGTERM: :meth:`run` returns soon, with the state STOPPED.
 
-        From any thread, or a signal handler; called twice, the agent does not wait for its workers.
+        May be called from any thread and from signal handlers. After a second call, the agent does not wait for its
+        workers.
         """
         self._stopped = True
         if (agent := self._agent) is not None:
@@ -186,7 +189,7 @@ class LocalElasticAgent:
 
 
 class _OurAgent(Agent):
-    """One node of a run in a program that does other things, too: it handles no signals.
+    """One node of a run within another program: it handles no signals.
 
     Args:
         settings: the settings of the agent.
@@ -200,7 +203,7 @@ class _OurAgent(Agent):
         self._loop = asyncio.new_event_loop()
 
     def launch(self) -> RunResult:
-        """Run the workers to their end, with an event loop of its own.
+        """Run the workers until they end, in a new event loop.
 
         Raises:
             RendezvousConnectionError: this node cannot join the run.
@@ -210,7 +213,7 @@ class _OurAgent(Agent):
             return runner.run(self._result())
 
     def stop(self) -> None:
-        """Leave the run, as on SIGTERM; from any thread. The second time, without waiting for the workers."""
+        """Leave the run, as on SIGTERM; a second call does not wait for the workers. May be called from any thread."""
         with contextlib.suppress(RuntimeError):  # it has ended
             self._loop.call_soon_threadsafe(self._signals.take, signal.SIGTERM)
 

@@ -1,8 +1,8 @@
 """torch's own agent, for a rendezvous handler that is not ours: torch's c10d and static, or a user's.
 
-torch's agent polls its workers and the handler, and starts each worker as a new interpreter. Added here is what it
-does not do: it accepts a handler that has only ``next_rendezvous``, and all nodes agree on the number of the round and
-of the restarts, which the workers find in their environment.
+torch's agent polls its workers and the handler, and starts each worker as a new interpreter. This module adds two
+features: a handler needs only ``next_rendezvous``, and all nodes agree on the number of the round and of the restarts,
+which the workers find in their environment.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from torchelastic.config.settings import LogSettings
 
-# Unless this is set, torch shares its c10d store with the workers, tells only the nodes of the first rendezvous where
-# it is, and a node that joins later waits for that without end.
+# Unless this is set, torch shares its c10d store with the workers, but announces the address of the store only in the
+# first rendezvous: a node that joins later waits for the address without end.
 _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
@@ -49,7 +49,7 @@ class TorchAgent(LocalElasticAgent):
         stopped: called if :meth:`stop` is called while the handler blocks, because nothing can interrupt a handler.
 
     Raises:
-        SettingsError: the spec asks for what torch's agent cannot do.
+        SettingsError: the spec uses a feature that torch's agent does not have.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TorchAgent(LocalElasticAgent):
         )
 
     def launch(self) -> RunResult:
-        """Run the workers to their end; exceptions of the handler are passed on."""
+        """Run the workers until they end; exceptions of the handler are passed on."""
         result: TorchResult | None = self.run()
         if result is None:  # the handler does not need this node, or it was asked to stop
             return RunResult(WorkerState.STOPPED)
@@ -102,7 +102,7 @@ class TorchAgent(LocalElasticAgent):
         )
 
     def stop(self) -> None:
-        """Leave the run; from any thread."""
+        """Leave the run; may be called from any thread."""
         self._stopping = True
         if self._blocked:
             self._stopped()
@@ -174,8 +174,8 @@ def _parts(found: Any) -> tuple[Store, int, int]:  # noqa: ANN401 - whatever a h
         case (store, int() as rank, int() as size) if 0 <= rank < size:
             return store, rank, size
     raise RendezvousStateError(
-        "next_rendezvous() has to return (store, rank, world size) or a RendezvousInfo, with a rank from 0 to below "
-        f"the world size; it has returned {found!r}."
+        "next_rendezvous() must return (store, rank, world size) or a RendezvousInfo, with a rank from 0 to below "
+        f"the world size; it returned {found!r}."
     )
 
 

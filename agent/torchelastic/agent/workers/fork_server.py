@@ -1,7 +1,7 @@
 """The agent's side of the fork server: start it early, keep spare processes ready, restart it if it has died.
 
 A message between the agent, the fork server and a process that it forks is JSON in one packet of a SOCK_SEQPACKET
-socket, with descriptors beside it. What a process is to do is in a memory file, because environments can be large.
+socket, sent together with descriptors. A memory file has the work of a process, because environments can be large.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REFILL_DELAY: Final = 3.0
-"""Seconds from the start of workers until spare processes are forked again: the processors are the workers' first.
+"""Seconds from the start of workers until spare processes are forked again, so that the workers have the CPUs first.
 
-A fork server that has died is restarted then, or as soon as there are too few spare processes."""
+A fork server that has died is restarted after the same time, or as soon as there are too few spare processes."""
 
 _COMPILER: Final = "torch._dynamo"
-"""Imported by the first step of any optimizer, which takes longer than the rest of a restart. It is preloaded when the
-first workers have started, for the next ones."""
+"""The module that the first step of any optimizer imports, which takes longer than the rest of a restart. It is
+preloaded after the first workers have started, for the workers of later rounds."""
 
 _ATTEMPTS: Final = 2
 
@@ -44,10 +44,10 @@ CONTROL: Final = 3
 """The fork server's descriptor for its connection to the agent."""
 
 MESSAGE_LIMIT: Final = 64 << 10
-"""Bytes of one message."""
+"""Maximum length of a message in bytes."""
 
 DESCRIPTOR_LIMIT: Final = 250
-"""Descriptors beside one message; the kernel's limit is 253."""
+"""Maximum number of descriptors in a message; the kernel's limit is 253."""
 
 
 def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
@@ -57,13 +57,13 @@ def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Seq
 
 @dataclass(frozen=True, slots=True)
 class ForkedProcess:
-    """A forked process that waits for its role; it ends if its link is closed before."""
+    """A forked process that waits for its role; it ends if its link is closed before that."""
 
     child: Child
     link: socket.socket
 
     def begin(self, role: str, content: Mapping[str, Any], output: tuple[int, int], extra: Sequence[int] = ()) -> None:
-        """Give it its role ("worker", "command" or "store") with its arguments, output and more descriptors."""
+        """Give the process its role ("worker", "command" or "store"), arguments, output and more descriptors."""
         self.child.begin()
         with open(os.memfd_create("content"), "wb") as file:  # noqa: PTH123 - a descriptor
             file.write(json.dumps(content).encode())
@@ -77,7 +77,7 @@ class ForkServer:
 
     Args:
         reaper: adopts the processes.
-        environment: its environment.
+        environment: the environment of the fork server.
         program: the program of the workers.
         spares: the number of processes that are kept ready.
         compiler: whether to preload the compiler of torch.
@@ -105,7 +105,7 @@ class ForkServer:
         """Start the process, which then imports torch and the modules to preload.
 
         Raises:
-            StartError: the machine does not allow it.
+            StartError: the process cannot be started.
         """
         if self._process is not None:
             self._connection.close()
@@ -126,7 +126,7 @@ class ForkServer:
             self._keeper = asyncio.create_task(self._keep_filled())
 
     async def close(self) -> None:
-        """Restart it no more; it and the spare processes end with the reaper."""
+        """Stop restarting the fork server; it and the spare processes end with the reaper."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])
@@ -144,10 +144,10 @@ class ForkServer:
             await self._fork_now(0)
 
     async def fork(self, count: int) -> list[ForkedProcess]:
-        """Processes that wait for their role: spare ones, and new ones if there are too few.
+        """Return processes that wait for their role: spare processes, and new ones if there are too few.
 
         Raises:
-            StartError: there are none.
+            StartError: no process can be forked.
         """
         taken = self._take_spares(count)
         try:
@@ -204,7 +204,7 @@ class ForkServer:
             self.start()
 
     async def _fork_now(self, count: int) -> list[ForkedProcess]:
-        """Have processes forked, by a new server if need be."""
+        """Request forked processes, from a new server if necessary."""
         for _ in range(_ATTEMPTS):
             self._start_if_dead()
             try:
@@ -252,7 +252,7 @@ class ForkServer:
 
 
 def _spawn(environment: Mapping[str, str]) -> tuple[int, socket.socket]:
-    """Start a fork server; returns its id and the connection to it."""
+    """Start a fork server; return its process id and the connection to it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with contextlib.ExitStack() as stack, theirs:
         stack.enter_context(ours)

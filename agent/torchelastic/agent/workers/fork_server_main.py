@@ -1,12 +1,12 @@
 """The fork server's process: it imports torch and the modules to preload, and is forked into workers.
 
-A fork copies memory but no threads, and a CUDA context does not work in the child. So a module that would
+A fork copies memory but no threads, and a CUDA context does not work in the child, so a module that would
 break the workers is refused. A worker is forked twice, so that its parent is the agent, which watches and reaps it. The
 garbage collector is off during imports, which makes them faster, and everything imported is exempt from it afterwards:
 a collection in a worker then does not copy shared memory pages.
 
-A forked process waits for its role, and then serves a TCPStore or runs the user's program, which sees what it would see
-if it had been started by hand.
+A forked process waits for its role, and then serves a TCPStore or runs the user's program, in the same
+environment as if the program had been started by hand.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NOT_FOUND: Final = 127
 
 
 def main() -> None:
-    """Serve the agent until it is gone; in a forked child, play the child's role."""
+    """Serve the agent until it has ended; in a forked child, run the child's role."""
     close_fds(CONTROL + 1)
     agent = os.getppid()
     set_parent_death_signal(signal.SIGKILL)
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _serve(control: socket.socket) -> socket.socket | None:
-    """Serve the agent; returns None when it is gone, and in a child its link to the agent."""
+    """Serve the agent; return None when it has ended, and in a forked child, return the child's link to the agent."""
     error = _import_torch()
     with contextlib.suppress(EOFError, ConnectionError):  # the agent is gone, or has given up a request
         while True:
@@ -102,9 +102,9 @@ def _fork() -> int:
 
 
 def _fork_each(links: Sequence[socket.socket]) -> tuple[dict[str, Any], socket.socket | None]:
-    """Fork an orphan for each link, which the agent inherits; returns the answer to the agent, and in a child its link.
+    """Fork an orphan for each link, which the agent inherits; return the answer to the agent, and in a child its link.
 
-    A process in between forks them, reports their ids and exits.
+    An intermediate process forks the orphans, reports their ids and exits.
     """
     reading, writing = os.pipe()
     middle = _fork()
@@ -205,7 +205,7 @@ def _problem(threads: set[int]) -> str:
 
 
 def _play_role(link: socket.socket, agent: int, inherited: Mapping[str, str]) -> None:
-    """Wait for the role of this process, and play it until it ends.
+    """Wait for the role of this process, and run it until it ends.
 
     `inherited` is the environment of the fork server before it imported anything.
     """
@@ -301,7 +301,7 @@ def _shadows_imported_module(folder: str) -> bool:
 
 
 def _reset_process(environment: Mapping[str, str]) -> None:
-    """Replace what a process that was just started would not have inherited."""
+    """Reset the state that a newly started process does not inherit."""
     _set_environment(environment)
     time.tzset()
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
@@ -322,8 +322,8 @@ def _reset_process(environment: Mapping[str, str]) -> None:
 class _QuietEnd:
     """Silences standard error at the very end of the interpreter.
 
-    Modules imported before the fork are not destroyed then, because that would copy all their memory pages. Some
-    libraries report this as leaks, as triton does, which the compiler of torch imports.
+    Modules imported before the fork are not destroyed at the end, because that would copy all their memory pages. Some
+    libraries report such modules as leaks, for example triton, which torch's compiler imports.
     """
 
     def __init__(self) -> None:

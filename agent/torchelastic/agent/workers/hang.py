@@ -32,17 +32,17 @@ HANG_EXIT_CODES: Final = (-signal.SIGABRT, -signal.SIGKILL)
 """Exit codes of a worker that was ended because it hung."""
 
 _DUMP_TIMEOUT: Final = 2.0
-"""Seconds for a worker to write its stacks."""
+"""Seconds that a worker has to write its stacks."""
 
 _LOOKS: Final = 20
-"""How often in a time-out the files are looked at."""
+"""Number of checks of the files during one time-out."""
 
 _LATE: Final = 0.25
-"""The part of a time-out after which a look is late: the agent itself was suspended, and the workers with it. Their
-time starts again."""
+"""Fraction of a time-out after which a check is late: the agent was suspended, and so were the workers. Their time-outs
+start again."""
 
 _TOGETHER: Final = 0.9
-"""Workers silent for this part of the time-out count as hung together with one that has reached it."""
+"""If one worker has reached the time-out, workers that were silent for this fraction of it count as hung, too."""
 
 _STOPPED: Final = {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger"}
 _FRAME_LIMIT: Final = 8
@@ -65,7 +65,7 @@ class Heartbeats:
         self._changed: dict[int, tuple[int, float]] = {}  # the file's time, and when it was seen to have changed
 
     def file(self, local_rank: int) -> Path:
-        """Create the file of a worker that is about to be started; SettingsError if that is not possible."""
+        """Create the file of a worker that is about to be started; raise SettingsError if that is not possible."""
         path = self._folder / str(local_rank)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -78,9 +78,9 @@ class Heartbeats:
         return path
 
     async def silent(self, running: Callable[[], Collection[int]]) -> list[int]:
-        """Wait until a worker hangs; returns it and those that fell silent with it, by local rank, longest first.
+        """Wait until a worker hangs; return the local ranks of all silent workers, the longest silent first.
 
-        Returns none when no worker is running any more.
+        The list is empty when no worker is running any more.
         """
         clock = asyncio.get_running_loop().time
         before = clock()
@@ -121,7 +121,7 @@ async def end(child: Child) -> None:
 def explain(silence: str, tail: str) -> Explanation:
     """Return why a hung worker was ended, from its silence and the end of its output.
 
-    A worker that waits for others in a collective explains less than one that they wait for.
+    A worker that waits for others in a collective is a less likely root cause than the worker that they wait for.
     """
     frames = [(match["path"], match["line"], match["function"]) for match in _frames(tail)]
     if not frames:

@@ -49,10 +49,10 @@ _DRAIN_TIMEOUT: Final = 0.5
 """Seconds to wait for the rest of an ended worker's output."""
 
 _CONSOLE_PATIENCE: Final = 5.0
-"""Seconds after which output is dropped at the end if its reader takes nothing."""
+"""Seconds after which the remaining output is dropped at the end if its reader takes nothing."""
 
 _CONSOLE_LIMIT: Final = 20.0
-"""Seconds after which it is dropped if its reader is slow."""
+"""Seconds after which the remaining output is dropped at the end if its reader is slow."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +60,7 @@ class Worker:
     """A worker of a round.
 
     Attributes:
-        silence: the reason why it counts as hung; empty if it does not.
+        silence: why the worker counts as hung; empty if it does not.
     """
 
     local_rank: int
@@ -70,7 +70,7 @@ class Worker:
     silence: str = ""
 
     async def exit(self) -> WorkerExit:
-        """Return how it has ended."""
+        """Return how the worker exited."""
         exit_code = self.child.ended.result()
         if exit_code not in {0, -signal.SIGKILL}:
             await self.output.drained(_DRAIN_TIMEOUT)
@@ -104,10 +104,10 @@ class WorkerGroup:
         report: gets the exit of each worker that is not stopped, in the order of the exits.
         reaper: ends the workers' processes.
         mark: the tree mark of all workers of this agent.
-        heartbeats: if given, a worker without any is ended.
+        heartbeats: the heartbeats of the workers; None if no worker is ended for a lack of them.
 
     Attributes:
-        stopped: whether none of its processes is left.
+        stopped: whether all processes of the group have ended.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class WorkerGroup:
         return [worker for worker in self.workers if worker.child.running]
 
     async def stop(self, grace: float) -> None:
-        """End all workers and all processes that they have started, and wait for that; end the TCPStore too.
+        """End all workers, all processes that they started, and the TCPStore; return after their end.
 
         Args:
             grace: seconds between SIGTERM and SIGKILL; 0 for SIGKILL at once. A second call may shorten it.
@@ -178,8 +178,8 @@ class WorkerGroup:
     async def _end_hanging(self, heartbeats: hang.Heartbeats) -> None:
         """End workers that hang, until none runs.
 
-        All workers that wait for one that hangs are silent too. So all silent ones are ended, and those that explain
-        most are reported first.
+        All workers that wait for a hanging worker are silent, too. So all silent workers are ended, and the most likely
+        root causes are reported first.
         """
         while silent := await heartbeats.silent(lambda: [worker.local_rank for worker in self.running]):
             hung = [self.workers[local_rank] for local_rank in silent]
@@ -293,9 +293,9 @@ class Workers:
         report: Callable[[WorkerExit], object],
         listener: socket.socket | None = None,
     ) -> WorkerGroup:
-        """Start a round's workers, and its TCPStore; the group of the round before must be stopped.
+        """Start a round's workers, and its TCPStore; the group of the previous round must have been stopped.
 
-        A program that cannot be run is a worker that ends at once.
+        If the program cannot be run, the worker ends at once.
 
         Args:
             round: the number of the round.
@@ -304,7 +304,7 @@ class Workers:
             listener: the bound socket of the TCPStore, to be closed by the caller; None if another node serves it.
 
         Raises:
-            StartError: the machine does not allow it.
+            StartError: a process cannot be started.
             SettingsError: the workers' output or files cannot be written.
         """
         ranks = [int(environment["RANK"]) for environment in environments]
@@ -359,7 +359,7 @@ class Workers:
     async def _fork(
         self, environments: Sequence[dict[str, str]], outputs: Sequence[WorkerOutput], listener: socket.socket | None
     ) -> list[Child]:
-        """Start a process for each environment and output, and at last the TCPStore."""
+        """Start a process for each environment and output, and one for the TCPStore."""
         processes = await self._fork_server.fork(len(environments) + (listener is not None))
         try:
             if listener is not None:  # the first one to begin, because the workers wait for it

@@ -56,7 +56,7 @@ class MemoryKills:
         self._files = [path for path in self._files if path.exists()] + [root / "proc/vmstat"]
 
     def count(self) -> int:
-        """Return how many so far; 0 if nothing counts them."""
+        """Return the number so far; 0 if there is no counter."""
         for path in self._files:
             with contextlib.suppress(OSError):
                 for line in path.read_text().splitlines():
@@ -70,10 +70,10 @@ class Child:
     """A child process that leads a process group; the rest of the group is killed when the child ends.
 
     Attributes:
-        pid: its id.
-        ended: its exit code, or the negative number of the signal that ended it.
-        began: when it began its work, by the loop's clock.
-        end_time: when it was reaped, by the same clock; 0 while it runs.
+        pid: the process id.
+        ended: the exit code, or the negative number of the signal that ended the process.
+        began: when the process began its work, on the loop's clock.
+        end_time: when the process was reaped, on the same clock; 0 while it runs.
     """
 
     def __init__(self, pid: int, loop: asyncio.AbstractEventLoop, memory_kills: MemoryKills) -> None:
@@ -87,7 +87,7 @@ class Child:
         loop.add_reader(self._pidfd, self.reap)
 
     def begin(self) -> None:
-        """Note that it begins its work: earlier kills for memory do not explain its end."""
+        """Note that the process begins its work: earlier out-of-memory kills do not explain its end."""
         self.began = self._loop.time()
         self._killed_before = self._memory_kills.count()
 
@@ -136,11 +136,11 @@ class Reaper:
     An async context manager, which kills the known children at its end.
 
     Args:
-        owns_process: this process has no children of its own, so any unknown child is an orphan to be reaped. False in
-            another program's process, whose children are not touched.
+        owns_process: whether this process has no other children, so that any unknown child is an orphan to be reaped.
+            False in another program's process, whose children are not touched.
 
     Attributes:
-        closing: whether it ends, so that no child should be replaced.
+        closing: whether the reaper is closing, so that no child should be replaced.
     """
 
     def __init__(self, *, owns_process: bool = False) -> None:
@@ -178,7 +178,7 @@ class Reaper:
 
     @contextlib.contextmanager
     def adopting(self) -> Iterator[None]:
-        """A block in which children arrive whose ids are not known yet; no unknown child is taken for an orphan."""
+        """Return the context of a block in which new children arrive: an unknown child does not count as an orphan."""
         self._settled.clear()
         try:
             yield
@@ -206,7 +206,7 @@ class Reaper:
                 _wait(os.P_PID, status.si_pid, 0)
 
     async def kill_trees(self, children: Sequence[Child], mark: str) -> None:
-        """Kill these children and all processes that they have started, and reap those that are children of ours.
+        """Kill these children and all processes that they started, and reap those that are children of this process.
 
         Args:
             children: leaders of sessions.
@@ -279,9 +279,9 @@ def _wait(kind: int, pid: int, options: int) -> os.waitid_result | None:
 
 
 def spawn(argv: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int]) -> int:
-    """Start a process that leads its own session, with default signal handling; returns its id.
+    """Start a process that leads its own session, with default signal handling; return its id.
 
-    `descriptors` are ours, by the numbers that they have in the process. Its standard input is empty by default.
+    `descriptors` maps the descriptor numbers of the new process to ours. The standard input is empty by default.
     """
     with contextlib.ExitStack() as stack:
         nothing = stack.enter_context(Path(os.devnull).open("rb")).fileno()
@@ -320,7 +320,7 @@ class Watchdog:
     Args:
         reaper: adopts the process.
         mark: the tree mark of all workers.
-        folders: to be removed after the agent's death; the first one is private.
+        folders: the folders to remove after the agent's death; the first one is private.
     """
 
     def __init__(self, reaper: Reaper, mark: str, folders: Sequence[Path]) -> None:
