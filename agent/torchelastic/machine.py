@@ -28,13 +28,13 @@ _INTERFACE: Final = struct.Struct("16s4x4s16x")
 """A name and an IPv4 address, as this request of ioctl(2) lists them."""
 
 _HOST_ID_LENGTH: Final = 12
-"""Of 32 digits: enough to distinguish the hosts of one run."""
+"""Number of digits, of 32, that distinguish the hosts of one run."""
 
 
 def own_address(endpoints: Iterable[str]) -> str:
     """Return the address of the interface that routes to the first endpoint whose name resolves; no packet is sent.
 
-    If no name resolves, it is the address of the interface with the default route, else the loopback address.
+    If no name resolves, return the address of the interface with the default route, or else the loopback address.
 
     Args:
         endpoints: host:port of each server, IPv6 addresses in brackets.
@@ -43,7 +43,7 @@ def own_address(endpoints: Iterable[str]) -> str:
         host, port = split_endpoint(endpoint)
         try:
             candidates = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        except (OSError, UnicodeError):  # the latter if it cannot be a name
+        except (OSError, UnicodeError):  # UnicodeError: not a valid host name
             continue
         for family, _, _, _, peer in candidates:
             if (address := _source_address(family, peer)) is not None:
@@ -52,7 +52,7 @@ def own_address(endpoints: Iterable[str]) -> str:
 
 
 def _source_address(family: int, peer: tuple[str | int, ...] | tuple[int, bytes]) -> str | None:
-    """This machine's address for a connection to the peer; None if there is no route."""
+    """Return this machine's address for a connection to the peer; None if there is no route."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(peer)
@@ -71,7 +71,7 @@ def interface_of(host: str) -> str:
         found = socket.getaddrinfo(host.partition("%")[0], None, type=socket.SOCK_STREAM)
         wanted = {socket.inet_pton(family, str(address[0]).partition("%")[0]) for family, _, _, _, address in found}
         carried = [*_interface_addresses()]
-    except (OSError, UnicodeError):  # the latter if it cannot be a name
+    except (OSError, UnicodeError):  # UnicodeError: not a valid host name
         return ""
     return next((name for name, address in carried if address in wanted and name != _LOOPBACK), "")
 
@@ -80,7 +80,7 @@ def interface_variables(interface: str, environ: Mapping[str, str]) -> dict[str,
     """Return the variables with which gloo and NCCL use an interface, except those that the user has set.
 
     Args:
-        interface: its name; empty to let them choose.
+        interface: the name of the interface; empty to let gloo and NCCL choose.
         environ: the user's environment.
     """
     # Without "=", NCCL takes a name as a prefix: eth1 would match eth10.
@@ -102,7 +102,7 @@ def _interface_addresses() -> Iterator[tuple[str, bytes]]:
 
 
 def host_id(root: Path = Path("/")) -> str:
-    """An id that all containers of a host share until the host restarts; empty if it is unknown.
+    """Return an id that all containers of a host share until the host restarts; empty if it is unknown.
 
     Args:
         root: the folder of /proc.
@@ -125,7 +125,7 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
     """Yield the folders of the control groups (version 1 and 2) that this process is in, the innermost first.
 
     Args:
-        controller: of version 1, such as cpu or memory.
+        controller: the name of a controller of version 1, such as cpu or memory.
         root: the folder of /proc and /sys.
     """
     for line in _read(root / "proc/self/cgroup").splitlines():
@@ -189,5 +189,5 @@ def _visible(devices: str, present: int) -> int:
         names.append(name)
     if len(set(names)) < len(names):
         return 0
-    # CUDA gives a process one instance of a partitioned GPU and no more.
+    # CUDA gives a process only one instance of a partitioned GPU.
     return min(len(names), 1 if any(name.startswith("MIG-") for name in names) else present)

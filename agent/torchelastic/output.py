@@ -1,4 +1,4 @@
-"""The format of what an agent prints, on which readers of its log may rely.
+"""The format of an agent's output, on which readers of its log may rely.
 
 Without a log folder, the workers' output is passed on to the agent's own streams, line by line, with the rank in front.
 The agent's own messages go to standard error, with the time and the node in front::

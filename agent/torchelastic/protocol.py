@@ -48,7 +48,7 @@ class RunKeys:
     """The keys of one run, as in the table above.
 
     Attributes:
-        root: the prefix of all of them, ending in a slash.
+        root: the prefix of all keys, which ends in a slash.
         control: the prefix that every node watches.
         nodes: the prefix that the leader watches.
     """
@@ -94,7 +94,7 @@ _Address = Annotated[str, msgspec.Meta(max_length=263)]
 Sentence = Annotated[str, msgspec.Meta(max_length=16384)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_LIMIT)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-_KnownNumber = Annotated[int, msgspec.Meta(ge=0, le=10**12)]  # leaves room to count on from a node's word
+_KnownNumber = Annotated[int, msgspec.Meta(ge=0, le=10**12)]  # leaves room to increment a number from a node's record
 _NodeCount = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 _Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
@@ -115,8 +115,8 @@ class SizeRecord(_VersionedRecord, frozen=True):
 
     Attributes:
         generation: counts the changes of size; 0 for a launcher without an operator.
-        min: fewer nodes never train.
-        max: more nodes never train.
+        min: the minimum number of nodes that train.
+        max: the maximum number of nodes that train.
         desired: a round forms as soon as this many nodes are present; None if the number is unknown.
         draining: names of the nodes that are about to be removed; the next round excludes them.
     """
@@ -129,15 +129,15 @@ class SizeRecord(_VersionedRecord, frozen=True):
 
     @property
     def target(self) -> int:
-        """The most nodes that a round takes."""
+        """The maximum number of nodes that a round takes."""
         return self.max if self.desired is None else min(max(self.desired, self.min), self.max)
 
 
 class RunState(enum.StrEnum):
-    """What a run does at a moment; it is in exactly one state from the creation of its job to its end."""
+    """The state of a run; from the creation of its job to its end, a run is always in exactly one state."""
 
     WAITING = "waiting"
-    """Fewer nodes are present than are to train."""
+    """Too few nodes are present to train."""
     RENDEZVOUS = "rendezvous"
     """Enough nodes are present, and agree on a round."""
     STARTING = "starting"
@@ -154,11 +154,11 @@ class NodeEnd(enum.StrEnum):
     """Why a member of one round is not in the next."""
 
     LEFT = "left"
-    """It announced that it leaves."""
+    """The node announced that it leaves."""
     DIED = "died"
-    """Its process or its connection broke."""
+    """The node died, or its connection was lost."""
     NOT_NEEDED = "not_needed"
-    """It is present, but the run has become smaller."""
+    """The node is present, but the size of the run was reduced."""
 
 
 class TimeBreakdown(_Record, frozen=True):
@@ -173,8 +173,8 @@ class TimeBreakdown(_Record, frozen=True):
         first_step_at: when the program began its first step in that round; 0 if unknown.
         last_checkpoint_at: when the last checkpoint of that round was begun; 0 if unknown.
         joined: nodes that joined, including those of the first round.
-        gone: members that their successor round did not have, by reason.
-        there: in a round without members, the members of the round before that are still present.
+        gone: members of a round that were not in the next round, by reason.
+        there: in a round without members, the members of the previous round that are still present.
     """
 
     until: _Time = 0.0
@@ -190,7 +190,7 @@ class TimeBreakdown(_Record, frozen=True):
 
 
 class ResumeRecord(_Record, frozen=True):
-    """What an agent of a resumed run knows from the start; the store that knew it is gone.
+    """The state of a run before it was suspended, for the agents that resume it with an empty store.
 
     Attributes:
         round: the last round's number.
@@ -230,13 +230,13 @@ class RoundReason(enum.StrEnum):
 
 
 class RoundRecord(_VersionedRecord, frozen=True):
-    """A rendezvous round: who trains together, and all that a node needs to start its workers.
+    """A rendezvous round: its members, and everything that a node needs to start its workers.
 
     Attributes:
-        number: counts the rounds of the run, from 1; never falls.
-        nonce: a random text that tells two rounds of one number apart, after the store lost the first one.
-        members: the nodes in rank order; none while too few are present (``cause`` says why).
-        store: host:port of the TCPStore that is served for this round alone.
+        number: counts the rounds of the run, from 1; never decreases.
+        nonce: a random text that distinguishes two rounds with the same number, after the store lost the first one.
+        members: the nodes in rank order; empty while too few are present (``cause`` says why).
+        store: host:port of the TCPStore of this round.
         restarts: worker failures charged to the job so far.
         early_failures: consecutive failures soon after the start of a round.
         uncharged_restarts: restarts without a charge: for a change of membership, an uncharged failure, or because
@@ -286,7 +286,7 @@ class RoundRecord(_VersionedRecord, frozen=True):
 
 
 class FailureKind(enum.StrEnum):
-    """Classes of failures, from the one that explains most to the one that explains least."""
+    """Classes of failures, from the most likely root cause to the least likely."""
 
     PROGRAM = "program"
     """A signal from outside, the out-of-memory killer, or an exception of the program."""
@@ -300,18 +300,18 @@ class FailureRecord(_Record, frozen=True):
     """A failed worker.
 
     Attributes:
-        round: its round.
-        rank: its global rank.
-        local_rank: its rank on its node.
+        round: the round of the worker.
+        rank: the global rank.
+        local_rank: the rank on the node.
         node: the node's id.
         host: the node's address.
-        pid: its process id on that node.
-        exit_code: what it returned, or the negative number of the signal that ended it.
-        kind: how much it explains.
-        message: the exception, or the end of its output.
-        uptime: seconds from its start to its end.
-        non_retryable: a retry is useless: the program says so, or its exit code is configured so.
-        uncharged: not charged to the job: its exit code is configured so.
+        pid: the process id on that node.
+        exit_code: the exit code, or the negative number of the signal that ended the worker.
+        kind: the class of the failure.
+        message: the exception, or the end of the worker's output.
+        uptime: seconds from the start of the worker to its end.
+        non_retryable: whether the program or the configuration of exit codes declares that a retry is useless.
+        uncharged: whether the configuration of exit codes exempts the failure from the restart budget.
     """
 
     round: Number
@@ -333,8 +333,8 @@ class NoticeRecord(_VersionedRecord, frozen=True):
 
     Attributes:
         round: the round that ends.
-        serial: counts the notices of a run, from 1; never falls.
-        seconds: how long the next round waits at most; 0 withdraws the notice.
+        serial: counts the notices of a run, from 1; never decreases.
+        seconds: the maximum time that the next round waits; 0 withdraws the notice.
         reason: why, in one word.
         cause: the same in a sentence.
     """
@@ -397,7 +397,7 @@ class NodePhase(enum.StrEnum):
 
 
 class NodeRecord(_VersionedRecord, frozen=True):
-    """A node's own record, under its lease. An empty store is filled again from these.
+    """A node's own record, under its lease. An empty store is restored from these records.
 
     Attributes:
         name: the pod's or host's name, as the operator knows it.
@@ -405,7 +405,7 @@ class NodeRecord(_VersionedRecord, frozen=True):
         workers: the number of workers that it would run.
         link: port of its peer server (see :mod:`torchelastic.rendezvous.peer_connection`).
         store: port on which it offers to serve the next round's TCPStore; never used before.
-        joined: when it first joined, as the store's revision: its seniority. 0 until known.
+        joined: the store's revision at which it first joined, which defines its seniority; 0 until known.
         phase: its progress in ``round``.
         round: the highest round number that it knows.
         restarts: the highest count of charged restarts that it knows.
@@ -415,7 +415,7 @@ class NodeRecord(_VersionedRecord, frozen=True):
         metrics: port of its /metrics; 0 for none.
         topology_key: nodes with the same key get neighbouring ranks; empty for none.
         notice: seconds of notice that its workers in ``round`` ask for before a planned change; 0 for none.
-        saved: the serial of the last notice that all of them have answered.
+        saved: the serial of the last notice that all its workers have answered.
         first_step_at: when the program began its first step in ``round``, in seconds since the Unix epoch; 0 if
             unknown. Reported by rank 0.
         last_checkpoint_at: when the last checkpoint in ``round`` was begun; 0 if unknown. Reported by rank 0.
@@ -468,7 +468,7 @@ class PastRound(_Record, frozen=True):
 
 
 HISTORY_LIMIT: Final = 200
-"""Rounds that the history keeps: the first and the last half."""
+"""Maximum number of rounds in a history: the first half and the last half are kept."""
 
 
 class HistoryRecord(_Record, frozen=True):
@@ -484,12 +484,12 @@ class HistoryRecord(_Record, frozen=True):
 
     @property
     def omitted(self) -> int:
-        """How many rounds are missing between the others."""
+        """The number of rounds that are missing between the others."""
         return sum(max(after.number - before.number - 1, 0) for before, after in itertools.pairwise(self.rounds))
 
 
 class LeaderRecord(_VersionedRecord, frozen=True):
-    """Who leads.
+    """The leader of a run.
 
     Attributes:
         node: the leader's id; empty after a leader has resigned.
@@ -504,7 +504,7 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 
 
 def encode(record: msgspec.Struct) -> bytes:
-    """Return a record as JSON; characters that are not Unicode (lone surrogates) become question marks."""
+    """Return a record as JSON; characters that UTF-8 cannot encode (lone surrogates) become question marks."""
     try:
         return msgspec.json.encode(record)
     except UnicodeEncodeError:
@@ -540,7 +540,7 @@ class _StateHeader(msgspec.Struct, frozen=True):
 def decode_state(data: bytes) -> StateRecord:
     """Return the run's state, also if a leader of another version wrote it.
 
-    Of that leader's round only the number is used: it has no members, and its cause names the two versions.
+    Only the number of that leader's round is used: the returned round has no members; its cause names both versions.
 
     Raises:
         MalformedRecord: the data is not a state.
@@ -548,7 +548,7 @@ def decode_state(data: bytes) -> StateRecord:
     header = decode(data, _StateHeader)
     if header.round is None or header.round.protocol == PROTOCOL_VERSION:
         return decode(data, StateRecord)
-    cause = f"this node cannot train with those that lead the run: {other_version(header.round.protocol)}"
+    cause = f"this node cannot train with the nodes that lead the run: {other_version(header.round.protocol)}"
     round = RoundRecord(number=header.round.number, cause=cause, protocol=header.round.protocol)
     return StateRecord(round, header.outcome)
 
@@ -557,7 +557,7 @@ _Versioned = TypeVar("_Versioned", bound=_VersionedRecord)
 
 
 def decode_ours(data: bytes, kind: type[_Versioned]) -> _Versioned:
-    """Return the record in this JSON; raise MalformedRecord if it is none, or of another protocol version."""
+    """Return the record in this JSON; raise MalformedRecord if it is invalid, or has another protocol version."""
     record = decode(data, kind)
     if record.protocol != PROTOCOL_VERSION:
         raise MalformedRecord(f"not a {kind.__name__} for us: {other_version(record.protocol)}")
@@ -600,7 +600,7 @@ class Env:
     NODE_NAME: Final = "TORCHELASTIC_NODE_NAME"
     """The pod's name."""
     NODE_ADDRESS: Final = "TORCHELASTIC_NODE_ADDRESS"
-    """The address at which peers reach it (the pod's IP)."""
+    """The address at which peers reach the pod: its IP."""
     SIZE: Final = "TORCHELASTIC_SIZE"
     """The first :class:`SizeRecord`, as JSON."""
     RESUME: Final = "TORCHELASTIC_RESUME"
@@ -643,7 +643,7 @@ class ExitCode(enum.IntEnum):
 
 
 class TerminationMessage(_VersionedRecord, frozen=True, rename="camel"):
-    """The agent's last message, for the operator and for people: JSON of at most 4,096 bytes.
+    """The agent's last message, for the operator and for users: JSON of at most 4,096 bytes.
 
     Attributes:
         reason: one word in CamelCase: Succeeded, WorkerFailed, RestartsExhausted, Left, BadInput, StoreUnavailable…
@@ -659,7 +659,7 @@ class TerminationMessage(_VersionedRecord, frozen=True, rename="camel"):
 
 
 TERMINATION_MESSAGE_LIMIT: Final = 4096
-"""Bytes that the kubelet keeps of /dev/termination-log."""
+"""Number of bytes of /dev/termination-log that the kubelet keeps."""
 
 
 def encode_termination_message(message: TerminationMessage) -> bytes:

@@ -1,4 +1,4 @@
-"""``torchelastic-run``: the agent's command, a drop-in for torchrun that needs no port opened by hand and no wait.
+"""``torchelastic-run``: the agent's command, a drop-in replacement for torchrun.
 
 The order matters: the agent starts its fork server, which imports torch, before it imports anything heavy itself.
 """
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run an agent and return its exit code; with ``--check`` as the first argument, only check the rest of the line.
 
     Args:
-        argv: the arguments; None for those of the process.
+        argv: the arguments; None for the arguments of this process.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     check = arguments[:1] == [CHECK_FLAG]
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ending = asyncio.run(_run(settings))
     except KeyboardInterrupt:  # before the agent handles signals
         return ExitCode.INTERRUPTED
-    except StartError as error:  # of this node; the run may go on
+    except StartError as error:  # of this node; the run may continue
         print(f"torchelastic-run: {error}", file=sys.stderr)  # noqa: T201
         return ExitCode.FAILED
     with suppress(OSError):  # stderr is closed; the exit code says the same
@@ -80,7 +80,7 @@ def _open_standard_streams() -> None:
 async def _run(settings: AgentSettings) -> ExitStatus:
     async with AsyncExitStack() as stack:
         ending = await _take_part(stack, settings)
-        # Before the stack is closed, which may wait for a slow reader of what the workers have printed.
+        # Before the stack is closed, which may wait for a slow reader of the workers' output.
         _write_termination_message(settings.termination_log, ending.message)
     return ending
 

@@ -80,8 +80,8 @@ class Checkpoint:
         """Report that the checkpoint is written; a second call changes nothing.
 
         Args:
-            future: the future that has written it, as in ``future.add_done_callback(writing.done)``; one that was
-                cancelled or has failed is not reported.
+            future: the future that has written it, as in ``future.add_done_callback(writing.done)``. If the future was
+                cancelled or has failed, nothing is reported.
         """
         if self._written or (future is not None and (future.cancelled() or future.exception() is not None)):
             return
@@ -91,7 +91,7 @@ class Checkpoint:
 
 
 def step() -> None:
-    """Report the beginning of a training step; to be called for each step, on all ranks.
+    """Report the beginning of a training step; call this function for each step, on all ranks.
 
     The first call ends the time that counts as restoring. The time between two calls is measured as
     ``train_step.duration.ms``.
@@ -114,7 +114,7 @@ def checkpoint() -> Checkpoint:
             torch.save(state, path)
 
     If the block ends without an exception, its time is measured as ``checkpoint.write_latency_ms``. If several ranks
-    write, that of rank 0 is reported; its block is to end when all have written. To write in the background::
+    write, the block of rank 0 is reported; it must end after all ranks have written. To write in the background::
 
         writing = torchelastic.checkpoint()
         torch.distributed.checkpoint.async_save(state, checkpoint_id=path).add_done_callback(writing.done)
@@ -126,7 +126,7 @@ class Reports:
     """The reports of this process to its agent; a child of a worker sends none.
 
     Attributes:
-        step_began: when it last called :func:`step`, by ``time.perf_counter``; 0 before the first call.
+        step_began: when this process last called :func:`step`, by ``time.perf_counter``; 0 before the first call.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class Reports:
 
         Args:
             what: ``stepped``, which is reported once, or ``kept``, of which the last one counts.
-            when: in seconds since the Unix epoch.
+            when: the time, in seconds since the Unix epoch.
         """
         if is_worker() and os.environ.get("RANK") == "0":
             with self._lock:
@@ -235,7 +235,7 @@ class Notices:
             ValueError: the seconds are negative or not finite.
         """
         if not 0 <= seconds < math.inf:
-            raise ValueError(f"seconds must be a time of 0 or more, and not {seconds}")
+            raise ValueError(f"seconds must be 0 or more, and finite, not {seconds}")
         if not is_worker():
             return
         with self._lock:

@@ -187,7 +187,7 @@ async def test_a_failure_is_reported_with_its_reason_in_the_log_the_store_and_th
     assert msgspec.structs.replace(words.failure, message="") == msgspec.structs.replace(failure, message="")
     assert words.failure.message.startswith("ValueError: ")
     assert words.failure.message.endswith("großes Pech 🧯 (order.py:1)")
-    assert "no restart is left of the 4 that it may have" in words.message
+    assert "all 4 restarts are used up" in words.message
 
 
 async def test_a_worker_killed_for_memory_is_reported_as_such(tmp_path: Path) -> None:

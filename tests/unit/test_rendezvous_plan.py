@@ -291,7 +291,7 @@ def test_a_non_retryable_failure_ends_the_run_despite_other_failures(lost: bool)
     assert (decision.state, decision.failure) == (OutcomeState.FAILED, final)
     assert decision.message == (
         "rank 1 on b: NonRetryableException: no such data; "
-        "this failure is declared final, so the run is not tried again, whatever is left of its restarts"
+        "this failure is declared final, so the run ends even if restarts are left"
     )
 
 

@@ -44,7 +44,7 @@ class LaunchConfig:
         min_nodes: the smallest number of nodes.
         max_nodes: the largest number of nodes.
         nproc_per_node: number of workers on this node.
-        logs_specs: torch's way to name the log folder; used if ``log_dir`` is not given.
+        logs_specs: torch's object for the log folder; used if ``log_dir`` is not given.
         run_id: nodes with the same id train together; optional for one node.
         role: the role of the workers.
         rdzv_endpoint: the address of the rendezvous; for ours that of an etcd, required for several nodes.
@@ -54,11 +54,11 @@ class LaunchConfig:
         max_restarts: the maximum number of worker failures in the run.
         monitor_interval: seconds between two polls, with a rendezvous that is not ours.
         start_method: see :class:`~torchelastic.agent.server.LocalElasticAgent`.
-        metrics_cfg: for :func:`torchelastic.metrics.initialize_metrics`.
+        metrics_cfg: the parameters of :func:`torchelastic.metrics.initialize_metrics`.
         local_addr: the address at which other nodes reach this node; None to detect it.
         log_dir: a folder for the workers' output; None for no files.
         redirects: see :class:`~torchelastic.agent.server.WorkerSpec`.
-        tee: see there.
+        tee: see :class:`~torchelastic.agent.server.WorkerSpec`.
         shutdown_timeout: seconds between SIGTERM and SIGKILL when this node leaves.
     """
 
@@ -87,7 +87,7 @@ class elastic_launch:  # noqa: N801 - torch's name
     """Launches a function or a command when it is called with its arguments; see :func:`launch_agent`.
 
     Args:
-        config: how to launch it.
+        config: the launch configuration.
         entrypoint: the function, or the name of a command.
     """
 
@@ -96,7 +96,7 @@ class elastic_launch:  # noqa: N801 - torch's name
         self._entrypoint = entrypoint
 
     def __call__(self, *args: Any) -> dict[int, Any]:  # noqa: ANN401 - the arguments of the function
-        """Launch it with these arguments."""
+        """Launch the function or command with these arguments."""
         return launch_agent(self._config, self._entrypoint, args)
 
 
@@ -104,13 +104,13 @@ def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arg
     """Launch a function or a command on this node, and wait for the end of the run.
 
     Args:
-        config: how to launch it.
+        config: the launch configuration.
         entrypoint: the function, or the name of a command.
         args: its arguments.
 
     Returns:
-        What the function returned, by global rank, of the workers of this node; None for commands. Empty if this node
-        was not needed, or has left the run.
+        The return values of this node's workers by global rank; None for commands. The dictionary is empty if this
+        node was not needed, or has left the run.
 
     Raises:
         ChildFailedError: the run has failed; torch's exception, with the root cause as its first failure.

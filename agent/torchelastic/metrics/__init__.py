@@ -12,10 +12,9 @@
     @metrics.prof(group="my_app")
     def evaluate(): ...
 
-Without ``configure`` values are dropped. In a worker that our agent has started they also appear under the agent's
-``/metrics``, whatever is configured and without a line for it. :class:`PrometheusMetricHandler` serves them to
-Prometheus by itself; it is loaded when it is first used, since it needs a library that a program which only measures
-does not.
+Without ``configure``, values are dropped. In a worker that our agent has started, all values also appear under the
+agent's ``/metrics``, without any configuration. :class:`PrometheusMetricHandler` serves values to Prometheus itself. It
+is imported at its first use, because it needs a library that other programs do not need.
 """
 
 from typing import TYPE_CHECKING

@@ -48,7 +48,7 @@ def shown(
     names: series.SeriesNames,
     **labels: str,
 ) -> Iterator[tuple[series.Series, dict[str, str], Sequence[float]]]:
-    """Yield the series of what a handler has measured."""
+    """Yield the series of a handler."""
     for source, words in sources.items():
         one = names.of(source)
         yield one, {**dict(one.labels), **labels}, words

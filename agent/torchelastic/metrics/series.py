@@ -51,7 +51,7 @@ class Form(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of words of its values."""
+        """The number of words of the values."""
         return len(self.buckets) + 2 if self.kind is Kind.HISTOGRAM else 1
 
 
@@ -60,7 +60,7 @@ COUNTER: Final = Form(Kind.COUNTER)
 
 
 class Source(NamedTuple):
-    """What a program measures under one name of a group."""
+    """A name of a group under which a program records values, and its form."""
 
     group: str
     name: str

@@ -101,7 +101,7 @@ class SeriesHandler(MetricHandler):
     """A handler that checks values and adds them to the words of their series.
 
     Args:
-        memory: has the words.
+        memory: the memory for the words.
         form: returns the form of a name of a group.
     """
 
@@ -154,7 +154,7 @@ class SeriesHandler(MetricHandler):
             self._drop(
                 TOO_MANY_NAMES,
                 f"There are {count} different names already, and {name!r:.100} of the group {group!r:.100} is one "
-                "more; put what changes all the time (a step, a file) into the value and not into the name",
+                "more; put changing parts (a step, a file) into the value, not into the name",
             )
             return None
 
@@ -188,7 +188,7 @@ class SeriesHandler(MetricHandler):
 
     def _refuse(self, series: str, number: float) -> None:
         if math.isfinite(number):
-            self._drop(NEGATIVE, f"{series} got the value {number}, and takes none below 0")
+            self._drop(NEGATIVE, f"{series} got the value {number}, but its values cannot be negative")
         else:
             self._drop(NOT_FINITE, f"{series} got the value {number}")
 

@@ -1,6 +1,7 @@
-"""What a program measures through torch's own metrics (``torch.distributed.elastic.metrics``) arrives in ours, too.
+"""Forwards values that a program records with torch's own metrics (``torch.distributed.elastic.metrics``) to ours.
 
-What is configured there stays so. torch is not imported for it: the import of its module is waited for.
+The configuration of torch's metrics does not change. This module does not import torch: it waits for the import of
+torch's module.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MODULE: Final = "torch.distributed.elastic.metrics.api"
 
 
 def watch() -> None:
-    """Have torch's values arrive in the registry, from now on or from the import of torch's module on."""
+    """Forward torch's values to the registry, from now on or from the import of torch's module on."""
     module = sys.modules.get(_MODULE)
     if module is not None:
         _join(module)
@@ -43,10 +44,10 @@ def _join(api: ModuleType) -> None:
 
 
 class _Finder:
-    """Is first among the finders of modules until torch's module is imported, and finds it as the others do."""
+    """The first module finder until torch's module is imported; it delegates the search to the other finders."""
 
     def find_spec(self, name: str, _path: Sequence[str] | None = None, _target: object = None) -> ModuleSpec | None:
-        """Return the module's specification, with a call at its end; None for any other module."""
+        """Return the module's specification, with a call after its execution; None for any other module."""
         if name != _MODULE:
             return None
         with suppress(ValueError):  # the program has removed it, or imports in two threads

@@ -39,7 +39,7 @@ class WorkerMemory(Memory):
         path: the path at which the worker opens it.
 
     Raises:
-        OSError: there is no memory for it.
+        OSError: there is not enough memory.
     """
 
     def __init__(self, rank: int, before: WorkerMemory | None = None) -> None:
@@ -106,7 +106,7 @@ class WorkerMetrics:
 
     def collect(self) -> Iterable[Metric]:
         """Return the families with their current values; a registry calls this at each scrape, from any thread."""
-        from torchelastic.metrics.exposition import families_of, shown  # no worker's start waits for it
+        from torchelastic.metrics.exposition import families_of, shown  # not needed to start a worker
 
         with self._lock:
             return families_of(

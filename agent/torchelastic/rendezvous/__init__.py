@@ -1,4 +1,4 @@
-"""How the nodes of a run agree on who trains together.
+"""The rendezvous: the nodes of a run agree on the members of each round.
 
 One node leads. It watches the others and commits numbered rounds by compare-and-swap; every node watches the
 committed round. :mod:`.policy` holds the rules as pure functions, :mod:`.leader` carries them out, :mod:`.node` is what

@@ -1,8 +1,8 @@
 """The history of a run as one node knows it: its time breakdown and its rounds.
 
-Every node keeps a history of what it is told and does; the leader's is the run's. A new leader adopts what its
-predecessor has written, and continues from there with what it has seen itself. So each second since the creation of
-the job is in one state, whichever node led. Time in which no node was present is waiting time.
+Every node keeps a history of the records that it receives and of its own actions. The leader's history is the run's. A
+new leader adopts the history that its predecessor has written, and adds its own observations, so each second since the
+creation of the job counts for exactly one state. Time without any node counts as waiting.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class History:
     """The time of a run and its rounds.
 
     Args:
-        created: when its job was created, in seconds since the Unix epoch; None if unknown: now.
-        resumed: the time before the run was resumed; None if it never was suspended.
+        created: when its job was created, in seconds since the Unix epoch; None for now.
+        resumed: the time before the run was resumed; None if the run was never suspended.
         clock: returns the current time.
     """
 
@@ -251,7 +251,7 @@ class History:
     # -- queries
 
     def _lost_if_ended(self) -> float | None:
-        """The training time lost in the run if the current round ends now; None if no checkpoint was reported."""
+        """Return the training time lost in the run if the round ends now; None if no checkpoint was reported."""
         base, times = self._base, self._round
         if base.lost is None and not times.last_checkpoint:
             return None
@@ -337,7 +337,7 @@ def _with_all_gone(past: PastRound, died: int, nodes: int) -> PastRound:
 class HistoryWriter:
     """Reads and writes the run's history while one node leads.
 
-    No round waits for it, except that a new leader reads what its predecessor has written before it decides anything.
+    Rounds do not wait for the writer, but a new leader reads its predecessor's history before it decides anything.
 
     Attributes:
         has_read: whether the previous leader's history is known, as far as possible.
@@ -383,7 +383,7 @@ class HistoryWriter:
         """Adopt the previous leader's history.
 
         Raises:
-            StoreUnavailable: as the store does.
+            StoreUnavailable: the store cannot be reached.
         """
         store, keys = self._run.store, self._run.keys
         breakdown, history = await asyncio.gather(store.get(keys.time_breakdown), store.get(keys.history))
@@ -397,7 +397,7 @@ class HistoryWriter:
         """Write the time breakdown, and the rounds if they have changed.
 
         Raises:
-            StoreUnavailable: as the store does.
+            StoreUnavailable: the store cannot be reached.
         """
         async with self._writing:
             keys, put = self._run.keys, self._run.lasting.put

@@ -1,7 +1,8 @@
 """The leader: watches the nodes, and commits the decisions of :func:`~.policy.plan.plan`.
 
-The leader commits a round or an outcome by a compare-and-swap of the run's state. It expects the revision on which it
-has decided. So a leader that was paused and replaced cannot change what its successor has committed.
+The leader commits a round or an outcome by a compare-and-swap of the run's state. The
+leader expects the revision on which it decided, so a leader that was paused and replaced cannot overwrite its
+successor's commits.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ SILENT_RECHECK: Final = 1.0
 """Seconds between probes of a member whose key is gone but which answers."""
 
 QUICK_DECISION: Final = 1e-3
-"""Seconds; after a slower decision, the leader waits before it decides again."""
+"""Maximum duration of a quick decision in seconds; after a slower one, the leader waits before it decides again."""
 
 PAUSE_FACTOR: Final = 2
-"""How long the leader waits after a slow decision, as a multiple of the time that the decision took."""
+"""The wait of the leader after a slow decision, as a multiple of the duration of the decision."""
 
 LOG_INTERVAL: Final = 1.0
 """Seconds between two log messages about what the leader waits for."""
@@ -193,7 +194,7 @@ class Leader:
         self._answers(node)
 
     def _timeouts(self, node: str) -> tuple[float, ...]:
-        """Seconds to wait for a node's connection, before each probe of it."""
+        """Return the seconds to wait for a node's connection before each probe."""
         if node not in self.membership.ranks:
             return (CONNECT_TIMEOUT, CONNECT_TIMEOUT)
         first = MEMBER_CONNECT_TIMEOUT + len(self.membership.peers) / CONNECTIONS_PER_SECOND
@@ -261,7 +262,7 @@ class Leader:
                 await backoff.wait()
 
     def _is_ready(self) -> bool:
-        """Return whether this node leads and has read everything: deciding on half of it would lose nodes."""
+        """Return whether this node leads and has read everything: a decision on partial data would lose nodes."""
         leader = self._run.leader.record
         read = self._listed and self.history_writer.has_read
         return read and self._run.away_since is None and leader is not None and leader.node == self._run.node

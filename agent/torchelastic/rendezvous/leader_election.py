@@ -2,11 +2,11 @@
 
 The leader holds one key in the store under its lease. If the key is vacant, each node waits before it takes the key:
 
-- If no node has led yet, it does not wait.
+- If no node has led yet, the node does not wait.
 - If the leader resigned, or its connection has shown that it died, a node waits by its rank in the round. A node that
   leaves waits longest.
 - If the leader's lease expired, the store may have been away, and the leader may come back. A node waits for one lease
-  if it was connected to the leader, or is no member of the round.
+  if it was connected to the leader, or is not a member of the round.
 
 A node whose protocol version differs from that of the round waits longest.
 """
@@ -58,8 +58,8 @@ class LeaderElection:
         candidacy: this node's part.
         connected: whether this node is connected to the leader.
         dead_leader: the last leader whose connection has shown that it is dead; None if there was none.
-        took_expired_at: when this node took the lead after the lease of a leader expired that may still live;
-            otherwise None.
+        took_expired_at: when this node took the lead from a leader whose lease had expired, but which may still be
+            alive; otherwise None.
     """
 
     def __init__(self, run: RunStateWatch, registration: NodeRegistration, address: str) -> None:
@@ -186,7 +186,7 @@ class LeaderElection:
         """Withdraw and resign; with ``standby``, lead again if no other node does.
 
         Raises:
-            StoreError: as the store does.
+            StoreError: the request to the store failed.
         """
         self.withdraw()
         await self._resign()
@@ -197,7 +197,7 @@ class LeaderElection:
         """Resign in favour of nodes that know more; lead again after one lease if none of them leads.
 
         Raises:
-            StoreError: as the store does.
+            StoreError: the request to the store failed.
         """
         self._become(Candidacy.YIELDED)
         self._yields_until = asyncio.get_running_loop().time() + self._lease

@@ -1,7 +1,7 @@
 """One node of a run: it keeps its record in the store, follows the leader, and leads if it is elected.
 
 The agent opens a :class:`RendezvousNode`, reads rounds, notices and the outcome from its queue of events, and reports
-the state of its workers to it. It need not know which node leads.
+the state of its workers to it. The agent does not need to know which node leads.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAVE_TIMEOUT: Final = 2.0
-"""Maximum time in seconds for a node to delete its key; after that, the key goes when the lease expires."""
+"""Maximum time in seconds for a node to delete its key; after that, the key expires with the lease."""
 
 STORE_SHARE: Final = 0.75
 """Fraction of the timeout of :meth:`RendezvousNode.is_current` for the store; the rest is for a peer."""
@@ -167,7 +167,7 @@ class RendezvousNode:
     Attributes:
         events: the rounds, notices and the outcome, in order; an agent adds its own events.
         history: the history of the run, as far as this node knows it.
-        run: the state of the run, as the store has it.
+        run: the state of the run in the store.
         registration: this node's record in the store.
         server: accepts the connections of peers.
         election: this node's part in the election of the leader.
@@ -238,7 +238,7 @@ class RendezvousNode:
                 await self.election.leave()
                 await self.registration.withdraw()
         except (StoreError, TimeoutError):
-            logger.info("the store is away: this node's key goes when its lease ends")
+            logger.info("the store is away: this node's key will expire with its lease")
 
     async def abort(self) -> None:
         """Stop like a killed process: close the listener first, and write nothing to the store."""
@@ -364,7 +364,7 @@ class RendezvousNode:
                 # If all nodes leave at once, one of them has to lead until the last worker has saved.
                 await self.election.leave(standby=self.registration.record.notice > 0)
         except (StoreError, TimeoutError):
-            logger.info("the store is away: the others learn of this node's leaving by its connection")
+            logger.info("the store is away: the other nodes will notice when this node's connection closes")
 
     # -- the run
 
@@ -431,8 +431,8 @@ class RendezvousNode:
             await self.election.until_leader()
             self.server.observer = self.leader = Leader(self.run, self.election, self.server, self.history)
             leading = asyncio.create_task(self.leader.run())
-            # An expired lease does not end it. If all leases expire because the store is away, the leader still knows
-            # which peers are alive.
+            # An expired lease does not end the leadership. If all leases expire because the store is away, the leader
+            # still knows which peers are alive.
             replaced = asyncio.create_task(self.election.until_replaced(self.node))
             try:
                 await asyncio.wait((leading, replaced), return_when=asyncio.FIRST_COMPLETED)

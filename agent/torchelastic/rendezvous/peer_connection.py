@@ -2,10 +2,10 @@
 
 Every node holds one TCP connection to the leader. The kernel of a live host closes the connections of a process that
 died, so a lost connection is known at once; but a network can also cut one between two healthy nodes. So the node that
-loses a connection connects again (:func:`probe`). Refused means that no process listens there: dead. Answered means
-alive. Silence means neither; then the node's lease in the store decides.
+loses a connection connects again (:func:`probe`). A refusal means that no process listens there: the peer is dead. An
+answer means that the peer is alive. Silence is inconclusive; then the node's lease in the store decides.
 
-Each side sends one line of JSON, and then nothing: ``{"run": …, "node": …, "stay": true}``, answered by
+Each side sends exactly one line of JSON: ``{"run": …, "node": …, "stay": true}``, answered by
 ``{"run": …, "node": …}``. The run is identified by a digest of its id. Other connections are closed.
 """
 
@@ -92,7 +92,7 @@ class PeerServer:
         ports: the only ports on which it may listen; None for any.
 
     Attributes:
-        observer: is told about connections; None for no observer.
+        observer: is notified of connections; None for no observer.
 
     Raises:
         NoPortFree: none of these ports is free.
@@ -107,7 +107,7 @@ class PeerServer:
 
     @property
     def port(self) -> int:
-        """The port on which it listens."""
+        """The port on which the server listens."""
         port: int = self._listener.getsockname()[1]
         return port
 
@@ -178,7 +178,7 @@ async def hold_connection(address: str, *, run: str, node: str, peer: str, obser
         run: the run's id.
         node: this node's id.
         peer: the peer's id.
-        observer: is told when the connection stands and when it is lost.
+        observer: is notified when the connection is established and when it is lost.
     """
     verdict, streams = await _greet(address, _Greeting(run=run_digest(run), node=node, stay=True), peer)
     if streams is None:
@@ -259,7 +259,7 @@ def listen(host: str, ports: PortRange | None = None, *, after: int = 0) -> sock
     Args:
         host: the address.
         ports: the only ports that may be taken; None for any.
-        after: the port that may not be taken again; the search begins behind it.
+        after: the port that must not be taken again; the search begins after it.
 
     Raises:
         OSError: no socket can be created.

@@ -1,4 +1,4 @@
-"""What a node reads and writes in the store: the keys that every node watches, and the node's own key."""
+"""The keys that a node reads and writes in the store: those that every node watches, and the node's own key."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class RunStateWatch:
         accepted_round: the last round that this node has accepted.
         changed: sent after every change that this node notes, and when the store is lost or back.
         away_since: since when the store is unreachable, by the loop's clock; None while it is reachable.
-        back_at: when the store last came back, by the loop's clock; None if it never was away.
+        back_at: when the store last came back, by the loop's clock; None if it was never away.
         last_leader: the node that leads, or led last; None if none is known.
         restored: whether the store has lost data: it has another cluster id than before, or an earlier revision. The
             reader resets it.
@@ -218,7 +218,7 @@ class RunStateWatch:
 
     def _lose(self, error: StoreUnavailable) -> None:
         if self.away_since is None:
-            logger.warning("lost sight of the run's keys: %s", error)
+            logger.warning("the watch of the run's keys broke: %s", error)
             self.away_since = asyncio.get_running_loop().time()
             self.changed.send()
 
@@ -339,7 +339,7 @@ async def remove_finished_run(run: RunStateWatch) -> None:
     If the store is away, try again until the join timeout.
 
     Raises:
-        StoreError: as the store does.
+        StoreError: the request to the store failed.
     """
     if not run.settings.unique_run:
         await within(run.settings.join_timeout, lambda: _remove(run))

@@ -1,7 +1,7 @@
-"""The small store that the rendezvous stands on: get, put under a lease, compare-and-swap, watch.
+"""The key-value store of the rendezvous: get, put under a lease, compare-and-swap, watch.
 
 Adapters: :mod:`torchelastic.store.etcd_v3` (etcd 3.4 and later, over its JSON gateway),
-:mod:`torchelastic.store.etcd_v2` (servers that have the API v2 only, through python-etcd) and
+:mod:`torchelastic.store.etcd_v2` (servers with only the API v2, through python-etcd) and
 :mod:`torchelastic.store.memory` (one process, for ``--standalone`` and for tests). :func:`connect` chooses.
 """
 

@@ -37,11 +37,11 @@ class StoreSettings:
         ca_cert: file with the certificate authority that signed the server's certificate.
         cert: file with the client's certificate.
         key: file with its private key.
-        username: for etcd's own authentication; never logged.
-        password: the same, and not part of the representation.
+        username: the user name for etcd's authentication; never logged.
+        password: the password; never logged, and not part of the representation.
         request_timeout: seconds for one request.
         silence_limit: seconds of silence after which a watch counts as broken.
-        version: of etcd's API, 2 or 3; None for 3 if the server has it, and else 2.
+        version: the version of etcd's API, 2 or 3; None for 3 if the server has it, and otherwise 2.
     """
 
     endpoints: tuple[str, ...]
@@ -57,14 +57,14 @@ class StoreSettings:
 
 
 def parse_endpoints(text: str) -> tuple[str | None, tuple[str, ...]]:
-    """Read ``host[:port][,host[:port]…]``; ``http://`` or ``https://`` may stand in front of each.
+    """Parse ``host[:port][,host[:port]…]``; each part may begin with ``http://`` or ``https://``.
 
     Returns:
-        The protocol, None if none is written; and host:port of each server, IPv6 addresses in brackets.
+        The protocol, or None if the text has none; and host:port of each server, with IPv6 addresses in brackets.
 
     Raises:
-        SettingsError: one of them cannot be read, or they differ in the protocol. The message starts with the part that
-            is wrong, so that the caller can put the flag or field in front.
+        SettingsError: an endpoint is invalid, or the endpoints differ in the protocol. The message starts with the
+            invalid part, so that the caller can prefix the flag or field.
     """
     protocols: set[str] = set()
     endpoints: list[str] = []
@@ -77,7 +77,7 @@ def parse_endpoints(text: str) -> tuple[str | None, tuple[str, ...]]:
                 raise SettingsError(f'"{part}" starts with {protocol}://, but etcd is reached over http:// or https://')
             protocols.add(protocol.lower())
         try:
-            match["host"].encode("idna")  # as looking the name up will
+            match["host"].encode("idna")  # as the name lookup does
         except ValueError:
             raise SettingsError(_why_not(part)) from None
         port = DEFAULT_PORT if match["port"] is None else int(match["port"])
@@ -93,14 +93,14 @@ def _why_not(part: str) -> str:
     if not part:
         return "one of the addresses is empty; write host:port, several with one comma between them"
     if "@" in part:
-        return "a user and password do not belong into the address; give username=… and password=… in --rdzv-conf"
+        return "a user and password do not belong in the address; give username=… and password=… in --rdzv-conf"
     if part.count(":") > 1 and "[" not in part and "://" not in part:
         return f'"{part}" looks like an IPv6 address; put it into brackets: [{part}]:{DEFAULT_PORT}'
     return f'"{part}" is not an address; write host:port, for example etcd-server:{DEFAULT_PORT}'
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """Host (IPv6 without brackets) and port of an endpoint as :func:`parse_endpoints` gives it."""
+    """Return the host (IPv6 without brackets) and port of an endpoint of :func:`parse_endpoints`."""
     host, _, port = endpoint.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
@@ -111,7 +111,7 @@ class Entry:
 
     Attributes:
         key: the whole key.
-        value: the bytes under it.
+        value: the value.
         created: the revision at which the key was created.
         modified: the revision of its last change; a compare-and-swap compares it.
     """
@@ -128,7 +128,7 @@ class Listing:
 
     Attributes:
         revision: the store's revision at the time of reading; watch from ``revision + 1`` to miss nothing.
-        entries: by key.
+        entries: the entries by key.
         cluster_id: the id that the server gives its cluster. A server that lost its data and was set up again may have
             another one, or the same one and a lower revision.
     """
@@ -158,7 +158,7 @@ class Store(Protocol):
 
     Every method but :meth:`close` raises :class:`~torchelastic.errors.StoreUnavailable` if the store cannot be reached
     or does not answer in time, and :class:`~torchelastic.errors.StoreRefused` if trying again does not help. A write
-    that raised StoreUnavailable may or may not have been done. Writes under a lease raise
+    that raised StoreUnavailable may or may not have taken effect. Writes under a lease raise
     :class:`~torchelastic.errors.LeaseLost` if the lease does not exist.
     """
 
@@ -172,12 +172,12 @@ class Store(Protocol):
         """Set a key, under a lease if one is given; return the revision."""
 
     async def compare_and_swap(self, key: str, value: bytes | None, *, expected: int, lease: int = 0) -> int | None:
-        """Set a key if its last change is still that of revision ``expected``.
+        """Set a key if the revision of its last change is still ``expected``.
 
         Args:
             key: the key.
             value: its new value; None deletes it.
-            expected: the revision of the last change that the caller saw; 0 for "there is no such key".
+            expected: the revision of the last change that the caller saw; 0 if there was no such key.
             lease: the lease to put it under; 0 for none.
 
         Returns:
@@ -196,7 +196,7 @@ class Store(Protocol):
         Args:
             ttl: seconds; etcd rounds up to whole seconds and to its own minimum.
             lease: the id that the lease is to have, a positive number of at most 63 bits; 0 for a new one. A lease
-                that exists under this id is kept alive; all who grant it give the same ``ttl``.
+                that exists under this id is kept alive; all callers that grant it pass the same ``ttl``.
         """
 
     async def keep_alive(self, lease: int) -> None:
@@ -208,7 +208,7 @@ class Store(Protocol):
     def watch(self, prefix: str) -> AsyncGenerator[tuple[Change, ...], None]:
         """Yield every change below a prefix from now on, in order, in batches, each change once.
 
-        An empty batch says that the connection works; one comes first, as soon as the store has confirmed the watch.
+        An empty batch means that the connection works; the first batch is empty and means that the watch is confirmed.
         The watch ends if the store has lost its data, or no longer has the next change: list and watch again. The
         caller ends it by closing the iterator (``aclosing``).
 

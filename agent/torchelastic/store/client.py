@@ -1,4 +1,4 @@
-"""How nodes and the operator use a store: they connect, list and watch a prefix, and keep the lease of a run."""
+"""Functions of nodes and the operator on a store: connect, list and watch a prefix, keep the lease of a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RETRY_MAX: Final = 1.0
 """Seconds between attempts; with jitter, so that a thousand nodes do not return in step."""
 
 _GRANTS: Final = 3
-"""How often the lease is granted for one write before the store counts as unavailable."""
+"""Number of times that the lease is granted for one write before the store counts as unavailable."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Backoff:
     """Delays between attempts to reach a store; they grow with each attempt that failed, until one succeeds.
 
     Attributes:
-        attempts: how many attempts have failed since the last one that succeeded.
+        attempts: the number of failed attempts since the last one that succeeded.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Backoff:
         await asyncio.sleep(longest * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
 
     def reset(self) -> None:
-        """Take note of an attempt that succeeded."""
+        """Note that an attempt succeeded."""
         self.attempts = 0
 
 
@@ -59,8 +59,8 @@ async def connect(settings: StoreSettings) -> Store:
     If the settings name no version, this is etcd's API v3, or v2 if the servers have no other.
 
     Raises:
-        StoreUnavailable: none answers.
-        StoreRefused: one answers, but not with the API that is asked for, or refuses the credentials.
+        StoreUnavailable: no server answers.
+        StoreRefused: a server answers, but does not have the requested API, or refuses the credentials.
     """
     # An agent starts its fork server before it spends its own time on an HTTP client.
     from torchelastic.store.etcd_http import WrongApi
@@ -86,8 +86,8 @@ async def connect_within(seconds: float, settings: StoreSettings | None) -> Stor
     """Return a store as :func:`connect` does, waiting for the servers at most ``seconds``; in memory without settings.
 
     Raises:
-        StoreUnavailable: none has answered.
-        StoreRefused: one has answered, and trying again does not help.
+        StoreUnavailable: no server has answered.
+        StoreRefused: a server has answered, and another attempt would not help.
     """
     return MemoryStore() if settings is None else await within(seconds, lambda: connect(settings))
 
@@ -96,7 +96,7 @@ async def within(seconds: float, attempt: Callable[[], Awaitable[_Result]]) -> _
     """Return the result of the first attempt that reaches the store, trying again for at most ``seconds``.
 
     Raises:
-        StoreUnavailable: none has reached it.
+        StoreUnavailable: no attempt has reached the store.
     """
     deadline = time.monotonic() + seconds
     backoff = Backoff()
@@ -154,7 +154,7 @@ async def follow(store: Store, prefix: str) -> AsyncGenerator[Listing | tuple[Ch
 async def follow_forever(
     store: Store, prefix: str, *, lost: Callable[[StoreUnavailable], None]
 ) -> AsyncGenerator[Listing | tuple[Change, ...], None]:
-    """Follow a prefix, and begin again with a listing when the store is back.
+    """Follow a prefix, and start again with a listing when the store is back.
 
     Args:
         store: the store.
@@ -162,7 +162,7 @@ async def follow_forever(
         lost: called each time that the store cannot be reached.
 
     Raises:
-        StoreRefused: trying again does not help.
+        StoreRefused: another attempt would not help.
     """
     backoff = Backoff()
     while True:
@@ -179,14 +179,14 @@ async def follow_forever(
 class RunLease:
     """Writes the keys of a run that outlive their writer: under the run's lease, which nodes and the operator renew.
 
-    A write is sent as if the lease existed. If it does not (a new run, a store that came back empty), the lease is
-    granted and the write sent again. So no method raises LeaseLost, which a caller with a lease of its own would
+    A write is sent as if the lease existed. If it does not exist (in a new run, or in an empty store), the lease is
+    granted and the write is sent again. So no method raises LeaseLost, which a caller with a lease of its own would
     mistake for the loss of that lease.
 
     Args:
         store: the store.
         run_id: the run's id; the id of the lease follows from it.
-        ttl: seconds for which the keys stay after the last renewal.
+        ttl: seconds until the keys expire after the last renewal.
     """
 
     def __init__(self, store: Store, run_id: str, *, ttl: float = RUN_LEASE_TTL) -> None:
@@ -208,7 +208,7 @@ class RunLease:
         """Grant the lease and renew it until cancelled; wait for a store that is away.
 
         Raises:
-            StoreRefused: trying again does not help.
+            StoreRefused: another attempt would not help.
         """
         backoff = Backoff()
         while True:
@@ -237,17 +237,17 @@ class RunLease:
 
 
 class NodeStore:
-    """The store of a node: it measures requests, and is unavailable instead of refusing once the node has put a key.
+    """The store of a node: measures requests; after the node has put a key, refusals count as unavailability.
 
     Before a node has joined, a refusal (credentials, certificate, not an etcd) is reported to the user. After that,
     training must not end because of it: a proxy may answer for an etcd that restarts, a certificate may be renewed
     late, a server that has come back may not know a token yet.
 
     Args:
-        store: gets the requests.
+        store: receives the requests.
         answered: called after each request that was not cancelled, with the name of the method, the seconds that it
-            took (of a watch, until it is confirmed), and ``succeeded``: whether the store answered. That a lease has
-            ended is an answer, a refusal is not.
+            took (of a watch, until it is confirmed), and ``succeeded``: whether the store answered. LeaseLost
+            counts as an answer, a refusal does not.
     """
 
     def __init__(self, store: Store, answered: Callable[..., None] | None = None) -> None:

@@ -1,7 +1,7 @@
-"""HTTP to the servers of one etcd cluster: which server is asked, TLS, time limits, and what a failure means.
+"""HTTP to the servers of one etcd cluster: choice of the server, TLS, time limits, and classification of failures.
 
 Connections are kept open and shared, so a request costs one round trip. Servers are tried in turn, and one that failed
-is asked last. A request moves on to the next server if it never reached the first, or if sending it twice does no harm.
+is asked last. A request moves on to the next server if it never reached the first, or if it is safe to repeat.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PROBE_LIMIT: Final = 1.0
 """Seconds for finding out why a server does not answer."""
 
 _SHOWN: Final = 200
-"""Characters of an unexpected answer that a message shows."""
+"""Maximum number of characters of an unexpected answer in a message."""
 
 
 class Unreached(StoreUnavailable):
@@ -37,7 +37,7 @@ class Unreached(StoreUnavailable):
 
 
 class WrongApi(StoreRefused):
-    """The server answers, but not as etcd does with the API that is asked for."""
+    """The server answers, but does not speak the requested API of etcd."""
 
 
 class NotAuthorized(StoreRefused):
@@ -48,7 +48,7 @@ class EtcdServers:
     """The servers of one etcd cluster.
 
     Args:
-        settings: where they are and how to get in.
+        settings: the addresses and credentials of the servers.
 
     Raises:
         SettingsError: a file with certificates cannot be used.
@@ -78,9 +78,9 @@ class EtcdServers:
 
         Args:
             exchange: called with the server.
-            repeatable: doing it twice does no harm, so another server may be asked after one has failed.
+            repeatable: whether the exchange is safe to repeat, so that another server may be asked after a failure.
             at: ask this server only.
-            limit: seconds for all of it; None for the request timeout.
+            limit: seconds for the whole call; None for the request timeout.
 
         Raises:
             StoreUnavailable: no server answered in time.
@@ -110,13 +110,13 @@ class EtcdServers:
         raise AssertionError("there is at least one endpoint")
 
     async def check(self, exchange: Callable[[str], Awaitable[object]]) -> None:
-        """Make sure that a server can be used.
+        """Check that a server can be used.
 
         Args:
             exchange: as in :meth:`ask`; may be repeated.
 
         Raises:
-            StoreError: as the exchange, or because the servers speak http instead of https or the reverse.
+            StoreError: the exchange failed, or the servers speak http instead of https or the reverse.
         """
 
         async def checked(endpoint: str) -> None:
@@ -143,18 +143,18 @@ class EtcdServers:
         body: bytes = b"",
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request and yield the answer, which is to be read within the block.
+        """Send a request and yield the answer; read the answer within the block.
 
         Args:
-            method: of HTTP.
+            method: the HTTP method.
             endpoint: the server.
             path: the path, and perhaps a query, quoted.
-            body: what is sent.
-            headers: beside those of every request.
+            body: the body of the request.
+            headers: additional headers.
 
         Raises:
             StoreUnavailable: the server cannot be reached, or the connection broke.
-            StoreRefused: what listens there cannot be trusted, or does not speak HTTP.
+            StoreRefused: the server cannot be trusted, or does not speak HTTP.
         """
         self._raise_if_closed()
         if self._session is None:  # here and not in __init__, because it belongs to the running loop
@@ -162,7 +162,7 @@ class EtcdServers:
             timeout = aiohttp.ClientTimeout(connect=self._settings.request_timeout / len(self._order))
             jar = aiohttp.DummyCookieJar()
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=jar)
-            # Else it repeats PUT and DELETE, and a compare-and-swap that is repeated after it was done fails.
+            # Otherwise aiohttp repeats PUT and DELETE, and the repetition of a successful compare-and-swap fails.
             self._session._retry_connection = False  # noqa: SLF001 - aiohttp has no other switch for it
         url = URL(f"{self._settings.protocol}://{endpoint}{path}", encoded=True)
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **(headers or {})}
@@ -188,7 +188,7 @@ class EtcdServers:
             raise StoreUnavailable("the connection to etcd has been closed")
 
     async def _other_protocol(self, endpoint: str) -> str | None:
-        """Return the protocol that a server speaks instead of the one it was asked in; None if that is not it."""
+        """Return the protocol that a server speaks instead of the configured one; None if it speaks that one."""
         other = "https" if self._settings.protocol == "http" else "http"
         timeout = aiohttp.ClientTimeout(total=_PROBE_LIMIT)
         try:
@@ -204,12 +204,12 @@ class EtcdServers:
 
 
 def is_transient(status: int) -> bool:
-    """Return whether an answer with this status of HTTP may be another one later."""
+    """Return whether a later attempt may succeed after an answer with this HTTP status."""
     return status >= 500 or status in {408, 425, 429}
 
 
 def unexpected(endpoint: str, path: str, status: int, body: bytes, *, lacking: str) -> StoreError:
-    """Return the error for an answer that is not etcd's; if it is from an etcd at all, it has no ``lacking``."""
+    """Return the error for an answer that is not etcd's; ``lacking`` names the feature that an etcd there lacks."""
     if is_transient(status):
         return StoreUnavailable(f"etcd at {endpoint} answers with status {status}: {shown(body)}")
     found = f"{path} gives status {status}, {shown(body)}"

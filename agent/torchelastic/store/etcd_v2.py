@@ -66,7 +66,7 @@ class EtcdV2Store:
     """A :class:`~torchelastic.store.api.Store` on the servers of one etcd cluster.
 
     Args:
-        settings: where they are and how to get in.
+        settings: the addresses and credentials of the servers.
 
     Raises:
         SettingsError: a file with certificates cannot be used.
@@ -85,11 +85,11 @@ class EtcdV2Store:
         self._leases: dict[int, _Lease] = {}
 
     async def check(self) -> None:
-        """Make sure that one of the servers can be used.
+        """Check that one of the servers can be used.
 
         Raises:
-            StoreUnavailable: none answers.
-            StoreRefused: one answers, but does not serve the API v2, or refuses the credentials.
+            StoreUnavailable: no server answers.
+            StoreRefused: a server answers, but does not serve the API v2, or refuses the credentials.
         """
         await self._servers.check(lambda endpoint: self._index("/", at=endpoint))
 
@@ -222,7 +222,7 @@ class EtcdV2Store:
             return None
 
     async def _below(self, prefix: str) -> tuple[int, builtins.list[_Node]]:
-        """Return etcd's index, and what is in the folder of a prefix."""
+        """Return etcd's index, and the contents of the folder of a prefix."""
         try:
             # With a slash at the end, it is allowed to a user who may use the keys below KEY_ROOT.
             answer = await self._ask("read", _folder(prefix).rstrip("/") + "/", recursive=True, quorum=True)
@@ -246,7 +246,7 @@ class EtcdV2Store:
     # Leases
 
     def _held(self, lease: int) -> _Lease:
-        """Return a lease; without an end for lease 0, under which keys stay."""
+        """Return a lease; lease 0, for keys that do not expire, has no end."""
         held = self._leases.get(lease, _Lease()) if lease else _Lease(math.inf, math.inf)
         if held.ends <= time.monotonic():
             raise self._lost(lease)
@@ -284,17 +284,17 @@ class EtcdV2Store:
         """Return the answer to a method of python-etcd.
 
         Args:
-            method: its name.
-            args: its arguments.
+            method: the name of the method.
+            args: the positional arguments.
             at: ask this server only.
-            limit: seconds for all of it; None for the request timeout.
-            patience: seconds to wait for a change; 0 if the request is not for one.
-            options: its keyword arguments.
+            limit: seconds for the whole call; None for the request timeout.
+            patience: seconds to wait for a change; 0 if the request does not wait for a change.
+            options: the keyword arguments.
 
         Raises:
             EtcdException: etcd's answer is about keys: not as expected, or an event that is no longer kept.
-            StoreUnavailable: no answer, or one that says "later".
-            StoreRefused: an answer that says "no".
+            StoreUnavailable: there was no answer, or a temporary error.
+            StoreRefused: the answer is a permanent error.
             EtcdWatchTimedOut: there was no change.
         """
         verb, path, params = getattr(self._python_etcd, method)(*args, **options)
@@ -324,7 +324,7 @@ class EtcdV2Store:
         return await self._servers.ask(exchange, repeatable=method in {"read", "refresh"}, at=at, limit=limit)
 
     def _meaning(self, endpoint: str, error: Exception, status: int, data: bytes) -> StoreError:
-        """Return the store's error for one of python-etcd."""
+        """Convert an error of python-etcd to an error of the store."""
         where = f"etcd at {endpoint}"
         if isinstance(error, etcd.EtcdInsufficientPermissions):
             if self._settings.username is not None:
@@ -359,12 +359,12 @@ class _PythonEtcd(etcd.Client):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class _Lease:
-    """A lease that this client has granted; at first, one that has ended.
+    """A lease that this client has granted; initially, a lease that has ended.
 
     Attributes:
         ttl: seconds for which it is kept alive.
         ends: when it ends, by the monotonic clock.
-        texts: by path, what this client has written under it, or found there when it granted the lease.
+        texts: the texts by path that this client has written under it, or found when it granted the lease.
     """
 
     ttl: float = 0.0
@@ -373,7 +373,7 @@ class _Lease:
 
 
 class _Node(NamedTuple):
-    """A key as etcd has it; without a stamp if others have written it."""
+    """A key in etcd; without a stamp if another program has written it."""
 
     path: str
     text: str
@@ -397,7 +397,7 @@ def _node(answer: Answer) -> _Node:
 
 
 def _text(value: bytes, lease: int) -> str:
-    """Return the text that stands for a value; latin-1 because it has a character for each byte."""
+    """Return the text that represents a value; latin-1 because it has a character for each byte."""
     return f"{secrets.token_hex(6)} {lease:x} {value.decode('latin-1')}"
 
 
@@ -410,12 +410,12 @@ def _path(key: str) -> str:
 
 
 def _folder(prefix: str) -> str:
-    """Return the folder below which all keys with the prefix stand."""
+    """Return the folder that contains all keys with the prefix."""
     return "/".join(map(_escaped, prefix.split("/")[:-1]))[len(_EMPTY) :] or "/"
 
 
 def _key(path: str) -> str | None:
-    """Return the key whose value stands under a path; None if this adapter did not write it."""
+    """Return the key whose value is stored under a path; None if this adapter did not write it."""
     key = "/".join(map(_unescaped, path.removesuffix(_LEAF).split("/")))
     return key if _path(key) == path else None
 

@@ -1,9 +1,9 @@
 """The store on etcd 3.4 and later, over etcd's JSON gateway.
 
-The gateway instead of gRPC because it needs neither grpcio nor protobuf, whose pinned versions collide with those of
-users' images.
+The store uses the gateway instead of gRPC, because the gateway needs neither grpcio nor protobuf, whose pinned versions
+conflict with those of users' images.
 
-A watch is a stream that etcd may leave without a byte for ten minutes. A broken one is found within the silence limit:
+A watch is a stream on which etcd may send nothing for ten minutes. A broken watch is detected within the silence limit:
 
 - When the stream has been quiet for half of the limit, the same server must answer a small linearizable read within the
   other half. A server that hangs, is paused, or has lost its majority does not.
@@ -41,20 +41,20 @@ if TYPE_CHECKING:
     from torchelastic.store.api import StoreSettings
 
 QUIET_CHECKS: Final = 12
-"""Probes without an event in between after which a watch is made again: every 30 s by default."""
+"""Number of consecutive probes without an event after which a watch is created again: every 30 s by default."""
 
 _TRANSIENT_CODES: Final = frozenset({1, 2, 4, 8, 10, 13, 14})
 """gRPC's canceled, unknown, deadline exceeded, resource exhausted, aborted, internal, unavailable."""
 
 _TOKEN_REFUSED: Final = ("invalid auth token", "revision of auth store is old", "user name is empty")
-"""What etcd says if a token is missing or expired."""
+"""etcd's messages about a missing or expired token."""
 
 
 class EtcdV3Store:
     """A :class:`~torchelastic.store.api.Store` on the servers of one etcd cluster.
 
     Args:
-        settings: where they are and how to get in.
+        settings: the addresses and credentials of the servers.
 
     Raises:
         SettingsError: a file with certificates cannot be used.
@@ -68,11 +68,11 @@ class EtcdV3Store:
         self._authenticating = asyncio.Lock()
 
     async def check(self) -> None:
-        """Make sure that one of the servers can be used.
+        """Check that one of the servers can be used.
 
         Raises:
-            StoreUnavailable: none answers.
-            StoreRefused: one answers, but is not etcd 3.4 or later with its JSON gateway, or refuses the credentials.
+            StoreUnavailable: no server answers.
+            StoreRefused: a server answers, but is not etcd 3.4 or later with its gateway, or refuses the credentials.
         """
         body = msgspec.json.encode({"key": b"/"})
 
@@ -277,7 +277,7 @@ class _Fault(msgspec.Struct, frozen=True):
 
 
 class _Answer(_Fault, frozen=True):
-    """What the store reads of etcd's answers. Each has some of the fields; in a stream, they are inside ``result``."""
+    """The fields of etcd's answers that are read. Each answer has some of them; in a stream, inside ``result``."""
 
     header: _Header = _Header()
     kvs: tuple[_KeyValue, ...] = ()
@@ -295,7 +295,7 @@ class _Answer(_Fault, frozen=True):
 
 
 class _TokenRefused(StoreRefused):
-    """The server wants a token, or a new one."""
+    """The server requires a token, or a new one."""
 
 
 class _LeaseExists(StoreRefused):
@@ -359,12 +359,12 @@ def _refusal(endpoint: str, path: str, status: int, body: bytes) -> StoreError:
 
 
 def _meaning(where: str, fault: _Fault, *, transient: bool = False) -> StoreError:
-    """Return the store's error for one of etcd's.
+    """Convert an error of etcd to an error of the store.
 
     Args:
-        where: which server said it, as in "etcd at host:port".
-        fault: what it said.
-        transient: HTTP's status says that it may pass.
+        where: the server, for example "etcd at host:port".
+        fault: the error.
+        transient: whether the HTTP status indicates a temporary error.
     """
     said = fault.message.removeprefix("etcdserver: ")
     if "requested lease not found" in said:

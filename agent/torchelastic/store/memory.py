@@ -1,7 +1,7 @@
-"""A store within one process: for ``--standalone``, which needs no etcd, and for tests that play thousands of events.
+"""A store within one process: for ``--standalone``, which needs no etcd, and for tests with thousands of events.
 
 It behaves as etcd does wherever a caller could tell the difference: one revision for the whole store, changes of one
-revision reported together, leases that take their keys along.
+revision reported together, leases that delete their keys when they end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Watch:
 
 
 class _Data:
-    """What the clients of one store share."""
+    """The data that the clients of one store share."""
 
     def __init__(self) -> None:
         self.revision = 1  # as in an empty etcd
@@ -130,7 +130,7 @@ class MemoryStore:
         raise StoreUnavailable("the watch of the store in memory was cut off")
 
     async def close(self) -> None:
-        """Close this client; the data stay for the others."""
+        """Close this client; the data remain for other clients."""
         self._closed = True
         self._cut_watches()
 

@@ -1,1 +1,1 @@
-"""What the leader decides: pure functions of a snapshot of the run."""
+"""The leader's decisions: pure functions of a snapshot of the run."""

@@ -1,4 +1,4 @@
-"""The run and its nodes as the leader sees them, and the words for them."""
+"""The run and its nodes as the leader sees them, and their descriptions in messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_NAMES: Final = 8
-"""More nodes than these are counted, not named."""
+"""Maximum number of nodes that a message names; if there are more, it gives their number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Peer:
     Attributes:
         id: the node's id.
         record: its own record.
-        joined: when it first joined, as a revision of the store: its seniority.
+        joined: the revision of the store at which it first joined, which defines its seniority.
         arrived: when the leader first saw it, on the leader's clock.
         answers: whether it is known to be alive: it is connected, or has had time enough to connect.
         failed_at: the revision at which it reported its failure: the store's order of events; 0 without a failure.
@@ -124,7 +124,7 @@ class Membership:
         return node in self.silent or node in self.awaited
 
     def is_lost(self, node: str) -> bool:
-        """Return whether a member cannot go on. A lease that expired while its node answers is not a loss."""
+        """Return whether a member cannot continue. A lease that expired while its node answers is not a loss."""
         if node in self.dead or self.is_partitioned(node):
             return True
         return node not in self.peers and not self.is_silent(node)
@@ -293,7 +293,7 @@ def in_rank_order(chosen: Sequence[Peer], ranks: Mapping[str, int]) -> list[Peer
     return ordered
 
 
-# -- in words
+# -- messages
 
 
 def departures(nodes: Iterable[str], membership: Membership) -> str:
@@ -318,7 +318,7 @@ def joined(newcomers: Sequence[Peer]) -> str:
 
 
 def describe(failure: FailureRecord) -> str:
-    """Return a failure in words: "rank 3 on digits-2: ValueError: …"."""
+    """Describe a failure: "rank 3 on digits-2: ValueError: …"."""
     return f"rank {failure.rank} on {name_of(failure.node)}: {failure.message or f'exit code {failure.exit_code}'}"
 
 
@@ -328,7 +328,7 @@ def named(nodes: Sequence[str]) -> str:
 
 
 def listed(parts: Iterable[str]) -> str:
-    """Return a list in words: "a, b and c"."""
+    """Join the parts of a list: "a, b and c"."""
     *items, last = parts
     return f"{', '.join(items)} and {last}" if items else last
 

@@ -7,11 +7,11 @@ The leader calls :func:`plan` after every change and carries out the result. The
 3. All workers of all members exited with 0: the run has succeeded.
 4. A worker failed in a way that is configured as non-retryable: the run has failed.
 5. A member is lost, or a worker failed: the next round forms at once with the nodes that are present. A failure is
-   charged to the run's restarts; a change of membership is free, and so is a failure that a lost member explains or
-   whose exit code is configured as uncharged.
-6. A member leaves, the size has changed, or a node joins: the next round forms when the newcomers have been gathered
-   and those who asked for notice have had it. It takes the desired number of nodes; others wait as spares.
-7. Too few nodes are left: a round without members says so, and all wait.
+   charged to the run's restarts. A change of membership is not charged, nor is a failure that a lost member explains
+   or whose exit code is configured as uncharged.
+6. A member leaves, the size has changed, or a node joins: the next round forms after the joins have been collected and
+   the workers that asked for notice have had it. The round takes the desired number of nodes; others wait as spares.
+7. Too few nodes are left: the next round has no members, and all nodes wait.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ if TYPE_CHECKING:
     from torchelastic.rendezvous.policy.membership import Membership, Peer
 
 CAUSE_WINDOW: Final = 0.1
-"""Seconds that a failure that looks like a consequence waits for its cause: a peer's death may be reported a few
+"""Seconds to wait for the cause of a failure that looks like a consequence: the death of a peer may be reported a few
 milliseconds after the broken collective that it causes."""
 
 REPORT_WINDOW: Final = 1.0
 """Seconds that a run that is about to fail waits for members that have not reported their failure yet."""
 
 MAX_KEPT_MESSAGE: Final = 1024
-"""Characters of a failure's message that later rounds carry."""
+"""Maximum length of a failure's message in later rounds, in characters."""
 
 MAX_SENTENCE: Final = 12_000
-"""Characters of a cause or an outcome's message."""
+"""Maximum length of a cause or of an outcome's message, in characters."""
 
 MAX_DEBOUNCE_FACTOR: Final = 10
 """Upper bound on join debouncing, as a multiple of ``join_debounce``."""
@@ -79,7 +79,7 @@ class Hold:
     """Do nothing until something changes.
 
     Attributes:
-        until: when to decide again even without a change; None for never.
+        until: when to decide again without a change; None to wait for a change.
         why: the reason, for the log; empty if all is well.
     """
 
@@ -93,7 +93,7 @@ class GiveWay:
 
 
 Decision = Hold | GiveWay | RoundRecord | NoticeRecord | OutcomeRecord
-"""A record is to be committed: the next round, the notice of it (0 seconds withdraw one), or the run's outcome."""
+"""A record is committed: the next round, the notice of the next round (0 seconds withdraw it), or the run's outcome."""
 
 
 def plan(membership: Membership, settings: RendezvousSettings) -> Decision:
@@ -118,8 +118,8 @@ class _Plan:
         membership: what the leader knows.
         settings: the rules.
         before: the round from which the run continues.
-        here: the nodes that could be in the next round, by their claim to a place.
-        mute: the nodes that could be in it when they have connected to this leader.
+        here: the nodes that could be in the next round, in order of priority.
+        mute: the nodes that could be in the next round after they connect to this leader.
     """
 
     def __init__(self, membership: Membership, settings: RendezvousSettings) -> None:
@@ -142,7 +142,7 @@ class _Plan:
         return in_rank_order(self.here[: self.membership.size.target], self.membership.ranks)
 
     def decide(self) -> Decision:
-        """Return what to do."""
+        """Return the decision."""
         membership = self.membership
         if (recovery := self._recover()) is not None:
             return recovery
@@ -225,7 +225,7 @@ class _Plan:
     # -- beginnings
 
     def _form_first(self) -> Decision:
-        """Form a round without survivors: of all desired nodes, or after the last call of those that are present."""
+        """Form a round without survivors: with all desired nodes, or after the last call with the present nodes."""
         membership, settings, here = self.membership, self.settings, len(self.here)
         since = min((peer.arrived for peer in self.here), default=membership.now)
         # Nodes that know a round that the store has lost may be on their way back for one lease.
@@ -315,14 +315,14 @@ class _Plan:
         """Return why the run ends with this failure; empty if it restarts."""
         settings = self.settings
         if failure.non_retryable:
-            return "this failure is declared final, so the run is not tried again, whatever is left of its restarts"
+            return "this failure is declared final, so the run ends even if restarts are left"
         spent = self.before.restarts >= settings.max_restarts and not failure.uncharged
         if spent and settings.max_restarts == 0:
             return "it may not restart"
         if early >= settings.crash_loop_limit:
             frequency = "once" if early == 1 else f"{early} times in a row"
             return f"its workers failed {frequency} within {settings.crash_loop_seconds:g} s of their start"
-        return f"no restart is left of the {settings.max_restarts} that it may have" if spent else ""
+        return f"all {settings.max_restarts} restarts are used up" if spent else ""
 
     # -- planned changes
 
@@ -470,7 +470,7 @@ class _Plan:
         )
 
     def _waiting_for(self, missing: Sequence[str] = ()) -> str:
-        """Return that too few nodes are present: which ones are, which are missing, and which cannot take part."""
+        """Return the message that too few nodes are present; it names the present, missing and incompatible nodes."""
         membership, here = self.membership, [peer.id for peer in self.here]
         names = f" ({named(here)})" if 0 < len(here) <= MAX_NAMES else ""
         parts = [f"{count(len(here), 'node')}{names} of at least {membership.size.min} {are(len(here))} there"]
