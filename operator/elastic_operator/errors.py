@@ -5,7 +5,7 @@
     ├── NotFound        there is no such job, pod or rank
     └── ClusterError    the cluster (Kubernetes, or this machine) failed; trying again may help
 
-Each message is a sentence for a person.
+Each message is a sentence for the user.
 """
 
 

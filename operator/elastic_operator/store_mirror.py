@@ -39,11 +39,11 @@ _log = logging.getLogger(__name__)
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 Reach = Callable[[], StoreSettings | Awaitable[StoreSettings]]
-"""Gives the settings of a store, perhaps asynchronously."""
+"""Returns the settings of a store, perhaps asynchronously."""
 
 
 def store_at(endpoint: str) -> StoreSettings:
-    """The settings of the etcd at this endpoint, as an agent understands it.
+    """Return the settings of the etcd at this endpoint, parsed as by an agent.
 
     Args:
         endpoint: ``host[:port]``, several with commas, with or without ``http://`` or ``https://``.
@@ -63,19 +63,19 @@ class StoreMirror:
 
     Args:
         run_id: the run's id.
-        changed: see above.
-        away: see above.
+        changed: called after changes, see above.
+        away: called with a message, see above.
         run_lease: seconds after which the store deletes a run that no agent and no operator follows.
 
     Attributes:
         readable: whether the following attributes are current.
         round: the current round.
         outcome: the end of the run.
-        size: the wanted size.
-        time_breakdown: where the run's time went; rewritten every few seconds, without a call of ``changed()``.
+        size: the desired size.
+        time_breakdown: the run's time breakdown; rewritten every few seconds, without a call of ``changed()``.
         history: the run's rounds.
-        nodes: by node id, the registered nodes.
-        names: by node id, the pods of all nodes that were ever seen.
+        nodes: the registered nodes by node id.
+        names: the pods of all nodes that were ever seen, by node id.
     """
 
     def __init__(
@@ -136,10 +136,10 @@ class StoreMirror:
             await backoff.wait()
 
     async def write_size(self, size: SizeRecord) -> None:
-        """Write the wanted size if the store is connected; if not, ``changed()`` is called once it can be read.
+        """Write the desired size if the store is connected; if not, ``changed()`` is called when it can be read.
 
         Raises:
-            StoreError: the store is unavailable, or refused.
+            StoreError: the store is unavailable, or refused the request.
         """
         if self._store is not None:
             await self._lease(self._store).put(self._keys.size, encode(size))
@@ -148,7 +148,7 @@ class StoreMirror:
         """Delete the run's keys from a store that outlives it.
 
         Raises:
-            StoreError: the store is unavailable, or refused.
+            StoreError: the store is unavailable, or refused the request.
         """
         if (store := self._store) is not None:  # which may change at any await
             await self._lease(store).end()
@@ -172,7 +172,7 @@ class StoreMirror:
     def _take(self, listing: Listing) -> None:
         if not self.nodes or self.outcome is not None:
             self.round = self.outcome = None
-        # Else a store that has lost the round is about to get it back from the nodes that were there.
+        # Otherwise the store has lost the round, and its nodes are about to restore it.
         self.size = self.time_breakdown = self.history = None
         self.nodes = {}
         for entry in listing.entries:
@@ -180,7 +180,7 @@ class StoreMirror:
         self.readable = True
 
     def _put(self, key: str, entry: Entry | None) -> bool:
-        """Copy the value of a key; return whether ``changed()`` is to be called."""
+        """Copy the value of a key; return whether to call ``changed()``."""
         keys = self._keys
         if key == keys.time_breakdown:
             self.time_breakdown = _record(entry, TimeBreakdown)
@@ -207,12 +207,12 @@ class StoreMirror:
 
 
 def _but_progress(node: NodeRecord) -> NodeRecord:
-    """The node's record without its program's progress, which only the leader needs."""
+    """Return the node's record without its program's progress, which only the leader needs."""
     return msgspec.structs.replace(node, first_step_at=0.0, last_checkpoint_at=0.0)
 
 
 def _record(entry: Entry | None, kind: type[_Record]) -> _Record | None:
-    """The record in an entry; None if there is none, or a malformed one."""
+    """Return the record in an entry; None if there is no record, or a malformed one."""
     if entry is None:
         return None
     try:

@@ -12,9 +12,9 @@ from typing import Final
 from elastic_operator.api.spec import GROUP
 
 LABEL_JOB: Final = f"{GROUP}/job"
-"""On everything that belongs to a job: its name."""
+"""On all objects of a job: the job's name."""
 LABEL_ROLE: Final = f"{GROUP}/role"
-"""On everything that belongs to a job: what it is for, as :data:`ROLE_WORKER`; scaling selects the workers alone."""
+"""On all objects of a job: the role of the object, such as :data:`ROLE_WORKER`; scaling selects only workers."""
 LABEL_INDEX: Final = f"{GROUP}/index"
 """On worker pods: the index."""
 LABEL_JOB_UID: Final = f"{GROUP}/job-uid"
@@ -24,24 +24,24 @@ ROLE_ETCD: Final = "etcd"
 ROLE_REPORT: Final = "report"
 
 ANNOTATION_FAILURES: Final = f"{GROUP}/failures"
-"""On worker pods: how many pods of this index failed in a row before it."""
+"""On worker pods: the number of consecutive failures of earlier pods with this index."""
 ANNOTATION_FAILED: Final = f"{GROUP}/failed"
-"""On worker pods that have such predecessors: when the last of them failed."""
+"""On worker pods with failed predecessors: when the last one failed."""
 ANNOTATION_SIZE: Final = f"{GROUP}/size"
-"""On worker pods: the wanted size that it was started with, as in TORCHELASTIC_SIZE."""
+"""On worker pods: the desired size at the creation of the pod, as in TORCHELASTIC_SIZE."""
 ANNOTATION_PROTOCOL: Final = f"{GROUP}/protocol-version"
-"""On worker pods: the version of the protocol that the operator which made it speaks."""
+"""On worker pods: the protocol version of the operator that created the pod."""
 ANNOTATION_METRICS_PORT: Final = f"{GROUP}/metrics-port"
-"""On worker pods: where the agent serves /metrics; of an agent that serves on any free port, as soon as it says so."""
+"""On worker pods: the port of the agent's /metrics; written later if the agent chooses a free port."""
 
 MANAGED_BY: Final = "elastic-operator"
 """The operator's name in labels and events."""
 METRICS_PORT: Final = "metrics"
-"""The name of the port of worker pods where the agent serves /metrics."""
+"""The name of the port of a worker pod on which the agent serves /metrics."""
 CHECKPOINT_FOLDER: Final = "/checkpoints"
-"""Where the volume of ``spec.checkpoint`` is mounted."""
+"""The mount path of the volume of ``spec.checkpoint``."""
 ETCD_TLS_FOLDER: Final = "/etc/torchelastic/etcd"
-"""Where the Secret of ``spec.etcd.tlsSecret`` is mounted."""
+"""The mount path of the Secret of ``spec.etcd.tlsSecret``."""
 
 
 class ConditionType(enum.StrEnum):
@@ -50,17 +50,17 @@ class ConditionType(enum.StrEnum):
     RUNNING = "Running"
     """At least the minimum of pods is there and trains."""
     WAITING = "Waiting"
-    """Fewer pods than the minimum are ready; the message names the missing ones, and why they are."""
+    """Fewer pods than the minimum are ready; the message names the missing pods and the reasons."""
     DEGRADED = "Degraded"
-    """It has trained, and fewer pods than desired are there."""
+    """The job has trained, and now has fewer pods than desired."""
     INVALID = "Invalid"
-    """The spec cannot be honoured; nothing is done until it changes."""
+    """The spec is not supported; the operator does nothing until it changes."""
     SUSPENDED = "Suspended"
-    """No pod of the job runs, as the user has suspended it."""
+    """No pod of the job runs, because the user has suspended the job."""
     RESTART_REQUIRED = "RestartRequired"
     """The spec differs from what the pods are made from; it takes effect when the job is suspended and resumed."""
     STORE_UNREACHABLE = "StoreUnreachable"
-    """The operator cannot use the job's store, which should be there; the message says why."""
+    """The operator cannot use the job's store, although the store should be available; the message says why."""
     RESOURCES_BLOCKED = "ResourcesBlocked"
     """The cluster does not accept all objects of the job for now: pods, etcd, a PodGroup; the message says why."""
     DISRUPTION_BUDGET_FAILED = "DisruptionBudgetFailed"
@@ -94,13 +94,13 @@ class Reason(enum.StrEnum):
     RUN_FAILED = "RunFailed"
     """The agents ended the run: the program failed too often, or too few nodes joined."""
     BAD_INPUT = "BadInput"
-    """An agent cannot honour its command line or environment."""
+    """The command line or the environment of an agent is invalid."""
     SUSPENDED = "Suspended"
     STOPPING = "Stopping"
-    """Its pods are terminating."""
+    """The pods are terminating."""
     RESUMED = "Resumed"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
-    """The job has taken longer than it may."""
+    """The job has exceeded its deadline."""
     POD_FAILURE_POLICY = "PodFailurePolicy"
     """A rule of the failure policy fails the job."""
     SPEC_CHANGED = "SpecChanged"
@@ -113,7 +113,7 @@ class Reason(enum.StrEnum):
     BUDGET_REJECTED = "BudgetRejected"
     BUDGET_CREATED = "BudgetCreated"
     NOT_REQUESTED = "NotRequested"
-    """The spec no longer asks for it."""
+    """The spec no longer requests it."""
     POD_FAILURES = "PodFailures"
     """More pods failed than the backoff limit allows."""
     NO_AGENT = "NoAgent"
@@ -136,7 +136,7 @@ class EventReason(enum.StrEnum):
     SUSPENDED = "Suspended"
     RESUMED = "Resumed"
     NODE_EXCLUDED = "NodeExcluded"
-    """Later pods keep away from a node, by the failure policy."""
+    """The failure policy excludes a node for later pods."""
     RESTART_REQUIRED = "RestartRequired"
     STORE_UNREACHABLE = "StoreUnreachable"
     POD_DIED = "PodDied"
@@ -148,18 +148,18 @@ class EventReason(enum.StrEnum):
     REFUSED = "Refused"
     """See :attr:`Reason.REFUSED`."""
     RESOURCES_BLOCKED = "ResourcesBlocked"
-    """The cluster does not take pods for now; see :attr:`Reason.RESOURCES_BLOCKED`."""
+    """The cluster does not accept pods for now; see :attr:`Reason.RESOURCES_BLOCKED`."""
     REPORT_NOT_KEPT = "ReportNotKept"
-    """The report of the run is lost, as its ConfigMap cannot be created."""
+    """The report of the run is lost, because its ConfigMap cannot be created."""
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
 
 
 class LocalReason(enum.StrEnum):
-    """More reasons of events, of runs on this machine."""
+    """Additional reasons of events, for runs on this machine."""
 
     UNSUPPORTED_FIELDS = "UnsupportedFields"
-    """Fields of the manifest that have no effect where pods are processes."""
+    """Some fields of the manifest have no effect when pods are processes."""
     ETCD_DIED = "EtcdDied"
     ETCD_RESTARTED = "EtcdRestarted"
     STORE_AWAY = "StoreAway"
@@ -181,17 +181,17 @@ _SUFFIX_LETTERS: Final = "bcdfghjklmnpqrstvwxz2456789"
 
 
 def hostname(job: str, index: int) -> str:
-    """The host name of the pods of an index."""
+    """Return the host name of the pods of an index."""
     return f"{job}-{index}"
 
 
 def pod_name(job: str, job_uid: str, index: int, replaces: str) -> str:
-    """The name of a pod: the same for operators that saw the same pods, and different from its predecessor's.
+    """Return the name of a pod: the same in all operators that saw the same pods, and different from its predecessor's.
 
     Args:
         job: the job's name.
-        job_uid: its UID.
-        index: of the pod.
+        job_uid: the UID of the job.
+        index: the index of the pod.
         replaces: the UID of the pod that it replaces; empty for the first of its index.
     """
     digest = hashlib.blake2b(f"{job_uid}\n{index}\n{replaces}".encode(errors="surrogatepass"), digest_size=8).digest()
@@ -204,10 +204,10 @@ def pod_name(job: str, job_uid: str, index: int, replaces: str) -> str:
 
 
 def report_name(job: str) -> str:
-    """The name of the ConfigMap with a job's report."""
+    """Return the name of the ConfigMap with a job's report."""
     return f"{job}-report"
 
 
 def worker_selector(job: str) -> str:
-    """The label selector that matches a job's worker pods and nothing else."""
+    """Return the label selector that matches a job's worker pods and nothing else."""
     return f"{LABEL_JOB}={job},{LABEL_ROLE}={ROLE_WORKER}"

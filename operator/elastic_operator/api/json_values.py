@@ -1,6 +1,6 @@
 """Reads values of unchecked JSON, and converts statuses and reports: camelCase keys and RFC 3339 times.
 
-The functions that read a value of unchecked JSON return their type, whatever the JSON contains.
+The functions that read a value of unchecked JSON always return the declared type, whatever the JSON contains.
 
 Times of a status are in whole seconds, as everywhere in Kubernetes. Times of a report and of a time breakdown are in
 milliseconds, because their durations have to add up.
@@ -54,36 +54,36 @@ _SHOWN_CHARACTERS: Final = 60
 
 
 def mapping(value: object, *path: str) -> Json:
-    """The mapping at the path; empty if there is none."""
+    """Return the mapping at the path; empty if there is none."""
     found = at(value, *path)
     return found if isinstance(found, dict) else {}
 
 
 def mappings(value: object, *path: str) -> tuple[Json, ...]:
-    """The mappings in the list at the path."""
+    """Return the mappings in the list at the path."""
     return tuple(entry for entry in listing(value, *path) if isinstance(entry, dict))
 
 
 def listing(value: object, *path: str) -> tuple[object, ...]:
-    """The items of the list at the path; empty if there is none."""
+    """Return the items of the list at the path; empty if there is none."""
     found = at(value, *path)
     return tuple(found) if isinstance(found, list) else ()
 
 
 def text(value: object, *path: str) -> str:
-    """The text at the path; empty if there is none."""
+    """Return the text at the path; empty if there is none."""
     found = at(value, *path)
     return found if isinstance(found, str) else ""
 
 
 def integer(value: object, *path: str) -> int | None:
-    """The integer at the path; None if there is none."""
+    """Return the integer at the path; None if there is none."""
     found = at(value, *path)
     return found if isinstance(found, int) and not isinstance(found, bool) else None
 
 
 def at(value: object, *path: str) -> object:
-    """The value at the path; None if there is none."""
+    """Return the value at the path; None if there is none."""
     for key in path:
         if not isinstance(value, dict):
             return None
@@ -92,13 +92,13 @@ def at(value: object, *path: str) -> object:
 
 
 def shown(value: object) -> str:
-    """A value quoted as JSON, shortened if it is long."""
+    """Quote a value as JSON, and shorten it if it is long."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 2]} …"
 
 
 def to_json(value: Any) -> Any:  # noqa: ANN401 - JSON
-    """A record as a document; what is None is left out."""
+    """Return a record as a document; fields that are None are left out."""
     if isinstance(value, list | tuple):
         return [to_json(item) for item in value]
     if isinstance(value, frozenset):
@@ -127,7 +127,7 @@ def to_json(value: Any) -> Any:  # noqa: ANN401 - JSON
 
 
 def from_json(document: object, kind: type[_T]) -> _T:
-    """The record in a document.
+    """Return the record in a document.
 
     Raises:
         BadInput: the document is not one that :func:`to_json` makes.
@@ -139,22 +139,22 @@ def from_json(document: object, kind: type[_T]) -> _T:
 
 
 def rfc3339(seconds: float) -> str:
-    """A time in whole seconds, never later than it was; clamped to what a calendar has.
+    """Format a time in whole seconds, rounded down, and clamped to the range of a calendar.
 
     Args:
-        seconds: since the Unix epoch.
+        seconds: the seconds since the Unix epoch.
     """
     return f"{_EPOCH + timedelta(seconds=math.floor(_clamped(seconds))):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def moment(seconds: float) -> str:
-    """A time in milliseconds; clamped to what a calendar has."""
+    """Format a time in milliseconds, clamped to the range of a calendar."""
     time = _EPOCH + timedelta(milliseconds=round(_clamped(seconds) * 1000))
     return f"{time:%Y-%m-%dT%H:%M:%S}.{time.microsecond // 1000:03d}Z"
 
 
 def seconds_of(time: datetime) -> float:
-    """Seconds since the Unix epoch; a time without a zone is in UTC."""
+    """Return the seconds since the Unix epoch; a time without a zone is in UTC."""
     return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
 
 
@@ -164,7 +164,7 @@ def _clamped(seconds: float) -> float:
 
 @functools.cache
 def _fields_of(kind: type) -> tuple[tuple[str, str], ...]:
-    """The fields of a dataclass or of a record of the protocol, with their keys; none of other types."""
+    """Return the fields of a dataclass or of a record of the protocol, with their keys; none of other types."""
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(kind)]
     elif issubclass(kind, msgspec.Struct) and kind.__module__.startswith("torchelastic"):
@@ -180,7 +180,7 @@ def _camel(name: str) -> str:
 
 
 def _read(value: object, key: str = "") -> object:
-    """A value of a document, as its field has it.
+    """Convert a value of a document to the value of its field.
 
     Args:
         value: the value.

@@ -1,4 +1,4 @@
-"""Reads what was written for other launchers: their command lines, and manifests of the first ElasticJob controller.
+"""Reads input for other launchers: their command lines, and manifests of the first ElasticJob controller.
 
 The rules for a command line are the same for torchrun and ``torchelastic-run``. The agent checks the flags; the
 operator only has to know which ones are given, to reject those that only it may set.
@@ -58,9 +58,9 @@ _FIELDS: Final = {"nproc-per-node": "nprocPerNode", "max-restarts": "maxRestarts
 
 
 def modern(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A spec that has passed the CRD's validation in today's form; unchanged if it has that form already.
+    """Return a spec that has passed the CRD's validation in today's form; unchanged if it has that form already.
 
-    If it cannot be honoured, the field ``objection`` says why, in a sentence.
+    If the spec is not supported, the field ``objection`` says why, in a sentence.
     """
     if "replicaSpecs" not in spec:
         return spec
@@ -87,7 +87,7 @@ def modern(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _of_launcher(own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The job's own container in today's form, and the fields of the spec that replace its flags, or an objection."""
+    """Return the job's own container in today's form, and the spec's fields for its flags, or an objection."""
     today = {**own, "name": WORKER}
     command, args = ([str(word) for word in listing(own, key)] for key in ("command", "args"))
     before = after_launcher(command) if command else ()
@@ -127,7 +127,7 @@ _KNOWN: Final = (
 """Flags that the operator looks for. Launchers accept each unambiguous beginning of a flag."""
 
 _LONGEST_START: Final = 8
-"""Words of a command that are searched for a launcher."""
+"""Number of words of a command that are searched for a launcher."""
 
 _LAUNCHER_MODULES: Final = frozenset(
     {"torch.distributed.launch", "torch.distributed.run", "torchelastic.distributed.launch", "torchelastic.run"}
@@ -156,7 +156,7 @@ class LauncherFlag:
     Attributes:
         name: without leading dashes, and with inner dashes: nproc-per-node, m; the whole and current name of a
             flag that is shortened or was renamed.
-        value: its value; empty for a switch, or if it is missing.
+        value: the value; empty for a switch, or if it is missing.
         words: the words as given, one or two.
     """
 
@@ -166,7 +166,7 @@ class LauncherFlag:
 
 
 def launcher_flags(words: Sequence[str]) -> Iterator[LauncherFlag]:
-    """The flags at the beginning of a launcher's arguments; the program, or ``--``, follows them."""
+    """Yield the flags at the beginning of a launcher's arguments; the program, or ``--``, follows them."""
     position = 0
     while position < len(words) and words[position].startswith("-") and words[position] not in ("-", "--"):
         word = words[position]
@@ -185,7 +185,7 @@ def launcher_flags(words: Sequence[str]) -> Iterator[LauncherFlag]:
 
 
 def after_launcher(command: Sequence[str]) -> tuple[str, ...] | None:
-    """What follows the launcher in a command that begins with one; None if it does not."""
+    """Return the words after the launcher in a command that begins with one; None for other commands."""
     for end in range(1, min(len(command), _LONGEST_START) + 1):
         if _LAUNCHER.fullmatch(" ".join(command[:end])):
             return tuple(command[end:])
@@ -193,7 +193,7 @@ def after_launcher(command: Sequence[str]) -> tuple[str, ...] | None:
 
 
 def starts_launcher(command: Sequence[str]) -> bool:
-    """Whether a command is a launcher, or a shell with a script that starts one."""
+    """Return whether a command is a launcher, or a shell with a script that starts one."""
     if command and command[0].rpartition("/")[2] in _SHELLS:
         for flag, script in itertools.pairwise(command[1:]):
             if _SCRIPT_FLAG.fullmatch(flag):
@@ -202,7 +202,7 @@ def starts_launcher(command: Sequence[str]) -> bool:
 
 
 def program_is_launcher(args: Sequence[str]) -> bool:
-    """Whether a launcher with these arguments would start another launcher."""
+    """Return whether a launcher with these arguments would start another launcher."""
     flags = list(launcher_flags(args))
     program = list(args[sum(len(flag.words) for flag in flags) :])
     if program[:1] == ["--"]:

@@ -1,4 +1,4 @@
-"""The report of a job: what is kept of its run when its store goes.
+"""The report of a job: the part of its run that is kept when its store is deleted.
 
 On a cluster it is the key ``report.json`` of the ConfigMap ``<job>-report``, on this machine the file ``report.json``
 in the run's folder. It is written when the job finishes, and when it is suspended::
@@ -12,8 +12,8 @@ in the run's folder. It is written when the job finishes, and when it is suspend
       "outcome": {"state", "round", "restarts", "message", "failure"}
     }
 
-A ``failure`` has the fields of :class:`torchelastic.protocol.FailureRecord`. What is unknown is left out. Times are
-RFC 3339 in milliseconds, durations seconds.
+A ``failure`` has the fields of :class:`torchelastic.protocol.FailureRecord`. Unknown values are left out. Times are in
+RFC 3339 with milliseconds, durations are in seconds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REPORT_KEY: Final = "report.json"
 """The key in the ConfigMap, and the name of the file."""
 
 REPORT_LIMIT: Final = 900_000
-"""Bytes; a ConfigMap takes 1 MiB."""
+"""Maximum size of a report in bytes; the limit of a ConfigMap is 1 MiB."""
 
 _LONGEST_TEXT: Final = 16384
 _SHORTEST_TEXT: Final = 256
@@ -52,20 +52,20 @@ _OF_JOB: Final = ("namespace", "name", "uid", "created", "completed", "state", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What is kept of a job's run.
+    """The report of a job's run.
 
     Attributes:
-        namespace: of the job.
-        name: of the job.
-        uid: of the job.
+        namespace: the namespace of the job.
+        name: the name of the job.
+        uid: the UID of the job.
         created: when the job was created.
         state: when the report was written: Succeeded, Failed or Suspended.
         completed_at: when the job finished; None if it has not.
         message: why it failed; empty if it has not.
-        time_breakdown: where its time went; None if unknown.
-        history: its rounds.
+        time_breakdown: the time breakdown of the run; None if unknown.
+        history: the rounds of the run.
         outcome: how the agents ended the run; None if they have not.
-        rested: when it was suspended, or stopped on this machine, each time.
+        rested: the times when it was suspended, or stopped on this machine.
     """
 
     namespace: str = ""
@@ -82,7 +82,7 @@ class Report:
 
 
 def report_to_json(report: Report) -> dict[str, Any]:
-    """The report as a document, of any length; see :func:`encode_report`."""
+    """Return the report as a document, of any length; see :func:`encode_report`."""
     whole = to_json(report)
     job = {key: whole.pop(key) for key in _OF_JOB if key in whole}
     history = whole.pop("history")
@@ -90,10 +90,10 @@ def report_to_json(report: Report) -> dict[str, Any]:
 
 
 def report_from_json(document: Mapping[str, Any]) -> Report:
-    """The report in a document.
+    """Return the report in a document.
 
     Raises:
-        BadInput: it is none.
+        BadInput: the document is not a report.
     """
     job = document.get("job")
     if not isinstance(job, dict):
@@ -107,7 +107,7 @@ def report_from_json(document: Mapping[str, Any]) -> Report:
 
 
 def encode_report(report: Report, limit: int = REPORT_LIMIT) -> bytes:
-    """The report as text of at most ``limit`` bytes; if need be, its sentences are shortened."""
+    """Return the report as text of at most ``limit`` bytes; its sentences are shortened if necessary."""
     longest = _LONGEST_TEXT
     while len(text := _text_of(report, longest)) > limit and longest > _SHORTEST_TEXT:
         longest //= 2
@@ -115,10 +115,10 @@ def encode_report(report: Report, limit: int = REPORT_LIMIT) -> bytes:
 
 
 def decode_report(text: str | bytes) -> Report:
-    """The report in a text.
+    """Return the report in a text.
 
     Raises:
-        BadInput: there is none in it.
+        BadInput: the text is not a report.
     """
     try:
         document = msgspec.json.decode(text, type=dict[str, Any])
@@ -128,11 +128,11 @@ def decode_report(text: str | bytes) -> Report:
 
 
 def merged(kept: Report | None, report: Report) -> Report:
-    """The report with what an earlier one knew: after a suspension, the history of the next leader starts afresh.
+    """Merge a report with an earlier one: after a suspension, the history of the next leader is empty at first.
 
     Args:
-        kept: the report as it was written before; None if there is none.
-        report: the current one.
+        kept: the earlier report; None if there is none.
+        report: the current report.
     """
     if kept is None or kept.uid != report.uid:
         return report
@@ -149,7 +149,7 @@ def merged(kept: Report | None, report: Report) -> Report:
 
 
 def bounded(history: HistoryRecord, limit: int) -> HistoryRecord:
-    """The history with at most this many rounds: the first half of them, and the last ones."""
+    """Return the history with at most this many rounds: the first half of them, and the last ones."""
     rounds = history.rounds
     excess = len(rounds) - limit
     if excess <= 0:
@@ -159,13 +159,13 @@ def bounded(history: HistoryRecord, limit: int) -> HistoryRecord:
 
 
 def _text_of(report: Report, longest: int) -> bytes:
-    """The report as text; a lone surrogate in a program's message becomes a question mark."""
+    """Return the report as text; a lone surrogate in a program's message becomes a question mark."""
     document = _shortened(report_to_json(report), longest)
     return json.dumps(document, ensure_ascii=False, indent=1).encode(errors="replace")
 
 
 def _shortened(value: object, longest: int) -> object:
-    """A part of a document with texts of at most this many characters."""
+    """Return a part of a document with texts of at most this many characters."""
     if isinstance(value, dict):
         return {key: _shortened(below, longest) for key, below in value.items()}
     if isinstance(value, list):

@@ -40,7 +40,7 @@ class CleanPodPolicy(enum.StrEnum):
 
 
 class FailureAction(enum.StrEnum):
-    """What a failure leads to."""
+    """The action for a failure."""
 
     FAIL_JOB = "FailJob"
     IGNORE = "Ignore"
@@ -50,7 +50,7 @@ class FailureAction(enum.StrEnum):
 
 
 class GangScheduler(enum.StrEnum):
-    """Whose PodGroup makes the pods of a job start together or not at all."""
+    """The scheduler whose PodGroup starts all pods of a job together or none of them."""
 
     SCHEDULER_PLUGINS = "SchedulerPlugins"
     VOLCANO = "Volcano"
@@ -78,10 +78,10 @@ class PodCondition(_Part, frozen=True):
 
 
 class FailureRule(_Part, frozen=True):
-    """What failures of one kind lead to. Exactly one of exit codes, pod reasons and pod conditions is given.
+    """The action for failures of one kind. Exactly one of exit codes, pod reasons and pod conditions is given.
 
     Attributes:
-        action: what the failure leads to.
+        action: the action for the failure.
         exit_codes: exit codes of worker programs. The agents apply this.
         pod_reasons: reasons for which pods end, such as OOMKilled or Evicted. The operator applies this.
         pod_conditions: conditions of pods that end. The operator applies this.
@@ -105,10 +105,10 @@ class SchedulingSpec(_Part, frozen=True):
     """How the pods are scheduled.
 
     Attributes:
-        gang: whose PodGroup is created; None for none.
-        scheduler_name: of the pods; None for the gang's scheduler, or else the cluster's default.
-        queue: of Volcano's PodGroup; empty for its default.
-        priority_class: of the pods and the PodGroup; empty for the cluster's default.
+        gang: the scheduler whose PodGroup is created; None for no PodGroup.
+        scheduler_name: the scheduler of the pods; None for the gang's scheduler, or else the cluster's default.
+        queue: the queue of Volcano's PodGroup; empty for Volcano's default.
+        priority_class: the priority class of the pods and the PodGroup; empty for the cluster's default.
     """
 
     gang: GangScheduler | None = None
@@ -125,13 +125,13 @@ class PortRange(_Part, frozen=True):
 
 
 class RendezvousSpec(_Part, frozen=True):
-    """How the agents meet; None stands for the agent's own default.
+    """The rendezvous of the agents; None stands for the agent's default.
 
     Attributes:
         joining_window: seconds that the first round waits for more pods than the minimum.
         join_timeout: seconds after which the job fails if fewer pods than the minimum have joined.
         lease: seconds after which a silent pod counts as lost.
-        ports: on which agents listen to each other; None for any free ports.
+        ports: the ports on which agents listen to each other; None for any free ports.
     """
 
     joining_window: int | None = msgspec.field(default=None, name="joiningWindowSeconds")
@@ -147,9 +147,9 @@ class EtcdSpec(_Part, frozen=True):
         endpoint: host:port of an existing etcd (several with commas); None to create one for the job.
         tls_secret: the Secret with ``ca.crt``, and ``tls.crt`` and ``tls.key`` for client authentication; for
             ``endpoint`` only. None to trust the system's authorities.
-        image: of the created etcd.
-        resources: of the created etcd, as in a container's spec.
-        storage: of the created etcd, as in a volume claim; None to lose its data with its pod.
+        image: the image of the created etcd.
+        resources: the resources of the created etcd, as in a container's spec.
+        storage: the storage of the created etcd, as in a volume claim; None to lose the data with the pod.
     """
 
     endpoint: str | None = None
@@ -160,28 +160,28 @@ class EtcdSpec(_Part, frozen=True):
 
 
 class CheckpointSpec(_Part, frozen=True):
-    """Where the program keeps its checkpoints: any volume source; None for an emptyDir, which is lost with its pod."""
+    """The volume for the program's checkpoints: any volume source; None for an emptyDir, lost with its pod."""
 
     volume: dict[str, Any] | None = None
 
 
 class AppliedSpec(_Part, frozen=True, kw_only=True):
-    """What pods are made from, beside their number. A change takes effect when the job is suspended and resumed.
+    """The part of the spec from which pods are made. A change takes effect when the job is suspended and resumed.
 
     Attributes:
-        image: of the worker container; None if the template names it.
-        command: the program that each worker is; empty to pass ``args`` to torchelastic-run.
+        image: the image of the worker container; None if the template names it.
+        command: the program of each worker; empty to pass ``args`` to torchelastic-run.
         args: see ``command``.
         env: more environment variables, each as in a container's spec.
         nproc_per_node: workers in each pod: a number, or "auto", "cpu", "gpu".
-        failure_policy: what failures lead to.
+        failure_policy: the rules for failures.
         scheduling: how the pods are scheduled.
-        rendezvous: how the agents meet.
+        rendezvous: the settings of the rendezvous.
         etcd: the store.
-        checkpoint: where checkpoints are kept.
+        checkpoint: the volume for checkpoints.
         grace_period: seconds between SIGTERM and SIGKILL for workers; None for the agent's own default.
         node_loss: seconds after which pods on a silent node count as lost.
-        metrics_port: of the agents' /metrics; None for the operator's default.
+        metrics_port: the port of the agents' /metrics; None for the operator's default.
         template: a pod template, as the user wrote it.
     """
 
@@ -207,22 +207,22 @@ class AppliedSpec(_Part, frozen=True, kw_only=True):
 
 
 class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
-    """What the user asked for.
+    """The spec of a job.
 
     Attributes:
-        min_replicas: the job never trains with fewer pods.
-        max_replicas: the operator never creates more pods.
-        replicas: the wanted number of pods; None until the operator has written one.
+        min_replicas: the minimum number of pods for training.
+        max_replicas: the maximum number of pods.
+        replicas: the desired number of pods; None until the operator has written one.
         first_replicas: the number to begin with, from a manifest of the first controller; None for the maximum.
-        max_restarts: how many failures of workers the whole job may have.
-        backoff_limit: how many pods may fail.
+        max_restarts: the maximum number of worker failures in the whole job.
+        backoff_limit: the maximum number of failed pods.
         suspend: whether the job has no pods until this is false again.
         managed_by: the controller that is responsible for the job.
-        active_deadline: seconds that it may run, from its start or last resumption.
-        ttl_after_finished: seconds after its end when the job is deleted; None for never.
+        active_deadline: the maximum number of seconds that it runs, from its start or last resumption.
+        ttl_after_finished: seconds from the end of the job to its deletion; None to keep it.
         clean_pod_policy: which pods of the finished job are deleted.
         disruption_budget: whether evictions never leave fewer pods than the minimum.
-        objection: what in a manifest of the first controller cannot be honoured, in a sentence; None for nothing.
+        objection: why a manifest of the first controller is not supported, in a sentence; None if it is.
     """
 
     min_replicas: int
@@ -261,7 +261,7 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
 
     @property
     def desired(self) -> int:
-        """How many pods there should be: the wanted number, kept within the bounds."""
+        """The desired number of pods, within the bounds."""
         wanted = self.first_replicas if self.replicas is None else self.replicas
         return min(max(self.max_replicas if wanted is None else wanted, self.min_replicas), self.max_replicas)
 
@@ -271,7 +271,7 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
         return AppliedSpec(**{name: getattr(self, name) for name in AppliedSpec.__struct_fields__})
 
     def with_applied(self, applied: AppliedSpec | None) -> Self:
-        """The spec with the applied values in place of its own; itself if nothing is applied."""
+        """Return the spec with the applied values in place of its own; itself if nothing is applied."""
         if applied is None:
             return self
         values = {name: getattr(applied, name) for name in AppliedSpec.__struct_fields__}
@@ -283,19 +283,19 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
 
 
 def worker_container(spec: AppliedSpec) -> Json:
-    """The template's container ``worker``; an empty one if the template has none."""
+    """Return the template's container ``worker``; an empty one if the template has none."""
     containers = mappings(spec.template, "spec", "containers")
     return next((container for container in containers if container.get("name") == WORKER), {})
 
 
 def mounted_folders(container: Json) -> frozenset[str]:
-    """The folders of a container with volumes."""
+    """Return the folders of a container with volumes."""
     paths = (mount.get("mountPath") for mount in mappings(container, "volumeMounts"))
     return frozenset(posixpath.normpath(path) for path in paths if isinstance(path, str) and path)
 
 
 def program_of(spec: AppliedSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The command and the arguments, from the spec or from the template's container ``worker``."""
+    """Return the command and the arguments, from the spec or from the template's container ``worker``."""
     container = worker_container(spec)
     return (
         spec.command or tuple(str(item) for item in listing(container, "command")),
@@ -304,11 +304,11 @@ def program_of(spec: AppliedSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def user_env(spec: AppliedSpec) -> tuple[Json, ...]:
-    """The user's environment variables, each as in a container's spec: the template's, then the spec's."""
+    """Return the user's environment variables, each as in a container's spec: the template's, then the spec's."""
     return (*mappings(worker_container(spec), "env"), *spec.env)
 
 
 def changed_fields(spec: ElasticJobSpec, applied: AppliedSpec) -> tuple[str, ...]:
-    """The fields that differ from the applied spec, such as ``spec.args``."""
+    """Return the fields that differ from the applied spec, such as ``spec.args``."""
     keys = zip(AppliedSpec.__struct_fields__, AppliedSpec.__struct_encode_fields__, strict=True)
     return tuple(f"spec.{key}" for name, key in keys if getattr(applied, name) != getattr(spec, name))

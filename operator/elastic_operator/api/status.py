@@ -1,4 +1,4 @@
-"""The status of an ElasticJob: all that a reconcile remembers of a job."""
+"""The status of an ElasticJob: the only state that one reconcile passes to the next."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class JobState(enum.StrEnum):
     """The state of a job in one word, as ``kubectl get`` shows it."""
 
     PENDING = "Pending"
-    """Its pods or its etcd are not all there yet, and nothing trains."""
+    """Some pods or the etcd do not exist yet, and nothing trains."""
     RUNNING = "Running"
-    """At least the minimum of pods is there and trains."""
+    """At least the minimum number of pods trains."""
     WAITING = "Waiting"
-    """It has trained, but fewer pods than the minimum are there now."""
+    """The job has trained, but now has fewer pods than the minimum."""
     SUSPENDED = "Suspended"
-    """Its pods are gone or terminating, and none is created until it is resumed."""
+    """The pods are gone or terminating, and no pod is created until the job is resumed."""
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
 
@@ -59,12 +59,12 @@ class LastFailure:
     """The last failure of a worker or a pod.
 
     Attributes:
-        message: in words.
+        message: a sentence.
         pod: the pod's name; empty if no pod failed.
-        rank: of the worker; None if no worker failed.
-        exit_code: of the worker, or of the pod's agent; None if a signal ended it, or if it is unknown.
+        rank: the rank of the worker; None if no worker failed.
+        exit_code: the exit code of the worker or the pod's agent; None after a signal, or if unknown.
         signal: the name of the signal that ended it; empty for none.
-        time: when it was seen.
+        time: when the operator noticed it.
     """
 
     message: str = ""
@@ -77,31 +77,31 @@ class LastFailure:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """What the operator says of a job.
+    """The status of a job.
 
     Attributes:
         state: one word.
-        observed_generation: of the spec that this status describes.
+        observed_generation: the generation of the spec that this status describes.
         replicas: worker pods that neither have ended nor terminate, once the plan with this status is carried out.
-        ready_replicas: of these, the ready ones.
-        desired: how many pods there should be.
+        ready_replicas: the number of ready pods among these.
+        desired: the desired number of pods.
         round: the number of the current round.
-        world_size: how many workers train in it.
+        world_size: the number of workers in the current round.
         restarts: failures of workers charged so far.
         uncharged_restarts: restarts of workers for other reasons: membership changes, ignored failures.
         pod_failures: pods that failed and are charged so far.
-        counted_pod_uids: UIDs of ended or terminating pods that are charged or forgiven already.
-        size_generation: of the wanted size that the agents were told last; 0 before the first pod was seen, and while
-            the job is suspended.
+        counted_pod_uids: UIDs of ended or terminating pods that are already counted or ignored.
+        size_generation: the generation of the last size that the agents received; 0 before the first pod was seen, and
+            while the job is suspended.
         started: when the first round formed.
-        active: since when the job may have pods: its start or last resumption; None while it is suspended.
+        active: when the job was last allowed to have pods: its start or last resumption; None while it is suspended.
         completed: when the job finished.
         last_failure: the last failure; None if there was none.
-        excluded_nodes: nodes that later pods keep away from.
+        excluded_nodes: nodes on which later pods are not scheduled.
         applied_spec: the part of the spec that its pods are made from, as of its start or last resumption; None before
             it has pods, and once it is suspended and the last pod has ended.
-        time_breakdown: where the job's time went up to its last suspension, resumption or end; None if unknown.
-        conditions: by type.
+        time_breakdown: the job's time breakdown up to its last suspension, resumption or end; None if unknown.
+        conditions: the conditions by type.
     """
 
     state: JobState = JobState.PENDING
@@ -146,17 +146,17 @@ class JobStatus:
         return self.last_failure.message if self.last_failure is not None else ""
 
     def condition(self, kind: str) -> Condition | None:
-        """The condition of this type; None if it was never set."""
+        """Return the condition of this type; None if it was never set."""
         return next((condition for condition in self.conditions if condition.type == kind), None)
 
     def holds(self, kind: str) -> bool:
-        """Whether the condition of this type is true."""
+        """Return whether the condition of this type is true."""
         condition = self.condition(kind)
         return condition is not None and condition.status
 
 
 def status_to_json(status: JobStatus) -> dict[str, Any]:
-    """The object's ``status``, without ``selector``."""
+    """Return the object's ``status``, without ``selector``."""
     document: dict[str, Any] = to_json(replace(status, conditions=()))
     document["readyDesired"] = status.ready
     document["conditions"] = [
@@ -171,10 +171,10 @@ def status_to_json(status: JobStatus) -> dict[str, Any]:
 
 
 def status_from_json(document: Mapping[str, Any] | None) -> JobStatus:
-    """The status of an object; an empty one if it has none yet.
+    """Return the status of an object; an empty one if it has none yet.
 
     Raises:
-        BadInput: the operator did not write it. To ignore it would lose what it counts.
+        BadInput: the operator did not write it; ignoring it would lose its counters.
     """
     read = dict(document or {})
     if isinstance(conditions := read.get("conditions"), list):

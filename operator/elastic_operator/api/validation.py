@@ -33,11 +33,11 @@ _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that has to be changed before the manifest can be accepted.
+    """A problem that must be fixed before the manifest can be accepted.
 
     Attributes:
         location: the path of the value.
-        message: what is wrong with it and what to change; follows ``spec.field: ``.
+        message: what is wrong and what to change; follows ``spec.field: ``.
     """
 
     location: Location
@@ -57,7 +57,7 @@ class Problem:
 
 
 def in_words(problems: Sequence[str | Problem]) -> str:
-    """The first problem as a sentence; if there are more, their number and a line for each."""
+    """Return the first problem as a sentence; if there are more, their number and a line for each."""
     first, *others = [str(problem) for problem in problems]
     if not others:
         return first
@@ -84,7 +84,7 @@ RESERVED: Final = frozenset(
 _UNSUPPORTED: Final = frozenset(
     {"PET_METRICS_PORT", "PET_NODE_NAME", "PET_RDZV_BACKEND", "PET_STANDALONE", "PET_TERMINATION_LOG"}
 )
-"""Variables that agents read and that would break what the operator expects of them."""
+"""Variables that agents read, and that would break the operator's assumptions about agents."""
 
 _FLAGS_OF_OPERATOR: Final = {
     name.removeprefix("PET_").lower().replace("_", "-"): name
@@ -96,7 +96,7 @@ _FLAGS_OF_OPERATOR: Final = {
 _INSTEAD_OF_TRAINING: Final = frozenset({"h", "help", "version"})
 
 _LONGEST: Final = 131_071
-"""Bytes that Linux allows for one argument, or for one variable with its name."""
+"""Linux' limit in bytes for one argument, or for one variable with its name."""
 
 _TOO_LONG: Final = f"it may have {_LONGEST} bytes, and no NUL; put the value into a file"
 
@@ -104,11 +104,11 @@ _LARGEST: Final = 512 << 10
 """Bytes of a spec. etcd takes 1.5 MiB in one request, which holds the spec and the applied spec of the status."""
 
 AROUND: Final = 25.0
-"""Seconds that a pod has beyond notice and grace: for leaving the store and for final messages."""
+"""Seconds that a pod has in addition to notice and grace, to leave the store and to write final messages."""
 
 
 def problem_of(spec: ElasticJobSpec) -> str | None:
-    """What is wrong with a spec, in a sentence; None for nothing."""
+    """Return what is wrong with a spec, in a sentence; None for a valid spec."""
     return next(_problems(spec, worker_container(spec)), None)
 
 
@@ -134,7 +134,7 @@ def _problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
 
 
 def _program_problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
-    """Problems of the image, the command and its arguments."""
+    """Yield the problems of the image, the command and its arguments."""
     for name, value in (("image", spec.image), ("command", spec.command), ("args", spec.args)):
         if value and worker.get(name):
             yield f"spec.{name} and {name} of the template's container {WORKER} are both given; remove one of the two"
@@ -160,7 +160,7 @@ def _program_problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
 
 
 def _variable_problems(spec: ElasticJobSpec) -> Iterator[str]:
-    """Problems of the environment variables."""
+    """Yield the problems of the environment variables."""
     seen: set[str] = set()
     for entry in user_env(spec):
         name = str(entry.get("name"))
@@ -176,19 +176,19 @@ def _variable_problems(spec: ElasticJobSpec) -> Iterator[str]:
 
 
 def _instead(variable: str) -> str:
-    """What to do instead of setting a variable or its flag."""
+    """Return the alternative to a variable or its flag."""
     return f"use {_FIELD_OF[variable]} instead" if variable in _FIELD_OF else "remove it"
 
 
 def _is_unstartable(word: str) -> bool:
-    """Whether no program can be started with this argument, or this variable with its name."""
+    """Return whether no program can be started with this argument, or this variable with its name."""
     return "\0" in word or (len(word) > _LONGEST // 4 and len(word.encode(errors="replace")) > _LONGEST)
 
 
 def _template_problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
-    """Problems of the pod template and of the volume for checkpoints."""
+    """Yield the problems of the pod template and of the volume for checkpoints."""
     for source, value in (spec.checkpoint.volume or {}).items():
-        if not isinstance(value, dict):  # the API server would take it for an emptyDir
+        if not isinstance(value, dict):  # the API server would treat it as an emptyDir
             yield (
                 f"spec.checkpoint.volume has {shown(source)} with {shown(value)}, which is not a source of a volume, "
                 "such as persistentVolumeClaim with its claimName"

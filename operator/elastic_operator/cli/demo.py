@@ -1,7 +1,7 @@
-"""The demo: a job is scaled, loses a worker and an agent to kill -9, shrinks again and succeeds, while you watch.
+"""The demo: a job is scaled up, loses a worker and an agent to kill -9, is scaled down and succeeds.
 
-It measures the time from a step to the first line that rank 0 prints in the round that follows. ``examples/digits.py``
-prints that line when it has loaded its checkpoint and trains again.
+The demo measures the time from a step to the first line that rank 0 prints in the next round. ``examples/digits.py``
+prints that line after it has loaded its checkpoint and trains again.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Resumed(NamedTuple):
 
 
 async def perform(request: RunRequest, view: View) -> tuple[int, int, list[str]]:
-    """Run a job and play the steps on it.
+    """Run a job and perform the steps of the demo.
 
     Returns:
-        The exit code of the run; that of the demo, which is 1 if a step failed; and a table of what happened, in lines.
+        The exit code of the run; the exit code of the demo, 1 if a step failed; and the lines of a table of the steps.
 
     Raises:
-        BadInput: the job cannot run, or cannot be scaled as the demo does it.
+        BadInput: the job cannot run, or cannot be scaled as the demo requires.
     """
     demo = _Demo(view, request)
     playing = asyncio.create_task(demo.play())
@@ -69,7 +69,7 @@ async def perform(request: RunRequest, view: View) -> tuple[int, int, list[str]]
 
 
 class _Demo:
-    """Watches a run, and plays the steps on it."""
+    """Watches a run, and performs the steps."""
 
     def __init__(self, view: View, request: RunRequest) -> None:
         small, large = _sizes(request.manifest.job["spec"])
@@ -89,12 +89,12 @@ class _Demo:
         self.rows: list[tuple[str, ...]] = [("STEP", "ROUND", "WORKERS", "TRAINS AFTER", "")]
 
     def on_snapshot(self, job: JobView) -> None:
-        """The job has changed."""
+        """Note that the job has changed."""
         self._job = job
         self._view.on_snapshot(job)
 
     async def play(self) -> bool:
-        """Play the steps, and end the job if one fails; return whether none failed before the user ended the run."""
+        """Perform the steps, and end the job if one fails; return whether none failed before the user ended the run."""
         for number, (title, act, pods) in enumerate(self._script):
             try:
                 if number and pods:
@@ -134,14 +134,14 @@ class _Demo:
         return f"rank {rank}, process {pid}"
 
     def _kill_agent(self) -> str:
-        # That of rank 0 is the hardest one to lose: it leads, and serves the store of the round.
+        # The loss of rank 0's agent is the hardest: it leads, and serves the store of the round.
         for pod in self._training_pods:
             if pod.pid:
                 os.kill(pod.pid, signal.SIGKILL)
                 return f"pod {pod.name}"
         raise ElasticJobError("no agent that could be killed was found")
 
-    # What the steps wait for
+    # Conditions that the steps wait for
 
     @property
     def _training_pods(self) -> list[PodView]:
@@ -149,15 +149,15 @@ class _Demo:
         return sorted((pod for pod in self._job.living_pods if pod.ranks), key=lambda pod: pod.ranks or ())
 
     def _rank_file(self, rank: int) -> LogFile | None:
-        """Return where a rank prints in its latest round."""
+        """Return the log file of a rank in its latest round."""
         files = log_files(Path(self._job.run.logs), LogSelector(rank)) if self._job.run.logs else []
         return files[-1] if files else None
 
     async def _until(self, holds: Callable[[], bool], *, what: str, limit: float = _RECOVERY_LIMIT) -> None:
-        """Return as soon as something holds.
+        """Wait until a condition holds.
 
         Raises:
-            ElasticJobError: it did not within ``limit`` seconds, or the job ended first.
+            ElasticJobError: the condition did not hold within ``limit`` seconds, or the job ended first.
         """
         try:
             async with asyncio.timeout(limit):

@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """Discard what is still buffered, which the interpreter would write at its end."""
+    """Discard buffered output, which the interpreter would otherwise write at its exit."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,4 +1,4 @@
-"""What the commands have in common: their declaration, the flags that name a cluster, and the client that these select.
+"""Common parts of the commands: their declaration, the flags that select a cluster, and the client for these flags.
 
 Only a flag selects a cluster; a kubeconfig alone does not.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def add_command(
     commands: Commands, name: str, execute: Callable[[argparse.Namespace], int], summary: str, text: str
 ) -> argparse.ArgumentParser:
-    """Declare a command; ``execute`` returns its exit code, and ``text`` is its description, a blank line, the rest."""
+    """Declare a command; ``execute`` returns its exit code; ``text`` is a description, a blank line, and an epilog."""
     description, _, examples = text.partition("\n\n")
     parser = commands.add_parser(
         name,

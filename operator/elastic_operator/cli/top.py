@@ -50,8 +50,8 @@ class Screen:
     """One job, or a table of all jobs.
 
     Args:
-        jobs: reads them.
-        name: of the job; None for all jobs.
+        jobs: the client that reads the jobs.
+        name: the name of the job; None for all jobs.
         namespaces: whether to show the jobs' namespaces.
     """
 
@@ -139,7 +139,7 @@ def _watch(screen: Screen, console: Console) -> None:
     from elastic_operator.errors import ClusterError
 
     try:
-        # On the terminal's alternate screen, like a pager; the last picture stays on the normal one.
+        # On the terminal's alternate screen, like a pager; the last output stays on the normal screen.
         with Live(console=console, screen=True, auto_refresh=False) as live:
             problem = ""
             while True:

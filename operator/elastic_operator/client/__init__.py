@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from elastic_operator.views.log_selector import LogSelector
 
     Tell = Callable[[str], object]
-    """Gets sentences for the user that are not part of the output."""
+    """Receives sentences for the user that are not part of the output."""
 
 
 class ScrapedJob(NamedTuple):
@@ -31,7 +31,7 @@ class JobClient(Protocol):
 
     @property
     def place(self) -> str:
-        """Where the jobs are, such as "here" or "in the namespace team"."""
+        """The location of the jobs, such as "here" or "in the namespace team"."""
 
     @property
     def start_command(self) -> str:

@@ -40,9 +40,9 @@ _Result = TypeVar("_Result")
 _NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _SEE_LIST: Final = "`elasticjob get` with the same flags lists what there is"
 _POLL_INTERVAL: Final = 1.0
-"""Seconds between two looks at what a deletion has left."""
+"""Seconds between two checks for objects that a deletion has left."""
 _SLOW_DELETION: Final = 10
-"""Looks after which the user sees what is left."""
+"""Number of checks after which the user is told which objects are left."""
 _MAX_NAMES: Final = 5
 
 
@@ -62,9 +62,9 @@ class ClusterJobs:
     """Access to the jobs of one namespace, or of all.
 
     Args:
-        connection: to the cluster.
+        connection: the connection to the cluster.
         all_namespaces: whether to list the jobs of all namespaces.
-        tell: gets sentences for the user.
+        tell: receives sentences for the user.
     """
 
     start_command = "kubectl apply -f FILE"
@@ -89,7 +89,7 @@ class ClusterJobs:
 
     @property
     def place(self) -> str:
-        """Where the jobs are."""
+        """The location of the jobs."""
         return "in any namespace" if self._all_namespaces else f"in the namespace {self._api.namespace}"
 
     @_blocking
@@ -123,7 +123,7 @@ class ClusterJobs:
 
     @_blocking
     async def report(self, name: str) -> tuple[bytes, str]:
-        """Return a job's report as the operator has kept it."""
+        """Return a job's report that the operator has written."""
         job = await self._job(name)
         missing = (
             f"no report of the job {name} is kept, though it is over; was it over before this version was installed?"
@@ -183,7 +183,7 @@ class ClusterJobs:
     async def _list(
         self, kind: Resource, *, labels: str = "", fields: str = "", tell: Tell | None = None
     ) -> list[Json]:
-        """Return the objects, or none and say so if the user may not see them."""
+        """Return the objects; if the user may not see them, return none and tell the user."""
         namespace = None if self._all_namespaces else self._api.namespace
         try:
             found, _ = await self._api.list(kind, namespace, labels=labels, fields=fields)

@@ -7,11 +7,11 @@ ranks it has started::
     10:15:02 [digits-0-x4k2p] round 2: started rank 0 of a world of 1
     [rank 0] step 12/80 …
 
-Lines that the workers of the previous round print between these two count to the new round. Lines before the first
+Lines that workers of the previous round print between these two lines belong to the new round. Lines before the first
 round (the kubelet drops the oldest part of a long log) have round 0.
 
-All logs of the job's pods are read first, since only the logs themselves say which round is the latest and which pod
-had which rank in it. When following, each log continues where the last read ended: a stream that breaks is resumed,
+All logs of the job's pods are read first, because only the logs show which round is the latest and which ranks each
+pod had in it. When following, each log continues where the last read ended: a stream that breaks is resumed,
 and a replacement pod is followed from its first line.
 """
 
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 AGENT: Final = -1
 """The rank of the agent's own lines."""
 POLL_INTERVAL: Final = 2.0
-"""Seconds between two looks at the job and its pods while their logs are followed."""
+"""Seconds between two checks of the job and its pods while their logs are followed."""
 _MAX_DISORDER: Final = 1
 """Seconds by which the timestamps of standard output and standard error may be out of order."""
 _CONCURRENCY: Final = 16
 _RETRY_DELAY: Final = 1.0
 """Seconds until a broken stream is resumed."""
 _MAX_FAILURES: Final = 6
-"""Looks in a row that may fail."""
+"""Maximum number of consecutive checks that may fail."""
 
 
 class LogLine(NamedTuple):
@@ -85,7 +85,7 @@ class PodLog:
         lines: lines that may have to be printed, by round (0 if unknown, and for the agent) and rank.
         ended: whether its container has ended.
         whole: whether all of it is read.
-        stream: the task that follows it.
+        stream: the task that follows the log.
     """
 
     def __init__(self, pod: str) -> None:
@@ -102,7 +102,7 @@ class PodLog:
         self._resuming = False
 
     def round_of(self, round: int, current: int) -> int:
-        """Return a round; an unknown one is the one before the first that the log has."""
+        """Return a round; an unknown round is the one before the first round in the log."""
         return round or min(self.ranks, default=current + 1) - 1
 
     @property
@@ -151,8 +151,8 @@ class ClusterLogs:
         api: an open connection.
         job: the job's object.
         selector: which lines to print.
-        write: gets whole lines.
-        tell: gets sentences for the user.
+        write: receives whole lines.
+        tell: receives sentences for the user.
     """
 
     def __init__(
@@ -169,10 +169,10 @@ class ClusterLogs:
         self._complete = True
 
     async def print(self) -> bool:
-        """Print the logs, and what is added to them if the selector says so; return whether all could be read.
+        """Print the logs, and follow them if the selector asks for it; return whether all could be read.
 
         Raises:
-            NotFound: the selected lines do not exist; the message says what does.
+            NotFound: the selected lines do not exist; the message says which ones do.
             ClusterError: the API server refuses.
         """
         following = self._selector.follow and not is_finished(self._job)
@@ -186,7 +186,7 @@ class ClusterLogs:
             self._tell("these workers have printed nothing; what --log-dir sends to files stays in their pods")
         return self._complete
 
-    # -- reading what there is
+    # -- reading the existing logs
 
     async def _pods(self) -> list[Pod]:
         found, _ = await self._api.list(PODS, self._namespace, labels=worker_selector(self._name))
@@ -231,7 +231,7 @@ class ClusterLogs:
     async def _read(
         self, log: PodLog, take: Callable[[PodLog, Iterable[LogLine]], None], *, follow: bool = False
     ) -> None:
-        """Read a log from where it was read last."""
+        """Read a log from the position of the last read."""
         log.resume()
         pieces = self._api.log(self._namespace, log.pod, WORKER, follow=follow, since=log.since)
         async with contextlib.aclosing(pieces):
@@ -247,7 +247,7 @@ class ClusterLogs:
                     log.lines.setdefault((round, line.rank), deque(maxlen=self._selector.tail)).append(line)
 
     def _selects(self, line: LogLine) -> bool:
-        """Whether this line is to be printed if its round is."""
+        """Return whether to print this line if its round is printed."""
         if line.rank == AGENT or self._selector.agents:
             return line.rank == AGENT and self._selector.agents
         return self._selector.rank in (None, line.rank)
@@ -338,7 +338,7 @@ class ClusterLogs:
             self._print_new(log, log.rest())
 
     async def _look(self, streams: asyncio.TaskGroup) -> bool:
-        """Follow new pods; return whether what is followed is over."""
+        """Follow new pods; return whether the followed job, pod or round has ended."""
         jobs, _ = await self._api.list(ELASTIC_JOBS, self._namespace, name=self._name)
         logs = self._update(await self._pods())
         for log in logs:

@@ -36,7 +36,7 @@ class LocalJobs:
     """Access to the jobs of a home directory.
 
     Args:
-        tell: gets sentences for the user.
+        tell: receives sentences for the user.
         home: see :func:`elastic_operator.local.run_dir.home_dir`; the user's if None.
     """
 
@@ -176,7 +176,7 @@ def _request(job: JobView, method: str, path: str, body: object = None) -> bytes
     Raises:
         BadInput: the run refuses.
         NotFound: the run has ended.
-        ClusterError: it does not answer.
+        ClusterError: the run does not answer.
     """
     with contextlib.closing(_connect(job)) as connection:
         try:

@@ -1,4 +1,4 @@
-"""The API server for a person's commands: logs, the pod proxy, errors that say what to do."""
+"""The API server for the commands of a user: logs, the pod proxy, errors that say what to do."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _UNKNOWN_KIND: Final = "could not find the requested resource"
 _READ_TIMEOUT: Final = 30.0
-"""Seconds without a byte."""
+"""Seconds without data after which a response counts as broken."""
 
 
 class UserApi(Api):
-    """A connection for a person's command; an async context manager."""
+    """A connection for a command of a user; an async context manager."""
 
     def __init__(self, configuration: Configuration, namespace: str = "default") -> None:
         super().__init__(configuration, namespace)
@@ -31,7 +31,7 @@ class UserApi(Api):
     async def log(
         self, namespace: str, pod: str, container: str, *, follow: bool, since: str | None = None
     ) -> AsyncGenerator[bytes, None]:
-        """Yield a container's log with timestamps, from a second (RFC 3339) on, or until the container has ended."""
+        """Yield a container's log with timestamps, from a time (RFC 3339) on, or until the container has ended."""
         query = {"container": container, "timestamps": "true"}
         query |= ({"follow": "true"} if follow else {}) | ({"sinceTime": since} if since is not None else {})
         path = f"/api/v1/namespaces/{namespace}/pods/{pod}/log"
@@ -45,7 +45,7 @@ class UserApi(Api):
         """GET a path of a pod through the API server's proxy.
 
         Raises:
-            ApiError: the pod does not answer, or the user may not ask it.
+            ApiError: the pod does not answer, or the user has no permission to use the proxy.
             ClusterError: the answer has more than ``most`` bytes.
         """
         pieces = self._stream(

@@ -1,1 +1,1 @@
-"""Decides what to do about a job (pure) and runs the reconcile loop."""
+"""Plans the changes of a job (pure functions) and runs the reconcile loop."""

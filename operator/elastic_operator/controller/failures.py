@@ -1,12 +1,12 @@
-"""Judges the pods that ended, counts those that failed, each exactly once, and finds out whether the job has ended.
+"""Classifies ended pods, counts failed pods exactly once, and determines whether the job has ended.
 
 The failure policy's rules on exit codes apply to workers, and the agents apply them. Its rules on pods apply here, to
 pods that failed and to pods that were disrupted. The status that counts a pod is written before the pod is deleted,
 and remembers its UID until it is gone: a crash between the two neither loses a failure nor counts it twice.
 
-The outcome that the agents commit to the store says how the job ends; if it cannot be read, their exit codes say the
-same. The operator itself ends a job only if its agents cannot run: an image without an agent or with an incompatible
-one, bad input, too many failed pods or one that the failure policy makes fatal, and the deadline.
+The outcome that the agents commit to the store defines how the job ends; their exit codes say the same if the store
+cannot be read. The operator itself ends a job only if its agents cannot run: an image without an agent or with an
+incompatible one, bad input, too many failed pods or one that the failure policy makes fatal, and the deadline.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 EXCLUDED_NODES_KEPT: Final = 100
-"""Nodes that are excluded at most; the oldest are dropped."""
+"""Maximum number of excluded nodes; the oldest are dropped."""
 
 _NAME_LIMIT: Final = 253
 _POD_DEADLINE: Final = "DeadlineExceeded"
-"""Why a kubelet ends a pod whose template has activeDeadlineSeconds."""
+"""The kubelet's reason for ending a pod whose template has activeDeadlineSeconds."""
 
 _NOT_ITS_FAULT: Final = (TerminationCause.DISRUPTED, TerminationCause.NODE_LOST, TerminationCause.NOT_ADMITTED)
 
@@ -43,15 +43,15 @@ class FailureCount:
     """The pods that ended.
 
     Attributes:
-        judged: all but the pending ones, in the order in which they ended.
-        ended: those of them that ended since the last status, and are counted.
+        judged: all ended pods except the pending ones, in the order in which they ended.
+        ended: the judged pods that ended since the last status, and are counted.
         pending: UIDs of pods that would be charged or end the job, unless the store says that the run had ended before.
-        pod_failures: the job's count, these included.
-        last_failure: what failed last, if the job has not finished.
-        excluded_nodes: nodes that later pods keep away from, the new ones included.
-        newly_excluded: the new ones, each with its pod.
+        pod_failures: the job's number of pod failures, including these.
+        last_failure: the last failure, if the job has not finished.
+        excluded_nodes: nodes on which later pods are not scheduled, including the new ones.
+        newly_excluded: the newly excluded nodes, each with its pod.
         may_be_fatal: whether the job fails once the pending pods are counted.
-        next_due: when the next pending pod is counted in any case; None if there is none.
+        next_due: the latest time at which the next pending pod is counted; None without a pending pod.
     """
 
     judged: tuple[EndedPod, ...]
@@ -66,7 +66,7 @@ class FailureCount:
 
 
 def count_failures(snapshot: Snapshot) -> FailureCount:
-    """Judge the pods that ended, and count those that have not been counted."""
+    """Classify the pods that ended, and count those that have not been counted."""
     spec, status = snapshot.job.spec, snapshot.job.status
     judged: list[EndedPod] = []
     counted: list[EndedPod] = []
@@ -108,7 +108,7 @@ def count_failures(snapshot: Snapshot) -> FailureCount:
 
 
 def judge(pod: Pod, rules: Sequence[FailureRule]) -> EndedPod:
-    """What follows from the end of a pod; the first rule that matches applies."""
+    """Return the consequences of the end of a pod; the first rule that matches applies."""
     end = pod_end(pod)
     has_cause = pod.termination_cause is not None and end is PodEnd.LEFT
     if end in (PodEnd.FAILED, PodEnd.DISRUPTED) or has_cause:
@@ -121,16 +121,16 @@ def judge(pod: Pod, rules: Sequence[FailureRule]) -> EndedPod:
 
 
 def pod_end(pod: Pod) -> PodEnd:
-    """What the end of an ended or terminating pod means.
+    """Return the meaning of the end of an ended or terminating pod.
 
-    What an agent says of the run's end counts however its pod ended. Otherwise a deleted pod has not failed.
+    An agent's message about the run's end counts however its pod ended. Otherwise a deleted pod has not failed.
     """
     code = ExitCode.SUCCEEDED if pod.exit_code is None and pod.phase is PodPhase.SUCCEEDED else pod.exit_code
     if pod.phase.ended and code == ExitCode.SUCCEEDED:
         return PodEnd.RUN_SUCCEEDED
     if pod.phase.ended and code == ExitCode.FAILED and isinstance(pod.message, TerminationMessage):
         return PodEnd.RUN_FAILED
-    # In these two cases the agent was asked to leave because of what its own pod did.
+    # In these two cases the pod itself caused the request to leave.
     over_limit = pod.termination_cause is TerminationCause.OVER_LIMIT or _POD_DEADLINE in pod.reasons
     if over_limit and not pod.terminating:
         return PodEnd.FAILED
@@ -144,16 +144,16 @@ def pod_end(pod: Pod) -> PodEnd:
 
 
 def is_fatal(ended: EndedPod) -> bool:
-    """Whether the failure policy fails the job because of this pod."""
+    """Return whether the failure policy fails the job because of this pod."""
     return ended.rule is not None and ended.rule.action is FailureAction.FAIL_JOB
 
 
 def failure_of(message: str, culprit: Pod | FailureRecord | None, now: float) -> LastFailure:
-    """A failure for the status.
+    """Return a failure for the status.
 
     Args:
-        message: in words.
-        culprit: the pod or the worker that failed; None if neither did, or if it is unknown.
+        message: a sentence.
+        culprit: the pod or the worker that failed; None if there is none, or if it is unknown.
         now: seconds since the Unix epoch.
     """
     message = shorten(message, messages.MESSAGE_LIMIT)
@@ -180,7 +180,7 @@ def failure_of(message: str, culprit: Pod | FailureRecord | None, now: float) ->
 
 
 def _last_failure(snapshot: Snapshot, ended: Sequence[EndedPod]) -> LastFailure | None:
-    """The last pod that is charged or could not reach the store, or the failure that the round follows."""
+    """Return the last pod that is charged or could not reach the store, or the failure that caused the round."""
     status, round, now = snapshot.job.status, snapshot.observed.round, snapshot.now
     stranded = [each for each in ended if each.end is PodEnd.DISRUPTED and each.pod.termination_cause is None]
     for each in reversed([each for each in ended if each.charged] or stranded):
@@ -188,7 +188,7 @@ def _last_failure(snapshot: Snapshot, ended: Sequence[EndedPod]) -> LastFailure 
     if round is not None and round.restarts > status.restarts:
         if round.failure is not None:
             return failure_of(messages.worker_failure(round.failure), round.failure, now)
-        if round.reason is RoundReason.WORKER_FAILED:  # its leader says no more
+        if round.reason is RoundReason.WORKER_FAILED:  # the leader gives no details
             return failure_of(round.cause, None, now)
     return status.last_failure
 
@@ -198,11 +198,11 @@ class Completion:
     """How the job ended.
 
     Attributes:
-        reason: in a word.
+        reason: one word.
         failure: why it failed; None if it succeeded.
-        counts_pods: whether failed pods or the deadline ended it, so that the pods that failed last are counted.
-        restarts: failures of workers that were charged, as far as this tells.
-        round: the last round, as far as this tells.
+        counts_pods: whether failed pods or the deadline ended the job, so that the last failed pods are counted.
+        restarts: charged failures of workers, as far as known.
+        round: the last round, as far as known.
     """
 
     reason: Reason
@@ -218,7 +218,7 @@ class Completion:
 
 
 def find_completion(snapshot: Snapshot, count: FailureCount) -> Completion | None:
-    """How the job has ended; None if it has not."""
+    """Return how the job has ended; None if it has not."""
     return _by_outcome(snapshot) or _by_exit_codes(snapshot, count) or _by_limits(snapshot, count)
 
 
@@ -256,7 +256,7 @@ def _by_exit_codes(snapshot: Snapshot, count: FailureCount) -> Completion | None
 
 
 def _by_limits(snapshot: Snapshot, count: FailureCount) -> Completion | None:
-    """By the failure policy, the backoff limit, or the deadline."""
+    """Return the completion by the failure policy, the backoff limit, or the deadline; None without one."""
     spec, status = snapshot.job.spec, snapshot.job.status
     for each in count.ended:
         if is_fatal(each):

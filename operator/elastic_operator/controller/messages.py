@@ -1,7 +1,7 @@
-"""What the operator says of a job: conditions, events, and sentences about pods and workers that failed.
+"""The operator's messages about a job: conditions, events, and sentences about failed pods and workers.
 
-The conditions hold once the plan is carried out. The events are found by comparing the new status with the one that was
-written last. They are emitted once the new status is written, so that each is emitted once.
+The conditions hold after the plan is carried out. The events result from a comparison of the new status with the last
+written status. They are emitted after the new status is written, so that each event is emitted once.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from torchelastic.protocol import FailureRecord, OutcomeRecord
 
 Value = tuple[bool, Reason, str]
-"""Of a condition: whether it holds, the reason, and the message."""
+"""The value of a condition: whether it holds, the reason, and the message."""
 
 MESSAGE_LIMIT: Final = 8192
-"""Characters of a condition's message; the CRD allows a few more."""
+"""Maximum length of a condition's message in characters; the CRD allows a few more."""
 
 SIGNAL_BASE: Final = 128
 """An exit code of 128 + n stands for the signal n."""
 
 _CAUSES_SHOWN: Final = 3
-"""Different causes for unready pods that a message names."""
+"""Maximum number of different causes for unready pods in a message."""
 _NAMES_SHOWN: Final = 5
 _LAST_LINE_LIMIT: Final = 512
 _QUOTE_LIMIT: Final = 2048
@@ -44,7 +44,7 @@ _HELD: Final = "no pod is started until it can be read"
 
 
 def running_conditions(snapshot: Snapshot, status: JobStatus, planned: PlannedPods) -> tuple[Condition, ...]:
-    """The conditions of a job that is neither suspended nor finished."""
+    """Return the conditions of a job that is neither suspended nor finished."""
     observed, before = snapshot.observed, snapshot.job.status
     missing = _missing(snapshot, planned)
     waiting = _waiting(snapshot, status, planned, missing)
@@ -54,7 +54,7 @@ def running_conditions(snapshot: Snapshot, status: JobStatus, planned: PlannedPo
         ConditionType.DEGRADED: _degraded(observed, status, missing),
     }
     budget_ok = Reason.BUDGET_CREATED if snapshot.job.spec.disruption_budget else Reason.NOT_REQUESTED
-    # These are set once they are true, and kept from then on.
+    # These are set when they first become true, and kept from then on.
     rare: dict[str, tuple[Reason, str | None, Reason]] = {
         ConditionType.INVALID: (*_rejection(snapshot), Reason.SPEC_VALID),
         ConditionType.SUSPENDED: (Reason.SUSPENDED, None, Reason.RESUMED),
@@ -89,7 +89,7 @@ def running_conditions(snapshot: Snapshot, status: JobStatus, planned: PlannedPo
 
 
 def suspended_conditions(snapshot: Snapshot, *, stopping: bool, unread: bool) -> tuple[Condition, ...]:
-    """The conditions of a suspended job; see :func:`~elastic_operator.controller.status.suspended_status`."""
+    """Return the conditions of a suspended job; see :func:`~elastic_operator.controller.status.suspended_status`."""
     before = snapshot.job.status
     no: Value = (False, Reason.SUSPENDED, "")
     if stopping:
@@ -112,14 +112,14 @@ def suspended_conditions(snapshot: Snapshot, *, stopping: bool, unread: bool) ->
     elif ConditionType.INVALID in values:
         values[ConditionType.INVALID] = (False, Reason.SPEC_VALID, "")
     if unread and before.state is not JobState.SUSPENDED:
-        # The time of this condition says since when the store is waited for.
+        # The time of this condition is the start of the wait for the store.
         others = tuple(condition for condition in before.conditions if condition.type != ConditionType.WAITING)
         before = replace(before, conditions=others)
     return with_times(before, values, snapshot.now)
 
 
 def finished_conditions(before: JobStatus, completion: Completion, now: float) -> tuple[Condition, ...]:
-    """The conditions of a finished job."""
+    """Return the conditions of a finished job."""
     no: Value = (False, completion.reason, "")
     yes: Value = (True, completion.reason, completion.failure.message if completion.failure is not None else "")
     values: dict[str, Value] = {
@@ -135,7 +135,7 @@ def finished_conditions(before: JobStatus, completion: Completion, now: float) -
 
 
 def with_times(before: JobStatus, values: Mapping[str, Value], now: float) -> tuple[Condition, ...]:
-    """The conditions, each with the time since which it has its status."""
+    """Return the conditions, each with the time since which it has its status."""
     since = {(condition.type, condition.status): condition.since for condition in before.conditions}
     return tuple(
         [
@@ -148,7 +148,7 @@ def with_times(before: JobStatus, values: Mapping[str, Value], now: float) -> tu
 
 
 def _rejection(snapshot: Snapshot) -> tuple[Reason, str | None]:
-    """Why the spec is invalid; None for its message if it is valid."""
+    """Return why the spec is invalid; None for its message if it is valid."""
     if snapshot.job.problem is not None:
         return Reason.SPEC_INVALID, snapshot.job.problem
     rejected = snapshot.observed.rejected
@@ -202,17 +202,17 @@ def _restart_required(changes: Sequence[str]) -> str | None:
 
 
 def _clauses(*parts: str) -> str:
-    """The parts that are not empty, as one sentence."""
+    """Return the parts that are not empty, as one sentence."""
     return "; ".join(part for part in parts if part)
 
 
 def _why_unread(observed: Observed) -> str:
-    """Why the store cannot be read, perhaps because it cannot be created."""
+    """Return why the store cannot be read, perhaps because it cannot be created."""
     return clause(observed.blocked or observed.store_error or observed.etcd_error or "")
 
 
 def _missing(snapshot: Snapshot, planned: PlannedPods) -> str:
-    """Which pods are missing, and why."""
+    """Return which pods are missing, and why."""
     blocked = snapshot.observed.blocked
     starting = [(pod.index, pod.name, clause(pod.waiting)) for pod in planned.staying if not pod.ready]
     parts = []
@@ -240,7 +240,7 @@ def _missing(snapshot: Snapshot, planned: PlannedPods) -> str:
 
 
 def _not_ready(starting: Sequence[tuple[int, str, str]]) -> list[str]:
-    """Pods that are not ready (index, name and cause), grouped by cause."""
+    """Return clauses about pods that are not ready (index, name and cause), grouped by cause."""
     causes: dict[str, list[str]] = {}
     for _, name, cause in sorted(starting):
         causes.setdefault(cause if cause in causes or len(causes) < _CAUSES_SHOWN else "", []).append(name)
@@ -253,7 +253,7 @@ def _not_ready(starting: Sequence[tuple[int, str, str]]) -> list[str]:
 
 
 def _history(slot: EmptySlot) -> str:
-    """What became of the pods of an index, to follow its name: "failed 3 times in a row"."""
+    """Describe the past pods of an index, as a predicate of its name: "failed 3 times in a row"."""
     often = f"{count(slot.failures, 'time')} in a row"
     if slot.replaces is None or not slot.left:
         return f"failed {often}"
@@ -263,7 +263,7 @@ def _history(slot: EmptySlot) -> str:
 def running_events(
     snapshot: Snapshot, status: JobStatus, count: FailureCount, planned: PlannedPods
 ) -> tuple[JobEvent, ...]:
-    """The events of a job that is neither suspended nor finished, with its new status."""
+    """Return the events of a job that is neither suspended nor finished, with its new status."""
     before = snapshot.job.status
     return (
         *_resumed(before),
@@ -275,14 +275,14 @@ def running_events(
 
 
 def suspension_events(before: JobStatus, status: JobStatus, count: FailureCount) -> tuple[JobEvent, ...]:
-    """The events of a suspended job."""
+    """Return the events of a suspended job."""
     had_pods = ": its pods are asked to leave" if before.replicas else ""
     suspended = [JobEvent(EventReason.SUSPENDED, f"suspended{had_pods}")] if before.state is not status.state else []
     return (*_pods_ended(count), *suspended, *_spec_rejected(_news(before, status)))
 
 
 def completion_event(status: JobStatus) -> JobEvent:
-    """The event of a job that has finished."""
+    """Return the event of a job that has finished."""
     if status.state is JobState.SUCCEEDED:
         restarts = count(status.restarts, "restart")
         return JobEvent(EventReason.SUCCEEDED, f"succeeded in round {status.round} after {restarts}")
@@ -314,7 +314,7 @@ def _pods_ended(count: FailureCount, planned: PlannedPods | None = None, now: fl
 
 
 def _pod_ended(ended: EndedPod) -> tuple[EventReason, str] | None:
-    """What to say of a pod that ended; None for nothing."""
+    """Return the event of a pod that ended; None without one."""
     pod = ended.pod
     if ended.charged:
         return EventReason.POD_DIED, pod_death(pod)
@@ -332,7 +332,7 @@ def _pod_ended(ended: EndedPod) -> tuple[EventReason, str] | None:
 
 
 def _obstacles(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
-    """What prevents pods from being created, or from being created as the spec says."""
+    """Yield events about obstacles to the creation of pods according to the spec."""
     before, blocked = snapshot.job.status, snapshot.observed.blocked
     news = _news(before, status)
     yield from _spec_rejected(news)
@@ -357,7 +357,7 @@ def _spec_rejected(news: Mapping[str, str]) -> Iterator[JobEvent]:
 
 
 def _news(before: JobStatus, status: JobStatus) -> dict[str, str]:
-    """By type, the messages of conditions that are true, and were not true with the same message before."""
+    """Return the messages of newly true conditions by type, including those with a new message."""
     known = {condition.type: condition.message for condition in before.conditions if condition.status}
     return {
         each.type: each.message for each in status.conditions if each.status and known.get(each.type) != each.message
@@ -395,7 +395,7 @@ def _scaled(before: JobStatus, status: JobStatus) -> Iterator[JobEvent]:
 
 
 def pod_death(pod: Pod) -> str:
-    """How a pod ended, to follow its name: "was killed by SIGKILL"."""
+    """Describe how a pod ended, as a predicate of its name: "was killed by SIGKILL"."""
     if pod.termination_cause is not None:
         return pod_disruption(pod)
     if (name := signal_name(pod.exit_code)) is not None:
@@ -413,7 +413,7 @@ def pod_death(pod: Pod) -> str:
 
 
 def pod_disruption(pod: Pod) -> str:
-    """How a pod with a termination cause ended, to follow its name: "was evicted: …"."""
+    """Describe how a pod with a termination cause ended, as a predicate of its name: "was evicted: …"."""
     node = f" {pod.node}" if pod.node else ""
     if pod.termination_cause is TerminationCause.NODE_LOST:
         return f"was lost with its node{node}"
@@ -429,7 +429,7 @@ def pod_disruption(pod: Pod) -> str:
 
 
 def last_message(pod: Pod) -> str:
-    """A pod's termination message, or else the last line of its output."""
+    """Return a pod's termination message, or else the last line of its output."""
     message = pod.message
     if isinstance(message, TerminationMessage):
         return message.message or (worker_failure(message.failure) if message.failure else message.reason)
@@ -438,14 +438,14 @@ def last_message(pod: Pod) -> str:
 
 
 def run_failure(outcome: OutcomeRecord) -> str:
-    """Why a run failed."""
+    """Return why a run failed."""
     if outcome.message:
         return outcome.message
     return worker_failure(outcome.failure) if outcome.failure else "the agents gave no reason"
 
 
 def worker_failure(failure: FailureRecord) -> str:
-    """A worker's failure: "rank 3 on digits-2 exited with ValueError: …"."""
+    """Describe a worker's failure: "rank 3 on digits-2 exited with ValueError: …"."""
     who = f"rank {failure.rank} on {node_name(failure)}"
     if failure.message.startswith("killed by "):  # such as "killed by SIGKILL: out of memory"
         return f"{who} was {failure.message}"
@@ -457,22 +457,22 @@ def worker_failure(failure: FailureRecord) -> str:
 
 
 def node_name(failure: FailureRecord) -> str:
-    """The pod where a worker failed."""
+    """Return the pod where a worker failed."""
     return failure.node.rpartition(".")[0] or failure.node
 
 
 def count(number: int, thing: str) -> str:
-    """A number of things: "1 pod", "3 pods"."""
+    """Return a number of things: "1 pod", "3 pods"."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def clause(quoted: str) -> str:
-    """A quoted message as part of a sentence: on one line, without a full stop, and not too long."""
+    """Return a quoted message as part of a sentence: on one line, without a full stop, and not too long."""
     return shorten(" ".join(quoted.split()).rstrip("."), _QUOTE_LIMIT)
 
 
 def listed(things: Sequence[str]) -> str:
-    """A list: "a, b and c"; the beginning of a long one."""
+    """Join items to "a, b and c"; a long list is shortened."""
     shown = list(things)
     if len(shown) > _NAMES_SHOWN:
         shown = [*shown[: _NAMES_SHOWN - 1], f"{len(shown) - _NAMES_SHOWN + 1} more"]
@@ -482,7 +482,7 @@ def listed(things: Sequence[str]) -> str:
 
 
 def signal_name(exit_code: int | None) -> str | None:
-    """The signal that an exit code stands for, such as SIGKILL for 137; None if it stands for none."""
+    """Return the signal of an exit code, such as SIGKILL for 137; None if it does not represent a signal."""
     if exit_code is None or exit_code <= SIGNAL_BASE:
         return None
     try:

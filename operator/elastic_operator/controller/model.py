@@ -1,10 +1,10 @@
-"""What a plan is made from and what it consists of: the job, what was observed of it, and what is to be done.
+"""The input and the output of a plan: the job, its observed state, and the actions.
 
-Frozen dataclasses without I/O, clock or Kubernetes. Times are seconds since the Unix epoch, durations seconds.
+Frozen dataclasses without I/O, clock or Kubernetes. Times are in seconds since the Unix epoch, durations in seconds.
 
 While the store has not been read, no pod is created for a run without pods, no unread store is deleted, and no pod
 failure or deadline ends the job: the run may have ended before. A store that stays unreadable delays failures,
-deadlines and suspensions by :data:`PATIENCE` at most.
+deadlines and suspensions by at most :data:`PATIENCE`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PodPhase(enum.StrEnum):
 
 
 class TerminationCause(enum.StrEnum):
-    """Why a pod ended, if its agent did not bring that about."""
+    """Why a pod ended, if its agent did not cause that."""
 
     OUT_OF_MEMORY = "OutOfMemory"
     """The kernel killed its worker container: a failure."""
@@ -81,29 +81,29 @@ class Pod:
     Attributes:
         name: ``<job>-<index>-<suffix>``.
         uid: its UID.
-        index: which of the job's indices it fills, from 0.
-        phase: of its worker container.
+        index: its index in the job, from 0.
+        phase: the phase of its worker container.
         ready: whether its agent has joined the others.
         terminating: whether its deletion has begun.
-        deletion_deadline: when it has to be gone; None if unknown, or if it is not being deleted.
+        deletion_deadline: when it must be gone; None if unknown, or if it is not being deleted.
         created: when it was created.
         started: when its worker container started; None if it has not, or if that is unknown.
         ended: when its worker container ended; None if it has not.
-        exit_code: of the agent; 128 + n for a signal; None while it runs, or if unknown.
-        init_exit_code: of the init container that failed; None if none did.
+        exit_code: the exit code of the agent; 128 + n for a signal; None while it runs, or if unknown.
+        init_exit_code: the exit code of the init container that failed; None if none failed.
         message: the agent's termination message; a text if another program wrote it, None for nothing.
-        failures: how many pods of this index failed in a row before it.
-        failed: when the last of them did; None if none did, or if that is unknown.
-        size: the wanted size that it was started with; None if unknown.
+        failures: the number of consecutive failures of earlier pods with this index.
+        failed: when the last of them failed; None if none failed, or if that is unknown.
+        size: the desired size that it was started with; None if unknown.
         waiting: why its worker container has not started, or is not ready; empty if unknown.
         incompatible_image: why its image cannot run an agent that this operator understands; None if it can.
         sidecars_running: whether its worker container has ended and another container still runs.
         node: its node; empty while it has none.
-        termination_cause: why it ended, if its agent did not bring that about; None otherwise.
+        termination_cause: why it ended, if its agent did not cause that; None otherwise.
         reasons: why it ended, each in one word, from its status and its worker container's.
-        conditions: of its status, by type: True, False or Unknown.
-        metrics_port: where its agent serves /metrics; 0 if unknown.
-        etcd_address: at which it looks for the job's own etcd; None if it does not.
+        conditions: the conditions of its status by type: True, False or Unknown.
+        metrics_port: the port of its agent's /metrics; 0 if unknown.
+        etcd_address: the address at which it looks for the job's own etcd; None if it does not.
     """
 
     name: str
@@ -134,34 +134,34 @@ class Pod:
 
 
 class PodEnd(enum.Enum):
-    """What the end of a pod means."""
+    """The meaning of a pod's end."""
 
     RUN_SUCCEEDED = enum.auto()
     """The agent says that the run succeeded."""
     RUN_FAILED = enum.auto()
     """The agent says, in a termination message, that the run failed."""
     BAD_INPUT = enum.auto()
-    """The agent cannot honour its settings; another agent could not either."""
+    """The settings of the agent are invalid; another agent would fail, too."""
     INCOMPATIBLE = enum.auto()
-    """The image has no agent, or one that speaks another protocol; another pod would not have one either."""
+    """The image has no agent, or an agent with another protocol version; another pod would fail, too."""
     LEFT = enum.auto()
-    """It was deleted, or asked to leave: no failure."""
+    """The pod was deleted, or asked to leave: not a failure."""
     DISRUPTED = enum.auto()
-    """It was evicted, not admitted, lost with its node, or could not reach the store: not its own failure."""
+    """The pod was evicted, not admitted, lost with its node, or could not reach the store: not its own failure."""
     FAILED = enum.auto()
-    """It ended by itself before the run did."""
+    """The pod ended by itself before the run did."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndedPod:
-    """A pod that ended or terminates, and what follows from that.
+    """A pod that ended or terminates, and the consequences.
 
     Attributes:
         pod: the pod.
-        end: what its end means.
+        end: the meaning of its end.
         charged: whether it counts against the backoff limit.
         rule: the rule of the failure policy that matches; None for none.
-        position: of that rule, from 0.
+        position: the position of that rule, from 0.
     """
 
     pod: Pod
@@ -181,25 +181,25 @@ class EtcdState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What was observed of one job.
+    """The observed state of one job.
 
     Attributes:
         pods: its worker pods, in any state.
         etcd: the store; an external one counts as ready.
-        store_read: whether the keys below are current; if not, they are what was read last, and None is unknown.
+        store_read: whether the following keys are current; if not, they are the last known ones, and None is unknown.
         round: the current round.
         outcome: how the run ended.
-        size: the wanted size in the store.
-        time_breakdown: where the run's time went, as the leader wrote it last.
-        history: the run's rounds, likewise.
+        size: the desired size in the store.
+        time_breakdown: the run's time breakdown that the leader wrote last.
+        history: the run's rounds that the leader wrote last.
         rejected: why the cluster will never accept the pods or the etcd of this spec; None if it does.
         blocked: why an object could not be created for now; None if all could.
-        etcd_blocked: whether that is the etcd pod: workers may use up the room that it needs.
-        store_error: why an existing store cannot be used; None if it can, or if that was not tried.
+        etcd_blocked: whether the blocked object is the etcd pod: workers may occupy the resources that it needs.
+        store_error: why an existing store cannot be used; None if it can, or if that is unknown.
         store_forbidden: whether the operator lacks a permission for the store, so that waiting does not help.
         etcd_error: why the job's own etcd does not serve; None if unknown.
-        disruption_budget_error: why the disruption budget could not be created; None if it could, or if none is wanted.
-        unreadable: why the job's spec cannot be read; then nothing else was observed. None if it can.
+        disruption_budget_error: why the disruption budget could not be created; None if it could, or is not requested.
+        unreadable: why the job's spec cannot be read, in which case nothing else was observed; None if it can.
     """
 
     pods: tuple[Pod, ...] = ()
@@ -225,16 +225,16 @@ class Job:
     """An ElasticJob.
 
     Attributes:
-        name: unique in its namespace.
-        namespace: where it is.
-        uid: its UID, which is the run id of its agents.
-        generation: counts the changes of its spec.
-        spec: what the user asked for.
-        status: what the operator wrote last.
+        name: the name, which is unique in the namespace.
+        namespace: the namespace.
+        uid: the UID, which is the run id of the agents.
+        generation: counts the changes of the spec.
+        spec: the user's spec.
+        status: the status that the operator wrote last.
         created: when it was created.
         deleting: whether its deletion has begun.
-        problem: why no pod can be made of the spec, as :func:`~elastic_operator.api.validation.problem_of` has it; None
-            if one can.
+        problem: why no pod can be made of the spec, from :func:`~elastic_operator.api.validation.problem_of`; None if
+            the spec is valid.
     """
 
     name: str
@@ -254,19 +254,19 @@ class Snapshot:
 
     Attributes:
         job: the job, with the spec in effect, its problem, and the status that was written last.
-        observed: what was observed of it.
+        observed: the observed state of the job.
         now: seconds since the Unix epoch.
-        desired: how many pods there should be.
+        desired: the desired number of pods.
         live: the pods that neither have ended nor terminate.
-        gone: the others: those that are being deleted, ended or not, and then those that ended.
-        ended: those that ended and are kept, for their log or until a successor exists.
-        unfinished: those whose agent may still run; a terminating pod on a lost node does not count.
+        gone: the other pods: first those that are being deleted, then those that ended.
+        ended: the pods that ended and are kept, for their log or until a successor exists.
+        unfinished: the pods whose agent may still run; a terminating pod on a lost node does not count.
         never_read: whether nothing is known of the run from its store.
         outcome_unknown: whether the run may have ended without the operator knowing: the job had pods, has none, and
             its store has not been read.
-        store_wait: seconds for which to wait for the store before deciding on something that happened.
-        applied: the part of the spec that the status is to keep; None if nothing is applied.
-        changes: the fields in which the user's spec differs from it.
+        store_wait: seconds to wait for the store before a decision about an event.
+        applied: the applied spec that the status keeps; None if nothing is applied.
+        changes: the fields in which the user's spec differs from the applied spec.
     """
 
     job: Job
@@ -285,14 +285,14 @@ class Snapshot:
 
     @classmethod
     def of(cls, job: Job, observed: Observed, now: float) -> Self:
-        """Sort what was observed."""
+        """Create the input of a plan from a job and its observed state."""
         live: list[Pod] = []
         terminating: list[Pod] = []
         ended: list[Pod] = []
         for pod in sorted(observed.pods, key=lambda pod: (pod.index, pod.created, pod.uid)):
             (terminating if pod.terminating else ended if pod.phase.ended else live).append(pod)
         leaving = [pod for pod in terminating if pod.termination_cause is not TerminationCause.NODE_LOST]
-        # A store that is forbidden to the operator is not waited for: the agents will read it.
+        # The operator does not wait for a store that it may not read: the agents will read it.
         unread = not observed.store_read and not observed.store_forbidden
         return cls(
             job,
@@ -309,11 +309,11 @@ class Snapshot:
         )
 
     def store_may_tell(self, since: float) -> bool:
-        """Whether to wait for the store before deciding on something that happened at ``since``."""
+        """Return whether to wait for the store before a decision about an event at ``since``."""
         return self.store_wait == math.inf or since <= self.now < since + self.store_wait
 
     def store_needed_until(self) -> float | None:
-        """Until when the store of a suspended job without agents is kept to be read; None if it need not be."""
+        """Return until when to keep the store of a suspended job without agents, to read it; None if not needed."""
         if self.unfinished or not self.outcome_unknown:
             return None
         status, since = self.job.status, self.now
@@ -324,12 +324,12 @@ class Snapshot:
 
 
 def _had_pods(job: Job, observed: Observed) -> bool:
-    """Whether a job without live pods had some."""
+    """Return whether a job without live pods had pods before."""
     status = job.status
     if status.size_generation > 0 or any(pod.uid not in status.counted_pod_uids for pod in observed.pods):
         return True
     errors = (observed.rejected, observed.blocked, observed.store_error)
-    # The operator may have stopped before it saw them. A store with an error is not waited for if none was ever seen.
+    # The operator may have stopped before it saw them. It does not wait for a store with an error if it never saw any.
     return status.applied_spec is not None and observed.etcd is EtcdState.READY and errors == (None, None, None)
 
 
@@ -347,12 +347,12 @@ class NewPod:
 
     Attributes:
         name: ``<job>-<index>-<suffix>``.
-        index: which of the job's indices it fills.
-        size: the wanted size that it is started with.
-        failures: how many pods of this index failed in a row before it.
-        failed: when the last of them did; None if none did.
-        resume: what its agent knows of the run from the start; None for nothing.
-        excluded: nodes that it keeps away from.
+        index: its index in the job.
+        size: the desired size that it is started with.
+        failures: the number of consecutive failures of earlier pods with this index.
+        failed: when the last of them failed; None if none failed.
+        resume: the earlier state of the run for its agent; None for a new run.
+        excluded: nodes on which it must not run.
     """
 
     name: str
@@ -371,7 +371,7 @@ class Removal:
     Attributes:
         name: its name.
         uid: its UID, a precondition that protects a successor of the same name.
-        reason: why, in words.
+        reason: the reason, as a clause.
     """
 
     name: str
@@ -396,24 +396,24 @@ class JobEvent:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do about one job, in the order of the attributes.
+    """The actions for one job, in the order of the attributes.
 
     Attributes:
-        report: what to keep of the run before its store is deleted; None for nothing. It comes first, as the store is
-            not asked again once the status is written.
-        replicas: the number to write into ``spec.replicas``, once, if the user wrote none.
+        report: the report to write before the store is deleted; None for none. The report comes first, because the
+            store is not read again after the status is written.
+        replicas: the number to write into ``spec.replicas``, once, if the user did not set it.
         status: the new status; None if it would not change.
-        events: to emit once the status is written.
+        events: the events to emit after the status is written.
         ended: the pods whose end the new status counts.
         etcd: whether the managed etcd should exist.
         min_member: the size of the gang's PodGroup; None for no PodGroup.
-        min_available: how many pods the PodDisruptionBudget keeps; None for no budget.
-        size: what to write into the store before any pod is changed; None if it is there already.
+        min_available: the minimum of the PodDisruptionBudget; None for no budget.
+        size: the size to write into the store before any pod is changed; None if the store has it.
         remove: pods to delete.
         create: pods to create.
         delete_job: whether to delete the job itself.
-        wake_at: when to plan again in any case; None for never.
-        hands_off: whether all objects of the job stay as they are: another controller manages it, or its spec cannot be
+        wake_at: when to plan again at the latest; None for no limit.
+        hands_off: whether no object of the job may be changed: another controller manages it, or its spec cannot be
             read.
     """
 
@@ -434,11 +434,11 @@ class Plan:
 
 
 def with_applied_spec(job: Job, plan: Plan | None = None) -> Job:
-    """The job with the spec that its pods and its store are made from.
+    """Return the job with the spec from which its pods and its store are made.
 
     Args:
-        job: as it was observed.
-        plan: the plan that is carried out, whose status may apply another spec; None before there is one.
+        job: the observed job.
+        plan: the plan that is carried out, whose status may apply another spec; None before the first plan.
     """
     status = job.status if plan is None or plan.status is None else plan.status
     return job if status.applied_spec is None else replace(job, spec=job.spec.with_applied(status.applied_spec))

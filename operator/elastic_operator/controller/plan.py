@@ -1,16 +1,16 @@
-"""What to do about a job: a pure function of the job, what was observed of it, and the time.
+"""The plan for a job: a pure function of the job, its observed state, and the time.
 
-It does no I/O, reads no clock, logs nothing, and raises for no input. It is level-triggered and remembers nothing but
-the status. A plan that was carried out leaves nothing to do; after one that was carried out in part, the next plan
-does the rest. It asks these modules, in this order:
+The function does no I/O, reads no clock, logs nothing, and never raises. It is level-triggered, and its only memory is
+the status. After a plan was carried out, the next plan is empty; after a plan was carried out in part, the next plan
+has the rest. The function uses these modules, in this order:
 
 ==============  ==================================================================================
 module          question
 ==============  ==================================================================================
 ``failures``    what does the end of each pod mean, and has the job ended?
-``scaling``     which pods are deleted and created, and what are the agents told?
-``status``      what does the status say, where did the time go, and what is kept of the run?
-``messages``    which conditions hold, which events are emitted, and in which words?
+``scaling``     which pods are deleted and created, and which size do the agents get?
+``status``      what are the status, the time breakdown and the report?
+``messages``    which conditions hold, and which events are emitted?
 ==============  ==================================================================================
 
 The pods of a job are made from the spec that was applied when the job was started or resumed. A change of the template
@@ -50,18 +50,18 @@ if TYPE_CHECKING:
 __all__ = ["EXIT_PERIOD", "plan"]
 
 EXIT_PERIOD: Final = 30.0
-"""Seconds in which agents that know of the run's end may end by themselves: a deleted pod loses its log."""
+"""Seconds that agents have to exit by themselves after the run's end: a deleted pod loses its log."""
 
 _AT_ONCE: Final = 0.1
 """Seconds after which a job continues that was resumed before its pods were gone."""
 
 
 def plan(job: Job, observed: Observed, now: float) -> Plan:
-    """What to do about the job now.
+    """Return the plan for the job.
 
     Args:
         job: the job, with the status that was written last.
-        observed: what was observed of it.
+        observed: the observed state of the job.
         now: seconds since the Unix epoch.
     """
     if job.spec.managed_by != MANAGER:
@@ -78,8 +78,8 @@ def plan(job: Job, observed: Observed, now: float) -> Plan:
         return _clean_up(snapshot, job.status)
 
     is_resumed = job.status.state is JobState.SUSPENDED and not job.spec.suspend
-    # The former pods of a job that was resumed before it came to a stop, and their store, go first: new agents would
-    # take agents that leave for dead, and the store may have still to be read, or not be the one that the spec names.
+    # If a job is resumed before it has stopped, the old pods and their store are deleted first: new agents would count
+    # the leaving agents as dead, the store may not have been read yet, and the spec may name another store.
     must_stop_first = is_resumed and not snapshot.live and not job.status.holds(ConditionType.SUSPENDED)
     suspended = job.spec.suspend or must_stop_first
     read_until = snapshot.store_needed_until() if suspended else None
@@ -99,19 +99,19 @@ def plan(job: Job, observed: Observed, now: float) -> Plan:
 
 
 def _with_spec_in_effect(snapshot: Snapshot, *, is_resumed: bool) -> Snapshot:
-    """The input with the spec that applies to a job that is neither suspended nor finished."""
+    """Return the input with the spec that applies to a job that is neither suspended nor finished."""
     job, spec, applied = snapshot.job, snapshot.job.spec, snapshot.job.status.applied_spec
     had_pods = bool(snapshot.gone) or job.status.size_generation > 0
     if applied is None or not (snapshot.live or (had_pods and not is_resumed)):
         return replace(snapshot, applied=None if job.problem else spec.applied)
-    # What is applied was valid when it was applied; beside it, only the bounds can be wrong.
+    # The applied spec was valid when it was applied; only the bounds can be invalid now.
     problem = None if 1 <= spec.min_replicas <= spec.max_replicas else job.problem
     job = replace(job, spec=spec.with_applied(applied), problem=problem)
     return replace(snapshot, job=job, applied=applied, changes=changed_fields(spec, applied))
 
 
 def _run(snapshot: Snapshot, count: FailureCount) -> Plan:
-    """Bring the job to its size; if its spec is invalid, what runs continues, and nothing is created."""
+    """Bring the job to its size; if its spec is invalid, running pods continue, and nothing is created."""
     spec, before, observed = snapshot.job.spec, snapshot.job.status, snapshot.observed
     valid, breakdown = snapshot.job.problem is None, before.time_breakdown
     if valid and before.active is None and before.condition(ConditionType.SUSPENDED) is not None:
@@ -122,13 +122,13 @@ def _run(snapshot: Snapshot, count: FailureCount) -> Plan:
     times = [count.next_due, *(slot.due for slot in planned.slots)]
     if status.active is not None and spec.active_deadline is not None:
         deadline = status.active + spec.active_deadline
-        times += [deadline, deadline + PATIENCE]  # then it counts although the store could not be read
+        times += [deadline, deadline + PATIENCE]  # then the deadline counts even if the store could not be read
     return Plan(
         replicas=snapshot.desired if valid and spec.replicas is None else None,
         status=_unless_the_same(before, status, planned.staying),
         events=running_events(snapshot, status, count, planned),
         ended=count.ended,
-        # Without pods to create it is kept while it may be needed, and not created.
+        # Without pods to create, the etcd is kept while it may be needed, but not created.
         etcd=(valid and observed.rejected is None)
         or observed.etcd is not EtcdState.ABSENT
         or bool(snapshot.unfinished),
@@ -142,9 +142,9 @@ def _run(snapshot: Snapshot, count: FailureCount) -> Plan:
 
 
 def _suspend(snapshot: Snapshot, count: FailureCount, read_until: float | None) -> Plan:
-    """Delete all that a suspended job has, or one that was resumed before its pods were gone.
+    """Delete all objects of a suspended job, or of a job that was resumed before its pods were gone.
 
-    Its store stays while agents may want to leave there, and until it has said whether the run has ended.
+    The store stays while agents may need it to leave, and until the operator has read whether the run has ended.
     """
     job, now, observed = snapshot.job, snapshot.now, snapshot.observed
     unread = not snapshot.unfinished and (read_until is not None or bool(count.pending))
@@ -164,11 +164,11 @@ def _suspend(snapshot: Snapshot, count: FailureCount, read_until: float | None) 
 
 
 def _clean_up(snapshot: Snapshot, status: JobStatus) -> Plan:
-    """Delete what a finished job leaves behind; nothing is created for it any more.
+    """Delete the remaining objects of a finished job; nothing is created for it any more.
 
     Agents that know of the end may end by themselves within :data:`EXIT_PERIOD`, and read it in the store until then.
     The policy decides on the pods that have ended. The job itself is not deleted before its agents have ended.
-    The report is made until the store is gone, or has nothing more to tell.
+    The report is updated until the store is gone, or has nothing new.
     """
     job, spec, observed, now = snapshot.job, snapshot.job.spec, snapshot.observed, snapshot.now
     completed = status.completed or 0.0
@@ -204,10 +204,10 @@ def _clean_up(snapshot: Snapshot, status: JobStatus) -> Plan:
 
 
 def _unless_the_same(before: JobStatus, after: JobStatus, staying: Iterable[Pod] = ()) -> JobStatus | None:
-    """The status to write; None if it says nothing new.
+    """Return the status to write; None if it has no relevant change.
 
-    To forget the UIDs of pods that are gone can wait for the next write, and so can the first size generation. To
-    forget the UID of a pod that stays cannot: its failure would not be counted.
+    The removal of UIDs of deleted pods can wait for the next write, and so can the first size generation. The removal
+    of the UID of an existing pod cannot wait: its failure would not be counted.
     """
     remembered = after.counted_pod_uids <= before.counted_pod_uids and not any(
         pod.uid in before.counted_pod_uids for pod in staying
@@ -218,5 +218,5 @@ def _unless_the_same(before: JobStatus, after: JobStatus, staying: Iterable[Pod]
 
 
 def _next_time(times: Iterable[float | None], now: float) -> float | None:
-    """The first of the times that are in the future."""
+    """Return the first of the times that are in the future."""
     return min((time for time in times if time is not None and time > now), default=None)

@@ -1,6 +1,6 @@
-"""Turns "something may have changed" into a cluster that is as the plan wants it.
+"""The reconcile loop: observes, plans and applies a job after each possible change.
 
-One task works on a job at a time; all jobs run side by side. A reconcile that fails is repeated with exponential
+Each job is reconciled by one task at a time, all jobs concurrently. A reconcile that fails is repeated with exponential
 back-off. A job that is woken continuously is reconciled at a limited rate.
 """
 
@@ -27,23 +27,23 @@ class Cluster(Protocol):
     """A place where jobs run. It calls ``wake(key)`` of the reconciler when something may have changed."""
 
     async def observe(self, key: str) -> tuple[Job, Observed] | None:
-        """The job and what is known of it; None if it does not exist.
+        """Return the job and its observed state; None if the job does not exist.
 
-        It may be outdated, but never older than an earlier observation of this job, nor than what ``apply`` wrote.
+        The state may be outdated, but is never older than an earlier observation of this job or a write of ``apply``.
 
         Raises:
-            ClusterError: it could not be read; the reconciler retries.
+            ClusterError: the job could not be read; the reconciler retries.
         """
 
     async def apply(self, job: Job, plan: Plan) -> float | None:
-        """Carry out the plan in its order; returns seconds after which to reconcile again, or None.
+        """Carry out the plan in its order; return the seconds after which to reconcile again, or None.
 
         The replicas and the status are written only onto the observed version of the job; if that fails, nothing else
-        is done. If the size cannot be written, pods are still changed, and the error is raised afterwards. A pod to
-        delete that is gone or was replaced, and a pod to create that exists, count as done.
+        is done. If the size cannot be written, pods are still changed, and the error is raised afterwards.
+        Deleting a pod that is gone or was replaced, and creating a pod that exists, count as done.
 
         Raises:
-            ClusterError: a part could not be done; the reconciler retries.
+            ClusterError: a part of the plan failed; the reconciler retries.
         """
 
 
@@ -55,15 +55,15 @@ Result = Literal["success", "error", "panic"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReconcileSettings:
-    """How a reconciler works.
+    """The settings of a reconciler.
 
     Attributes:
         base_delay: seconds before the first retry; each further retry waits twice as long.
-        max_delay: seconds before a retry at most.
-        resync_period: seconds between two resyncs of all jobs, as watches can fall silent.
+        max_delay: maximum number of seconds before a retry.
+        resync_period: seconds between two resyncs of all jobs, because watches can fall silent.
         min_interval: seconds between two reconciles of one job: changes of its pods often come together.
-        max_share: of the time that observing and planning one job takes at most; 1000 pods take their time.
-        max_interval: seconds between two reconciles of one job at most, because of ``max_share``.
+        max_share: maximum fraction of the time for observing and planning one job, which is slow for 1000 pods.
+        max_interval: maximum number of seconds between two reconciles of one job because of ``max_share``.
     """
 
     base_delay: float = 0.1
@@ -81,9 +81,9 @@ class _Queued:
     Attributes:
         due: when to reconcile it next, a monotonic time; infinite for never.
         timer: starts its reconcile.
-        rested: not to be reconciled before this time.
+        rested: the earliest time of the next reconcile.
         busy: whether it is being reconciled.
-        failures: of reconciles, in a row.
+        failures: the number of consecutive failed reconciles.
     """
 
     due: float = math.inf
@@ -99,8 +99,8 @@ class Reconciler:
     Args:
         cluster: where the jobs run.
         clock: seconds since the Unix epoch.
-        list_keys: gives the keys of all jobs for a resync.
-        settings: see there.
+        list_keys: returns the keys of all jobs for a resync.
+        settings: the settings of the reconciler.
         waited: called for each reconcile with the seconds since it was due.
         reconciled: called after each reconcile with the seconds that it took and its result.
     """
@@ -126,7 +126,7 @@ class Reconciler:
 
     @property
     def depth(self) -> int:
-        """How many jobs are due and wait."""
+        """The number of jobs that are due and wait."""
         now = time.monotonic()
         return sum(max(job.due, job.rested) <= now for job in self._jobs.values())
 
@@ -134,8 +134,8 @@ class Reconciler:
         """Reconcile a job.
 
         Args:
-            key: of the job.
-            delay: seconds until then; if the job is due earlier, that stays.
+            key: the key of the job.
+            delay: seconds until the reconcile; an earlier due time remains.
         """
         job = self._jobs.setdefault(key, _Queued())
         due = time.monotonic() + max(delay, 0.0)
@@ -144,7 +144,7 @@ class Reconciler:
             self._schedule(key, job)
 
     async def run(self) -> None:
-        """Work until cancelled; no task outlives this."""
+        """Reconcile jobs until cancelled; no task outlives this call."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             try:
@@ -188,7 +188,7 @@ class Reconciler:
                 del self._jobs[key]
 
     async def _reconcile(self, key: str, job: _Queued) -> tuple[bool, Result]:
-        """Reconcile a job; returns whether it exists, and how that ended."""
+        """Reconcile a job; return whether the job exists, and the result."""
         settings, begun = self._settings, time.monotonic()
         interval = settings.min_interval
         try:
@@ -216,7 +216,7 @@ class Reconciler:
         return True, "success"
 
     def _retry(self, key: str, job: _Queued) -> float:
-        """Reconcile a job again after a failure; returns the seconds until then at most."""
+        """Schedule another reconcile of a job after a failure; return the maximum number of seconds until then."""
         delay = min(self._settings.base_delay * 2.0 ** min(job.failures, 32), self._settings.max_delay)
         job.failures += 1
         self.wake(key, delay)

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from torchelastic.protocol import TimeBreakdown
 
 LONGEST_BACK_OFF: Final = 60.0
-"""Seconds that an index waits at most."""
+"""Maximum number of seconds that an index waits."""
 
 HEALTHY_TIME: Final = 60.0
-"""Seconds without a failure, back-off aside, after which the next failure of an index counts as its first."""
+"""Seconds without a failure, excluding back-off, after which the next failure of an index counts as the first."""
 
 ENDED_PODS_KEPT: Final = 3
-"""Ended pods that are kept for their logs although they were replaced, per job."""
+"""Maximum number of replaced pods per job that are kept for their logs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class EmptySlot:
 
     Attributes:
         index: the index.
-        failures: how many of its pods failed in a row.
-        failed: when the last of them did; None if none has.
+        failures: the number of consecutive failures of its pods.
+        failed: when the last of them failed; None if none has failed.
         due: when it may be filled; seconds since the Unix epoch.
         replaces: the last pod of the index, if it still exists.
         left: whether that pod left or was deleted before it ended by itself.
@@ -63,7 +63,7 @@ class EmptySlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPods:
-    """The pods that the job will have once the plan is carried out.
+    """The pods that the job will have after the plan is carried out.
 
     Attributes:
         staying: live pods that stay.
@@ -72,7 +72,7 @@ class PlannedPods:
         remove: pods that are deleted now.
         slots: the indices to fill, now or later.
         held: whether no pod is created because it is unknown whether the run has ended.
-        size: what new pods are started with; None if none can be created.
+        size: the size that new pods are started with; None if no pod can be created.
         announce: the size to write into the store; None if that is not needed, or not possible now.
     """
 
@@ -87,14 +87,14 @@ class PlannedPods:
 
 
 def plan_pods(snapshot: Snapshot, count: FailureCount, breakdown: TimeBreakdown | None) -> PlannedPods:
-    """Bring the job to its size: tell the agents, delete surplus pods, fill empty indices.
+    """Plan the size of the job: announce it to the agents, delete surplus pods, fill empty indices.
 
-    If no pods can be made of the spec, the job stays as it is.
+    If no pods can be made of the spec, the job does not change.
 
     Args:
         snapshot: the input of the plan.
         count: the pods that ended.
-        breakdown: where the job's time went, up to its last resumption.
+        breakdown: the job's time breakdown up to its last resumption.
     """
     job, observed, now = snapshot.job, snapshot.observed, snapshot.now
     gone = frozenset([each.pod.uid for each in count.judged])
@@ -104,7 +104,7 @@ def plan_pods(snapshot: Snapshot, count: FailureCount, breakdown: TimeBreakdown 
     staying = _without(snapshot.live, surplus)
     etcd_waits = observed.etcd_blocked and observed.etcd is not EtcdState.READY
     yielding: tuple[Pod, ...] = ()
-    if etcd_waits and job.status.started is None:  # before it has trained, no pod is of use without the store
+    if etcd_waits and job.status.started is None:  # before the job has trained, pods are useless without the store
         by_use = sorted(staying, key=lambda pod: (pod.ready, -pod.index))
         yielding = tuple(by_use[: max(len(staying) - job.spec.min_replicas, 0)])
         staying = _without(staying, yielding)
@@ -134,20 +134,20 @@ def plan_pods(snapshot: Snapshot, count: FailureCount, breakdown: TimeBreakdown 
 
 
 def removals(pods: Iterable[Pod], reason: str) -> tuple[Removal, ...]:
-    """The deletions of these pods."""
+    """Return the deletions of these pods."""
     return tuple(Removal(name=pod.name, uid=pod.uid, reason=reason) for pod in pods)
 
 
 def back_off(failures: int) -> float:
-    """Seconds to wait after this many failures in a row: 0, 1, 2, 4 … 60."""
+    """Return the seconds to wait after this many failures in a row: 0, 1, 2, 4 … 60."""
     return 0.0 if failures <= 1 else min(2.0 ** min(failures - 2, 16), LONGEST_BACK_OFF)
 
 
 def _settle_size(snapshot: Snapshot) -> tuple[SizeRecord, SizeRecord | None, tuple[Pod, ...]]:
-    """Compare the size that the agents know with the wanted one.
+    """Compare the size that the agents know with the desired one.
 
     Returns:
-        What new pods are started with; what to write into the store, if anything; and the pods to delete.
+        The size that new pods are started with; the size to write into the store, or None; and the pods to delete.
     """
     job, spec, stored = snapshot.job, snapshot.job.spec, snapshot.observed.size
     known = [pod.size for pod in snapshot.live + snapshot.gone if pod.size is not None]
@@ -176,10 +176,10 @@ def _settle_size(snapshot: Snapshot) -> tuple[SizeRecord, SizeRecord | None, tup
 
 
 def _surplus(live: Sequence[Pod], desired: int, announced: Sequence[str], unready: Collection[str]) -> tuple[Pod, ...]:
-    """The pods to delete.
+    """Return the pods to delete.
 
-    First those that are announced as draining, as no round includes them; then the younger one of two with the same
-    index, which two operators at once may have created; then pods that are not ready, then the highest indices.
+    Pods that are announced as draining come first, because no round includes them; then the younger one of two pods
+    with the same index, which two operators may have created; then pods that are not ready, then the highest indices.
     """
     surplus = [pod for pod in live if pod.name in announced]
     by_index: dict[int, Pod] = {}
@@ -195,7 +195,7 @@ def _surplus(live: Sequence[Pod], desired: int, announced: Sequence[str], unread
 
 
 def _empty_slots(snapshot: Snapshot, staying: Sequence[Pod], deleted: Iterable[Pod]) -> tuple[EmptySlot, ...]:
-    """As many of the lowest empty indices as pods are missing.
+    """Return the lowest empty indices, as many as pods are missing.
 
     Args:
         snapshot: the input of the plan.
@@ -208,7 +208,7 @@ def _empty_slots(snapshot: Snapshot, staying: Sequence[Pod], deleted: Iterable[P
         by_index.setdefault(pod.index, []).append(pod)
     taken = {pod.index for pod in staying}
     missing = max(snapshot.desired - len(staying), 0)
-    # Deleted pods of the indices by which the job grows now were not wanted.
+    # Deleted pods with an index that is only needed now, because the job grows, were surplus.
     grown = max(snapshot.desired - job.status.desired, 0)
     slots = []
     for index in itertools.islice((index for index in itertools.count() if index not in taken), missing):
@@ -220,7 +220,7 @@ def _empty_slots(snapshot: Snapshot, staying: Sequence[Pod], deleted: Iterable[P
 
 
 def _slot_of(last: Pod, now: float, *, wanted: bool) -> EmptySlot:
-    """The slot of an index with this last pod."""
+    """Return the slot of an index with this last pod."""
     began, ended = (_by_our_clock(time, last, now) for time in (last.started, last.ended))
     healthy_since = began if last.failed is None else min(began, last.failed + back_off(last.failures))
     was_healthy = (now if last.ended is None else ended) - healthy_since >= HEALTHY_TIME
@@ -238,7 +238,7 @@ def _slot_of(last: Pod, now: float, *, wanted: bool) -> EmptySlot:
 
 
 def _last(job: Job, pods: list[Pod]) -> Pod:
-    """The newest pod of one index: by creation time and, as times are coarse, by which pod replaced which."""
+    """Return the newest pod of one index: by creation time and, because times are coarse, by replacement."""
     by_name = {pod.name: pod for pod in pods}
     last = max(pods, key=lambda pod: (pod.created, pod.uid))
     while (successor := by_name.pop(pod_name(job.name, job.uid, last.index, last.uid), None)) is not None:
@@ -247,12 +247,12 @@ def _last(job: Job, pods: list[Pod]) -> Pod:
 
 
 def _by_our_clock(time: float | None, pod: Pod, now: float) -> float:
-    """A time by the node's clock if it is plausible; else the pod's creation, by the API server's clock."""
+    """Return a time by the node's clock if it is plausible; else the pod's creation, by the API server's clock."""
     return time if time is not None and pod.created <= time <= now else pod.created
 
 
 def _left(pod: Pod) -> bool:
-    """Whether the pod left or was deleted before it ended by itself."""
+    """Return whether the pod left or was deleted before it ended by itself."""
     if pod_end(pod) is not PodEnd.LEFT:
         return False
     asked_to = (None, ExitCode.SUCCEEDED, ExitCode.INTERRUPTED, ExitCode.LEFT)
@@ -260,9 +260,9 @@ def _left(pod: Pod) -> bool:
 
 
 def _obsolete(ended: Sequence[Pod], slots: Sequence[EmptySlot]) -> tuple[Pod, ...]:
-    """Ended pods that need not be kept any longer.
+    """Return the ended pods that are no longer needed.
 
-    The last pod of an empty index is kept, as its successor's name and back-off derive from it. A replaced pod with a
+    The last pod of an empty index is kept: its successor's name and back-off derive from it. A replaced pod with a
     running sidecar is not kept for its log.
     """
     replaced = _without(ended, [slot.replaces for slot in slots if slot.replaces is not None])
@@ -273,7 +273,7 @@ def _obsolete(ended: Sequence[Pod], slots: Sequence[EmptySlot]) -> tuple[Pod, ..
 
 
 def _resume_record(status: JobStatus, breakdown: TimeBreakdown | None) -> ResumeRecord | None:
-    """What new agents have to know of the run so far, as their store may be a new one; None for nothing."""
+    """Return the state of the run for new agents, whose store may be empty; None for a new run."""
     known = ResumeRecord(
         round=status.round,
         restarts=status.restarts,
@@ -286,10 +286,10 @@ def _resume_record(status: JobStatus, breakdown: TimeBreakdown | None) -> Resume
 def _fill(
     snapshot: Snapshot, slots: Iterable[EmptySlot], new_pod: NewPod, *, was_suspended: bool
 ) -> tuple[NewPod, ...]:
-    """The pods for these slots, each with a name that no other pod has."""
+    """Return the pods for these slots, each with a name that no other pod has."""
     job, stored = snapshot.job, snapshot.observed.size
     taken = {pod.name for pod in snapshot.observed.pods}.union(stored.draining if stored is not None else ())
-    # After a suspension names differ, as the last round may still name the former pods.
+    # After a suspension names differ, because the last round may still name the former pods.
     active = snapshot.now if job.status.active is None else job.status.active
     first = rfc3339(active) if was_suspended else ""
     created = []
@@ -302,6 +302,6 @@ def _fill(
 
 
 def _without(pods: Iterable[Pod], others: Iterable[Pod]) -> tuple[Pod, ...]:
-    """The pods that are not among the others."""
+    """Return the pods that are not among the others."""
     uids = {pod.uid for pod in others}
     return tuple(pod for pod in pods if pod.uid not in uids)

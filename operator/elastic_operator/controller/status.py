@@ -1,6 +1,6 @@
-"""The status of a job, where its time went, and the report that is kept of its run when its store is deleted.
+"""The status of a job, its time breakdown, and the report of its run that remains when its store is deleted.
 
-The status holds once the plan is carried out, so that carrying it out changes nothing in it.
+The status describes the job after the plan is carried out, so carrying out the plan does not change the status.
 
 While the job runs, the leader of its agents keeps the time breakdown. When the job is suspended, resumed or finished,
 the time since the leader's last record is added here, so that the sum is the time since the job's creation.
@@ -38,8 +38,8 @@ _MAX_CLOCK_SKEW: Final = 3600.0
 """Seconds by which the leader's clock may be ahead; a record that is further ahead is ignored."""
 
 _STOPPING_TIME: Final = 60.0
-"""Seconds after the leader's last record that count as stopping its workers; after a longer time, there was no agent
-for most of it."""
+"""Seconds after the leader's last record that count as stopping of its workers; for most of a longer time, no agent
+existed."""
 
 
 def running_status(
@@ -48,7 +48,7 @@ def running_status(
     planned: PlannedPods,
     breakdown: TimeBreakdown | None,
 ) -> JobStatus:
-    """The status of a job that is neither suspended nor finished, with its time up to its last resumption."""
+    """Return the status of a job that is neither suspended nor finished, with its time up to its last resumption."""
     job, before, observed, round = snapshot.job, snapshot.job.status, snapshot.observed, snapshot.observed.round
     size_generation = before.size_generation
     # The first pods know the size once they exist; later ones when they are about to be created.
@@ -81,12 +81,12 @@ def running_status(
 
 
 def suspended_status(snapshot: Snapshot, count: FailureCount, *, unread: bool) -> JobStatus:
-    """The status of a job that is suspended.
+    """Return the status of a job that is suspended.
 
     Args:
         snapshot: the input of the plan.
         count: the pods that ended.
-        unread: whether its store has to be read before it may be deleted.
+        unread: whether its store must be read before it may be deleted.
     """
     job, before = snapshot.job, snapshot.job.status
     stopping = bool(snapshot.unfinished)
@@ -111,7 +111,7 @@ def suspended_status(snapshot: Snapshot, count: FailureCount, *, unread: bool) -
 
 
 def finished_status(snapshot: Snapshot, count: FailureCount, completion: Completion) -> JobStatus:
-    """The status of a job that has just finished; the clean-up sets the number of its pods."""
+    """Return the status of a job that has just finished; the clean-up sets the number of its pods."""
     before, round, now = snapshot.job.status, snapshot.observed.round, snapshot.now
     counted = _counted(snapshot, count, frozenset())
     failure = completion.failure
@@ -135,7 +135,7 @@ def finished_status(snapshot: Snapshot, count: FailureCount, completion: Complet
 
 
 def unreadable_status(job: Job, problem: str, now: float) -> JobStatus:
-    """The status of a job whose spec cannot be read: only its condition Invalid changes."""
+    """Return the status of a job whose spec cannot be read: only its condition Invalid changes."""
     before = job.status
     others = tuple(each for each in before.conditions if each.type != ConditionType.INVALID)
     invalid = with_times(before, {ConditionType.INVALID: (True, Reason.SPEC_INVALID, problem)}, now)
@@ -143,7 +143,7 @@ def unreadable_status(job: Job, problem: str, now: float) -> JobStatus:
 
 
 def _counted(snapshot: Snapshot, count: FailureCount, gone: frozenset[str]) -> JobStatus:
-    """The status with its counters, none of which ever decreases."""
+    """Return the status with its counters, none of which ever decreases."""
     before, round = snapshot.job.status, snapshot.observed.round
     return replace(
         before,
@@ -159,13 +159,13 @@ def _counted(snapshot: Snapshot, count: FailureCount, gone: frozenset[str]) -> J
 
 
 def _world_size(round: RoundRecord, staying: Iterable[Pod]) -> int:
-    """How many workers train in a round; none if it has no pod any more, such as the last one before a suspension."""
+    """Return the number of workers in a round; 0 if all its pods are gone, for example after a suspension."""
     names = {pod.name for pod in staying}
     return round.world_size if any(node.rpartition(".")[0] in names for node in round.nodes) else 0
 
 
 def breakdown_at_suspension(job: Job, observed: Observed, now: float) -> TimeBreakdown | None:
-    """The time breakdown of a job whose last pod has gone after a suspension; None if unknown."""
+    """Return the time breakdown of a job whose last pod has gone after a suspension; None if unknown."""
     before = job.status
     never_ran = before.active is None and before.state is not JobState.SUSPENDED
     breakdown = _up_to(job, observed, now, RunState.SUSPENDED if never_ran else RunState.WAITING)
@@ -177,17 +177,17 @@ def breakdown_at_suspension(job: Job, observed: Observed, now: float) -> TimeBre
 
 
 def breakdown_at_change(job: Job, observed: Observed, now: float) -> TimeBreakdown | None:
-    """The time breakdown of a job that is resumed or finishes; None if unknown."""
+    """Return the time breakdown of a job that is resumed or finishes; None if unknown."""
     return _up_to(job, observed, now, RunState.SUSPENDED if job.status.suspended else RunState.WAITING)
 
 
 def has_news(observed: Observed) -> bool:
-    """Whether the store has something to tell of the run."""
+    """Return whether the store has information about the run."""
     return observed.history is not None or observed.time_breakdown is not None
 
 
 def report_of(job: Job, status: JobStatus, observed: Observed) -> Report:
-    """The report of a job with this status; the same one for the same end, also once the status was read again."""
+    """Return the report of a job with this status; the same end always gives the same report."""
     history = observed.history or HistoryRecord()
     breakdown, completed = status.time_breakdown, status.completed
     if completed is not None:
@@ -209,13 +209,13 @@ def report_of(job: Job, status: JobStatus, observed: Observed) -> Report:
 
 
 def _up_to(job: Job, observed: Observed, now: float, without_leader: RunState) -> TimeBreakdown | None:
-    """What is known, and the time since then.
+    """Return the known time breakdown, extended by the time since then.
 
     Args:
-        job: with the status that was written last.
-        observed: what was observed of it.
+        job: the job with the status that was written last.
+        observed: the observed state of the job.
         now: seconds since the Unix epoch.
-        without_leader: what the job did since then, if it had no leader.
+        without_leader: the state of the job since then, if it had no leader.
     """
     known, told, before = job.status.time_breakdown, observed.time_breakdown, job.status
     if told is not None and _is_new(job, told, now):
@@ -232,7 +232,7 @@ def _up_to(job: Job, observed: Observed, now: float, without_leader: RunState) -
 
 
 def _is_new(job: Job, told: TimeBreakdown, now: float) -> bool:
-    """Whether this is a plausible record of the job's last leader."""
+    """Return whether this is a plausible record of the job's last leader."""
     known = job.status.time_breakdown
     plausible = told.until <= now + _MAX_CLOCK_SKEW
     plausible = plausible and sum(told.seconds.values()) <= now - job.created + _MAX_CLOCK_SKEW
@@ -240,7 +240,7 @@ def _is_new(job: Job, told: TimeBreakdown, now: float) -> bool:
 
 
 def _filled(known: TimeBreakdown | None, state: RunState, created: float, now: float) -> TimeBreakdown:
-    """A time breakdown up to now, in milliseconds: the missing time was spent in this state."""
+    """Return a time breakdown up to now, in milliseconds: the missing time was spent in this state."""
     breakdown = TimeBreakdown() if known is None else known
     seconds = {each: round(spent, 3) for each, spent in breakdown.seconds.items()}
     missing = round(now - created - sum(seconds.values()), 3)

@@ -54,11 +54,11 @@ _MAX_DELAY: Final = 30.0
 
 @dataclass(slots=True)
 class CreateBackoff:
-    """What the API server did not accept for a generation of the spec, and when to try again.
+    """The rejections of the API server for a generation of the spec, and the time of the next attempt.
 
     Attributes:
-        rejected: why it will never be accepted.
-        blocked: why it was not accepted at the last try, though it may be later.
+        rejected: why the objects will never be accepted.
+        blocked: why the last attempt was not accepted, although a later one may be.
     """
 
     rejected: str | None = None
@@ -68,7 +68,7 @@ class CreateBackoff:
     _next_try: float = 0.0
 
     def see(self, generation: int) -> None:
-        """Start over for a new generation; what blocked the former one counts until this one was tried."""
+        """Start over for a new generation; the former generation's block counts until the first attempt."""
         if generation != self._generation:
             blocked = self.blocked
             self.succeed()
@@ -76,20 +76,20 @@ class CreateBackoff:
 
     @property
     def wait(self) -> float:
-        """Seconds until the next try."""
+        """Return the seconds until the next attempt."""
         return max(self._next_try - time.monotonic(), 0.0)
 
     def reject(self, why: str) -> None:
-        """It will never be accepted."""
+        """Note that the objects will never be accepted."""
         self.rejected, self.blocked = why, None
 
     def block(self, why: str) -> None:
-        """It is not accepted now."""
+        """Note that the objects are not accepted now."""
         self.rejected, self.blocked = None, why
         self._next_try = time.monotonic() + next(self._delays)
 
     def succeed(self) -> None:
-        """Everything was created."""
+        """Note that everything was created."""
         self.rejected = self.blocked = None
         self._next_try, self._delays = 0.0, backoff(_BASE_DELAY, _MAX_DELAY)
 
@@ -100,7 +100,7 @@ _log: Final = logging.getLogger(__name__)
 
 _MAX_BATCH: Final = 64
 _MAX_SECONDS: Final = 10.0
-"""Seconds for which pods are created before the job is looked at again."""
+"""Maximum number of seconds for which pods are created before the job is observed again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,8 +112,8 @@ class Applier:
         store: the known objects.
         writer: creates, changes and deletes them.
         stores: the jobs' etcds.
-        settings: of the pods.
-        status_written: called with the job as it was and the plan, once its status is written.
+        settings: the defaults for pods.
+        status_written: called with the observed job and the plan after the status is written.
     """
 
     api: Api
@@ -124,10 +124,10 @@ class Applier:
     status_written: Callable[[Job, Plan], None] = lambda _job, _plan: None
 
     async def carry_out(self, job: Job, plan: Plan, record: JobRecord) -> bool:
-        """Do what the plan says, in its order; return whether pods are left to create.
+        """Carry out the plan in its order; return whether pods are left to create.
 
         Raises:
-            ClusterError: a part of it failed.
+            ClusterError: a part of the plan failed.
         """
         body = record.body
         unkept = None if plan.report is None else await self._keep_report(job, plan.report, record)
@@ -158,7 +158,7 @@ class Applier:
         return False
 
     async def _keep_report(self, job: Job, report: Report, record: JobRecord) -> str | None:
-        """Keep the report of a run, unless it was kept last; return why that has to be tried again."""
+        """Write the report of a run, unless it was written last; return why this must be tried again."""
         digest = hashlib.blake2b(encode_report(report), digest_size=16).digest()
         if record.report == digest:
             return None
@@ -179,15 +179,15 @@ class Applier:
             self.writer.event(body, event)
 
     async def _apply_objects(self, job: Job, plan: Plan, record: JobRecord, unkept: str | None) -> bool:
-        """Bring the job's objects to the plan; an error in one does not hold up the others.
+        """Change the job's objects according to the plan; an error of one object does not block the others.
 
-        Returns whether pods are left to create.
+        Return whether pods are left to create.
 
         Args:
-            job: with the spec that is applied.
+            job: the job with the applied spec.
             plan: the plan.
-            record: of the job.
-            unkept: why its report could not be kept yet; then its store stays.
+            record: the record of the job.
+            unkept: why the report could not be written yet, in which case the store stays.
         """
         errors: list[ClusterError] = []
 
@@ -221,7 +221,7 @@ class Applier:
         return left
 
     async def _ensure_etcd(self, job: Job, plan: Plan, record: JobRecord, unkept: str | None) -> str | None:
-        """Create or delete the job's own etcd; return the endpoint for pods, None if there can be no pods."""
+        """Create or delete the job's own etcd; return the endpoint for pods, None if no pods can be created."""
         external = job.spec.etcd.endpoint
         if not plan.etcd:
             if unkept is not None:
@@ -231,7 +231,7 @@ class Applier:
             for kind in (DEPLOYMENTS, SERVICES):
                 await self._delete_owned(kind, job)
             return None
-        # What a job that is being deleted lacks may have been deleted with it, so it is not created again.
+        # Missing objects of a job that is being deleted may have been deleted with it, so they are not created again.
         if job.deleting or record.creates.rejected is not None:
             return None
         if external is not None:
@@ -326,9 +326,9 @@ class Applier:
         raise_worst(await asyncio.gather(*deletes, return_exceptions=True))
 
     async def _create_pods(self, job: Job, pods: Sequence[NewPod], endpoint: str, record: JobRecord) -> bool:
-        """Create pods in growing batches: if the first is not accepted, no other is tried.
+        """Create pods in growing batches: if the first pod is not accepted, no other is tried.
 
-        Returns whether some are left because it takes long: the job may want something else by now.
+        Return whether pods are left after the time limit: the plan of the job may have changed by then.
         """
         done, batch = 0, 1
         begun = time.monotonic()
@@ -345,7 +345,7 @@ class Applier:
         return False
 
     async def _annotate_ports(self, job: Job) -> None:
-        """Write the metrics ports that agents have chosen on their pods, where Prometheus looks for them."""
+        """Annotate the pods with the metrics ports that their agents have chosen, for Prometheus."""
         mirror = self.stores.of(job.uid)
         nodes = () if mirror is None else mirror.nodes.values()
         ports = {node.name: node.metrics for node in nodes if 0 < node.metrics <= MAX_PORT}
@@ -362,7 +362,7 @@ class Applier:
 
 
 def _contains(there: object, wanted: object) -> bool:
-    """Whether everything that is wanted is there, whatever else is."""
+    """Return whether an object contains all desired values; other values are ignored."""
     if isinstance(wanted, dict):
         return isinstance(there, dict) and all(_contains(there.get(key), value) for key, value in wanted.items())
     return there == wanted

@@ -1,7 +1,7 @@
 """Kubernetes as a backend of the reconciler: observes jobs, and carries out plans.
 
-What is observed comes from the store of objects, the job's etcd and the job's record. The API server is asked only
-about pods that are slow to start: nothing else says why.
+The observed state comes from the store of objects, the job's etcd and the job's record. Only for pods that are slow to
+start, the backend reads events from the API server.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger(__name__)
 
 _DELETION_TIMEOUT: Final = 60.0
-"""Seconds that a live kubelet needs at most to remove a pod without running containers."""
+"""Maximum number of seconds that a live kubelet needs to remove a pod without running containers."""
 _DELETED_TTL: Final = 900.0
 _FIRST_LOOK: Final = 5.0
 """Seconds before the events of a pod that does not start are read."""
@@ -52,7 +52,7 @@ class DeletedPod:
 
     Attributes:
         pod: its last state, as a pod that has ended and is leaving.
-        expires: a monotonic time.
+        expires: when it is forgotten, a monotonic time.
     """
 
     pod: Pod
@@ -61,12 +61,12 @@ class DeletedPod:
 
 @dataclass(slots=True)
 class StartupDiagnosis:
-    """What keeps slow pods from starting.
+    """The reasons why slow pods do not start.
 
     Attributes:
-        delays: seconds between two looks at their events.
-        due: when to look next, a monotonic time; None if no pod is starting.
-        messages: by UID, the pod that was looked at last at the end; the pod of etcd by the name of its container.
+        delays: seconds between two reads of their events.
+        due: when to read next, a monotonic time; None if no pod is starting.
+        messages: the reasons by UID (by container name for the etcd pod); the pod that was read last is the last.
     """
 
     delays: Iterator[float] = field(default_factory=lambda: backoff(_FIRST_LOOK, _MAX_WAIT))
@@ -74,7 +74,7 @@ class StartupDiagnosis:
     messages: dict[str, str] = field(default_factory=dict)
 
     def is_due(self) -> bool:
-        """Whether to look now."""
+        """Return whether to read events now."""
         now = time.monotonic()
         first, due = self.due is None, self.due or 0.0
         if not first and due > now:
@@ -85,17 +85,17 @@ class StartupDiagnosis:
 
 @dataclass(slots=True)
 class JobRecord:
-    """What the operator remembers of a job beside its status; it may be lost at any time without harm.
+    """The operator's memory of a job in addition to its status; it may be lost at any time without harm.
 
     Attributes:
-        key: of the job.
+        key: the key of the job.
         body: the job as last observed.
-        creates: pods, etcd and PodGroup.
-        pdb: the PodDisruptionBudget.
-        deleted: by index, the pods that are gone and not replaced yet.
+        creates: the back-off for pods, etcd and PodGroup.
+        pdb: the back-off for the PodDisruptionBudget.
+        deleted: the pods by index that are gone and not replaced yet.
         startup: why pods do not start.
-        report: digest of the report that was kept, or given up, last.
-        requeue: seconds after which to observe the job again; None for no need.
+        report: the digest of the last report that was written or given up.
+        requeue: seconds after which to observe the job again; None if that is not needed.
     """
 
     key: str
@@ -114,7 +114,7 @@ class JobRecord:
 
     @property
     def problems(self) -> tuple[str | None, ...]:
-        """What was not accepted."""
+        """The reasons why objects were not accepted; None if they were."""
         return self.creates.rejected, self.creates.blocked, self.pdb.blocked
 
     def requeue_after(self, seconds: float) -> None:
@@ -129,7 +129,7 @@ class KubernetesBackend(Applier):
     _records: dict[str, JobRecord] = field(default_factory=dict, init=False)
 
     async def observe(self, key: str) -> tuple[Job, Observed] | None:
-        """The job and everything that is known of it; None if there is no such job.
+        """Return the job and its observed state; None if there is no such job.
 
         Raises:
             BadInput: the job's status is invalid.
@@ -151,10 +151,10 @@ class KubernetesBackend(Applier):
         return job, await self._observe(job, record)
 
     async def apply(self, job: Job, plan: Plan) -> float | None:
-        """Carry out a plan; return the seconds after which to look at the job again, None for no need.
+        """Carry out a plan; return the seconds after which to observe the job again, or None.
 
         Raises:
-            ClusterError: a part of it failed.
+            ClusterError: a part of the plan failed.
         """
         record = self._records[f"{job.namespace}/{job.name}"]
         before = record.problems
@@ -168,8 +168,8 @@ class KubernetesBackend(Applier):
     def pod_deleted(self, body: Json, last: Pod) -> None:
         """Remember a deleted pod until it is replaced.
 
-        A pod that was deleted by force, or without a node, may be gone at once. The planner has to see it all the same:
-        its successor needs another name, for its agent may still run.
+        A pod that was deleted by force, or without a node, may be gone at once. The planner must see it anyway:
+        its successor needs another name, because its agent may still run.
         """
         owner = owner_of(body)
         if owner is None:
@@ -201,7 +201,7 @@ class KubernetesBackend(Applier):
         applied = with_applied_spec(job)
         managed = managed_etcd(self.store, job) if applied.spec.etcd.endpoint is None else None
         await self._diagnose(job, record, managed)
-        # From here on nothing is awaited, so that all is of one moment.
+        # Nothing is awaited from here on, so that the state is consistent.
         etcd_error = None
         if managed is not None:
             managed = managed_etcd(self.store, job)
@@ -241,7 +241,7 @@ class KubernetesBackend(Applier):
         )
 
     async def _diagnose(self, job: Job, record: JobRecord, etcd: ManagedEtcd | None) -> None:
-        """Ask why a pod does not start, that of the job's own etcd included: one at a time, less and less often."""
+        """Read why a pod does not start, including the job's etcd pod: one pod at a time, at growing intervals."""
         slow = [pod.uid for pod in self.store.pods(job.namespace, job.uid) if _is_starting(pod)]
         if etcd is not None and etcd.state is EtcdState.STARTING and etcd.blocked is None:
             slow.insert(0, ETCD)
@@ -275,7 +275,7 @@ class KubernetesBackend(Applier):
         return startup_problem(events)
 
     def _with_diagnosis(self, pod: Pod, record: JobRecord) -> Pod:
-        """A pod; one that starts with why it does not, one that is overdue as ended: its node is lost."""
+        """Return a pod, with the reason if it does not start, or as ended if its node is lost and it is overdue."""
         if _is_starting(pod):
             return replace(pod, waiting=record.startup.messages.get(pod.uid, ""))
         if pod.deletion_deadline is None or pod.phase is not PodPhase.PENDING:
@@ -296,7 +296,7 @@ class KubernetesBackend(Applier):
         )
 
     def _mirror(self, job: Job, key: str, pods: Sequence[Pod], etcd: ManagedEtcd | None) -> StoreMirror | None:
-        """What the job's etcd contains; it is followed as long as anything can happen there."""
+        """Return the mirror of the job's etcd, which is followed as long as the etcd may change."""
         # As long as a spec is applied, the store is needed, or has still to say whether the run has ended.
         suspended = job.status.state is JobState.SUSPENDED and job.spec.suspend and job.status.applied_spec is None
         over = (job.status.state.finished or suspended) and all(pod.phase.ended for pod in pods)
@@ -314,10 +314,10 @@ def job_of(body: Json, spec: ElasticJobSpec | None = None) -> Job:
 
     Args:
         body: the object.
-        spec: in place of its spec.
+        spec: the spec to use instead of the object's spec.
 
     Raises:
-        BadInput: the spec does not fit this operator's definition, or the status is not one that the operator writes.
+        BadInput: the spec does not match this operator's CRD, or the status is invalid.
     """
     if spec is None:
         try:
@@ -342,7 +342,7 @@ def job_of(body: Json, spec: ElasticJobSpec | None = None) -> Job:
 
 
 def _pdb_error(body: Json) -> str | None:
-    """Why the disruption budget could not be created, by the job's status: it is not reported again."""
+    """Return the disruption budget's error from the job's status, so that it is not reported again."""
     for condition in mappings(body, "status", "conditions"):
         if condition.get("type") == ConditionType.DISRUPTION_BUDGET_FAILED and condition.get("status") == "True":
             return text(condition, "message")
@@ -350,7 +350,7 @@ def _pdb_error(body: Json) -> str | None:
 
 
 def startup_problem(events: Iterable[Json]) -> str:
-    """What keeps a scheduled pod from starting, by the last of its events, as a clause; empty if nothing does."""
+    """Return why a scheduled pod does not start, from its last event, as a clause; empty if unknown."""
     of_starters = [
         event
         for event in events
@@ -376,9 +376,10 @@ def _recently_deleted(record: JobRecord, pods: Sequence[Pod]) -> tuple[Pod, ...]
 
 
 def _serving(job: Job, mirror: StoreMirror | None) -> Collection[str] | None:
-    """The names of the pods whose agents serve; None for all that run.
+    """Return the names of the pods whose agents serve; None for all that run.
 
-    While the store cannot be read, agents that were ever there count as serving: training goes on without the store.
+    While the store cannot be read, all agents that it ever contained count as serving: training continues without the
+    store.
     """
     if mirror is not None and mirror.readable:
         return {node.name for node in mirror.nodes.values()}
@@ -388,7 +389,7 @@ def _serving(job: Job, mirror: StoreMirror | None) -> Collection[str] | None:
 
 
 def _ready(pod: Pod, serving: Collection[str] | None, not_ready: str | None) -> Pod:
-    """A pod that is ready only if its agent serves, and that says why it is not."""
+    """Return a pod that is ready only if its agent serves, with the reason if it is not."""
     if pod.ready and serving is not None and pod.name not in serving:
         pod = replace(pod, ready=False)
     if not_ready is None or pod.ready or pod.phase is not PodPhase.RUNNING:

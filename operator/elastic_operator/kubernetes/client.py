@@ -44,7 +44,7 @@ _NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/nam
 _USER_AGENT: Final = "elastic-operator"
 NETWORK_ERRORS: Final = (aiohttp.ClientError, OSError, TimeoutError)
 _POLICIES: Final = ('admission webhook "', "ValidatingAdmissionPolicy '")
-"""How the API server's message names an admission policy, which may reject with any status."""
+"""Names of admission policies in the API server's messages; a policy may reject with any status."""
 _WEBHOOK_FAILED: Final = "failed calling webhook "
 _JSON: Final = "application/json"
 _MERGE_PATCH: Final = "application/merge-patch+json"
@@ -57,8 +57,8 @@ class Resource:
     """A kind of object.
 
     Attributes:
-        group: of the API; empty for the core group.
-        version: of the API.
+        group: the API group; empty for the core group.
+        version: the API version.
         plural: its name in a path.
         kind: its name in an object.
     """
@@ -74,7 +74,7 @@ class Resource:
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str | None = None, name: str | None = None, subresource: str = "") -> str:
-        """The path of the objects of a namespace (None: of all), of one of them, or of a part of it."""
+        """Return the path of the objects in a namespace (None: in all), of one object, or of its subresource."""
         root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
         within = "" if namespace is None else f"namespaces/{namespace}"
         return "/".join(part for part in (root, within, self.plural, name, subresource) if part)
@@ -114,7 +114,7 @@ class ApiError(ClusterError):
 
     @classmethod
     def of(cls, status: int, body: bytes) -> ApiError:
-        """The error for a response with this status and body."""
+        """Return the error for a response with this status and body."""
         try:
             told = json.loads(body)
             return cls(status, str(told.get("reason") or ""), str(told.get("message") or ""))
@@ -133,7 +133,7 @@ class ApiError(ClusterError):
 
     @property
     def transient(self) -> bool:
-        """Whether the server, or a webhook that it calls, is in trouble, which usually passes."""
+        """Whether the error of the server, or of a webhook that it calls, is usually temporary."""
         return self.status >= 500 or self.status == 429
 
     @property
@@ -149,7 +149,7 @@ class ApiError(ClusterError):
 
     @property
     def invalid(self) -> bool:
-        """Whether the object itself is unacceptable, so that trying again is useless."""
+        """Whether the object itself is invalid, so that another attempt is useless."""
         return self.status in (400, 413, 415, 422) and not self.blocked
 
 
@@ -175,7 +175,7 @@ _HINTS: Final[tuple[tuple[str, str], ...]] = (
     (r"(secret|configmap) \"[^\"]*\" not found", "create it, or name another one in spec.template"),
     (r"violates PodSecurity ", "say so in spec.template.spec, or have the namespace admit such pods"),
 )
-"""Patterns of the most frequent errors of Kubernetes and etcd, which only say what is wrong, and what to do."""
+"""Patterns of the most frequent errors of Kubernetes and etcd, and what to do about them."""
 
 
 def with_hint(message: str) -> str:
@@ -185,7 +185,7 @@ def with_hint(message: str) -> str:
 
 
 def backoff(first: float, longest: float) -> Iterator[float]:
-    """The seconds to wait before each further try: each time twice as long, up to ``longest``."""
+    """Yield the seconds to wait before each further attempt: twice as long each time, up to ``longest``."""
     delay = first
     while True:
         yield delay
@@ -196,15 +196,15 @@ class Api:
     """A connection to an API server; an async context manager. Every method raises ClusterError if it is unreachable.
 
     Attributes:
-        namespace: of the kubeconfig's context, or of this pod.
-        source: where the credentials come from, in words.
+        namespace: the namespace of the kubeconfig's context, or of this pod.
+        source: the source of the credentials, for messages.
         on_request: called after each request with its verb and the HTTP status, 0 if there was no response.
     """
 
     def __init__(self, configuration: Configuration, namespace: str = "default") -> None:
         configuration.connection_pool_maxsize = _CONNECTIONS
         configuration.retries = None  # the caller retries
-        # With trust_env, aiohttp looks for ~/.netrc before each request; only a proxy is a reason for that.
+        # With trust_env, aiohttp looks for ~/.netrc before each request, so it is set only for a proxy.
         configuration.client_session_kwargs = {"trust_env": bool(getproxies_environment())}
         self._configuration = configuration
         self._client: ApiClient | None = None
@@ -220,8 +220,8 @@ class Api:
 
         Args:
             path: the kubeconfig; None for those that KUBECONFIG names, or ``~/.kube/config``.
-            context: of the kubeconfig; None for its current one.
-            environ: with KUBECONFIG.
+            context: the context in the kubeconfig; None for its current one.
+            environ: the environment with KUBECONFIG.
 
         Raises:
             BadInput: there is no such file or context, or it is invalid.
@@ -257,7 +257,7 @@ class Api:
         return api
 
     def another(self) -> Self:
-        """The same API server over connections of its own."""
+        """Return a client of the same API server with its own connections."""
         return type(self)(self._configuration, self.namespace)
 
     async def __aenter__(self) -> Self:
@@ -282,7 +282,7 @@ class Api:
             await client.__aexit__(kind, error, trace)
 
     async def access(self) -> kopf.ConnectionInfo:
-        """How kopf reaches the same API server, with a fresh token."""
+        """Return kopf's connection to the same API server, with a fresh token."""
         import kopf  # slow to import, and `elasticjob` does not need it
 
         configuration = self._configuration
@@ -349,7 +349,7 @@ class Api:
         return self._decoded(await self._send("PATCH", path, body=body, content_type=_MERGE_PATCH))
 
     async def apply(self, resource: Resource, namespace: str, name: str, body: Json) -> Json:
-        """Apply an object on the server side, with force; return the object as it is now."""
+        """Apply an object on the server side, with force; return the new object."""
         query = {"fieldManager": _USER_AGENT, "force": "true", "fieldValidation": "Strict"}
         path = resource.path(namespace, name)
         return self._decoded(await self._send("PATCH", path, query, body, content_type=_APPLY_PATCH, verb="APPLY"))
@@ -361,10 +361,10 @@ class Api:
 
         Args:
             resource: its kind.
-            namespace: of the object.
-            name: of the object.
+            namespace: the namespace of the object.
+            name: the name of the object.
             uid: a precondition.
-            grace: seconds that its containers get; None for what the pod says.
+            grace: seconds that its containers have; None for the pod's own grace period.
         """
         body: dict[str, Any] = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if uid is not None:
@@ -446,13 +446,13 @@ class Api:
 
 
 def selectors(labels: str = "", name: str = "", fields: str = "") -> dict[str, str]:
-    """The parameters of a request that select by labels, and by a name or by fields."""
+    """Return the parameters of a request that select by labels, and by a name or by fields."""
     given = {"labelSelector": labels, "fieldSelector": f"metadata.name={name}" if name else fields}
     return {kind: selector for kind, selector in given.items() if selector}
 
 
 def unreachable(error: Exception) -> ClusterError:
-    """The error for one of :data:`NETWORK_ERRORS`."""
+    """Return the error for one of :data:`NETWORK_ERRORS`."""
     if isinstance(error, asyncio.TimeoutError):
         return ClusterError("the API server does not answer in time")
     return ClusterError(f"the API server cannot be reached: {str(error) or type(error).__name__}")
@@ -468,7 +468,7 @@ async def _beginning(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _kubeconfigs(given: str | None, environ: Mapping[str, str]) -> str:
-    """The files that exist, with colons between them."""
+    """Return the existing files, separated by colons."""
     if given is not None:
         path = Path(given).expanduser()
         if not path.is_file():
@@ -484,7 +484,7 @@ def _kubeconfigs(given: str | None, environ: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def _logged_errors() -> Iterator[list[str]]:
-    """Collect what the official client logs: without credentials, it goes on."""
+    """Collect the log messages of the official client, which does not fail without credentials."""
     messages: list[str] = []
     logger, handler = logging.getLogger("kubernetes.aio.config"), logging.Handler(logging.ERROR)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,11 +1,11 @@
-"""The informer: lists and watches the objects that the operator looks at, and keeps a store up to date.
+"""The informer: lists and watches the objects that the operator needs, and keeps a store up to date.
 
 kopf watches. Its handlers only observe and return nothing, because kopf writes return values into the object.
-Everything else that kopf offers is off: events, peering, finalizers, annotations. When kopf lists, it gets an empty
+All other features of kopf are off: events, peering, finalizers, annotations. When kopf lists, it gets an empty
 list, because it would keep a task and a copy of every object, most of the memory that the operator takes. The list
 itself goes into the store, in pages; kopf needs only its resource version, to watch from there.
 
-A namespace for which the operator lacks permissions does not hold up the others: its list is tried until it succeeds.
+A namespace for which the operator lacks permissions does not block the others: its list is retried until it succeeds.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ class Informer:
 
     Args:
         api: the connection.
-        store: what to fill.
-        namespaces: to watch; none for all.
+        store: the store to keep up to date.
+        namespaces: the namespaces to watch; empty for all.
         base_delay: seconds before the first retry of a list.
-        handle_signals: called whenever kopf has begun, which sets its own signal handlers.
+        handle_signals: called each time after kopf has started and set its own signal handlers.
 
     Attributes:
-        synced: set once the store holds everything that may be listed.
+        synced: set after the store contains all objects that may be listed.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Informer:
 
     @property
     def problem(self) -> str:
-        """What keeps the store from being in sync, as a sentence."""
+        """Why the store is not in sync, as a sentence."""
         listing = "not everything that there is has been listed yet"
         return "" if self.synced.is_set() else next(iter(self._problems.values()), listing)
 
@@ -127,7 +127,7 @@ class Informer:
         raise AssertionError("unreachable")
 
     async def list(self, resource: Resource, namespace: str | None) -> str:
-        """List a kind into the store, trying until it succeeds; return the resource version of the list.
+        """List a kind into the store, with retries until it succeeds; return the resource version of the list.
 
         Raises:
             ApiError: the cluster does not know the kind.
@@ -205,9 +205,9 @@ class Informer:
         self._update()
 
     def _report(self, namespace: str | None, error: ClusterError) -> None:
-        """Log a problem once, not with every try.
+        """Log a problem once, not at every attempt.
 
-        An API server answers 429 for about a second after a definition was installed: this is logged as information.
+        An API server responds with 429 for about a second after a CRD was installed: this is logged as information.
         """
         status = error.status if isinstance(error, ApiError) else 0
         problem = f"what exists cannot be listed: {error}"
@@ -235,7 +235,7 @@ class Informer:
             self.synced.set()
 
     async def _until_possible(self) -> None:
-        """Wait until the cluster has ElasticJobs that may be listed in one of the namespaces.
+        """Wait until ElasticJobs are defined and may be listed in one of the namespaces.
 
         kopf never watches a kind that is defined after it has started.
         """
@@ -272,7 +272,7 @@ class Informer:
 
         @kopf.on.login(id="login", registry=registry)
         async def login(**_: object) -> kopf.AiohttpSession:
-            # kopf asks again when credentials are rejected. Given the same session, it ends instead of asking forever.
+            # kopf asks again after a rejection. With the same session, it ends instead of asking forever.
             info = await self._api.access()
             if not sessions or sessions[-1].info != info:
                 if sessions:
@@ -314,7 +314,7 @@ class Informer:
         return handle
 
     def _watch_failed(self, problem: str) -> None:
-        """Log once, not with every try, that the watches cannot be opened; empty if one was opened."""
+        """Log once, not at every attempt, that the watches cannot be opened; empty if one was opened."""
         if problem and problem != self._watch_problem:
             _log.warning("watching: a request failed and is made again: %s", problem)
         self._watch_problem = problem
@@ -400,20 +400,20 @@ class _EmptyList:
         pass
 
     async def json(self) -> Json:
-        """The body."""
+        """Return the body."""
         return {"metadata": {"resourceVersion": self._version}, "items": []}
 
 
 class _NoDiffBase(kopf.DiffBaseStorage):
-    """kopf compares objects with what it has stored in them; nothing is stored here."""
+    """Replaces kopf's storage of the last state in the object itself: nothing is stored."""
 
     def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> kopf.BodyEssence:
-        """Nothing of an object is compared."""
+        """Return nothing to compare."""
         del body, extra_fields
         return kopf.BodyEssence()
 
     def fetch(self, *, body: kopf.Body) -> None:
-        """Nothing was stored."""
+        """Return None, because nothing is stored."""
 
     def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
         """Store nothing."""

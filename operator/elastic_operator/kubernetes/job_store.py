@@ -39,7 +39,7 @@ KEY: Final = "tls.key"
 
 @dataclass(slots=True)
 class Credentials:
-    """Paths of credentials, in files that vanish with this process.
+    """Paths of credentials, in files that exist only as long as this process.
 
     Attributes:
         authority: the CA certificate of the server; None for the system's.
@@ -57,7 +57,7 @@ class Credentials:
         """Read a Secret.
 
         Raises:
-            StoreRefused: it has no usable credentials.
+            StoreRefused: the Secret has no usable credentials.
         """
         credentials = cls()
         name = text(secret, "metadata", "name")
@@ -112,11 +112,11 @@ class Credentials:
 _log: Final = logging.getLogger(__name__)
 
 WRITE_TIMEOUT: Final = 1.0
-"""Seconds for writing a size: pods do not wait longer for a store that hangs."""
+"""Seconds for writing a size, so that a hanging store does not delay pods any longer."""
 _PATIENCE: Final = 3.0
 """Seconds before an unreachable external etcd is reported."""
 _MANAGED_PATIENCE: Final = 60.0
-"""The same for a job's own etcd: its node may have died, which the API server notices within a minute."""
+"""Seconds before an unreachable etcd of a job is reported: a dead node is noticed within a minute."""
 _REPORT_INTERVAL: Final = 30.0
 _RESTART_DELAY: Final = 10.0
 _CLEANUP_TIMEOUT: Final = 5.0
@@ -128,12 +128,12 @@ class _Followed:
     """A followed etcd.
 
     Attributes:
-        key: of the job.
+        key: the key of the job.
         lasts: whether the etcd outlives the job.
-        up: set while it makes sense to connect.
-        away_since: when it was first unreachable, a monotonic time.
-        error: why it is unreachable, once that is reported.
-        reported: when that was, a monotonic time.
+        up: set while a connection may succeed.
+        away_since: when it became unreachable, a monotonic time.
+        error: why it is unreachable, after that was reported.
+        reported: when that was reported, a monotonic time.
     """
 
     key: str
@@ -155,9 +155,9 @@ class JobStores:
     Args:
         api: reads Secrets with credentials.
         changed: called with a job's key when something in its etcd has changed.
-        secret_namespaces: where the operator may read Secrets.
+        secret_namespaces: the namespaces in which the operator may read Secrets.
         patience: seconds before an unreachable external etcd is reported.
-        managed_patience: the same for a job's own etcd while it should be up.
+        managed_patience: seconds before an unreachable etcd of a job is reported, while it should be up.
     """
 
     def __init__(
@@ -191,12 +191,12 @@ class JobStores:
         await self._tasks.__aexit__(kind, error, trace)
 
     def of(self, uid: str) -> StoreMirror | None:
-        """The mirror of a job's etcd, if it is followed."""
+        """Return the mirror of a job's etcd; None if the etcd is not followed."""
         followed = self._followed.get(uid)
         return None if followed is None else followed.mirror
 
     def error(self, uid: str) -> str | None:
-        """Why a job's etcd has been unreachable for a while; None if it has not."""
+        """Return why a job's etcd has been unreachable for a while; None if it has not."""
         followed = self._followed.get(uid)
         return None if followed is None else followed.error
 
@@ -206,12 +206,12 @@ class JobStores:
         """Follow a job's etcd, unless it is followed already.
 
         Args:
-            uid: of the job.
-            key: of the job.
-            endpoint: as in ``spec.etcd.endpoint``.
+            uid: the UID of the job.
+            key: the key of the job.
+            endpoint: the endpoint, as in ``spec.etcd.endpoint``.
             lasts: whether the etcd outlives the job.
-            up: whether it makes sense to connect.
-            secret: with its credentials, in the job's namespace.
+            up: whether a connection may succeed.
+            secret: the Secret with its credentials, in the job's namespace.
         """
         followed = self._followed.get(uid)
         if followed is None:
@@ -226,7 +226,7 @@ class JobStores:
         return followed.mirror
 
     def uids_of(self, key: str) -> tuple[str, ...]:
-        """The UIDs of all followed jobs with this key, former ones included."""
+        """Return the UIDs of all followed jobs with this key, including former ones."""
         return tuple(uid for uid, followed in self._followed.items() if followed.key == key)
 
     def leave(self, uid: str) -> None:
@@ -236,10 +236,10 @@ class JobStores:
             self._tasks.create_task(self._leave(followed))
 
     async def write_size(self, uid: str, size: SizeRecord) -> None:
-        """Write the wanted size, unless the store is away: the job is reconciled once it can be read again.
+        """Write the desired size, unless the store is away: the job is reconciled when the store can be read again.
 
         Raises:
-            StoreError: it failed, and must be tried again.
+            StoreError: the write failed, and must be tried again.
         """
         followed = self._followed.get(uid)
         if followed is None:
@@ -251,7 +251,7 @@ class JobStores:
             raise StoreError(f"it has not answered within {WRITE_TIMEOUT} s") from None
 
     def forbidden(self, namespace: str, name: str) -> str | None:
-        """Why a Secret is not read; None if it may be."""
+        """Return why a Secret is not read; None if it may be read."""
         if namespace in self._secret_namespaces:
             return None
         return (
@@ -303,7 +303,7 @@ class JobStores:
             followed.credentials.close()
 
     async def _settings(self, followed: _Followed) -> StoreSettings:
-        """How to connect, with the credentials as they are now."""
+        """Return the settings of the connection, with the current credentials."""
         settings = store_at(followed.endpoint)
         if followed.secret is None:
             return settings

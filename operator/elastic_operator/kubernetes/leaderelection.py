@@ -3,7 +3,7 @@
 The client library's own leader election does not release the lease at the end, does not notice when the leader's work
 has ended, ends at the first broken connection, and writes local time as UTC.
 
-A lease has expired when it was not renewed for its duration as measured here: the clocks of machines differ.
+A lease has expired if it was not renewed for its duration on this machine's clock, because clocks of machines differ.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger(__name__)
 
 _TIMEOUT: Final = 3.0
-"""Seconds for a request while the lease is not held, and for releasing it: a connection may be dead unnoticed."""
+"""Seconds for a request while the lease is not held, and for its release: a dead connection may go unnoticed."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LeaderElector:
-    """Competes for a lease. A standby leads ``lease_duration + 2 * poll_period`` after a crash at most.
+    """Competes for a lease. A standby leads at most ``lease_duration + 2 * poll_period`` after a crash.
 
     Attributes:
         api: the connection.
-        namespace: of the lease.
-        name: of the lease.
-        identity: the name of this copy, unique among those that run.
+        namespace: the namespace of the lease.
+        name: the name of the lease.
+        identity: the unique name of this copy.
         lease_duration: seconds after which a lease that was not renewed has expired; a whole number.
         retry_period: seconds between renewals by the leader.
-        renew_deadline: the leader stops if it could not renew for so long; less than ``lease_duration``.
-        poll_period: seconds between looks of a standby, and between tries of a renewal that failed.
+        renew_deadline: seconds without a renewal after which the leader stops; less than ``lease_duration``.
+        poll_period: seconds between checks of a standby, and between attempts after a failed renewal.
         is_leader: whether this copy leads.
     """
 
@@ -64,7 +64,7 @@ class LeaderElector:
         """Run ``work`` whenever the lease is held, and cancel it when the lease is lost; release the lease at the end.
 
         Args:
-            work: what a leader does. It must run until it is cancelled.
+            work: the work of the leader; it must run until it is cancelled.
         """
         while True:
             await self._acquire()

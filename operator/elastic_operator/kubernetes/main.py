@@ -45,11 +45,11 @@ LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where to listen.
+    """An address to listen on.
 
     Attributes:
-        host: an address or a host's name; empty for all of them.
-        port: 0 for any free one.
+        host: an IP address or a host name; empty for all addresses.
+        port: the port; 0 for any free port.
     """
 
     host: str
@@ -58,19 +58,19 @@ class Address:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorSettings:
-    """How the operator is run.
+    """The settings of the operator's process.
 
     Attributes:
-        namespaces: of the jobs; empty for all.
-        etcd_secrets_namespaces: where it may read the Secrets with credentials for etcd.
+        namespaces: the namespaces of the jobs; empty for all.
+        etcd_secrets_namespaces: the namespaces in which it may read the Secrets with credentials for etcd.
         pods: defaults for the pods of all jobs.
-        listen: where /healthz, /readyz and /metrics are served.
+        listen: the address of /healthz, /readyz and /metrics.
         leader_elect: whether it acts only while it holds the lease, so that several copies may run.
-        lease_namespace: of the lease; None for the operator's own namespace.
-        lease_name: of the lease.
+        lease_namespace: the namespace of the lease; None for the operator's own namespace.
+        lease_name: the name of the lease.
         kubeconfig: a file; None for the pod's service account or, with a context, for the usual file.
-        context: of the kubeconfig; None for its current one.
-        log_format: of each line: ``text`` or ``json``.
+        context: the context in the kubeconfig; None for its current one.
+        log_format: the format of each line: ``text`` or ``json``.
         log_level: the least severe messages that are logged: ``debug``, ``info``, ``warning`` or ``error``.
         identity: the unique name of this copy in the lease and in events.
         in_pod: whether it runs in a pod with a service account.
@@ -99,11 +99,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> OperatorSettings:
-    """The settings of a command line; an invalid one ends the process with a sentence and exit code 2.
+    """Return the settings of a command line; an invalid one ends the process with a message and exit code 2.
 
     Args:
-        argv: without the program's name; None for this process's own.
-        environ: POD_NAME and POD_NAMESPACE name this pod.
+        argv: the arguments without the program's name; None for this process's own.
+        environ: the environment, in which POD_NAME and POD_NAMESPACE name this pod.
     """
     parser = _parser()
     given = parser.parse_args(argv)
@@ -261,13 +261,13 @@ def set_up_log(log_format: str, level: str) -> None:
         for verbose in ("asyncio", "aiohttp.access"):
             logging.getLogger(verbose).setLevel(logging.INFO)
         return
-    # The informer logs what goes wrong, once; kopf logs each try, and with a traceback.
+    # The informer logs each problem once; kopf logs every attempt with a traceback.
     logging.getLogger("kopf").setLevel(logging.CRITICAL)
 
 
 _GC_THRESHOLDS: Final = (20_000, 10, 10)
-"""Thresholds of the garbage collector. With the defaults, it takes a fifth of the time, because the operator holds many
-objects of the cluster for long."""
+"""Thresholds of the garbage collector. With the defaults, it takes a fifth of the CPU time, because the operator keeps
+many objects of the cluster for a long time."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The operator's process: what runs in it, and in which order it starts and ends.
+"""The operator's process: its parts, and the order in which they start and end.
 
 Every copy lists and watches, so that it can take over at once. The leader has a reconciler as long as it leads.
 """
@@ -40,10 +40,10 @@ async def http_server(
     metrics: Callable[[str], tuple[bytes, str]],
     unready: Callable[[], str],
 ) -> AsyncGenerator[int, None]:
-    """Serve /healthz, /readyz and /metrics; gives the port.
+    """Serve /healthz, /readyz and /metrics; yield the port.
 
     Args:
-        listen: where; without a host on all addresses, IPv4 and IPv6.
+        listen: the address; without a host, all IPv4 and IPv6 addresses.
         metrics: returns the page and its content type for an Accept header.
         unready: returns why the operator is not ready, as a sentence.
 
@@ -82,8 +82,8 @@ class Manager:
     """One copy of the operator.
 
     Args:
-        settings: of the process.
-        api: the connection; open.
+        settings: the settings of the process.
+        api: the open connection.
         handle_signals: called after kopf has set its own signal handlers.
     """
 
@@ -101,7 +101,7 @@ class Manager:
         """Work until ``stop`` is set.
 
         Raises:
-            BadInput: a setting cannot be honoured.
+            BadInput: a setting is invalid.
         """
         self._register_metrics()
         server = http_server(self._settings.listen, metrics=self._metrics.page, unready=lambda: self._informer.problem)
@@ -118,7 +118,7 @@ class Manager:
         if not settings.leader_elect:
             await self._reconcile()
             return
-        # On connections of its own: the lease must not wait for many other writes.
+        # With its own connections, so that the lease does not wait for many other writes.
         async with self._api.another() as api:
             api.on_request = self._metrics.requested
             elector = LeaderElector(
@@ -158,7 +158,7 @@ class Manager:
         return (body for key in self._store.keys if (body := self._store.job(key)) is not None)
 
     def _on_change(self, key: str) -> None:
-        if self._reconciler is not None:  # a new leader looks at all jobs
+        if self._reconciler is not None:  # a new leader reconciles all jobs
             self._reconciler.wake(key)
 
     def _on_pod_deleted(self, body: Json, last: Pod) -> None:

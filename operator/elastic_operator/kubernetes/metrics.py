@@ -59,8 +59,8 @@ def restarts(job: Job, plan: Plan) -> Mapping[Cause, int]:
     """Count the restarts that a written status accounts for.
 
     Args:
-        job: with the status that it had before.
-        plan: with the new status.
+        job: the job with the former status.
+        plan: the plan with the new status.
     """
     if plan.status is None:
         return {}
@@ -78,15 +78,15 @@ def restarts(job: Job, plan: Plan) -> Mapping[Cause, int]:
 
 
 def seconds_to_running(job: Job, status: JobStatus, now: float) -> float | None:
-    """Seconds from a job's creation, or from the resumption of one created suspended, until it trained.
+    """Return the seconds from a job's creation, or from the resumption of one created suspended, until it trained.
 
     Args:
-        job: with the status that it had before.
-        status: the new one.
+        job: the job with the former status.
+        status: the new status.
         now: seconds since the Unix epoch.
 
     Returns:
-        None if it is not this status that says so for the first time.
+        None if this is not the first status that says so.
     """
     if job.status.started is not None or status.started is None or status.state is JobState.SUSPENDED:
         return None
@@ -104,14 +104,14 @@ _JOB_FAMILIES: Final = {
     "max_restarts": ("Restarts because of worker_failed that a job may have.",),
     "backoff_limit": ("Restarts because of pod_failed that a job may have.",),
 }
-"""What is shown of a job: by name the help and, beside the job, the label."""
+"""The metrics of a job: the help text by name, and an additional label if there is one."""
 
 
 class JobCollector(Collector):
-    """Counts the jobs for which each condition holds and, on the leader alone so that sums are right, shows each job.
+    """Counts the jobs by condition and, only on the leader so that sums are correct, shows each job.
 
     Args:
-        bodies: gives all jobs.
+        bodies: returns all jobs.
         is_leader: whether this copy leads.
     """
 
@@ -153,7 +153,7 @@ def _series(body: Json) -> Iterator[tuple[str, tuple[str, ...], int | None]]:
     yield "ready_pods", job, integer(status, "readyReplicas") or 0
     yield "min_pods", job, integer(spec, "minReplicas")
     for condition in mappings(status, "conditions"):
-        # A store that the operator may not read is not one that is unreachable.
+        # A store that the operator may not read does not count as unreachable.
         if (kind := condition.get("type")) in list(ConditionType) and condition.get("reason") != Reason.NOT_ALLOWED:
             yield "condition", (*job, str(kind)), int(condition.get("status") == "True")
     yield "restarts", (*job, Cause.WORKER_FAILED), integer(status, "restarts") or 0
@@ -172,7 +172,7 @@ class OperatorMetrics:
     """The series under /metrics.
 
     Attributes:
-        registry: has them.
+        registry: the registry of the series.
     """
 
     def __init__(self) -> None:
@@ -221,10 +221,10 @@ class OperatorMetrics:
         )
 
     def page(self, accept: str) -> tuple[bytes, str]:
-        """The page under /metrics and its content type.
+        """Return the page under /metrics and its content type.
 
         Args:
-            accept: the header of that name.
+            accept: the ``Accept`` header.
         """
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
@@ -251,8 +251,8 @@ class OperatorMetrics:
         """Count what a written status accounts for.
 
         Args:
-            job: with the status that it had before.
-            plan: with the new status.
+            job: the job with the former status.
+            plan: the plan with the new status.
         """
         if plan.status is None:
             return

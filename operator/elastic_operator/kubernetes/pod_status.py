@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 
 DISRUPTION: Final = "DisruptionTarget"
-"""The condition of pods that are about to be removed for reasons that lie outside of them."""
+"""The condition of pods that are about to be removed for external reasons."""
 OUT_OF_MEMORY: Final = "OOMKilled"
 
 _UNKNOWN_STATUS: Final = "ContainerStatusUnknown"
 """The kubelet's reason for a container that it has lost; the exit code beside it is invented."""
 _OWN_LIMITS: Final = ("exceeds the limit", "exceeds the total limit", "exceeded its local ephemeral storage limit")
-"""How a kubelet says that it evicts a pod for exceeding its own limits."""
+"""Messages of a kubelet that evicts a pod because it exceeds its own limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +77,22 @@ class ContainerState:
 
 
 def container_states(pod: Json, kind: str = "containerStatuses") -> tuple[ContainerState, ...]:
-    """The states of a pod's containers, or of its ``initContainerStatuses``."""
+    """Return the states of a pod's containers, or of its ``initContainerStatuses``."""
     return tuple(_state(entry, over=is_over(pod)) for entry in mappings(pod, "status", kind))
 
 
 def is_over(pod: Json) -> bool:
-    """Whether no container of the pod runs, or will run."""
+    """Return whether no container of the pod runs, or will run."""
     return text(pod, "status", "phase") in ("Failed", "Succeeded")
 
 
 def is_leaving(pod: Json) -> bool:
-    """Whether the pod is being deleted."""
+    """Return whether the pod is being deleted."""
     return bool(text(pod, "metadata", "deletionTimestamp"))
 
 
 def seconds(time: object) -> float | None:
-    """A Kubernetes time as seconds since the Unix epoch; None if it is not one."""
+    """Return a Kubernetes time as seconds since the Unix epoch; None if it is not one."""
     if not isinstance(time, str):
         return None
     try:
@@ -103,18 +103,18 @@ def seconds(time: object) -> float | None:
 
 
 def event_time(event: Json) -> float:
-    """When an event happened last, in seconds since the Unix epoch; 0 if it does not say."""
+    """Return when an event happened last, in seconds since the Unix epoch; 0 if it does not say."""
     fields = (("series", "lastObservedTime"), ("lastTimestamp",), ("eventTime",), ("metadata", "creationTimestamp"))
     return next((time for field in fields if (time := seconds(text(event, *field))) is not None), 0.0)
 
 
 def conditions_of(pod: Json) -> dict[str, str]:
-    """The pod's conditions by type: True, False or Unknown."""
+    """Return the pod's conditions by type: True, False or Unknown."""
     return {text(entry, "type"): text(entry, "status") for entry in mappings(pod, "status", "conditions")}
 
 
 def disruption_of(pod: Json) -> Json | None:
-    """The condition DisruptionTarget, if it holds."""
+    """Return the condition DisruptionTarget, if it holds."""
     for condition in mappings(pod, "status", "conditions"):
         if condition.get("type") == DISRUPTION and condition.get("status") == "True":
             return condition
@@ -122,12 +122,12 @@ def disruption_of(pod: Json) -> Json | None:
 
 
 def is_over_its_limit(pod: Json) -> bool:
-    """Whether a pod was evicted because it wrote more than it may."""
+    """Return whether a pod was evicted because it exceeded its storage limits."""
     return any(words in text(pod, "status", "message") for words in _OWN_LIMITS)
 
 
 def node_is_silent(pod: Json, worker: ContainerState) -> bool:
-    """Whether the pod's node does not respond: the pod is not ready although its containers are.
+    """Return whether the pod's node does not respond: the pod is not ready although its containers are.
 
     Kubernetes marks all pods of such a node like this; the rest of their status stays as the kubelet wrote it last.
     """
@@ -142,7 +142,7 @@ def _state(entry: Json, *, over: bool) -> ContainerState:
     state = mapping(entry, "state")
     terminated, running = state.get("terminated"), state.get("running")
     if not isinstance(terminated, dict) and over:
-        # The kubelet has lost the container: the last known state is all there is.
+        # The kubelet has lost the container: only the last known state is available.
         last = at(entry, "lastState", "terminated")
         terminated = last if isinstance(last, dict) else None
         return ContainerState(name, waiting=None if terminated is not None else {}, terminated=terminated)
@@ -172,7 +172,7 @@ _SELF_EVIDENT: Final = frozenset({"", "Completed", "Error"})
 
 
 def why_waiting(pod: Json, name: str = WORKER) -> str:
-    """Why a container does not start, as a clause; empty if unknown."""
+    """Return why a container does not start, as a clause; empty if unknown."""
     if is_over(pod):
         return ""
     if why := _why_not_scheduled(pod):
@@ -195,7 +195,7 @@ def why_waiting(pod: Json, name: str = WORKER) -> str:
 
 
 def last_message(pod: Json, worker: ContainerState) -> TerminationMessage | str | None:
-    """The termination message of a worker that has ended, or what else is known of its end."""
+    """Return the termination message of an ended worker, or other information about its end."""
     # An agent that got SIGTERM does not know why.
     if (is_over_its_limit(pod) and worker.exit_code != 0) or (worker.exit_code == ExitCode.LEFT and _end_of_pod(pod)):
         return _end_of_pod(pod)
@@ -214,7 +214,7 @@ def last_message(pod: Json, worker: ContainerState) -> TerminationMessage | str 
 
 
 def incompatible_image(pod: Json, worker: ContainerState) -> IncompatibleImage | None:
-    """Why the pod's image is not compatible with this operator; None if it seems to be."""
+    """Return why the pod's image is not compatible with this operator; None if it seems to be."""
     image = _image(pod, WORKER, "containers")
     state = worker.terminated or worker.waiting or {}
     if text(state, "reason") in _COULD_NOT_START:
@@ -237,12 +237,12 @@ def incompatible_image(pod: Json, worker: ContainerState) -> IncompatibleImage |
 
 
 def in_a_line(message: str) -> str:
-    """A message of the cluster in one line, without the noise of RPC errors, and of limited length."""
+    """Return a message of the cluster in one line, without prefixes of RPC errors, and of limited length."""
     return shorten(" ".join(_REMOTE.sub("", message).split()), _LIMIT)
 
 
 def _why_not_scheduled(pod: Json) -> str:
-    """Why a pod has no node yet; empty if it was just created."""
+    """Return why a pod has no node yet; empty if it was just created."""
     gates = tuple(text(gate, "name") for gate in mappings(pod, "spec", "schedulingGates"))
     if gates:
         return f"it may not be given to a node before its scheduling gates are lifted: {', '.join(gates)}"
@@ -265,7 +265,7 @@ class _Speaker(msgspec.Struct):
 
 
 def _protocol_of(message: str) -> int | None:
-    """The protocol version of the agent that left a message; None if it is not an agent's."""
+    """Return the protocol version of the agent that left a message; None if it is not an agent's."""
     try:
         return msgspec.json.decode(message.encode(errors="replace"), type=_Speaker).protocol
     except (msgspec.DecodeError, RecursionError):
@@ -273,7 +273,7 @@ def _protocol_of(message: str) -> int | None:
 
 
 def _obstacle(pod: Json, container: ContainerState, kind: str) -> str | None:
-    """What a container waits for; None if it does not wait, or is just being created."""
+    """Return why a container waits; None if it does not wait, or is being created."""
     if container.waiting is None or (reason := text(container.waiting, "reason")) in _UNDERWAY:
         return None
     image = _image(pod, container.name, kind)
@@ -294,7 +294,7 @@ def _obstacle(pod: Json, container: ContainerState, kind: str) -> str | None:
 
 
 def _end_in_words(worker: ContainerState) -> str:
-    """What the kubelet says of the container's end, beside its exit code."""
+    """Return the kubelet's message about the container's end, without its exit code."""
     reason = text(worker.terminated, "reason")
     if worker.exit_code == 0 or reason in _SELF_EVIDENT or reason in _COULD_NOT_START:
         return ""
@@ -302,7 +302,7 @@ def _end_in_words(worker: ContainerState) -> str:
 
 
 def _end_of_pod(pod: Json) -> str:
-    """Why the whole pod ended: evicted, preempted, its node lost."""
+    """Return why the whole pod ended: evicted, preempted, its node lost."""
     for said in (mapping(pod, "status"), disruption_of(pod)):
         parts = (text(said, "reason"), in_a_line(text(said, "message")))
         if any(parts):
@@ -316,7 +316,7 @@ def _failed_init_container(pod: Json) -> ContainerState | None:
 
 
 def _image(pod: Json, name: str, kind: str) -> str:
-    """The image of a container, as in the spec."""
+    """Return the image of a container, as in the spec."""
     return next((text(entry, "image") for entry in mappings(pod, "spec", kind) if entry.get("name") == name), "")
 
 
@@ -336,14 +336,14 @@ _NOT_ADMITTED: Final = frozenset(
         "UnexpectedAdmissionError",
     }
 )
-"""Reasons of kubelets that reject a scheduled pod, beside ``OutOf<resource>``. Other reasons, such as SysctlForbidden,
-would be the same on the next node."""
+"""Reasons of kubelets that reject a scheduled pod, in addition to ``OutOf<resource>``. Other reasons, such as
+SysctlForbidden, would be the same on the next node."""
 
 MAX_PORT: Final = 65535
 
 
 def pod_of(body: Json) -> Pod:
-    """Convert a pod, whatever its object says."""
+    """Convert a pod; its object may have any content."""
     states = container_states(body)
     worker = next((state for state in states if state.name == WORKER), ContainerState(WORKER, waiting={}))
     phase = _phase(body, worker)
@@ -389,10 +389,10 @@ def pod_of(body: Json) -> Pod:
 def termination_cause_of(
     pod: Json, worker: ContainerState, message: TerminationMessage | str | None
 ) -> TerminationCause | None:
-    """Why a pod has ended or is leaving, if that is not its agent's doing.
+    """Return why a pod has ended or is leaving, if its agent did not cause that.
 
-    Kubernetes says it in four places: the reason of the pod's status, the condition DisruptionTarget, the reason of the
-    container's end, and, for a pod on a lost node, a condition Ready that no longer follows from the others.
+    Kubernetes reports this in four places: the reason of the pod's status, the condition DisruptionTarget, the reason
+    of the container's end, and, for a pod on a lost node, a condition Ready that no longer follows from the others.
     """
     if worker.exit_code == 0:
         return None
@@ -415,7 +415,7 @@ def termination_cause_of(
 
 
 def reasons_of(pod: Json, worker: ContainerState) -> frozenset[str]:
-    """The reasons for which a pod ended, or is to be removed."""
+    """Return the reasons for which a pod ended, or is to be removed."""
     ended = text(worker.terminated, "reason")
     reasons = {text(pod, "status", "reason"), text(disruption_of(pod), "reason")}
     if not (worker.exit_code == 0 and ended == OUT_OF_MEMORY):
@@ -442,12 +442,12 @@ def _phase(pod: Json, worker: ContainerState) -> PodPhase:
 
 
 def _never_runs(pod: Json) -> bool:
-    """Whether the pod is being deleted without a node, which it no longer gets; a finalizer may keep it for long."""
+    """Return whether the pod is being deleted and will never get a node; a finalizer may keep it for a long time."""
     return is_leaving(pod) and not text(pod, "spec", "nodeName")
 
 
 def _ended(pod: Json, worker: ContainerState) -> float | None:
-    """When the worker container ended; if it does not say, when the pod's conditions last changed."""
+    """Return when the worker container ended; if it does not say, when the pod's conditions last changed."""
     if worker.ended is not None:
         return worker.ended
     if _never_runs(pod):
@@ -457,7 +457,7 @@ def _ended(pod: Json, worker: ContainerState) -> float | None:
 
 
 def _index(pod: Json) -> int:
-    """The pod's index from its label, or else from its name."""
+    """Return the pod's index from its label, or else from its name."""
     index = _number(text(pod, "metadata", "labels", LABEL_INDEX))
     if index is None:
         index = _number(text(pod, "metadata", "name").rpartition("-")[0].rpartition("-")[2])

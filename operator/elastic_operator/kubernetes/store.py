@@ -1,9 +1,9 @@
 """The objects that the operator knows: plain JSON, trimmed, indexed by UID and by owning job.
 
 Lists, watches and the operator's own writes feed it in any order. An older version never overwrites a newer one. A
-tombstone remembers the version at which an object was deleted, so that late news do not bring it back.
+tombstone remembers the version at which an object was deleted, so that a late update does not restore it.
 
-Resource versions are compared as numbers, which Kubernetes guarantees since 1.35 and all API servers did before.
+Resource versions are compared as numbers, which Kubernetes guarantees since 1.35. Earlier servers allow it, too.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Owner:
 
 @dataclass(slots=True)
 class _Index:
-    """The objects of one kind, by UID, and by their home and UID.
+    """The objects of one kind, by UID, and by home and UID.
 
-    The home of an object is its namespace with the UID of its owner, that of a job its namespace with its name.
+    The home of an object is its namespace and the UID of its owner. The home of a job is its namespace and name.
     """
 
     objects: dict[str, Json] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Store:
         self._kinds: dict[Resource, _Index] = collections.defaultdict(_Index)
         self._pods: dict[str, Pod] = {}
         self._tombstones: dict[str, tuple[float, float]] = {}
-        """By UID, the oldest first: no state up to this version counts any more; and when that is forgotten."""
+        """By UID, the oldest first: the version up to which updates are ignored, and when to forget it."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -78,28 +78,28 @@ class Store:
         return tuple(map("/".join, self._kinds[ELASTIC_JOBS].homes))
 
     def job(self, key: str) -> Json | None:
-        """The job with this key, ``namespace/name``; the later one if there are two."""
+        """Return the job with this key, ``namespace/name``; the later one if there are two."""
         namespace, _, name = key.partition("/")
         jobs = self._kinds[ELASTIC_JOBS].homes.get((namespace, name), {})
         return max(jobs.values(), key=version_of, default=None)
 
     def owned_by(self, resource: Resource, namespace: str, job_uid: str) -> tuple[Json, ...]:
-        """The objects of a kind that a job owns.
+        """Return the objects of a kind that a job owns.
 
-        Only those in the job's namespace: elsewhere, anyone may write its UID into an owner reference.
+        Only objects in the job's namespace are returned: in others, any user may write the UID into an owner reference.
         """
         return tuple(self._kinds[resource].homes.get((namespace, job_uid), {}).values())
 
     def pods(self, namespace: str, job_uid: str) -> tuple[Pod, ...]:
-        """The worker pods of a job."""
+        """Return the worker pods of a job."""
         return tuple(self._pods[body["metadata"]["uid"]] for body in self.owned_by(PODS, namespace, job_uid))
 
     def count(self, resource: Resource) -> int:
-        """How many objects of a kind are known."""
+        """Return how many objects of a kind are known."""
         return len(self._kinds[resource].objects)
 
     def put(self, resource: Resource, body: Json) -> None:
-        """Take over a state of an object, unless a newer one is known."""
+        """Store a state of an object, unless a newer one is known."""
         uid = body["metadata"]["uid"]
         index = self._kinds[resource]
         before = index.objects.get(uid)
@@ -136,8 +136,8 @@ class Store:
         Args:
             resource: the kind that was listed.
             uids: the objects in the list.
-            version: of the list.
-            namespace: that was listed; None for all.
+            version: the resource version of the list.
+            namespace: the namespace that was listed; None for all.
         """
         index = self._kinds[resource]
         for uid, body in list(index.objects.items()):
@@ -181,18 +181,18 @@ class Store:
 
 
 def key_of(job: Json) -> str:
-    """The key of a job: ``namespace/name``."""
+    """Return the key of a job: ``namespace/name``."""
     return f"{job['metadata']['namespace']}/{job['metadata']['name']}"
 
 
 def version_of(body: Json) -> int:
-    """The resource version of an object; 0 if it has none that can be compared."""
+    """Return the resource version of an object; 0 if it has none that can be compared."""
     version = str(body["metadata"].get("resourceVersion") or "")
     return int(version) if version.isdecimal() else 0
 
 
 def owner_of(body: Json) -> Owner | None:
-    """The job that controls an object."""
+    """Return the job that controls an object."""
     for reference in body["metadata"].get("ownerReferences") or ():
         ours = reference.get("kind") == KIND and str(reference.get("apiVersion")).startswith(f"{GROUP}/")
         if ours and reference.get("controller"):
@@ -208,7 +208,7 @@ def _home(resource: Resource, body: Json) -> tuple[str, str] | None:
 
 
 def _trimmed(resource: Resource, body: Json) -> Json:
-    """Drop what takes most memory: a pod is kept as :class:`Pod`."""
+    """Drop the parts that take most memory: a pod is kept as :class:`Pod`."""
     about = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
     if resource != PODS:
         return {**body, "metadata": about}
@@ -221,7 +221,7 @@ class ManagedEtcd:
     """The etcd that is created for a job.
 
     Attributes:
-        endpoint: host:port; None if it has none yet.
+        endpoint: host:port; None if it has no address yet.
         blocked: why its pod cannot be created for now.
     """
 
@@ -233,7 +233,7 @@ class ManagedEtcd:
 
 
 def managed_etcd(store: Store, job: Job) -> ManagedEtcd:
-    """The job's own etcd; ABSENT if a part is missing or being deleted."""
+    """Return the job's own etcd; ABSENT if a part is missing or being deleted."""
     name = etcd_name(job.name)
     service, deployment = (
         next((each for each in store.owned_by(kind, job.namespace, job.uid) if each["metadata"]["name"] == name), None)
@@ -245,7 +245,7 @@ def managed_etcd(store: Store, job: Job) -> ManagedEtcd:
 
 
 def etcd_state(service: Json | None, deployment: Json | None) -> EtcdState:
-    """The state of a job's own etcd."""
+    """Return the state of a job's own etcd."""
     for body in (service, deployment):
         if body is None or mapping(body, "metadata").get("deletionTimestamp"):
             return EtcdState.ABSENT
@@ -256,7 +256,7 @@ def etcd_state(service: Json | None, deployment: Json | None) -> EtcdState:
 
 
 def etcd_blocked(deployment: Json | None) -> str | None:
-    """Why the pod of a job's own etcd cannot be created for now, such as a quota."""
+    """Return why the pod of a job's own etcd cannot be created for now, such as a quota."""
     for condition in mappings(deployment, "status", "conditions"):
         if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
             return with_hint(text(condition, "message") or text(condition, "reason")) or None

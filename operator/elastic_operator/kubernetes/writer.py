@@ -1,4 +1,4 @@
-"""Writes to the API server; its answers go into the store of objects at once, before the watches bring them."""
+"""Writes to the API server; responses update the store of objects at once, before the watches report the changes."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ class Writer:
     """Writes through the store of objects; an async context manager.
 
     Events are recorded in the background, and the block waits at its end for those that are pending. The name of an
-    event is a hash of its content and of the job's version: recorded twice, it exists once. So an event that fails can
-    be tried again.
+    event is a hash of its content and of the job's version: an event that is recorded twice exists once, so a failed
+    attempt can be repeated.
 
     Args:
         api: the connection.
-        store: gets the answers.
+        store: receives the responses.
         identity: the name of this copy of the operator.
         created: called with the kind of each created object.
     """
@@ -107,7 +107,7 @@ class Writer:
         """Record an event of a job soon.
 
         Args:
-            job: in the version that the event is about.
+            job: the job in the version of the event.
             event: what happened.
         """
         if len(self._pending) >= _MAX_PENDING:
@@ -138,9 +138,9 @@ class Writer:
             wanted: the object, or what makes it when it is its turn, because many wait.
 
         Raises:
-            Rejected: it will never be accepted.
-            Blocked: it is not accepted now.
-            ClusterError: trying again may help.
+            Rejected: the object will never be accepted.
+            Blocked: the object is not accepted now.
+            ClusterError: another attempt may succeed.
         """
         try:
             async with self._slots[job.namespace]:
@@ -167,7 +167,7 @@ class Writer:
         """Add annotations to an object, unless it is gone.
 
         Raises:
-            ClusterError: trying again may help.
+            ClusterError: another attempt may succeed.
         """
         change = {"metadata": {"uid": uid, "annotations": dict(annotations)}}
         await self._update(resource, namespace, name, uid, self._api.patch(resource, namespace, name, change))
@@ -176,7 +176,7 @@ class Writer:
         """Delete an object, unless it is gone.
 
         Raises:
-            ClusterError: trying again may help.
+            ClusterError: another attempt may succeed.
         """
         left: Json = {}
         try:
@@ -194,10 +194,10 @@ class Writer:
             self._store.remove(resource, left if about.get("uid") else {"metadata": {"uid": uid}})
 
     async def write_replicas(self, body: Json, replicas: int) -> Json:
-        """Write ``spec.replicas`` of a job; return the job as it is now.
+        """Write ``spec.replicas`` of a job; return the new job.
 
         Raises:
-            ClusterError: the job has changed since, or trying again may help.
+            ClusterError: the job has changed since, or another attempt may succeed.
         """
         about = body["metadata"]
         change = {"metadata": {"resourceVersion": about["resourceVersion"]}, "spec": {"replicas": replicas}}
@@ -215,7 +215,7 @@ class Writer:
         """Write the status of a job.
 
         Raises:
-            ClusterError: the job has changed since, or trying again may help.
+            ClusterError: the job has changed since, or another attempt may succeed.
         """
         about = body["metadata"]
         document: dict[str, Any] = {
@@ -273,7 +273,7 @@ class Writer:
             async with self._slots[namespace]:
                 self._store.put(resource, await answer)
         except ApiError as error:
-            # A UID that does not fit is called a conflict, or invalid.
+            # A wrong UID is reported as a conflict, or as invalid.
             perhaps = error.not_found or ((error.conflict or error.invalid) and uid in error.message)
             if not perhaps or not await self._is_gone(resource, namespace, name, uid):
                 raise _classified(error) from None
@@ -286,7 +286,7 @@ class Writer:
         return not found or found[0]["metadata"]["uid"] != uid
 
     async def _existing(self, resource: Resource, job: Job, name: str) -> Json:
-        """The object that has the name already."""
+        """Return the object that has the name already."""
         found, _ = await self._api.list(resource, job.namespace, name=name)
         if not found:
             raise ClusterError(f"the {resource.kind} {name} was there a moment ago and is not now")
@@ -310,7 +310,7 @@ def _check_owner(found: Json, resource: Resource, job: Job) -> None:
 
 
 def raise_worst(results: Iterable[object]) -> None:
-    """Raise the error that says most: first what will never work, then what does not work now."""
+    """Raise the most important error: first permanent errors, then temporary ones."""
     errors = [result for result in results if isinstance(result, BaseException)]
     for kind in (Rejected, Blocked, BaseException):
         for error in errors:
@@ -327,10 +327,10 @@ def _classified(error: ApiError) -> ClusterError:
 
 
 def event_object(job: Json, event: JobEvent, *, identity: str, now: float) -> dict[str, Any]:
-    """The Event object.
+    """Return the Event object.
 
     Args:
-        job: that it is about.
+        job: the job of the event.
         event: what happened.
         identity: the name of this copy of the operator.
         now: seconds since the Unix epoch.

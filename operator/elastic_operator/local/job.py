@@ -1,8 +1,8 @@
-"""The job's object while it runs here: what an API server would hold, and which changes it accepts.
+"""The job's object while it runs here: the equivalent of the object in an API server, with the checks of changes.
 
 A change is checked as a whole, as in a cluster. A refused change changes nothing. Some fields of a manifest have no
-effect where pods are processes; they are named in one warning. The image is not among them, since every manifest has
-one, nor are labels, annotations, and what gives rights to a container or takes them away.
+effect when pods are processes; one warning names them. The warning leaves out the image, because every manifest has
+one, and labels, annotations, and security settings of containers.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _NO_EFFECT: Final = (
     *((f"etcd.{field}", None, "") for field in ("tlsSecret", "image", "resources", "storage")),
     ("checkpoint.volume", None, " (checkpoints are in the run's directory)"),
 )
-"""Fields without effect, each with the value that would change nothing on a cluster either, and why."""
+"""Fields without effect, each with the value that has no effect on a cluster either, and the reason."""
 
 
 class LiveJob:
     """One job that runs here.
 
     Attributes:
-        job: the job as the plan sees it, with the status as the plan last wrote it.
+        job: the job as the plan sees it, with the status that the plan wrote last.
         key: namespace/name, its key in the reconciler.
         manifest: the live object, without its status.
     """
@@ -85,8 +85,8 @@ class LiveJob:
     def apply(self, file: Manifest) -> bool:
         """Apply a file, as ``kubectl apply`` would; return whether that changes the job.
 
-        A field that the file that was applied last names, and this one does not, is removed. Other fields that the file
-        does not name stay.
+        A field is removed if the last applied file has it and this file does not. Other fields that this file does not
+        have are kept.
 
         Raises:
             BadInput: the result is not valid, or the job is over or cannot follow the change.
@@ -104,7 +104,7 @@ class LiveJob:
         self._take({**self.manifest, "spec": {**self.manifest["spec"], "replicas": replicas}})
 
     def delete(self) -> None:
-        """Begin its deletion."""
+        """Begin the deletion of the job."""
         self.job = dataclasses.replace(self.job, deleting=True)
 
     def _check_alive(self) -> None:
@@ -132,7 +132,7 @@ class LiveJob:
 
 
 def supported(spec: ElasticJobSpec) -> ElasticJobSpec:
-    """Return the spec without the fields that would have another effect here."""
+    """Return the spec without the fields that have a different effect here."""
     return replace(
         spec,
         managed_by=MANAGER,

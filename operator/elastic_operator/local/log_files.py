@@ -1,4 +1,4 @@
-"""The log files of a run, and how they are read while they grow.
+"""The log files of a run, and functions to read them while they grow.
 
 Workers write ``<pod>/round_E/rank_R/output.log`` (or ``stdout.log`` and ``stderr.log``), agents ``<pod>/agent.log``.
 """
@@ -55,7 +55,7 @@ def print_logs(logs: Path, selector: LogSelector, write: Callable[[bytes], objec
     """Write the logs of one round: the selected one, or the latest.
 
     Raises:
-        NotFound: there are none; the message says what there is.
+        NotFound: there are no such logs; the message says which logs there are.
     """
     everything = log_files(logs, LogSelector(agents=selector.agents))
     there = [file for file in everything if selector.pod in (None, file.pod)]
@@ -85,10 +85,10 @@ def follow_logs(
 
     Args:
         logs: the directory of the run's logs.
-        selector: which of them.
-        write: takes pieces of output.
-        alive: returns whether the run goes on; if not, no file grows any longer.
-        tell: takes a sentence when another round begins.
+        selector: which logs to write.
+        write: receives pieces of output.
+        alive: returns whether the run continues; if not, no file grows any more.
+        tell: receives a sentence when another round begins.
     """
     reader = _LogReader(selector, write)
     at_first = log_files(logs, selector)
@@ -120,7 +120,7 @@ class _LogReader:
         self._partial: dict[LogFile, bytes] = {}
 
     def read(self, file: LogFile, *, tail: int | None = None) -> None:
-        """Write what was added to a file; of a file that is read first, only the last ``tail`` lines."""
+        """Write the new part of a file; at the first read of a file, only the last ``tail`` lines."""
         with file.path.open("rb") as content:
             if file not in self._offsets and tail is not None:
                 last = deque(content, maxlen=tail)

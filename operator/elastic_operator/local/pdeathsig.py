@@ -2,8 +2,8 @@
 
 This file runs in a bare interpreter (``python -I -S``): it asks for SIGKILL at its parent's death (PR_SET_PDEATHSIG),
 checks that the parent still lives, and becomes the program. ``preexec_fn`` can deadlock in a process that has threads,
-and util-linux' ``setpriv --pdeathsig`` is not everywhere. The kernel sends the signal when the *thread* that forked
-ends; asyncio forks in the thread of its event loop.
+and util-linux' ``setpriv --pdeathsig`` is not available everywhere. The kernel sends the signal when the *thread* that
+forked ends; asyncio forks in the thread of its event loop.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Pods as processes: each is one agent in a session of its own, with its output in a file, killed with its parent.
+"""Pods as processes: each is one agent in its own session, with its output in a file, and is killed with its parent.
 
 The agent is that of the Python that runs ``elasticjob``. It runs in the manifest's directory and inherits the
-environment of ``elasticjob``. Ctrl-C in the terminal reaches ``elasticjob run`` alone, which ends its pods in order.
+environment of ``elasticjob``. Ctrl-C in the terminal reaches only ``elasticjob run``, which ends its pods gracefully.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _LOOPBACK: Final = "127.0.0.1"
 _LOG: Final = "agent.log"
 _TERMINATION_LOG: Final = "termination-log"
 _LOG_TAIL: Final = 2048
-"""Bytes that a kubelet takes of the log if there is no termination message (FallbackToLogsOnError)."""
+"""Number of bytes of the log that a kubelet uses if there is no termination message (FallbackToLogsOnError)."""
 
 
 class PodCommand(NamedTuple):
-    """How the process of a pod is started.
+    """The command that starts the process of a pod.
 
     Attributes:
         argv: the agent's command line.
         env: its whole environment.
         cwd: its working directory.
-        checkpoints: the directory that its program is given.
+        checkpoints: the directory for its program's checkpoints.
         logs: the directory of its output and its termination message.
     """
 
@@ -61,7 +61,7 @@ class PodCommand(NamedTuple):
 def pod_command(
     job: Job, pod: NewPod, store: str, *, run: RunDir, base: Path, environ: Mapping[str, str]
 ) -> PodCommand:
-    """Return how to start a pod.
+    """Return the command that starts a pod.
 
     Args:
         job: its job.
@@ -88,10 +88,10 @@ def pod_command(
 
 
 async def check_program(job: Job, *, run: RunDir, base: Path, environ: Mapping[str, str]) -> None:
-    """Ask the agent whether it accepts what its pods will be started with; the arguments are as in :func:`pod_command`.
+    """Check that the agent accepts the command line of the pods; the arguments are those of :func:`pod_command`.
 
     Raises:
-        BadInput: it does not; the message is the agent's.
+        BadInput: the agent does not accept it; the message is the agent's.
     """
     pod = NewPod(job.name, 0, SizeRecord(min=job.spec.min_replicas, max=job.spec.max_replicas))
     command = pod_command(job, pod, f"{_LOOPBACK}:1", run=run, base=base, environ=environ)
@@ -120,12 +120,12 @@ class PodProcess:
     """A pod: one agent as a process.
 
     Args:
-        new: what the plan asked for.
+        new: the pod of the plan.
         changed: called after each change.
 
     Attributes:
-        new: as given.
-        pod: the pod as the plan sees it, but for whether it is ready: that is known to the store.
+        new: the pod of the plan.
+        pod: the pod as the plan sees it, except for its readiness, which the store has.
         pid: its process; None before it has one.
     """
 
@@ -152,7 +152,7 @@ class PodProcess:
         """Start the process and wait for its end; kill it when this is cancelled.
 
         Args:
-            command: returns how to start it, when it is time.
+            command: returns the command, when the process is about to be started.
             available: set when the store serves; None if that is not known.
         """
         if available is not None:
@@ -184,7 +184,7 @@ class PodProcess:
             directory.mkdir(parents=True, exist_ok=True)
         (command.logs / _TERMINATION_LOG).unlink(
             missing_ok=True
-        )  # after a resumption, pods have the names of earlier ones
+        )  # after a resumption, pods have the names of earlier pods
         with (command.logs / _LOG).open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *with_pdeathsig(command.argv),
@@ -222,7 +222,7 @@ class PodProcess:
             self._process.kill()
 
     async def wait(self) -> None:
-        """Return when it has ended."""
+        """Wait until the process has ended."""
         await self._finished.wait()
 
     def _kill_after(self, seconds: float) -> None:

@@ -1,7 +1,7 @@
-"""A run: one job on this machine, its plan carried out by processes.
+"""A run: one job on this machine, whose plan is carried out with processes.
 
-A run always ends in one order: the plan stops, then the pods, then the store; the last snapshot is written; the name is
-released.
+A run always ends in the same order: the plan stops, then the pods, then the store; the last snapshot is written; the
+name is released.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from torchelastic.protocol import SizeRecord
 
 STOP_GRACE: Final = 3.0
-"""Seconds that pods get to end when the user interrupts the run, beyond the notice that their workers asked for."""
+"""Seconds that pods have to end when the user interrupts the run, in addition to the notice of their workers."""
 _VIEW_INTERVAL: Final = 0.1
 _RECORD_INTERVAL: Final = 0.5
 _RECONCILE: Final = ReconcileSettings(max_delay=5.0)
@@ -64,7 +64,7 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 EXIT_CODES: Final = {"succeeded": 0, "failed": 1, "badInput": 2, "deleted": 3, "interrupted": 130}
-"""By how the run ended, as in :class:`~elastic_operator.views.job_view.EndView`."""
+"""The exit codes by the end of the run, as in :class:`~elastic_operator.views.job_view.EndView`."""
 
 
 def _ending(how: str, message: str = "") -> EndView:
@@ -72,13 +72,13 @@ def _ending(how: str, message: str = "") -> EndView:
 
 
 def begin_end(end: asyncio.Future[EndView], how: str, message: str = "") -> None:
-    """End the run, unless it ends already: the first ending holds."""
+    """End the run, unless it is ending already: the first end counts."""
     if not end.done():
         end.set_result(_ending(how, message))
 
 
 def on_signals(action: Callable[[], object]) -> None:
-    """Do this at SIGINT, SIGTERM and SIGHUP, and nothing else, until the event loop is closed."""
+    """Handle SIGINT, SIGTERM and SIGHUP only with this action, until the event loop is closed."""
     for number in _SIGNALS:
         # nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts in the background.
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -87,7 +87,7 @@ def on_signals(action: Callable[[], object]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """What to run.
+    """The parameters of a run.
 
     Attributes:
         manifest: the job.
@@ -105,11 +105,11 @@ class RunRequest:
 class LocalRun:
     """One run: this machine as a backend of the reconciler.
 
-    It makes no decisions about pods. It has the processes that it started, the mirror of the store and the live object;
-    a change of any of them starts a reconcile.
+    The run makes no decisions about pods. It owns the processes that it started, the mirror of the store and the live
+    object; any change of these starts a reconcile.
 
     Attributes:
-        snapshots: gives snapshots to those who watch the run.
+        snapshots: sends snapshots to the watchers of the run.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class LocalRun:
         self._reconciler = Reconciler(self, settings=_RECONCILE)
         self.snapshots = SnapshotFeed(self.snapshot)
 
-    # -- what the control socket serves
+    # -- served by the control socket
 
     def snapshot(self) -> JobView:
         """Return the state of the run."""
@@ -185,7 +185,7 @@ class LocalRun:
         )
 
     def report(self) -> bytes:
-        """Return the report of the run as it would be now."""
+        """Return the current report of the run."""
         kept = self._files.read_report()
         if kept is not None and self._live.job.status.finished:
             return kept
@@ -208,12 +208,12 @@ class LocalRun:
     async def main(
         self, name: TextIO, on_snapshot: Callable[[JobView], object], on_ending: Callable[[str], object]
     ) -> EndView:
-        """Run the job until something ends the run, and end all that it started.
+        """Run the job until something ends the run, and end all its processes.
 
         Args:
             name: the lock on the job's name, to be released when the run has ended.
             on_snapshot: see :func:`run_job`.
-            on_ending: likewise.
+            on_ending: see :func:`run_job`.
 
         Raises:
             BadInput: the control socket cannot be created; nothing was started.
@@ -297,7 +297,7 @@ class LocalRun:
         etcd = EtcdState.READY if self._etcd is None else self._etcd.state
         if self._store_away and etcd is EtcdState.READY:
             etcd = EtcdState.STARTING  # it runs and does not answer
-        follows = self._store is not None  # what was read before a suspension is known already
+        follows = self._store is not None  # the values from before a suspension are known already
         return Observed(
             pods=tuple(map(self._observed_pod, self._pods)),
             etcd=etcd,
@@ -319,7 +319,7 @@ class LocalRun:
         """Carry out the plan in its order; do nothing if the job has changed since it was observed.
 
         Raises:
-            ClusterError: the store did not take the size; all else was done.
+            ClusterError: the size could not be written; the rest of the plan was carried out.
         """
         live = self._live
         if job != live.job:

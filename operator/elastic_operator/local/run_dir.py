@@ -1,14 +1,14 @@
-"""The directory of a run, which stays when the run has ended.
+"""The directory of a run, which remains after the run has ended.
 
-It is ``<home>/runs/<job>-<UTC time>-<4 characters>/``::
+The path is ``<home>/runs/<job>-<UTC time>-<4 characters>/``::
 
 job.json       the latest snapshot of the run (elastic_operator.views.job_view)
-manifest.yaml  the manifest as it was applied last
+manifest.yaml  the last applied manifest
 report.json    the report, once the job is over or suspended (elastic_operator.api.report)
 logs/          <pod>/agent.log and <pod>/round_E/rank_R/output.log
 logs.1/ …      the logs of earlier runs that this one resumed
-checkpoints/   <job>/<index>/, the directory that each pod's program is given
-run.log        what elasticjob itself logged
+checkpoints/   <job>/<index>/, the directory for each pod's program
+run.log        the log of elasticjob itself
 control/       the control socket while it runs (elastic_operator.local.control)
 etcd/          the data of etcd, removed at the end; etcd.log stays
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def home_dir(environ: Mapping[str, str]) -> Path:
-    """Return where runs are kept: $ELASTICJOB_HOME, or ``elasticjob`` in the user's state directory."""
+    """Return the directory of all runs: $ELASTICJOB_HOME, or ``elasticjob`` in the user's state directory."""
     if chosen := environ.get("ELASTICJOB_HOME"):
         return Path(chosen).expanduser().absolute()
     state = environ.get("XDG_STATE_HOME")
@@ -61,7 +61,7 @@ class RunDir:
 
     @contextlib.contextmanager
     def socket(self) -> Iterator[str]:
-        """Yield a short path of the control socket, as the kernel allows 107 bytes. Raises OSError."""
+        """Yield a short path of the control socket, because the kernel allows only 107 bytes. Raises OSError."""
         directory = os.open(self.control, os.O_PATH | os.O_DIRECTORY)
         try:
             yield f"/proc/self/fd/{directory}/socket"
@@ -176,7 +176,7 @@ def _create(run: RunDir) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file that its readers see as a whole. Raises OSError."""
+    """Replace a file atomically. Raises OSError."""
     new = path.with_name(f".{path.name}.new")
     new.write_bytes(data)
     new.replace(path)

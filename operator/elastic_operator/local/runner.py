@@ -35,10 +35,10 @@ from elastic_operator.local.run import LocalRun, RunRequest, begin_end, manifest
 async def run_job(
     request: RunRequest, *, on_snapshot: Callable[[JobView], object], on_ending: Callable[[str], object]
 ) -> int:
-    """Run a job on this machine until it has ended. To be awaited in the main thread.
+    """Run a job on this machine until it has ended. This must be awaited in the main thread.
 
     Args:
-        request: what to run.
+        request: the parameters of the run.
         on_snapshot: called when the run has changed, at most ten times a second, and once more at the end.
         on_ending: called with a sentence when its pods are about to be ended.
 
@@ -80,7 +80,7 @@ async def _prepare(request: RunRequest, files: RunDir, live: LiveJob) -> Path | 
     """Check that the job can run here; return the program of its etcd, or None if the manifest names one.
 
     Raises:
-        BadInput: it cannot.
+        BadInput: the job cannot run here.
     """
     source, spec = request.manifest.source, request.manifest.spec
     replace_file(files.manifest, manifest_text(source))
@@ -95,7 +95,7 @@ async def _prepare(request: RunRequest, files: RunDir, live: LiveJob) -> Path | 
 
 
 def _log_to(file: Path) -> None:
-    """Log into a file; the terminal is the view's."""
+    """Log to a file, because the view uses the terminal."""
     try:
         logging.basicConfig(filename=file, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The output of ``elasticjob run`` while a job runs: a live picture on a terminal, plain lines elsewhere.
+"""The output of ``elasticjob run`` while a job runs: a live view on a terminal, plain lines elsewhere.
 
-In the picture, the least important parts are last; a small terminal cuts them off. The live view uses the terminal's
-alternate screen, as a pager does. The last picture and the outcome stay on the normal screen.
+The least important parts of the live view are last; a small terminal cuts them off. The live view uses the terminal's
+alternate screen, as a pager does. The last state and the outcome stay on the normal screen.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Step:
     """A step of the demo.
 
     Attributes:
-        title: what is done.
-        mark: "" before it begins, then :data:`NOW`, and at last :data:`DONE` or :data:`FAILED`.
-        result: its result.
+        title: the title.
+        mark: "" before the step begins, then :data:`NOW`, and finally :data:`DONE` or :data:`FAILED`.
+        result: the result.
     """
 
     title: str
@@ -74,7 +74,7 @@ def own_command(argv0: str, environ: Mapping[str, str]) -> str:
 
 
 def suggestions(job: JobView, command: str) -> list[tuple[str, str]]:
-    """Return what to try in a second terminal: the command, and what it does."""
+    """Return suggestions for a second terminal: each command with its effect."""
     name = job.name
     rows: list[tuple[str, str]] = []
     if job.status.state == "Suspended":
@@ -128,7 +128,7 @@ class View(contextlib.AbstractContextManager["View"]):
 
     Attributes:
         job: the job as it was shown last.
-        steps: of the demo.
+        steps: the steps of the demo.
     """
 
     def __init__(self, command: str, clock: Callable[[], float] = time.time) -> None:
@@ -201,13 +201,13 @@ class PlainView(View):
 
     def _say(self, *lines: str) -> None:
         stamp = time.strftime("%H:%M:%S", time.localtime(self.clock()))
-        with contextlib.suppress(BrokenPipeError):  # `| head` is no reason to end the training
+        with contextlib.suppress(BrokenPipeError):  # `| head` must not end the training
             self._output.writelines(f"{stamp}  {line}\n" for line in lines)
             self._output.flush()
 
 
 class LiveView(View):
-    """The picture of a job, kept up to date on a terminal."""
+    """The live view of a job on a terminal."""
 
     def __init__(self, console: Console, command: str, clock: Callable[[], float] = time.time) -> None:
         super().__init__(command, clock)
@@ -233,7 +233,7 @@ class LiveView(View):
             self._live.refresh()
 
     def say_outcome(self, code: int) -> None:
-        """Print the last picture, and how the run has ended."""
+        """Print the last state, and how the run has ended."""
         if self.job is None:
             return
         self._console.print(render(self.job, self.clock()))
@@ -252,13 +252,13 @@ class LiveView(View):
 def render(
     job: JobView, now: float, command: str = "", *, steps: Sequence[Step] = (), ending: str = ""
 ) -> RenderableType:
-    """Return the picture of a job.
+    """Return the renderable of the live view.
 
     Args:
         job: the job.
         now: seconds since the Unix epoch.
-        command: how to call ``elasticjob``; empty for the last picture, which has neither paths nor suggestions.
-        steps: of the demo.
+        command: how to call ``elasticjob``; empty for the last state, which has neither paths nor suggestions.
+        steps: the steps of the demo.
         ending: shown in place of the suggestions when the run is ending.
     """
     parts = [_title(job, now), _facts(job)]

@@ -1,8 +1,9 @@
 """Checks manifests on this machine as an API server with strict field validation checks them in a cluster.
 
-``crds/elasticjob.yaml``, which the package carries as ``elasticjob.yaml``, is the one source of truth for the spec and
-the status. Defaults, schema and CEL rules are read from it. jsonschema checks the schema; Kubernetes' keywords are
-added to its own. Of the metadata only the types are checked. Rules in CEL are in :mod:`elastic_operator.manifest.cel`.
+``crds/elasticjob.yaml``, which the package contains as ``elasticjob.yaml``, is the only definition of the spec and the
+status. Defaults, schema and CEL rules are read from it. jsonschema checks the schema, with Kubernetes' keywords in
+addition to its own. Only the types of the metadata are checked. Rules in CEL are in
+:mod:`elastic_operator.manifest.cel`.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def apply_defaults(manifest: Json) -> dict[str, Any]:
 
 
 def validate(manifest: Json, *, old: Json | None = None) -> list[Problem]:
-    """Return what has to be changed before the manifest can be accepted.
+    """Return the problems that must be fixed before the manifest can be accepted.
 
     Rules that span fields are checked only if each field by itself is valid.
 
@@ -135,7 +136,7 @@ def _default(value: object, schema: Schema) -> None:
 
 
 def violations(value: object, schema: Schema) -> Iterator[Problem]:
-    """Yield what is wrong with a value whose defaults are applied; the schema is that of a CRD."""
+    """Yield the violations of a CRD's schema in a value whose defaults are applied."""
     for error in _Validator(schema).iter_errors(value):
         yield Problem(tuple(error.absolute_path), _sentence(error))
 
@@ -161,7 +162,7 @@ def field_schema(schema: Schema, key: str) -> Schema:
 
 
 def _suggestion(key: str, properties: Schema) -> str:
-    """Return what was probably meant, as the end of a sentence."""
+    """Return the field that was probably meant, as the end of a sentence."""
     owners = [name for name, schema in properties.items() if key in schema.get("properties", {})]
     if owners:
         return f" here; it belongs below {owners[0]}"
@@ -171,7 +172,7 @@ def _suggestion(key: str, properties: Schema) -> str:
 
 
 def _required(_: object, names: list[str], value: object, _schema: object) -> _Errors:
-    """As in JSON Schema, but the location of the error is the missing field."""
+    """Check required fields as in JSON Schema, but report the missing field as the location of the error."""
     if isinstance(value, Mapping):
         missing = "this field is missing; it must be given"
         yield from (ValidationError(missing, path=[name]) for name in names if name not in value)
@@ -182,7 +183,7 @@ def _int_or_string(_: object, _keyword: object, value: object, _schema: object) 
 
 
 def _unique(_: object, keys: object, items: object, _schema: object) -> _Errors:
-    """Check that the items of a set, or of a list that goes by keys, differ."""
+    """Check that the items of a set, or of a list with map keys, differ."""
     seen: set[str] = set()
     for index, item in enumerate(items if isinstance(items, list) else ()):
         if keys == "set":

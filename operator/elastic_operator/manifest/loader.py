@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 DEFAULT_NAMESPACE: Final = "default"
 MAX_BYTES: Final = 256 * 1024
-"""`kubectl apply` keeps the manifest in an annotation, which takes no more."""
+"""The size limit of annotations, because `kubectl apply` keeps the manifest in one."""
 _MAX_VALUES: Final = 100_000
-"""Values of a manifest with its aliases expanded: a small file can name the same list many times."""
+"""Maximum number of values with expanded aliases: a small file can refer to the same list many times."""
 _IMPLICIT: Final = {
     "null": r"~|null|Null|NULL|",
     "bool": r"y|Y|yes|Yes|YES|true|True|TRUE|on|On|ON|n|N|no|No|NO|false|False|FALSE|off|Off|OFF",
@@ -59,7 +59,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def check_number(self, number: int) -> None:
-        """Refuse a manifest that is huge with its aliases and merges written out."""
+        """Reject a manifest that is too large with expanded aliases and merges."""
         if number > _MAX_VALUES:
             raise BadInput(f"{self.name}: has more than {_MAX_VALUES} values when its aliases are expanded; shorten it")
 
@@ -143,7 +143,7 @@ def load(path: Path) -> Manifest:
     """Read a file without checking it.
 
     Raises:
-        BadInput: it cannot be read, or is not one YAML document with a mapping in it.
+        BadInput: the file cannot be read, or is not one YAML document with a mapping in it.
     """
     return parse(_text(path), path)
 
@@ -197,12 +197,12 @@ def load_checked(path: Path) -> ElasticJobManifest:
 
 
 def check_change(manifest: Manifest, *, live: Json, kept: Json) -> ElasticJobManifest:
-    """Return the job that an existing one becomes when its file has changed.
+    """Return an existing job after a change of its file.
 
     Args:
-        manifest: the file as it is now.
+        manifest: the changed file.
         live: the job's object, with its status.
-        kept: fields of the spec that stay as they are if the file does not name them.
+        kept: fields of the spec that do not change if the file does not name them.
 
     Raises:
         BadInput: an API server would refuse the change, or the run cannot follow it.

@@ -1,6 +1,6 @@
-"""Render a report as one HTML page without scripts, which loads nothing.
+"""Render a report as one HTML page without scripts and external resources.
 
-The facts are derived here: how long rounds lasted, which failures occurred, what they cost. The template has the text
+This module derives the facts: the durations of rounds, the failures, and their costs. The template has the text
 and the charts. Horizontal positions are in percent, so that text keeps its size at any width.
 """
 
@@ -41,7 +41,7 @@ STATES: Final[Mapping[str, str]] = {
 }
 
 _SUMMARY: Final = 240
-"""Characters of a message that are visible before it is expanded."""
+"""Number of characters of a message that are visible before it is expanded."""
 _PAGE_WIDTH: Final = 880
 """The width in pixels for which labels are chosen."""
 _TICKS: Final = 5
@@ -78,13 +78,13 @@ class Failure(NamedTuple):
 
     Attributes:
         time: when the next round began, in seconds since the Unix epoch.
-        round: 0 if unknown.
-        pod: empty if the message has it.
-        rank: of the failed worker; None if no worker failed.
+        round: the number of the round; 0 if unknown.
+        pod: the name of the pod; empty if the message has it.
+        rank: the rank of the failed worker; None if no worker failed.
         what: how the worker or pod ended.
         lost: seconds of training that no checkpoint held; None if unknown.
-        free: whether it is not charged to the job.
-        final: whether the job failed because of it.
+        free: whether the failure is not charged to the job.
+        final: whether the failure ended the job.
     """
 
     time: float
@@ -100,7 +100,7 @@ class Failure(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that a page shows, and the positions in its timeline: from the left in percent, from the top in pixels.
+    """The content of a page, and the positions in its timeline: from the left in percent, from the top in pixels.
 
     ``begin`` and ``end`` of the job are in seconds since the Unix epoch.
     """
@@ -116,13 +116,13 @@ class Facts:
 
     @property
     def goodput(self) -> float | None:
-        """The ratio of kept training to all time; None if unknown."""
+        """The ratio of preserved training time to total time; None if unknown."""
         split = self.report.time_breakdown
         return goodput({str(state): spent for state, spent in split.seconds.items()}, split.lost) if split else None
 
     @property
     def most_workers(self) -> int:
-        """Workers of the largest round."""
+        """The number of workers in the largest round."""
         return max((span.round.workers for span in self.spans), default=0)
 
     def x(self, time: float) -> float:
@@ -243,7 +243,7 @@ def _template() -> jinja2.Template:
 
 
 def _printable(value: object) -> object:
-    """Round floats, and replace what no page can contain: control characters and surrogates."""
+    """Round floats, and replace characters that a page cannot contain: control characters and surrogates."""
     if isinstance(value, float):
         return f"{value:.4f}".rstrip("0").rstrip(".")
     if isinstance(value, str) and not isinstance(value, Markup):
@@ -252,7 +252,7 @@ def _printable(value: object) -> object:
 
 
 def _summary(text: str) -> str | None:
-    """Return the most telling line of a long message; None if the message is short."""
+    """Return the most informative line of a long message; None if the message is short."""
     lines = [line for line in text.splitlines() if line.strip()]
     if len(lines) < 2 and len(text) <= _SUMMARY:
         return None

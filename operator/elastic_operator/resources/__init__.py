@@ -1,1 +1,1 @@
-"""What the operator creates for a job: the agent command line, pod templates and the applied spec."""
+"""The objects that the operator creates for a job: worker pods, etcd, PodGroup and PodDisruptionBudget."""

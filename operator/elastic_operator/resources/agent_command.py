@@ -1,9 +1,10 @@
 """The command line and environment of a worker pod's agent, on Kubernetes and on this machine.
 
 An agent that is asked to leave gives its workers *notice*, so that they save, and then *grace* between SIGTERM and
-SIGKILL. Both together stay below the pod's termination grace period. If the template does not set that period, it is
-notice and grace and :data:`AROUND`. If it does, a quarter of it (at most :data:`AROUND`) is kept for the agent itself;
-of the rest, grace gets its default but at most half, and notice the remainder. What the user sets takes precedence.
+SIGKILL. The sum of both is below the pod's termination grace period. If the template does not set that period, it is
+the sum of notice, grace and :data:`AROUND`. If it does, a quarter of it (at most :data:`AROUND`) is reserved for the
+agent itself; of the rest, grace gets its default but at most half, and notice the remainder. The user's values take
+precedence.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ LAUNCHER: Final = "torchelastic-run"
 """The agent's executable in an image."""
 
 NOTICE: Final = 30.0
-"""Seconds of notice by default."""
+"""The default notice in seconds."""
 
 GRACE: Final = 5.0
-"""Seconds of grace by default."""
+"""The default grace in seconds."""
 
 _LONGEST_NOTICE: Final = 24 * 3600.0
 """The agent's own limit."""
@@ -44,7 +45,7 @@ _REFERENCE: Final = re.compile(r"\$\$|\$\(([-._a-zA-Z][-._a-zA-Z0-9]*)\)")
 
 
 def agent_arguments(spec: AppliedSpec) -> tuple[str, ...]:
-    """The arguments of the agent: flags, the program, and the program's arguments."""
+    """Return the arguments of the agent: flags, the program, and the program's arguments."""
     command, args = program_of(spec)
     return ("--no-python", "--", *command, *args) if command else args
 
@@ -52,15 +53,15 @@ def agent_arguments(spec: AppliedSpec) -> tuple[str, ...]:
 def agent_variables(
     job: Job, pod: NewPod, *, store: str, checkpoints: str, termination_log: str, metrics_port: int
 ) -> dict[str, str]:
-    """The operator's variables for the agent of a pod, without the address of its node; the user's are added to them.
+    """Return the operator's variables for a pod's agent, without the address of its node and the user's variables.
 
     Args:
         job: the owner.
-        pod: what the plan asks for.
+        pod: the pod of the plan.
         store: host:port of the store, several with commas.
         checkpoints: the folder for the program's checkpoints.
         termination_log: the file for the agent's termination message.
-        metrics_port: of the agent's /metrics, 0 for any free one.
+        metrics_port: the port of the agent's /metrics; 0 for any free port.
     """
     env = {
         "PET_RDZV_ENDPOINT": store,
@@ -84,7 +85,7 @@ def agent_variables(
 
 
 def _optional_variables(spec: AppliedSpec) -> dict[str, str]:
-    """Variables for optional settings that the spec gives."""
+    """Return the variables for optional settings that the spec gives."""
     rendezvous = spec.rendezvous
     conf = {
         "last_call_timeout": rendezvous.joining_window,
@@ -103,7 +104,7 @@ def _optional_variables(spec: AppliedSpec) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=256)
 def _exit_codes(rules: tuple[FailureRule, ...], action: FailureAction) -> str:
-    """The workers' exit codes with this action in the failure policy: 3,64,137."""
+    """Return the workers' exit codes with this action in the failure policy: 3,64,137."""
     of_workers = [(rule.exit_codes, rule.action) for rule in rules if rule.exit_codes is not None]
     codes = [code for code in range(1, 256) if next((act for of, act in of_workers if code in of), None) is action]
     firsts = [code for code in codes if code - 1 not in codes]
@@ -114,7 +115,7 @@ def _exit_codes(rules: tuple[FailureRule, ...], action: FailureAction) -> str:
 
 
 def ending_of(spec: AppliedSpec) -> tuple[int, dict[str, str]]:
-    """How the pods of a job end: the seconds from SIGTERM to SIGKILL of a whole pod, and variables for its agent."""
+    """Return how the pods of a job end: the seconds from SIGTERM to SIGKILL of a pod, and variables for its agent."""
     told: dict[str, str] = {}
     notice, grace = _given_time(spec, "notice"), _given_time(spec, "stop-grace")
     if grace is None and spec.grace_period is not None:
@@ -133,7 +134,7 @@ def ending_of(spec: AppliedSpec) -> tuple[int, dict[str, str]]:
 
 
 def _given_time(spec: AppliedSpec, flag: str) -> float | None:
-    """The seconds that a flag in the arguments gives, or else its variable; None for none that the agent accepts."""
+    """Return the seconds from a flag in the arguments, or else from its variable; None without a valid value."""
     command, args = program_of(spec)
     variable = "PET_" + flag.upper().replace("-", "_")
     given = [entry.get("value") for entry in user_env(spec) if entry.get("name") == variable]
@@ -148,14 +149,14 @@ def _given_time(spec: AppliedSpec, flag: str) -> float | None:
 def resolved(
     arguments: Iterable[str], variables: Mapping[str, str], entries: Iterable[Json]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The arguments and all literal variables with their references resolved, as by a kubelet.
+    """Return the arguments and all literal variables with their references resolved, as by a kubelet.
 
     ``$(NAME)`` stands for a variable that was defined before, ``$$`` for a dollar sign; unknown references stay as they
-    are. Entries with ``valueFrom`` are left out, as only a cluster can resolve them.
+    are. Entries with ``valueFrom`` are left out, because only a cluster can resolve them.
 
     Args:
-        arguments: of the agent.
-        variables: the operator's.
+        arguments: the arguments of the agent.
+        variables: the operator's variables.
         entries: the user's variables.
     """
     env = dict(variables)

@@ -1,6 +1,6 @@
-"""The etcd of a job that names none: a Deployment of one, which Kubernetes itself replaces, behind a Service.
+"""The etcd of a job without an endpoint: a Deployment with one replica, behind a Service.
 
-The loss of its data is harmless, since the agents write what they know again. So its data are on the disk of its
+The loss of its data is harmless, because the agents write their records again. So the data are on the disk of the
 node, without fsync. Only data on a volume (``spec.etcd.storage``) are synced.
 """
 
@@ -36,21 +36,21 @@ _FOLDER: Final = "/var/lib/etcd"
 _RESOURCES: Final[Json] = {"requests": {"cpu": "100m", "memory": "64Mi"}}
 _FROM_THE_TEMPLATE: Final = ("imagePullSecrets", "priorityClassName", "tolerations")
 """Fields of the template without which some clusters do not accept or run a pod. Node selectors and affinities are
-left out: etcd need not take the place of workers."""
+left out: etcd does not need the nodes of workers."""
 
 
 def etcd_name(job_name: str) -> str:
-    """The name of the service and of the deployment of a job's etcd."""
+    """Return the name of the service and of the deployment of a job's etcd."""
     return f"{job_name}-etcd"
 
 
 def etcd_endpoint(cluster_ip: str) -> str:
-    """host:port of the etcd whose service has this address."""
+    """Return host:port of the etcd whose service has this address."""
     return f"{bracketed(cluster_ip)}:{DEFAULT_PORT}"
 
 
 def etcd_service(job: Job, *, cluster_ip: str | None) -> dict[str, Any]:
-    """The service.
+    """Return the service.
 
     Args:
         job: the owner.
@@ -67,7 +67,7 @@ def etcd_service(job: Job, *, cluster_ip: str | None) -> dict[str, Any]:
 
 
 def etcd_deployment(job: Job, settings: PodSettings) -> dict[str, Any]:
-    """The deployment."""
+    """Return the deployment."""
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",

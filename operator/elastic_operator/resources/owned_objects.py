@@ -1,9 +1,9 @@
-"""What ties an object to its job, and the objects beside its pods and etcd: the PodGroup and the PodDisruptionBudget.
+"""The owner references and labels of a job's objects, the PodGroup and the PodDisruptionBudget.
 
-The owner reference, by which Kubernetes removes an object with its job, does not say ``blockOwnerDeletion``: if that is
-enforced, it needs a permission for the job's finalizers.
+The owner reference, by which Kubernetes removes an object with its job, does not set ``blockOwnerDeletion``, which may
+require a permission for the job's finalizers.
 
-A PodGroup says how many pods a scheduler starts together or not at all. Two kinds are supported: that of Kubernetes'
+A PodGroup defines how many pods a scheduler starts together or not at all. Two kinds are supported: that of Kubernetes'
 scheduler plugins, and Volcano's. Neither is part of Kubernetes.
 """
 
@@ -35,9 +35,9 @@ class PodSettings:
     """Defaults for the pods of all jobs.
 
     Attributes:
-        etcd_image: of the etcd that is created for a job; it has ``etcd`` on its PATH.
-        agent_metrics_port: where agents serve /metrics; 0 for any free port, which is then written on the pod. On the
-            host's network any free port is used.
+        etcd_image: the image of the etcd that is created for a job; it has ``etcd`` on its PATH.
+        agent_metrics_port: the port of the agents' /metrics; 0 for any free port, which is then annotated on the pod.
+            On the host's network any free port is used.
     """
 
     etcd_image: str = ETCD_IMAGE
@@ -45,17 +45,17 @@ class PodSettings:
 
 
 def owner_reference(job: Job) -> dict[str, Any]:
-    """The reference to the job that controls an object."""
+    """Return the reference to the job that controls an object."""
     return {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "name": job.name, "uid": job.uid, "controller": True}
 
 
 def own_labels(job: Job, role: str) -> dict[str, str]:
-    """The labels by which an object is found."""
+    """Return the labels by which an object is found."""
     return {LABEL_JOB: job.name, LABEL_ROLE: role}
 
 
 def common_labels(job: Job, role: str) -> dict[str, str]:
-    """The labels by which tools group objects; a template may override them."""
+    """Return the labels by which tools group objects; a template may override them."""
     return {
         "app.kubernetes.io/name": "elasticjob",
         "app.kubernetes.io/instance": job.name,
@@ -65,7 +65,7 @@ def common_labels(job: Job, role: str) -> dict[str, str]:
 
 
 def own_metadata(job: Job, name: str, role: str) -> dict[str, Any]:
-    """The metadata of an object."""
+    """Return the metadata of an object."""
     return {
         "name": name,
         "namespace": job.namespace,
@@ -75,12 +75,12 @@ def own_metadata(job: Job, name: str, role: str) -> dict[str, Any]:
 
 
 def for_prometheus(port: int) -> dict[str, str]:
-    """The annotations by which Prometheus finds a pod."""
+    """Return the annotations by which Prometheus finds a pod."""
     return {"prometheus.io/scrape": "true", "prometheus.io/port": str(port), "prometheus.io/path": "/metrics"}
 
 
 def metrics_notes(job: Job, port: int) -> dict[str, Any]:
-    """The annotations of a pod whose agent serves on this port; those of the template take precedence."""
+    """Return the annotations of a pod whose agent serves on this port; those of the template take precedence."""
     said = mapping(job.spec.template, "metadata", "annotations")
     missing = {name: value for name, value in for_prometheus(port).items() if name not in said}
     return {**missing, ANNOTATION_METRICS_PORT: str(port)}
@@ -91,9 +91,9 @@ class _Gang:
     """A scheduler of gangs.
 
     Attributes:
-        api_version: of its PodGroups.
+        api_version: the API version of its PodGroups.
         scheduler: its name.
-        product: what has to be installed.
+        product: the product to install.
         mark: where a pod names its PodGroup: ``labels`` or ``annotations``, and the key.
     """
 
@@ -118,11 +118,11 @@ _GANGS: Final[Mapping[GangScheduler, _Gang]] = {
     ),
 }
 _TOO_MUCH: Final = Decimal(10) ** 20
-"""Kubernetes counts in 64 bits."""
+"""A limit for requests, because Kubernetes counts in 64 bits."""
 
 
 def gang_marks(job: Job, kind: str) -> dict[str, str]:
-    """The ``labels`` or ``annotations`` by which a pod belongs to the PodGroup of its job."""
+    """Return the ``labels`` or ``annotations`` by which a pod belongs to the PodGroup of its job."""
     gang = job.spec.scheduling.gang
     if gang is None or _GANGS[gang].mark[0] != kind:
         return {}
@@ -130,12 +130,12 @@ def gang_marks(job: Job, kind: str) -> dict[str, str]:
 
 
 def scheduler_of(policy: SchedulingSpec) -> str | None:
-    """The scheduler of a job's pods; None for that of the template, or of the cluster."""
+    """Return the scheduler of a job's pods; None for that of the template, or of the cluster."""
     return policy.scheduler_name or (_GANGS[policy.gang].scheduler if policy.gang is not None else None)
 
 
 def pod_group(job: Job, gang: GangScheduler, min_member: int) -> dict[str, Any]:
-    """The PodGroup object."""
+    """Return the PodGroup object."""
     policy = job.spec.scheduling
     spec: dict[str, Any] = {"minMember": min_member}
     if requests := _requests_of(mapping(job.spec.template, "spec")):
@@ -152,7 +152,7 @@ def pod_group(job: Job, gang: GangScheduler, min_member: int) -> dict[str, Any]:
 
 
 def not_installed(gang: GangScheduler) -> str:
-    """What to do if a cluster does not know the PodGroup."""
+    """Return the message for a cluster that does not know the PodGroup."""
     group = _GANGS[gang].api_version.partition("/")[0]
     return (
         f"this cluster knows no PodGroup of {group}, which spec.schedulingPolicy.gang asks for: install "
@@ -161,23 +161,23 @@ def not_installed(gang: GangScheduler) -> str:
 
 
 def disruption_budget(job: Job, min_available: int) -> dict[str, Any]:
-    """The PodDisruptionBudget object: drains and other evictions never leave fewer workers than this."""
+    """Return the PodDisruptionBudget object: drains and other evictions never leave fewer workers than this."""
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
         "metadata": own_metadata(job, f"{job.name}-workers", ROLE_WORKER),
         "spec": {
-            # A percentage would refer to the replicas of the scale, which an elastic job need not have.
+            # A percentage would refer to the replicas of the scale, which an elastic job may not reach.
             "minAvailable": min_available,
             "selector": {"matchLabels": own_labels(job, ROLE_WORKER)},
-            # A worker that does not run delays no drain.
+            # A worker that does not run does not delay a drain.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
         },
     }
 
 
 def _requests_of(pod: Json) -> dict[str, Decimal]:
-    """What the containers of a pod request together; a limit counts as a request if there is none.
+    """Return the sum of the requests of a pod's containers; a limit counts if there is no request.
 
     Invalid quantities are ignored: the API server rejects them when pods are created.
     """
@@ -195,7 +195,7 @@ def _requests_of(pod: Json) -> dict[str, Decimal]:
 
 
 def _written(amount: Decimal) -> str:
-    """As Kubernetes writes it: a whole number, or thousandths."""
+    """Format an amount as in Kubernetes: a whole number, or thousandths."""
     if amount == amount.to_integral_value():
         return f"{amount:f}".partition(".")[0]
     return f"{(amount * 1000).to_integral_value(ROUND_CEILING):f}m"

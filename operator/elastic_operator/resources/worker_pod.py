@@ -1,8 +1,8 @@
 """A worker's pod: the job's template, completed with the agent, its environment, and defaults that it may override.
 
 Defaults: memory on /dev/shm (a container gets 64 MiB otherwise); an empty folder on /tmp, so that the root file system
-may be read-only; annotations for a Prometheus without an operator; no environment variables of services, whose number
-keeps containers in large namespaces from starting; no token for the API server; the rights of an ordinary process; a
+may be read-only; annotations for a Prometheus without an operator; no environment variables of services, which can
+prevent containers in large namespaces from starting; no token for the API server; the rights of an ordinary process; a
 grace period in which workers can save; a short toleration of silent nodes. There is no probe: the store says at once
 whether an agent serves, and no service sends anything to these pods.
 """
@@ -58,12 +58,12 @@ SECCOMP: Final[Json] = {"seccompProfile": {"type": "RuntimeDefault"}}
 
 
 def completed(given: object, defaults: Json) -> object:
-    """A mapping with defaults for missing and null values, recursively; another value is returned unchanged."""
+    """Return a mapping with defaults for missing and null values, recursively; another value is returned unchanged."""
     return given if given is not None and not isinstance(given, dict) else completed_mapping(given or {}, defaults)
 
 
 def completed_mapping(given: Json, defaults: Json) -> dict[str, Any]:
-    """:func:`completed` for what is known to be a mapping."""
+    """Like :func:`completed`, for a value that is a mapping."""
     result = dict(given)
     for key, default in defaults.items():
         if isinstance(default, dict):
@@ -74,7 +74,7 @@ def completed_mapping(given: Json, defaults: Json) -> dict[str, Any]:
 
 
 def extended(given: object, more: Sequence[object]) -> object:
-    """A list with more at its end; another value is returned unchanged."""
+    """Return a list with more at its end; another value is returned unchanged."""
     return given if given is not None and not isinstance(given, list) else [*listing(given), *more]
 
 
@@ -96,7 +96,7 @@ def mount(
 
 
 def restricted(context: object) -> object:
-    """A container's security context with defaults for what it leaves out."""
+    """Return a container's security context with defaults for what it leaves out."""
     defaults = dict(RESTRICTED)
     asked = mapping(context)
     # The API server rejects these together with the default.
@@ -106,14 +106,14 @@ def restricted(context: object) -> object:
 
 
 _SILENT: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
-"""The taints of a node that is not heard of."""
+"""The taints of a node that does not respond."""
 _NO_EXECUTE: Final = "NoExecute"
 _NAME: Final = "metadata.name"
-"""The field by which a node is known; its label with its host's name may say otherwise."""
+"""The field that identifies a node; the label with its host name may differ."""
 
 
 def schedule(pod: dict[str, Any], spec: ElasticJobSpec, *, excluded: Collection[str] = ()) -> None:
-    """Complete the spec of a worker's pod; the template's own values stay."""
+    """Complete the spec of a worker's pod; the template's own values take precedence."""
     tolerate_silent_node(pod, spec.node_loss)
     scheduler = scheduler_of(spec.scheduling)
     for field, value in (("schedulerName", scheduler), ("priorityClassName", spec.scheduling.priority_class)):
@@ -126,7 +126,7 @@ def schedule(pod: dict[str, Any], spec: ElasticJobSpec, *, excluded: Collection[
 def tolerate_silent_node(pod: dict[str, Any], seconds: int) -> None:
     """Evict a pod this number of seconds after its node became silent. Kubernetes waits five minutes by default.
 
-    The user's own tolerations of these taints stay.
+    The user's own tolerations of these taints take precedence.
     """
     there = mappings(pod, "tolerations")
     ours = [
@@ -139,7 +139,7 @@ def tolerate_silent_node(pod: dict[str, Any], seconds: int) -> None:
 
 
 def _exclude(pod: dict[str, Any], nodes: Collection[str]) -> None:
-    """Exclude nodes, beside the node affinity that the pod has."""
+    """Exclude nodes, in addition to the pod's own node affinity."""
     # The API server takes one value each.
     demands = [{"key": _NAME, "operator": "NotIn", "values": [node]} for node in sorted(nodes)]
     part: Any = pod
@@ -153,7 +153,7 @@ def _exclude(pod: dict[str, Any], nodes: Collection[str]) -> None:
     if terms is None:
         part["nodeSelectorTerms"] = [{"matchFields": demands}]
     for term in listing(terms):
-        # A term without any demand fits no node; with one it would fit all others.
+        # An empty term matches no node; with this requirement it would match all other nodes.
         if isinstance(term, dict) and (term.get("matchExpressions") or term.get("matchFields")):
             term["matchFields"] = extended(term.get("matchFields"), demands)
 
@@ -163,12 +163,12 @@ _DEFAULT_CONTAINER: Final = "kubectl.kubernetes.io/default-container"
 
 
 def worker_pod(job: Job, new: NewPod, settings: PodSettings, *, store: str) -> dict[str, Any]:
-    """The pod, ready to be created; nothing of it is shared with the job.
+    """Return the pod, ready to be created; it shares no data with the job.
 
     Args:
-        job: to which it belongs.
-        new: what the plan asks for.
-        settings: what the job does not say.
+        job: the job of the pod.
+        new: the pod of the plan.
+        settings: the defaults for pods.
         store: host:port of the store, several with commas.
     """
     template = copy.deepcopy(dict(job.spec.template))
@@ -181,7 +181,7 @@ def worker_pod(job: Job, new: NewPod, settings: PodSettings, *, store: str) -> d
 
 
 def _metrics_port(job: Job, settings: PodSettings) -> int:
-    """Where the agent serves /metrics; 0: on any free port."""
+    """Return the port of the agent's /metrics; 0 for any free port."""
     if job.spec.metrics_port is not None:
         return job.spec.metrics_port
     # Pods on the host's network share its ports.
@@ -235,7 +235,7 @@ def _spec(job: Job, new: NewPod, settings: PodSettings, store: str, given: objec
 
 
 def _containers(given: list[Any], worker: dict[str, Any]) -> list[Any]:
-    """The template's containers with ours in place of the one of its name, else as the first."""
+    """Return the template's containers; ours replaces the one with its name, or becomes the first."""
     for position, container in enumerate(given):
         if mapping(container).get("name") == WORKER:
             return [*given[:position], worker, *given[position + 1 :]]
@@ -243,7 +243,7 @@ def _containers(given: list[Any], worker: dict[str, Any]) -> list[Any]:
 
 
 def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: PodSettings, store: str) -> dict[str, Any]:
-    """The worker container; the volumes that it needs are added to the pod."""
+    """Return the worker container, and add the volumes that it needs to the pod."""
     given: Json = next((entry for entry in mappings(pod, "containers") if entry.get("name") == WORKER), {})
     container = completed_mapping(
         given, {"terminationMessagePath": _TERMINATION_LOG, "terminationMessagePolicy": "FallbackToLogsOnError"}

@@ -87,7 +87,7 @@ def number(value: float) -> str:
 
 
 def printed(line: str) -> str:
-    """Return what a terminal shows of a line: no escape sequences, and only what follows the last carriage return."""
+    """Return the visible part of a line: the text after the last carriage return, without escape sequences."""
     visible = _ESCAPES.sub("", line).rstrip("\r\n").rpartition("\r")[2]
     return _CONTROLS.sub("", visible.expandtabs(4)).rstrip()
 

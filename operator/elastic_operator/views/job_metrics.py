@@ -1,8 +1,8 @@
 """Fetch the metrics that a job's agents serve, and combine them into the metrics of the job.
 
 Each agent serves one page; the page of the leader also has the metrics of the whole job. A page may be missing, come
-from another version or hold anything that a program measures: missing values are None. A reading takes a few seconds at
-most: agents that have not answered by then are left out.
+from another version or hold anything that a program measures: missing values are None. A reading takes at most a few
+seconds: agents that have not answered by then are left out.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ Default = TypeVar("Default")
 STRAGGLER_RATIO: Final = 1.1
 """A rank straggles if its steps take this many times the median of the others."""
 MAX_PAGE: Final = 8 << 20
-"""Bytes; 16 workers with a hundred histograms and a thousand other metrics each make 6 MiB."""
+"""Maximum size of a page in bytes; 16 workers with a hundred histograms and a thousand other metrics need 6 MiB."""
 TIMEOUT: Final = 4.0
-"""Seconds for all agents together; one agent may take half of it."""
+"""Seconds for all agents together; one agent may take half of this time."""
 _CONCURRENCY: Final = 64
 _MAX_LEADER_CANDIDATES: Final = 3
 
 _MAX_LINE: Final = 2048
-"""The parser's time grows with the square of a line's length; an agent's longest lines have 1200 characters."""
+"""Maximum length of a line: parsing takes quadratic time; an agent's longest lines have 1200 characters."""
 _IGNORED_SUFFIXES: Final = ("_bucket", "_created")
 _MAX_LABEL: Final = 60
 _MAX_REASON: Final = 100
 _MAX_VALUE: Final = 2**53
-"""What an agent measures is between 0 and this; other values are left out."""
+"""Maximum of a value; negative and larger values are left out."""
 _CUSTOM_HELP: Final = " of the group "
 _CUSTOM_HELP_END: Final = ", as the program measures it."
-"""The help text of a program's own metric is its name, these words, its group, and those."""
+"""The help text of a program's own metric is the name, the first text, the group, and the second text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class RankMetrics(NamedTuple):
 
 
 class CustomMetric(NamedTuple):
-    """A gauge, counter or histogram of the program's own, by rank; ``seconds`` says whether that is its unit."""
+    """A gauge, counter or histogram of the program, by rank; ``seconds`` says whether its unit is seconds."""
 
     group: str
     name: str
@@ -146,7 +146,7 @@ class Reading:
         job: the job.
         pages: the pages of its agents.
         now: the moment, in seconds since the Unix epoch.
-        rates: the rates at the reading before, which become those of this one.
+        rates: the rates of the previous reading; they are updated with this reading.
         notes: sentences about what is missing.
 
     Attributes:
@@ -160,7 +160,7 @@ class Reading:
         self, job: JobView, pages: Iterable[MetricsPage], now: float, rates: RateTracker, notes: Sequence[str] = ()
     ) -> None:
         self.job, self.now, self.notes = job, now, notes
-        # If several agents have the same value, that of the latest round is right.
+        # If several agents have the same metric, the value of the latest round is correct.
         self.pages = sorted(pages, key=lambda page: page.value("torchelastic_round", 0))
         latest = self.pages[-1] if self.pages else MetricsPage("", "")
         leader = max(self.pages, key=lambda page: sum(_job_seconds(page).values()), default=latest)
@@ -194,7 +194,7 @@ def _is_rank(label: str) -> bool:
 
 
 def goodput(seconds: Mapping[str, float], lost: float | None) -> float | None:
-    """Return the ratio of kept training to all time (by run state); None if no time has passed."""
+    """Return the ratio of preserved training time to total time (by run state); None if no time has passed."""
     total = sum(seconds.values())
     return min(1.0, max(0.0, seconds.get(RunState.TRAINING, 0.0) - (lost or 0.0)) / total) if total > 0 else None
 

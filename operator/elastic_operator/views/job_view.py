@@ -1,6 +1,6 @@
 """The state of a job, as commands and the live view read it: typed, with a default for every field.
 
-As JSON with camelCase names it is what a run's directory and control socket hold. Another version may have written it:
+The run's directory and control socket contain it as JSON with camelCase names. Another version may have written it:
 unknown fields are ignored.
 """
 
@@ -29,9 +29,9 @@ class PodView(_View, frozen=True):
 
     Attributes:
         pid: process ID of its agent, on this machine.
-        exit_code: of the agent, 128 + n for signal n.
+        exit_code: the exit code of the agent, 128 + n for signal n.
         message: the agent's termination message.
-        ranks: of its workers in the current round; None if unknown.
+        ranks: the ranks of its workers in the current round; None if unknown.
         log_dir: directory of its workers' output, on this machine.
         note: additional information, such as why it has not started.
     """
@@ -93,9 +93,9 @@ class EndView(_View, frozen=True):
 
     Attributes:
         how: succeeded, failed, badInput, deleted or interrupted.
-        exit_code: of ``elasticjob run``.
+        exit_code: the exit code of ``elasticjob run``.
         message: an explanation; empty if there is none.
-        time: when, in seconds since the Unix epoch.
+        time: when the run ended, in seconds since the Unix epoch.
     """
 
     how: str = ""
@@ -141,7 +141,7 @@ class JobView(_View, frozen=True, dict=True):
     Attributes:
         manifest: the object without its status.
         status_json: the object's status.
-        events: the oldest first.
+        events: the events, the oldest first.
     """
 
     manifest: dict[str, Any] = {}
@@ -183,7 +183,7 @@ class JobView(_View, frozen=True, dict=True):
 
     @property
     def on_cluster(self) -> bool:
-        """Whether it lives on a cluster, not on this machine."""
+        """Whether the job runs on a cluster, not on this machine."""
         return self.run.alive and not self.run.id
 
     @property
@@ -236,7 +236,7 @@ class JobView(_View, frozen=True, dict=True):
 
 
 def _seconds(time: object) -> float | None:
-    """Convert an RFC 3339 time to seconds since the Unix epoch; None if it is none."""
+    """Convert an RFC 3339 time to seconds since the Unix epoch; None if it is not a valid time."""
     try:
         return datetime.fromisoformat(time).timestamp() if isinstance(time, str) else None
     except ValueError:

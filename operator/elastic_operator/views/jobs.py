@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from elastic_operator.views.job_view import JobView, PodView
 
 _MAX_ADDRESSES = 3
-"""Addresses in a row; `elasticjob describe` shows all."""
+"""Maximum number of addresses in a row; `elasticjob describe` shows all."""
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
@@ -70,7 +70,7 @@ def objects(jobs: Sequence[JobView], form: str, *, single: bool) -> str:
 
 
 def description(job: JobView, now: float) -> list[str]:
-    """Return all that is known of a job, in lines."""
+    """Return the lines of all information about a job."""
     import yaml
 
     spec = yaml.safe_dump(dict(job.spec), sort_keys=False).splitlines()

@@ -30,7 +30,7 @@ _MAX_ROWS: Final = 64
 
 
 def job_lines(reading: Reading) -> list[str]:
-    """Return all that is shown of one job."""
+    """Return the lines about one job."""
     notes = [formatting.printed(note.replace("\n", " ")) for note in reading.notes]
     return [
         *_header(reading),
