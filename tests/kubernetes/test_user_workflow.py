@@ -64,7 +64,7 @@ async def test_digits_trains_grows_succeeds_and_leaves_nothing(user: User) -> No
 
     assert await user.delete("digits") == []
     operator = (await user.node.kubectl("logs", "--namespace", SYSTEM, f"deployment/{RELEASE}")).stdout
-    assert "looking after the ElasticJobs" in operator
+    assert "managing the ElasticJobs" in operator
     assert " ERROR " not in operator
     assert "Traceback" not in operator
 

@@ -217,7 +217,7 @@ async def test_a_forbidden_namespace_does_not_delay_others_and_is_listed_once_it
         )
         server.failing.clear()
         await until(lambda: set(store.keys) == {"a/digits", "b/digits"})
-    assert "the namespace a can be looked after now" in caplog.messages
+    assert "the namespace a can be watched now" in caplog.messages
 
 
 @pytest.mark.parametrize(

@@ -422,7 +422,7 @@ def test_rejected_pods_are_reported_once() -> None:
     )
     assert messages_of(made) == {
         EventReason.POD_DIED: f"{died(1).name} was killed by SIGKILL",
-        EventReason.REFUSED: f"the spec cannot be honoured, and no pod is created from it: {words}",
+        EventReason.REFUSED: f"the spec is invalid, and no pod is created from it: {words}",
     }
     assert made.status is not None
     same = plan(replace(TRAINED, status=made.status), a_world(running(0), died(1), rejected=f"{words}."), NOW)

@@ -125,7 +125,7 @@ def test_restarted_operator_reads_the_store_before_it_creates_pods() -> None:
     waits = plan(job, a_world(store_read=False), NOW)
     assert waits.create == ()
     assert condition(waits.status, ConditionType.WAITING).message == (
-        "whether there were pods already, and the run has ended, only the store knows; no pod is started until it can "
+        "whether pods existed and the run has ended is unknown until the store is read; no pod is started until it can "
         "be read"
     )
     ended = plan(job, a_world(outcome=success()), NOW).status
@@ -196,7 +196,7 @@ def test_changed_applied_fields_require_a_restart_which_is_reported_once() -> No
     world = a_world(running(0), died(1), round=a_round(running(0)))
     made = plan(after, world, NOW)
 
-    told_so = "spec.args and spec.template have changed; suspend the job and resume it to have that take effect"
+    told_so = "spec.args and spec.template have changed; suspend the job and resume it to apply the change"
     waiting = condition(made.status, ConditionType.RESTART_REQUIRED)
     assert (waiting.status, waiting.reason) == (True, Reason.SPEC_CHANGED)
     assert waiting.message.startswith(told_so)
@@ -348,7 +348,7 @@ def test_exceeded_deadline_is_the_failure_message() -> None:
     job = that_trained(a_job(active_deadline=60), active=NOW - 60)
     made = plan(job, a_world(running(0), died(1)), NOW)
 
-    why = "the job has not come to its end within the 60 seconds that activeDeadlineSeconds allows"
+    why = "the job has not finished within the 60 seconds that activeDeadlineSeconds allows"
     assert condition(made.status, ConditionType.FAILED).message == why
     assert made.status.last_failure == LastFailure(why, time=NOW)
 

@@ -319,7 +319,7 @@ def test_report_of_a_job_that_never_trained() -> None:
     job = with_status(job, active=NOW)
     ends = plan(job, NO_STORE, NOW + 61)
     assert (ends.report.state, ends.report.history.rounds) == (JobState.FAILED, ())
-    assert ends.report.message.startswith("the job has not come to its end")
+    assert ends.report.message.startswith("the job has not finished")
     assert ends.report.time_breakdown == TimeBreakdown(until=NOW + 61, seconds={RunState.WAITING: 61.0})
     assert ends.report.completed_at == NOW + 61
 

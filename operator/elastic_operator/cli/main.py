@@ -46,7 +46,7 @@ examples:
   elasticjob demo                          see it scaled, killed and recovering by itself
   elasticjob get -n team                   jobs on a cluster; so for every command but run and demo
 
-`elasticjob COMMAND --help` says more of each.
+`elasticjob COMMAND --help` describes a command.
 """
 
 

@@ -38,7 +38,7 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 _NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
-_SEE_LIST: Final = "`elasticjob get` with the same flags lists what there is"
+_SEE_LIST: Final = "`elasticjob get` with the same flags lists the existing jobs"
 _POLL_INTERVAL: Final = 1.0
 """Seconds between two checks for objects that a deletion has left."""
 _SLOW_DELETION: Final = 10

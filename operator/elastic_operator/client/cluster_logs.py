@@ -262,7 +262,7 @@ class ClusterLogs:
             return
         if self._selector.agents:
             if not any(log.lines for log in self._logs.values()):
-                raise NotFound(f"no agent of the job {self._name} has said anything; see `elasticjob describe`")
+                raise NotFound(f"no agent of the job {self._name} has logged anything; see `elasticjob describe`")
             return
         ranks: dict[int, set[int]] = {}
         for log in self._logs.values():

@@ -74,7 +74,7 @@ async def connect(
         BadInput: the kubeconfig, context or namespace is invalid.
     """
     if namespace is not None and not _LABEL.fullmatch(namespace):
-        raise BadInput(f"there can be no namespace {namespace!r}; check what stands after -n")
+        raise BadInput(f"invalid namespace {namespace!r}; check the value of -n")
     api = await UserApi.from_kubeconfig(kubeconfig, context, environ)
     api.namespace = namespace or api.namespace
     async with api:

@@ -277,7 +277,7 @@ def _by_limits(snapshot: Snapshot, count: FailureCount) -> Completion | None:
     if snapshot.now < deadline or (unknown and snapshot.store_may_tell(deadline)):
         return None
     seconds = messages.count(spec.active_deadline, "second")
-    message = f"the job has not come to its end within the {seconds} that activeDeadlineSeconds allows"
+    message = f"the job has not finished within the {seconds} that activeDeadlineSeconds allows"
     return _failed(snapshot, Reason.DEADLINE_EXCEEDED, message, None, counts_pods=True)
 
 

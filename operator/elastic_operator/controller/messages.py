@@ -161,7 +161,7 @@ def _waiting(snapshot: Snapshot, status: JobStatus, planned: PlannedPods, missin
         return (False, Reason.ENOUGH_PODS, "")
     if planned.held:
         seen = status.size_generation > 0
-        unknown = _UNKNOWN if seen else "whether there were pods already, and the run has ended, only the store knows"
+        unknown = _UNKNOWN if seen else "whether pods existed and the run has ended is unknown until the store is read"
         return (True, Reason.STORE_UNREADABLE, _clauses(unknown, _HELD, _why_unread(observed)))
     verb = "is" if status.ready_replicas == 1 else "are"
     there = f"{status.ready_replicas} of at least {count(minimum, 'pod')} {verb} ready"
@@ -198,7 +198,7 @@ def _restart_required(changes: Sequence[str]) -> str | None:
     if not changes:
         return None
     has = "has" if len(changes) == 1 else "have"
-    return f"{listed(changes)} {has} changed; suspend the job and resume it to have that take effect"
+    return f"{listed(changes)} {has} changed; suspend the job and resume it to apply the change"
 
 
 def _clauses(*parts: str) -> str:
@@ -352,7 +352,7 @@ def _obstacles(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
 
 def _spec_rejected(news: Mapping[str, str]) -> Iterator[JobEvent]:
     if (problem := news.get(ConditionType.INVALID)) is not None:
-        message = f"the spec cannot be honoured, and no pod is created from it: {problem}"
+        message = f"the spec is invalid, and no pod is created from it: {problem}"
         yield JobEvent(EventReason.REFUSED, message, warning=True)
 
 

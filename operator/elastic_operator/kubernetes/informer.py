@@ -201,7 +201,7 @@ class Informer:
             if self._problems.pop(None, ""):
                 _log.info("everything can be listed now")
             if self._problems.pop(namespace, ""):
-                _log.info("the namespace %s can be looked after now", namespace)
+                _log.info("the namespace %s can be watched now", namespace)
         self._update()
 
     def _report(self, namespace: str | None, error: ClusterError) -> None:
@@ -212,7 +212,7 @@ class Informer:
         status = error.status if isinstance(error, ApiError) else 0
         problem = f"what exists cannot be listed: {error}"
         if namespace is not None and len(self._namespaces) > 1:
-            problem = f"the namespace {namespace} cannot be looked after: {error}"
+            problem = f"the namespace {namespace} cannot be watched: {error}"
         if status == 403:
             problem += "; grant the operator its rights there (the chart's role has them)"
             problem += ", or take it out of --namespace" if len(self._namespaces) > 1 else ""
@@ -222,9 +222,7 @@ class Informer:
                 "`kubectl apply -f crds/elasticjob.yaml`)"
             )
         if problem.partition(":")[0] != self._problems.get(namespace, "").partition(":")[0]:
-            _log.log(
-                logging.INFO if status == 429 else logging.WARNING, "%s; trying again until it can be done", problem
-            )
+            _log.log(logging.INFO if status == 429 else logging.WARNING, "%s; trying again until it succeeds", problem)
         self._problems[namespace] = problem
         self._update()
 

@@ -32,7 +32,7 @@ BAD_INPUT: Final = 2
 
 _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
-_DESCRIPTION: Final = "Keep the pods of all ElasticJobs of a Kubernetes cluster as their specs want them."
+_DESCRIPTION: Final = "Manage the pods of all ElasticJobs of a Kubernetes cluster."
 _EPILOG: Final = """\
 In a pod it uses the pod's service account. Elsewhere, or with --kubeconfig or --context, it uses a kubeconfig.
 SIGTERM ends it; the jobs keep training without it.
@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         type=_namespace,
         metavar="NS",
-        help="look after the jobs of this namespace only; may be repeated (default: all namespaces)",
+        help="manage only the jobs of this namespace; may be repeated (default: all namespaces)",
     )
     jobs.add_argument(
         "--etcd-image",

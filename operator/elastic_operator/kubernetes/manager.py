@@ -107,7 +107,7 @@ class Manager:
         server = http_server(self._settings.listen, metrics=self._metrics.page, unready=lambda: self._informer.problem)
         async with server as port:
             namespaces = ", ".join(self._settings.namespaces) or "all namespaces"
-            _log.info("looking after the ElasticJobs of %s; /metrics on port %d", namespaces, port)
+            _log.info("managing the ElasticJobs of %s; /metrics on port %d", namespaces, port)
             await until_one_ends(stop.wait(), self._informer.run(), self._lead())
         _log.info("ended")
 

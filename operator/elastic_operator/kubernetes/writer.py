@@ -289,7 +289,7 @@ class Writer:
         """Return the object that has the name already."""
         found, _ = await self._api.list(resource, job.namespace, name=name)
         if not found:
-            raise ClusterError(f"the {resource.kind} {name} was there a moment ago and is not now")
+            raise ClusterError(f"the {resource.kind} {name} existed a moment ago and is gone now")
         _check_owner(found[0], resource, job)
         if resource != PODS and mapping(found[0], "metadata").get("deletionTimestamp"):
             raise ClusterError(f"the {resource.kind} {name} of this job is still being removed")

@@ -113,7 +113,7 @@ class EtcdProcess:
             if not await self._serve():
                 lines = self._log.read_text(errors="replace").strip().splitlines() or ["none"]
                 raise BadInput(
-                    f"{self._binary} ended before it served; its last words: {lines[-1][:500]}. Its log is {self._log}"
+                    f"{self._binary} ended before it served; its last output: {lines[-1][:500]}. Its log is {self._log}"
                 )
             while True:
                 self.restarts += 1

@@ -112,7 +112,7 @@ async def check_program(job: Job, *, run: RunDir, base: Path, environ: Mapping[s
             process.kill()
             await process.wait()
     if process.returncode != ExitCode.SUCCEEDED:
-        lines = said.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        lines = said.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
         raise BadInput(lines[-1].removeprefix("torchelastic-run: "))
 
 
