@@ -115,7 +115,7 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
         Flag("local-addr ADDR", "address for the other nodes; gloo and NCCL use its interface", of.address),
         Flag("port-range FIRST-LAST", "at least 16 ports to listen on. Default: any free ones", of.ports),
         Flag("node-name NAME", "its name in logs and for the operator. Default: host name", of.name(_NODE_NAME_LIMIT)),
-        Flag("notice SECONDS", "most time to save before a planned change. Default: 30", of.seconds(zero=True)),
+        Flag("notice SECONDS", "maximum time to save before a planned change. Default: 30", of.seconds(zero=True)),
         Flag("stop-timeout SECONDS", "from SIGTERM to SIGKILL if the round ends. Default: 0", of.seconds(zero=True)),
         Flag("stop-grace SECONDS", "from SIGTERM to SIGKILL if this node leaves. Default: 5", of.seconds(zero=True)),
         Flag("place NAME", "nodes with the same place get neighbouring ranks. Default: the host", of.name()),

@@ -55,15 +55,15 @@ class TerminationCause(enum.StrEnum):
     """Why a pod ended, if its agent did not cause that."""
 
     OUT_OF_MEMORY = "OutOfMemory"
-    """The kernel killed its worker container: a failure."""
+    """The kernel killed the worker container for memory: a failure."""
     OVER_LIMIT = "OverLimit"
-    """Its node evicted it because it exceeded its own limits: a failure."""
+    """The node evicted the pod because the pod exceeded its own limits: a failure."""
     DISRUPTED = "Disrupted"
-    """It was preempted, drained, evicted or deleted by its node: not a failure."""
+    """The pod was preempted, drained, evicted or deleted by its node: not a failure."""
     NODE_LOST = "NodeLost"
-    """Its node is gone, or silent for too long: not a failure."""
+    """The node is gone, or silent for too long: not a failure."""
     NOT_ADMITTED = "NotAdmitted"
-    """Its node did not admit it: not a failure."""
+    """The node did not admit the pod: not a failure."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
 """The fork server's process: it imports torch and the modules to preload, and is forked into workers.
 
-A fork copies memory but no threads, and a CUDA context does not work in the child, so a module that would
-break the workers is refused. A worker is forked twice, so that its parent is the agent, which watches and reaps it. The
-garbage collector is off during imports, which makes them faster, and everything imported is exempt from it afterwards:
-a collection in a worker then does not copy shared memory pages.
+A fork copies memory but no threads, and a CUDA context does not work in the child, so a module that would break
+the workers is refused. A worker is forked twice, so that its parent is the agent, which watches and reaps it. The
+garbage collector is off during imports, which makes them faster, and ignores all imported objects afterwards: a
+collection in a worker then does not copy shared memory pages.
 
-A forked process waits for its role, and then serves a TCPStore or runs the user's program, in the same
-environment as if the program had been started by hand.
+A forked process waits for its role, and then serves a TCPStore or runs the user's program, in the same environment
+as if the program had been started by hand.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _serve(control: socket.socket) -> socket.socket | None:
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Return the next message and its descriptors; raises EOFError at the end."""
+    """Return the next message and its descriptors; raise EOFError at the end."""
     data, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_LIMIT, DESCRIPTOR_LIMIT)
     if not data:
         raise EOFError
@@ -134,14 +134,14 @@ def _fork_each(links: Sequence[socket.socket]) -> tuple[dict[str, Any], socket.s
 
 
 def _import_torch() -> str:
-    """Import torch; returns why that failed, or an empty string."""
+    """Import torch; return why that failed, or an empty string."""
     with _collector_off():
         error = _import("torch") or _import("torch.distributed")
     return f"torch cannot be imported by {sys.executable}: {error}" if error else ""
 
 
 def _preload(modules: Sequence[str], search_path: str) -> str:
-    """Import the user's modules; returns why one of them cannot be preloaded, or an empty string."""
+    """Import the user's modules; return why one of them cannot be preloaded, or an empty string."""
     if search_path:
         sys.path.insert(0, search_path)
     try:
