@@ -157,18 +157,18 @@ async def test_a_namespace_without_permissions_blocks_no_other(
         kubeconfig = await own_control_plane.kubeconfig_for(ns.name, "operator")
         flags = (f"--namespace={closed}", f"--namespace={ns.name}", "--no-leader-elect")
         async with OperatorProcess(tmp_path, kubeconfig, *flags) as operator:
-            await operator.wait_for_log(f"the namespace {closed} cannot be looked after", "take it out of --namespace")
+            await operator.wait_for_log(f"the namespace {closed} cannot be watched", "take it out of --namespace")
             await ns.apply(replicas=1)
             await ns.wait_for_pods(1)
 
             await other.kubectl(*grant)
-            await operator.wait_for_log(f"the namespace {closed} can be looked after now")
+            await operator.wait_for_log(f"the namespace {closed} can be watched now")
             await other.apply(replicas=1)
             await other.wait_for_pods(1)
             await ns.change(replicas=2)
             await ns.wait_for_pods(2)
             await operator.wait_for_pages(lambda codes: codes == {"/readyz": 200}, "/readyz")
-            assert operator.log.count("cannot be looked after") == 1
+            assert operator.log.count("cannot be watched") == 1
             assert "Traceback" not in operator.log
 
 

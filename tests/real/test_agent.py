@@ -185,7 +185,7 @@ async def test_agents_on_etcd_v2_survive_losing_a_node_and_etcd_and_succeed(
             await b.wait_for_line("round 2: one died")
             await b.wait_until_training(world=1)
             await server.kill()
-            await b.wait_for_line("lost sight of")
+            await b.wait_for_line("the watch of the run's keys broke")
             await server.start()
             async with AgentProcess(*flags, "--node-name=three", program, stop) as c:
                 await asyncio.gather(b.wait_until_training(world=2, since=len(b.lines)), c.wait_until_training(world=2))

@@ -109,7 +109,7 @@ async def test_a_resumed_run_continues_with_the_next_round_and_the_charged_resta
         workers = await run.round(9, world=2)
         workers[1].send("raise ValueError('the fourth')")
         assert (await one.code(), await two.code()) == (1, 1)
-        assert "the fourth (order.py:1); all 3 restarts are used up" in one.lines[-1]
+        assert "the fourth (order.py:1); no restarts are left (the limit is 3)" in one.lines[-1]
 
 
 # -- observation through the store

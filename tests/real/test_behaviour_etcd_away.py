@@ -79,11 +79,11 @@ async def test_training_continues_without_etcd_with_few_retries_and_messages(
         heard = {agent.pid: len(agent.lines) for agent in (a, b)}
         await own_etcd.kill()
         async with refusing_server(port) as calls:
-            await asyncio.gather(*(agent.wait_for_line("lost sight of the run's keys") for agent in (a, b)))
+            await asyncio.gather(*(agent.wait_for_line("the watch of the run's keys broke") for agent in (a, b)))
             await asyncio.sleep(2.0)  # connections are counted during this time
             await train_on(workers)
         assert 2 <= len(calls) < 60
-        assert len(lines_with((a, b), "lost sight of")) == 2
+        assert len(lines_with((a, b), "the watch of the run's keys broke")) == 2
         assert len(lines_with((a, b), "did not answer in time")) <= 4, "each outage is logged once"
         warnings = Counter(line.partition(" ")[2] for agent in (a, b) for line in agent.lines[heard[agent.pid] :])
         assert set(warnings.values()) == {1}, "an agent repeats a message"

@@ -135,7 +135,10 @@ async def test_a_late_root_cause_is_found_on_one_node(tmp_path: Path) -> None:
         """)
         workers[0].send(BROKEN_COLLECTIVE)
         assert await agent.code() == 1
-    assert "rank 1 on one: ValueError: what broke it (order.py:5); no restart is left" in agent.lines[-1]
+    assert (
+        "rank 1 on one: ValueError: what broke it (order.py:5); no restarts are left (the limit is 1)"
+        in agent.lines[-1]
+    )
 
 
 def rank_of(round: RoundRecord, node: str) -> int:
@@ -187,7 +190,7 @@ async def test_a_failure_is_reported_with_its_reason_in_the_log_the_store_and_th
     assert msgspec.structs.replace(words.failure, message="") == msgspec.structs.replace(failure, message="")
     assert words.failure.message.startswith("ValueError: ")
     assert words.failure.message.endswith("großes Pech 🧯 (order.py:1)")
-    assert "all 4 restarts are used up" in words.message
+    assert "no restarts are left (the limit is 4)" in words.message
 
 
 async def test_a_worker_killed_for_memory_is_reported_as_such(tmp_path: Path) -> None:
@@ -202,4 +205,4 @@ async def test_a_worker_killed_for_memory_is_reported_as_such(tmp_path: Path) ->
             await agent.wait_for_line(r"rank 1 on one.*: killed by SIGKILL: out of memory")
             workers[0].send("import signal; os.kill(os.getpid(), signal.SIGKILL)")
             assert await agent.code() == 1
-        assert "rank 0 on one: killed by SIGKILL; no restart is left" in agent.lines[-1]
+        assert "rank 0 on one: killed by SIGKILL; no restarts are left (the limit is 1)" in agent.lines[-1]

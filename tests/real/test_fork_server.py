@@ -156,7 +156,7 @@ async def test_a_store_killed_for_memory_is_reported_as_such(tmp_path: Path) -> 
             )
             assert await agent.code() == ExitCode.FAILED
     died = "the process that serves the round's TCPStore was killed by SIGKILL: out of memory"
-    assert f"rank 0 on one: {died}; it may not restart" in agent.lines[-1]
+    assert f"rank 0 on one: {died}; restarts are not allowed" in agent.lines[-1]
     words = msgspec.json.decode(log.read_bytes(), type=TerminationMessage)
     assert words.failure is not None
     assert (words.failure.kind, words.failure.message) == (FailureKind.PROGRAM, died)

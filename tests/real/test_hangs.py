@@ -86,7 +86,7 @@ async def test_a_non_python_program_sends_heartbeats_by_touching_a_file(tmp_path
     async with AgentProcess(*PATIENT, "--no-python", "sh", script) as agent:
         assert await agent.code() == 1
     assert "[rank 0] trained" in agent.output
-    assert agent.lines[-1].endswith(": no heartbeat for 8 s; it may not restart")
+    assert agent.lines[-1].endswith(": no heartbeat for 8 s; restarts are not allowed")
 
 
 async def test_a_worker_that_never_sends_a_heartbeat_hangs_and_is_killed_if_it_ignores_signals(

@@ -242,7 +242,7 @@ async def test_a_node_leaves_without_the_store_when_its_workers_have_saved(
     ):
         await Run(own_etcd, "outage").wait_until_training(a, b)
         await own_etcd.kill()
-        await b.wait_for_line("lost sight of")
+        await b.wait_for_line("the watch of the run's keys broke")
         b.kill(signal.SIGTERM)
         await b.wait_for_line("got the notice node_left")
         for rank in range(2):

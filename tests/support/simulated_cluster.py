@@ -420,10 +420,10 @@ class SimulatedCluster:
             if members:
                 self.run_ended = state
                 self.outcomes.add(state)
-                self.store.outcome = success() if state is OutcomeState.SUCCEEDED else failure("no restart is left")
+                self.store.outcome = success() if state is OutcomeState.SUCCEEDED else failure("no restarts are left")
 
     def agent_exits_with_the_outcome(self, pod: Pod, *, sidecars_running: bool) -> None:
         if self.run_ended is OutcomeState.SUCCEEDED:
             self.end(pod, ExitCode.SUCCEEDED, sidecars_running=sidecars_running)
         elif self.run_ended is OutcomeState.FAILED:
-            self.end(pod, ExitCode.FAILED, "no restart is left", sidecars_running=sidecars_running)
+            self.end(pod, ExitCode.FAILED, "no restarts are left", sidecars_running=sidecars_running)

@@ -210,8 +210,8 @@ async def test_a_forbidden_namespace_does_not_delay_others_and_is_listed_once_it
         await informer.synced.wait()
         await asyncio.sleep(0.1)
         assert store.keys == ("b/digits",), "a job is stored although its pods cannot be listed"
-        [said] = [each for each in caplog.messages if "cannot be looked after" in each]
-        assert said.startswith("the namespace a cannot be looked after: ")
+        [said] = [each for each in caplog.messages if "cannot be watched" in each]
+        assert said.startswith("the namespace a cannot be watched: ")
         assert (
             "; grant the operator its rights there (the chart's role has them), or take it out of --namespace" in said
         )

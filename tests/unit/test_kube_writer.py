@@ -35,15 +35,15 @@ class Server:
 
     Attributes:
         has: the UID of the object; None for no object.
-        asked: the number of requests by method.
+        requests: the number of requests by method.
     """
 
     def __init__(self) -> None:
         self.has: str | None = UID
-        self.asked: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        self.asked[request.method] += 1
+        self.requests[request.method] += 1
         if request.method == "DELETE":
             status = {"kind": "Status", "reason": "Conflict", "message": "the object has been modified"}
             return web.json_response(status, status=409)

@@ -31,7 +31,7 @@ def test_reasons_and_limits_are_listed() -> None:
     for reason in REASONS:
         assert f"`{reason}`" in PAGE
     assert f"**{MAX_NAMES:,} names**" in PAGE
-    assert f"inherits {MAX_NAMES:,} counters" in PAGE
+    assert f"inherits at most {MAX_NAMES:,} counters" in PAGE
 
 
 def test_the_table_of_series_names_is_correct() -> None:

@@ -244,7 +244,7 @@ async def test_without_an_agent_the_functions_do_nothing(
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
 def test_an_invalid_time_is_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match="seconds must be a time"):
+    with pytest.raises(ValueError, match="seconds must be 0 or more, and finite"):
         torchelastic.ask_for_notice(seconds)
 
 

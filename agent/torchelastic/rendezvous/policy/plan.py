@@ -318,11 +318,11 @@ class _Plan:
             return "this failure is declared final, so the run ends even if restarts are left"
         spent = self.before.restarts >= settings.max_restarts and not failure.uncharged
         if spent and settings.max_restarts == 0:
-            return "it may not restart"
+            return "restarts are not allowed"
         if early >= settings.crash_loop_limit:
             frequency = "once" if early == 1 else f"{early} times in a row"
             return f"its workers failed {frequency} within {settings.crash_loop_seconds:g} s of their start"
-        return f"all {settings.max_restarts} restarts are used up" if spent else ""
+        return f"no restarts are left (the limit is {settings.max_restarts})" if spent else ""
 
     # -- planned changes
 
