@@ -413,7 +413,7 @@ class NodeRecord(_VersionedRecord, frozen=True):
         failure: its first failed worker in ``round``.
         size: the size that it was started with.
         metrics: port of its /metrics; 0 for none.
-        topology_key: nodes with the same key get neighbouring ranks; empty for none.
+        topology_key: nodes with the same key get consecutive ranks; empty for none.
         notice: seconds of notice that its workers in ``round`` ask for before a planned change; 0 for none.
         saved: the serial of the last notice that all its workers have answered.
         first_step_at: when the program began its first step in ``round``, in seconds since the Unix epoch; 0 if

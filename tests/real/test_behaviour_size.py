@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real
 
 NO_TIMERS = "--rdzv-conf=last_call_timeout=3600,lease=3600,join_debounce=3600"
-"""Settings with which a wait for a timer instead of an event never ends."""
+"""Settings that make every timer very long, so that a node that waits for a timer instead of an event hangs."""
 
 
 def wanted(number: int | None, *, generation: int = 0) -> SizeRecord:

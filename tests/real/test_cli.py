@@ -96,7 +96,7 @@ world, rank, seen = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]), path
 print(f"started with {world} workers", flush=True)
 if world == 3 and rank == 0:
     (seen / f"large-{time.time_ns()}").touch()
-# Grown, one worker killed, one agent killed: then, small again, it has seen everything.
+# The demo grows the job, kills a worker and an agent, and shrinks the job. Then the program ends.
 while world == 3 or len(list(seen.glob("large-*"))) < 3:
     print("a step", flush=True)
     time.sleep(0.1)

@@ -1,8 +1,8 @@
 """The output of workers: to files, to the agent's own streams with the rank before each line, or to both.
 
-If the output goes to a file only, the worker writes to the file itself. Otherwise the worker writes to a pipe that the
-agent reads, and a thread passes on whole lines: a slow reader of the agent's output blocks the workers' output, never
-the agent.
+If the output goes to a file only, the worker writes to the file itself. Otherwise the worker writes to a pipe. The
+agent reads the pipe, and a thread writes whole lines to the console. A slow reader of the console therefore blocks the
+workers, but not the agent.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PIPE_LIMIT: Final = 1 << 20
 """Maximum number of bytes in a pipe."""
 
 _PIECE: Final = re.compile(rb"(?s:.{0,%d})\n|[^\n]+\n?" % (select.PIPE_BUF - 1))
-"""Matches whole lines that the kernel writes to a pipe atomically; a longer line is a piece of its own."""
+"""Matches whole lines, up to the size that the kernel writes to a pipe atomically. A longer line is one match."""
 
 _QUEUE_LIMIT: Final = 1 << 20
 _RETRY_DELAY: Final = 0.01
@@ -79,7 +79,7 @@ class Console:
         return self._queued - self._written > _QUEUE_LIMIT
 
     async def close(self, *, patience: float, limit: float) -> None:
-        """Wait for all writes: `limit` seconds at most, and `patience` seconds while the reader takes nothing."""
+        """Wait for all writes, at most `limit` seconds, and `patience` seconds while the reader reads nothing."""
         for handler in self._handlers:
             handler.setStream(sys.stderr)  # type: ignore[attr-defined] # a StreamHandler
         self._queue.put(None)
@@ -120,7 +120,7 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 class LogPipe:
-    """One stream of a worker, read by the agent and passed on to its own stream `descriptor`, and to a file if given.
+    """A pipe for one stream of a worker. The agent copies it to its own `descriptor`, and to a file if one is given.
 
     The worker writes to `writing`. `tail` is the end of its output. `ended` is done when no process can write any more.
     """
@@ -253,7 +253,7 @@ class WorkerOutput:
             os.close(descriptor)
 
     async def drained(self, seconds: float) -> None:
-        """Wait until the output of an ended worker is read; another process may still hold its pipe."""
+        """Read the remaining output of an exited worker; another process may still hold its pipe."""
         for pipe in self._pipes:
             pipe.catch_up()
         if self._pipes:

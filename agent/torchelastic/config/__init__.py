@@ -1,1 +1,1 @@
-"""The command line and the environment of the agent, as frozen settings."""
+"""Parse the agent's command line and environment into frozen dataclasses."""

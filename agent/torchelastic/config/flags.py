@@ -3,7 +3,8 @@
 A flag has torchrun's variable ``PET_<NAME>``. The operator's variables (:class:`~torchelastic.protocol.Env`)
 and the keys of ``--rdzv-conf`` are parsed like flags.
 
-getopt reads the command line, because it stops at the program. argparse, which is slow to import, only prints the help.
+getopt parses the command line, because it stops at the program. argparse only prints the help, because its import is
+slow.
 """
 
 from __future__ import annotations
@@ -77,14 +78,16 @@ CONF_ALIASES: Final = {"timeout": "join_timeout"}
 
 FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
     "Size": (
-        Flag("nnodes N|MIN:MAX", "number of nodes (2), or smallest and largest number (1:4). Default: 1", of.nodes),
-        Flag("nproc-per-node N|auto|cpu|gpu", "workers on this node; auto: one on each GPU, or each CPU. Default: 1"),
-        Flag("max-restarts N", "worker failures that the whole run may have. Default: 100", of.integer(0, _MANY)),
+        Flag("nnodes N|MIN:MAX", "number of nodes, or minimum and maximum, as in 1:4. Default: 1", of.nodes),
+        Flag("nproc-per-node N|auto|cpu|gpu", "workers on this node; auto: one per GPU, or else per CPU. Default: 1"),
+        Flag(
+            "max-restarts N", "maximum number of worker failures in the whole run. Default: 100", of.integer(0, _MANY)
+        ),
         Flag("final-exit-codes CODE[-CODE][,…]", "exit codes that fail the run; 128 + n for signal n", of.exit_codes),
         Flag("free-exit-codes CODE[-CODE][,…]", "exit codes that --max-restarts does not count", of.exit_codes),
     ),
     "Rendezvous": (
-        Flag("rdzv-endpoint HOST[:2379][,…]", "servers of one etcd; http:// or https:// may stand in front"),
+        Flag("rdzv-endpoint HOST[:2379][,…]", "servers of one etcd, each with an optional http:// or https://"),
         Flag("rdzv-id ID", "nodes with the same id train together; required for several nodes, unique on that etcd"),
         Flag("rdzv-conf KEY=VALUE[,…]", f"more settings of the rendezvous and of etcd: {', '.join(CONF)}"),
         Flag("rdzv-backend NAME", "torchelastic or etcd, the default; etcd-v3 or etcd-v2 to choose the server's API"),
@@ -118,12 +121,12 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
         Flag("notice SECONDS", "maximum time to save before a planned change. Default: 30", of.seconds(zero=True)),
         Flag("stop-timeout SECONDS", "from SIGTERM to SIGKILL if the round ends. Default: 0", of.seconds(zero=True)),
         Flag("stop-grace SECONDS", "from SIGTERM to SIGKILL if this node leaves. Default: 5", of.seconds(zero=True)),
-        Flag("place NAME", "nodes with the same place get neighbouring ranks. Default: the host", of.name()),
+        Flag("place NAME", "nodes with the same place get consecutive ranks. Default: the host", of.name()),
         Flag("metrics-port PORT", "serve /metrics for Prometheus, 0 on any free port", of.integer(0, 65535)),
         Flag("termination-log FILE", "file for the termination message, in JSON", of.path),
     ),
     "Accepted for scripts written for torchrun": (
-        Flag("monitor-interval SECONDS", "not needed: the end of a worker is seen at once", of.seconds()),
+        Flag("monitor-interval SECONDS", "ignored: the agent notices the end of a worker at once", of.seconds()),
         Flag("node-rank RANK", "ignored, with a warning: the nodes agree on their ranks"),
         Flag("master-addr ADDR", "ignored, with a warning: the nodes agree on an address"),
         Flag("master-port PORT", "ignored, with a warning: a free port is used"),
@@ -202,7 +205,7 @@ class CommandLine:
 
 
 def from_variables(environ: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, Given]:
-    """Return the given texts by name; an empty variable, as a manifest may have it, counts as not given."""
+    """Return the given texts by name; an empty variable, which a manifest may contain, is ignored."""
     return {name: Given(each, environ[each]) for name, each in variables.items() if environ.get(each)}
 
 
@@ -256,7 +259,7 @@ def _pairs(conf: Given) -> list[tuple[str, str]]:
     pairs = [pair.partition("=")[::2] for pair in conf.text.split(",") if pair.strip()]
     if not all(value.strip() for _, value in pairs):
         # Any part may be a password.
-        raise conf.refused("it takes KEY=VALUE pairs with commas between them, and no value has a comma", secret=True)
+        raise conf.refused("it takes KEY=VALUE pairs, separated by commas; a value cannot contain a comma", secret=True)
     return [(key.strip(), value.strip()) for key, value in pairs]
 
 
@@ -287,12 +290,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM_NAME,
         usage="%(prog)s [FLAG …] PROGRAM [ARGUMENT …]",
-        description="Train elastically: run PROGRAM in several workers on each of one or more nodes, and go on when "
-        "nodes or workers come, go or fail.",
-        epilog="Every flag can also be given by an environment variable: PET_ and its name, as in PET_NNODES=1:4 or "
-        "PET_STANDALONE=1; the command line wins. Underscores and dashes are equivalent. Everything after PROGRAM "
-        "belongs to it. Example: %(prog)s --nnodes 1:4 --nproc-per-node gpu --rdzv-endpoint etcd --rdzv-id digits-7 "
-        "train.py --lr 0.1",
+        description="Run PROGRAM in several workers on one or more nodes. Training continues when nodes join or leave, "
+        "and when workers fail.",
+        epilog="Each flag can also be set by the environment variable PET_<NAME>, as in PET_NNODES=1:4 or "
+        "PET_STANDALONE=1. The command line takes precedence. Underscores and dashes are equivalent. Everything after "
+        "PROGRAM belongs to it. Example: %(prog)s --nnodes 1:4 --nproc-per-node gpu --rdzv-endpoint etcd --rdzv-id "
+        "digits-7 train.py --lr 0.1",
     )
     version = importlib.metadata.version("elastic-operator")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version}", help="show the version and exit")

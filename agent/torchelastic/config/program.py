@@ -1,4 +1,4 @@
-"""The kind of the workers' program, and whether a process that has imported torch can fork it."""
+"""Determine the kind of the workers' program, and whether the fork server can start it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ READ_AT_IMPORT: Final = (
 """Prefixes of variables that torch and its libraries read when they are imported."""
 
 _READ_AT_USE: Final = ("TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME", "TORCH_EXTENSIONS_DIR")
-"""Variables with such a prefix that are read whenever they are needed."""
+"""Exceptions: prefixes of variables that torch reads at each use."""
 
 _READ_AT_START: Final = ("PYTHON", "LANG", "LC_", "LD_", "GLIBC_TUNABLES", "MALLOC_")
 """Prefixes of variables that the interpreter, the dynamic linker or the C library read when a process starts."""
@@ -106,7 +106,7 @@ def absolute(name: str) -> str:
 
 
 def changed_imports(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """Return the variables for which a new interpreter with the second environment differs from a fork in the first."""
+    """Return the variables that a new interpreter in ``after`` reads, but a process forked in ``before`` does not."""
     names = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
     changed = [name for name in names if name.startswith(_READ_AT_START) or is_read_at_import(name)]
     return sorted({*changed, *(name for name in _STARTED_WITH_INTERPRETER if name in after)})

@@ -139,7 +139,7 @@ class NodeSettings:
         node_name: the name of this node for users and the operator.
         address: the address at which peers reach this node; also MASTER_ADDR if it serves the store.
         interface: the network interface for gloo and NCCL; empty if they choose it themselves.
-        place: the topology key; nodes with the same key get neighbouring ranks; empty for none.
+        place: the topology key; nodes with the same key get consecutive ranks; empty for none.
     """
 
     rendezvous: RendezvousSettings

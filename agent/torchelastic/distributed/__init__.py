@@ -1,1 +1,1 @@
-"""The launcher under its older path, :mod:`.launch`."""
+"""Torch's older import path of the launcher: see :mod:`.launch`."""

@@ -44,14 +44,14 @@ class AgentMetrics:
         names = ("job_namespace", "elasticjob")
         self._labels = {} if job is None else dict(zip(names, map(printable, job), strict=True))
         self._run: RendezvousNode | None = None
-        self._beside: tuple[Collector, ...] | None = None  # while /metrics is not served
+        self._beside: tuple[Collector, ...] | None = None  # None while /metrics is not served
         self._failed: set[Collector] = set()
         self._lock = threading.Lock()
         self._words: dict[Series, list[float]] = {}
         self._trained = 0.0
 
     def page(self, *beside: Collector) -> CollectorRegistry:
-        """Return the series of the agent's /metrics: those of the agent from now on, of the run, and of others.
+        """Start to record the agent's series; return a registry of these, of the run's totals, and of other collectors.
 
         Args:
             beside: the other collectors; families of the same name are merged. A collector that raises is left out
@@ -219,8 +219,8 @@ class AgentMetrics:
     def _rising(self, times: TimeBreakdown) -> dict[RunState, float]:
         """Return the seconds by state, which add up to the elapsed time and never decrease.
 
-        A late report of the first step moves seconds from training to restoring. The counter of training then stays
-        constant, and that of restoring lags behind, until both are right again.
+        A late report of the first step reclassifies seconds of training as restoring. Until training catches up, its
+        counter stays constant, and the counter of restoring shows too little.
         """
         states = [state for state in RunState if state in times.seconds or state is not RunState.RESTORING]
         shown = {state: times.seconds.get(state, 0.0) for state in states}

@@ -1,7 +1,8 @@
 """The agent's side of its workers' metrics: the memory of each worker, and its series at a scrape.
 
-The counters and histograms of an exited worker continue in its successor: the worker of the same rank in this node's
-next round, or a worker of a new rank if the ranks have changed. The gauges of an exited worker are removed.
+When a worker exits, its successor continues its counters and histograms. The successor is the worker of the same rank
+in this node's next round. If that rank is gone, it is a worker whose rank is new on this node. The gauges of an exited
+worker are removed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _log: Final = logging.getLogger(__name__)
 class WorkerMemory(Memory):
     """The memory of one worker, as its agent reads it. The values survive any exit of the worker.
 
-    It is a file in memory that is allocated completely and cannot be truncated, so that no later access fails.
+    The memory is a sealed memfd whose pages are allocated in advance, so that no later access fails.
 
     Args:
         rank: the worker's global rank.
@@ -63,7 +64,7 @@ class WorkerMemory(Memory):
         self._ended = True
 
     def shown(self) -> dict[Source, memoryview[float]]:
-        """Return the words of the sources that are shown."""
+        """Return the values of the exposed sources."""
         ended = self._ended
         return {
             source: words for source, words in self.sources().items() if not (ended and source.form.kind is Kind.GAUGE)
@@ -88,7 +89,7 @@ class WorkerMetrics:
             ranks: global ranks by local rank.
         """
         before = {worker.rank: worker for worker in self._workers.values()}
-        # Counters continue in the same rank, or in a rank that is new on this node, so no series decreases or is lost.
+        # A rank keeps its counters. A rank that is new on this node continues those of a rank that has left.
         left = sorted(before.keys() - set(ranks.values()))
         heirs = dict(zip(sorted(set(ranks.values()) - before.keys()), left, strict=False))
         with self._lock:

@@ -1,3 +1,3 @@
-"""``@record``, and the errors of failed runs: torch's."""
+"""Torch's ``@record`` and its errors of failed runs."""
 
 from torch.distributed.elastic.multiprocessing.errors import *  # noqa: F403

@@ -57,7 +57,7 @@ class RendezvousStoreInfo:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousInfo:
-    """The result of a rendezvous; unpacks like the tuple of its first three fields.
+    """The result of a rendezvous. Iterating over it yields ``store``, ``rank`` and ``world_size``.
 
     Attributes:
         store: the store that the agents share.
@@ -100,7 +100,7 @@ class RendezvousHandler(abc.ABC):
         return "none"
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes wait for the next rendezvous; polled while the workers run."""
+        """Return the number of nodes that wait for the next rendezvous. The agent polls it while workers run."""
         return 0
 
     def is_closed(self) -> bool:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["LocalElasticAgent"]
 
 _JOIN_TIMEOUT: Final = 1.0
-"""Seconds to wait for a thread that has a result; only a handler that does not return can delay the thread."""
+"""Seconds to wait for the agent's thread after it has set its result. Only a handler that blocks can delay it."""
 
 _one_at_a_time: Final = threading.Lock()
 
@@ -61,9 +61,9 @@ class LocalElasticAgent:
     Args:
         spec: the program and number of the workers, and the rendezvous.
         start_method: "fork-server" (also "forkserver", "fork"): workers are forked from a process that has torch
-            imported; "exec" (also "spawn"): each worker is a new interpreter. A handler that is not ours implies
+            imported; "exec" (also "spawn"): each worker is a new interpreter. A custom handler implies
             "exec".
-        exit_barrier_timeout: with a handler that is not ours, seconds to wait for the other nodes after the workers
+        exit_barrier_timeout: with a custom handler, seconds to wait for the other nodes after the workers
             of this node have succeeded. With our handler there is no limit.
         log_dir: a folder for the workers' output; None for no files.
         logs_specs: torch's object for the log folder; used if ``log_dir`` is not given.
@@ -103,7 +103,7 @@ class LocalElasticAgent:
             RendezvousError: this node cannot join the run.
             SettingsError: a setting is invalid or unsupported; the message says what to change.
             RuntimeError: another agent runs in this process, or this is a multiprocessing child that is starting.
-            Exception: what a handler that is not ours raises, or a signal handler of the program.
+            Exception: a custom rendezvous handler or a signal handler of the program raised it.
         """
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise RuntimeError(
@@ -233,7 +233,7 @@ class _OurAgent(Agent):
             case ExitCode.SUCCEEDED:
                 return RunResult(WorkerState.SUCCEEDED, return_values=results)
             case ExitCode.FAILED if failure is not None:
-                now = int(time.time())  # the same, so that the first one counts as the earliest
+                now = int(time.time())  # the same for all, so that the first in the list counts as the earliest
                 failures = {
                     each.rank: ProcessFailure(
                         local_rank=each.local_rank,

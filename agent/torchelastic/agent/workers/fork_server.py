@@ -1,7 +1,8 @@
 """The agent's side of the fork server: start it early, keep spare processes ready, restart it if it has died.
 
 A message between the agent, the fork server and a process that it forks is JSON in one packet of a SOCK_SEQPACKET
-socket, sent together with descriptors. A memory file has the work of a process, because environments can be large.
+socket, sent together with descriptors. The arguments and the environment of a process are passed in a memory file,
+because they can exceed the limit of a message.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Seq
 
 @dataclass(frozen=True, slots=True)
 class ForkedProcess:
-    """A forked process that waits for its role; it ends if its link is closed before that."""
+    """A forked process that waits for its role. It exits if its link is closed before it receives one."""
 
     child: Child
     link: socket.socket
@@ -187,7 +188,7 @@ class ForkServer:
     async def _fill(self) -> None:
         self._start_if_dead()
         if self._compiler and self._has_forked and not self._compiler_imported:
-            await self._request(0)  # it has imported torch
+            await self._request(0)  # waits until the fork server has imported torch
             self._compiler_imported = True
             send(self._connection, {"import": _COMPILER})
             await _receive(self._connection)
@@ -240,7 +241,7 @@ class ForkServer:
                 send(connection, {"fork": count}, other_ends)
                 try:
                     answer = await _receive(connection)
-                except asyncio.CancelledError:  # the next request must not get this answer: the server ends
+                except asyncio.CancelledError:  # the next request must not receive this answer
                     with contextlib.suppress(OSError):  # the connection is closed
                         connection.shutdown(socket.SHUT_RDWR)
                     raise

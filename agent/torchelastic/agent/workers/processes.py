@@ -1,7 +1,7 @@
 """Start processes, and reap them on the event loop.
 
-While a :class:`Reaper` is open, this process is a *subreaper*: a worker that is forked twice becomes its child, and so
-do the worker's orphans. Each child is watched through a pidfd, so its end is known at once and nothing polls.
+While a :class:`Reaper` is open, this process is a *subreaper*: the kernel makes it the parent of workers that are
+forked twice, and of orphans that a worker leaves. A pidfd reports the exit of each child at once, without polling.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Child:
         loop.add_reader(self._pidfd, self.reap)
 
     def begin(self) -> None:
-        """Note that the process begins its work: earlier out-of-memory kills do not explain its end."""
+        """Record the start of the work: earlier out-of-memory kills do not explain the exit of the process."""
         self.began = self._loop.time()
         self._killed_before = self._memory_kills.count()
 
@@ -178,7 +178,7 @@ class Reaper:
 
     @contextlib.contextmanager
     def adopting(self) -> Iterator[None]:
-        """Return the context of a block in which new children arrive: an unknown child does not count as an orphan."""
+        """Return a context manager: in its block, unknown children are not orphans, because they may be new."""
         self._settled.clear()
         try:
             yield
@@ -212,7 +212,7 @@ class Reaper:
             children: leaders of sessions.
             mark: the tree mark of their processes.
         """
-        if self.owns_process:  # otherwise a process without session and mark is found by its parent alone
+        if self.owns_process:  # otherwise only its parent leads to a process without session and mark
             for child in children:
                 child.signal(signal.SIGKILL)
         refused: set[ProcessEntry] = set()
@@ -223,7 +223,7 @@ class Reaper:
             chosen = [table[pid] for pid in self._trees(table, children, mark)]
             chosen.sort(key=lambda entry: (entry.started, entry.pid))  # parents first: a shell reports a killed child
             killed.update((entry.pid, entry.started) for entry in chosen)
-            for entry in table.values():  # the dead have lost their mark, so they are recognized by their start
+            for entry in table.values():  # a dead process has no mark: its start time identifies it
                 if entry.dead and self._is_orphan(entry) and (entry.pid, entry.started) in killed:
                     _wait(os.P_PID, entry.pid, 0)
             living = [entry for entry in chosen if not entry.dead and entry not in refused]
@@ -329,15 +329,15 @@ class Watchdog:
         self._sessions = folders[0] / SESSIONS
 
     def start(self) -> None:
-        """Start the process; it is restarted if it ends before the reaper."""
+        """Start the process, and restart it if it exits before the reaper closes."""
         command = python_code("torchelastic.agent.workers.watchdog", minimal=True)
         pid = spawn([*command, *self._arguments], {}, {1: 2, 2: 2})
         self._reaper.adopt(pid).ended.add_done_callback(self._ended)
 
     def watch(self, workers: Sequence[Child]) -> None:
-        """Note the current workers, of which each leads a session."""
+        """Record the current workers. Each leads a session."""
         found = {worker.pid: entry.started for worker in workers if (entry := read_process(worker.pid)) is not None}
-        with contextlib.suppress(OSError):  # the mark remains
+        with contextlib.suppress(OSError):  # the watchdog also finds them by the mark
             self._sessions.write_text(json.dumps(found))
 
     def _ended(self, ended: asyncio.Future[int]) -> None:
