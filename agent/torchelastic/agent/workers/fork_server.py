@@ -188,7 +188,7 @@ class ForkServer:
     async def _fill(self) -> None:
         self._start_if_dead()
         if self._compiler and self._has_forked and not self._compiler_imported:
-            await self._request(0)  # waits until the fork server has imported torch
+            await self._fork_now(0)  # waits until the fork server has imported torch
             self._compiler_imported = True
             send(self._connection, {"import": _COMPILER})
             await _receive(self._connection)
@@ -196,7 +196,7 @@ class ForkServer:
                 spare.link.close()
         self._spares = self._take_spares(len(self._spares))  # which drops those that have died
         if (missing := self._wanted - len(self._spares)) > 0:
-            self._spares += await self._request(missing)
+            self._spares += await self._fork_now(missing)
 
     # -- requests; the lock is held
 
