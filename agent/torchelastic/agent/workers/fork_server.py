@@ -187,16 +187,18 @@ class ForkServer:
 
     async def _fill(self) -> None:
         self._start_if_dead()
+        await self._fork_missing_spares()
         if self._compiler and self._has_forked and not self._compiler_imported:
-            await self._fork_now(0)  # waits until the fork server has imported torch
-            self._compiler_imported = True
             send(self._connection, {"import": _COMPILER})
             await _receive(self._connection)
+            self._compiler_imported = True
             for spare in self._take_spares(self._wanted):
                 spare.link.close()
+            await self._fork_missing_spares()
+
+    async def _fork_missing_spares(self) -> None:
         self._spares = self._take_spares(len(self._spares))  # which drops those that have died
-        if (missing := self._wanted - len(self._spares)) > 0:
-            self._spares += await self._fork_now(missing)
+        self._spares += await self._fork_now(self._wanted - len(self._spares))
 
     # -- requests; the lock is held
 
