@@ -97,6 +97,8 @@ class TestNode:
         """Whether its workers save at once when they get a notice."""
         self.outcome: OutcomeRecord | None = None
         self.partitioned = False
+        self.serves = False
+        """Whether it serves the TCPStore of its last round."""
         self._open = True
 
     async def until(self, wanted: Callable[[TestNode], bool]) -> TestNode:
@@ -107,6 +109,7 @@ class TestNode:
                 if isinstance(event, RoundStarted):
                     self.rounds.append(event.record)
                     self.notices.clear()
+                    self.serves = event.store is not None
                     if event.store is not None:
                         event.store.close()
                 elif isinstance(event, NoticeRecord):

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import socket
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import pytest
@@ -15,7 +15,7 @@ from tests.support.nodes import PATIENCE, Clients, NodeFactory, all_with
 from tests.support.ports import free_range
 from tests.support.views import failure
 from torchelastic.config.settings import RendezvousSettings
-from torchelastic.errors import StoreRefused
+from torchelastic.errors import StoreRefused, StoreUnavailable
 from torchelastic.protocol import (
     PROTOCOL_VERSION,
     LeaderRecord,
@@ -359,6 +359,47 @@ async def test_a_node_offers_another_port_to_another_cluster(cluster_id: str) ->
         await asyncio.sleep(0.01)
         await node.inner.registration.flush()
         assert (await offered() != before) == (cluster_id == "2")
+
+
+class LateNodes:
+    """A client whose watch of the nodes breaks later than its other watches."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+        self.notices_loss = asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def watch(self, prefix: str) -> AsyncGenerator[tuple[Change, ...], None]:
+        try:
+            async for batch in self._store.watch(prefix):
+                yield batch
+        except StoreUnavailable:
+            if prefix == KEYS.nodes:
+                await self.notices_loss.wait()
+            raise
+
+
+async def test_a_round_after_the_loss_of_all_data_has_a_store() -> None:
+    data = MemoryStore()
+    clients = []
+
+    async def connect() -> Store:
+        clients.append(LateNodes(data.another()))
+        return cast("Store", clients[-1])
+
+    async with NodeFactory(connect, "run", lease=LEASE) as factory:
+        nodes = [await factory.node(name, wanted=2) for name in "ab"]
+        await all_with(*nodes)
+        await asyncio.gather(*(node.inner.registration.flush() for node in nodes))
+        data.wipe()
+        await data.put(KEYS.size, encode(SizeRecord(min=1, max=8, generation=2, desired=1)))
+        await asyncio.gather(*(node.until(lambda node: len(node.rounds) == 2) for node in nodes))
+        assert {len(node.members) for node in nodes} == {1}
+        assert [node.serves for node in nodes if node.name in node.members] == [True]
+        for client in clients:
+            client.notices_loss.set()
 
 
 # -- paused leaders

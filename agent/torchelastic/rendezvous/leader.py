@@ -108,9 +108,8 @@ class Leader:
     # -- watching
 
     async def _watch_nodes(self) -> None:
-        # RunStateWatch logs that the store is away.
         nodes = self._run.keys.nodes
-        async with aclosing(follow_forever(self._run.store, nodes, lost=lambda _: None)) as news:
+        async with aclosing(follow_forever(self._run.store, nodes, lost=self._nodes_lost)) as news:
             async for batch in news:
                 if isinstance(batch, Listing):
                     present = {entry.key.removeprefix(nodes) for entry in batch.entries}
@@ -127,6 +126,10 @@ class Leader:
                             self._gone(change.key.removeprefix(nodes))
                 if batch:
                     self._run.changed.send()
+
+    def _nodes_lost(self, _: StoreUnavailable) -> None:
+        """Wait for a new listing: a store that comes back may have lost data. RunStateWatch logs that it is away."""
+        self._listed = False
 
     def _saw(self, entry: Entry) -> None:
         node = entry.key.removeprefix(self._run.keys.nodes)
