@@ -82,7 +82,7 @@ def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     "argv",
     [
-        *(["fly"], ["scale", "digits"], ["scale", "digits", "--replicas", "many"], ["logs", "digits", "--rank", "-1"]),
+        *(["fly"], ["scale", "digits"], ["scale", "digits", "--replicas", "many"]),
         *(["get", "-o", "xml"], ["run"], ["run", "--no-such", "x.yaml"], ["logs", "digits", "--agent", "--rank", "0"]),
     ],
     ids=" ".join,
@@ -92,6 +92,13 @@ def test_an_invalid_command_line_gets_one_sentence_and_code_2(
 ) -> None:
     assert run(*argv) == 2
     assert ("an agent speaks for all ranks" if "--agent" in argv else "--help") in the_one_sentence(capsys)
+
+
+@pytest.mark.parametrize("rank", ["a", "-1", "1.5"])
+def test_an_invalid_number_is_named_with_its_flag(rank: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("logs", "digits", f"--rank={rank}") == 2
+    expected = f"argument --rank: '{rank}' is not a number of 0 or more; see `elasticjob logs --help`"
+    assert the_one_sentence(capsys) == expected
 
 
 @pytest.mark.parametrize("command", [["run"], ["demo"], ["run", "--plain"]], ids=" ".join)

@@ -301,7 +301,7 @@ def test_a_description_has_pods_events_and_conditions() -> None:
     assert {
         "Namespace:     team",
         "State:         Running",
-        "Pods:          2 ready of 3 wanted, 3 there",
+        "Pods:          2 ready of 3 wanted, 3 in total",
         "Round:         4, world size 2",
         "Last Failure:  rank 1 on digits-1-bbbbb was killed by SIGKILL",
         "  maxReplicas: 3",

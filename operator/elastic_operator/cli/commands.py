@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import re
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING
 from elastic_operator.cli.options import add_cluster_flags, add_command, open_client, tell
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable
 
     from elastic_operator.cli.options import Commands
@@ -228,10 +228,6 @@ def _delete(client: JobClient, arguments: argparse.Namespace) -> str:
 
 
 def _number(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise ValueError(text)
-    return number
-
-
-_number.__name__ = "number of 0 or more"  # argparse quotes it
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return int(text)

@@ -101,7 +101,7 @@ def _facts(job: JobView, now: float) -> Iterator[tuple[str, str]]:
     yield "State", job.state + _behind(job)
     yield "Age", duration(now - job.created) if job.created else ""
     yield "Took", duration(job.age(now)) if job.completed else ""
-    yield "Pods", f"{status.ready_replicas} ready of {status.desired} wanted, {status.replicas} there"
+    yield "Pods", f"{status.ready_replicas} ready of {status.desired} wanted, {status.replicas} in total"
     yield "Round", f"{status.round}, world size {status.world_size}" if status.round else "none yet"
     yield "Restarts", f"{status.restarts} charged, {status.uncharged_restarts} uncharged"
     yield "Pods Died", str(status.pod_failures or "")
