@@ -46,9 +46,6 @@ class SimulatedRun:
     def record(self) -> None:
         replace_file(self._files.record, msgspec.json.encode(self.snapshot()))
 
-    def report(self) -> bytes:
-        return b'{"rounds": []}'
-
     def patch(self, fields: dict[str, Any]) -> None:
         if fields.get("replicas") == 4:
             raise BadInput("spec.replicas must not be larger than 3")
@@ -89,7 +86,8 @@ async def test_a_run_is_found_by_the_name_of_its_job_and_by_its_id(
         found = await asyncio.to_thread(jobs.describe, name)
         assert found.spec["replicas"] == 3
         assert found.run.alive
-    assert await asyncio.to_thread(jobs.report, "digits") == (b'{"rounds": []}', "")
+    with pytest.raises(NotFound, match="its report is written when it has ended or is suspended"):
+        await asyncio.to_thread(jobs.report, "digits")
 
 
 async def test_a_run_can_be_scaled_and_suspended_and_its_errors_are_passed_on(

@@ -15,8 +15,7 @@ from elastic_operator.cli.options import add_cluster_flags, add_command, open_cl
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elastic_operator.cli.options import Commands
-    from elastic_operator.client import JobClient
+    from elastic_operator.cli.options import Commands, JobClient
 
 _GET = """\
 List the jobs on this machine: all running jobs, and the latest run of each that has ended;

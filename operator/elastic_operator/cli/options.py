@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elastic_operator.client import JobClient
+    from elastic_operator.client.cluster import ClusterJobs
+    from elastic_operator.client.local import LocalJobs
 
+    JobClient = LocalJobs | ClusterJobs
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse has no public name for it
 
 

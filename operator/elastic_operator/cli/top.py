@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from elastic_operator.cli.options import Commands
-    from elastic_operator.client import JobClient
+    from elastic_operator.cli.options import Commands, JobClient
     from elastic_operator.views.job_metrics import RateTracker, Reading
 
 _INTERVAL: Final = 2.0

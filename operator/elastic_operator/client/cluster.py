@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from elastic_operator.api.constants import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, report_name, worker_selector
 from elastic_operator.api.json_values import integer, mappings, text
 from elastic_operator.api.report import REPORT_KEY
-from elastic_operator.client import ScrapedJob
+from elastic_operator.client import ScrapedJob, still_running
 from elastic_operator.client.cluster_logs import ClusterLogs, is_finished
 from elastic_operator.client.user_api import readable_errors
 from elastic_operator.errors import BadInput, ClusterError, NotFound
@@ -128,8 +128,7 @@ class ClusterJobs:
         missing = (
             f"no report of the job {name} is kept, though it is over; was it over before this version was installed?"
             if is_finished(job)
-            else f"the job {name} is still {text(job, 'status', 'state') or 'Pending'}: its report is written when it "
-            f"has ended or is suspended; `elasticjob top {name}` shows how it trains"
+            else still_running(name, text(job, "status", "state") or "Pending")
         )
         with readable_errors(missing):
             kept = await self._api.get(CONFIG_MAPS, self._api.namespace, report_name(name))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from msgspec.structs import replace
 
-from elastic_operator.client import ScrapedJob
+from elastic_operator.client import ScrapedJob, still_running
 from elastic_operator.errors import BadInput, ClusterError, NotFound
 from elastic_operator.local.run_dir import RunDir, all_runs, home_dir
 from elastic_operator.views.job_view import EventView, JobView
@@ -105,15 +105,13 @@ class LocalJobs:
             NotFound: there is no report, or no run has that name.
         """
         job = self.describe(name)
-        if job.run.alive:
-            with contextlib.suppress(NotFound):  # it has just ended
-                return _request(job, "GET", "/job/report"), ""
-            job = self.describe(name)
         kept = RunDir(Path(job.run.directory)).read_report()
+        if kept is None and job.run.alive:
+            raise NotFound(still_running(name, job.state))
         if kept is None:
             why = "was its run killed, or started by a version without reports?"
             raise NotFound(f"there is no report of {name}: {why} `elasticjob describe {name}` says what is known")
-        return kept, job.run.ended.how if job.run.ended else "killed"
+        return kept, job.run.ended.how if job.run.ended else "" if job.run.alive else "killed"
 
     def scale(self, name: str, replicas: int) -> None:
         """Set the number of pods. Raises BadInput if the job refuses, NotFound if it does not run."""

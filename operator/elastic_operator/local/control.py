@@ -4,7 +4,6 @@
 method  path              response
 ======  ================  =================================================================================
 GET     ``/job``          a snapshot, see :class:`elastic_operator.views.job_view.JobView`
-GET     ``/job/report``   the current report, see :mod:`elastic_operator.api.report`
 GET     ``/watch``        snapshots, one a line: now, after each change, and a last one when the run ends
 PATCH   ``/job``          sets ``replicas`` or ``suspend``: 200, or 422 with ``{"message": sentence}``
 DELETE  ``/job``          202; the run ends with exit code 3
@@ -95,9 +94,6 @@ def _application(run: LocalRun) -> web.Application:
     async def job(_: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(run.snapshot()), content_type="application/json")
 
-    async def report(_: web.Request) -> web.Response:
-        return web.Response(body=run.report(), content_type="application/json")
-
     async def watch(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
@@ -127,7 +123,6 @@ def _application(run: LocalRun) -> web.Application:
     application.add_routes(
         [
             web.get("/job", job),
-            web.get("/job/report", report),
             web.get("/watch", watch),
             web.patch("/job", patch),
             web.delete("/job", delete),

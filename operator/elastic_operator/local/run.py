@@ -184,15 +184,6 @@ class LocalRun:
             progress=progress,
         )
 
-    def report(self) -> bytes:
-        """Return the current report of the run."""
-        kept = self._files.read_report()
-        if kept is not None and self._live.job.status.finished:
-            return kept
-        job, observed = self._live.job, self._observed()
-        breakdown = observed.time_breakdown or job.status.time_breakdown
-        return self._merged(report_of(job, replace(job.status, time_breakdown=breakdown), observed))
-
     def patch(self, fields: dict[str, Any]) -> None:
         """Set fields of the spec. Raises BadInput if the result is not valid, or the job is over."""
         if self._live.patch(fields):
@@ -449,7 +440,10 @@ class LocalRun:
 
     def _keep_report(self, report: Report) -> None:
         """Write a report, merged with the one from before the job was suspended."""
-        self._write(self._files.report, self._merged(report))
+        kept, before = self._files.read_report(), None
+        with contextlib.suppress(BadInput):
+            before = decode_report(kept) if kept is not None else None
+        self._write(self._files.report, encode_report(merged(before, report)))
 
     def _write(self, path: Path, data: bytes) -> None:
         """Replace a file of the run's directory; warn if that fails, once for each file."""
@@ -459,12 +453,6 @@ class LocalRun:
             if path not in self._unwritten:
                 self._unwritten.add(path)
                 self._warn(LocalReason.NOT_RECORDED, f"{path} cannot be written: {error.strerror}")
-
-    def _merged(self, report: Report) -> bytes:
-        kept, before = self._files.read_report(), None
-        with contextlib.suppress(BadInput):
-            before = decode_report(kept) if kept is not None else None
-        return encode_report(merged(before, report))
 
     async def _follow_manifest(self) -> None:
         """Apply the manifest's file whenever it is saved."""
