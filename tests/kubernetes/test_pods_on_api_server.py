@@ -21,8 +21,7 @@ from elastic_operator.api.validation import problem_of
 from elastic_operator.controller.model import Job, NewPod
 from elastic_operator.kubernetes.client import DEPLOYMENTS, DISRUPTION_BUDGETS, PODS, SERVICES
 from elastic_operator.manifest.crd import apply_defaults
-from elastic_operator.resources.etcd import etcd_deployment, etcd_service
-from elastic_operator.resources.owned_objects import PodSettings, disruption_budget
+from elastic_operator.resources.owned_objects import PodSettings, disruption_budget, etcd_deployment, etcd_service
 from elastic_operator.resources.worker_pod import worker_pod
 from tests.support.builders import UID
 from torchelastic.protocol import ResumeRecord, SizeRecord

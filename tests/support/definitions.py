@@ -14,16 +14,13 @@ if TYPE_CHECKING:
     from elastic_operator.kubernetes.client import Resource
     from tests.support.testbed.cluster import Cluster
 
-_QUANTITIES: Final = {"type": "object", "additionalProperties": {"x-kubernetes-int-or-string": True}}
 _GROUPS: Final[dict[Resource, dict[str, Any]]] = {
     SCHEDULER_PLUGINS_GROUPS: {
         "minMember": {"type": "integer", "minimum": 1},
-        "minResources": _QUANTITIES,
         "scheduleTimeoutSeconds": {"type": "integer"},
     },
     VOLCANO_GROUPS: {
         "minMember": {"type": "integer"},
-        "minResources": _QUANTITIES,
         "minTaskMember": {"type": "object", "additionalProperties": {"type": "integer"}},
         "queue": {"type": "string", "default": "default"},
         "priorityClassName": {"type": "string"},

@@ -13,8 +13,7 @@ from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, EVENTS
 from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.kubernetes.store import Store
 from elastic_operator.kubernetes.writer import Writer
-from elastic_operator.resources.etcd import etcd_name
-from elastic_operator.resources.owned_objects import PodSettings
+from elastic_operator.resources.owned_objects import PodSettings, etcd_name
 from tests.support.object_server import MADE, NAMESPACE, ObjectServer
 
 if TYPE_CHECKING:

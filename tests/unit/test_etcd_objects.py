@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 
 from elastic_operator.api.spec import EtcdSpec, SchedulingSpec
-from elastic_operator.resources.etcd import etcd_deployment, etcd_endpoint, etcd_name, etcd_service
-from elastic_operator.resources.owned_objects import PodSettings
+from elastic_operator.resources.owned_objects import (
+    PodSettings,
+    etcd_deployment,
+    etcd_endpoint,
+    etcd_name,
+    etcd_service,
+)
 from tests.support.builders import UID, a_job
 
 METADATA = {

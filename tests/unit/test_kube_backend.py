@@ -20,7 +20,7 @@ from elastic_operator.kubernetes.client import (
     Api,
 )
 from elastic_operator.kubernetes.job_store import JobStores
-from elastic_operator.resources.etcd import etcd_name
+from elastic_operator.resources.owned_objects import etcd_name
 from tests.support.builders import size as a_size
 from tests.support.object_server import MADE, NAMESPACE
 from tests.support.operated_cluster import NAME, OperatedCluster

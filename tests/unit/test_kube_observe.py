@@ -16,8 +16,7 @@ from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.kubernetes.pod_status import pod_of
 from elastic_operator.kubernetes.store import Store
 from elastic_operator.kubernetes.writer import Writer
-from elastic_operator.resources.etcd import etcd_deployment, etcd_service
-from elastic_operator.resources.owned_objects import PodSettings
+from elastic_operator.resources.owned_objects import PodSettings, etcd_deployment, etcd_service
 from tests.support import cluster_objects
 from tests.support.answering import answering
 

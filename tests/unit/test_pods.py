@@ -22,7 +22,7 @@ from elastic_operator.api.spec import (
 )
 from elastic_operator.api.validation import problem_of
 from elastic_operator.controller.model import NewPod
-from elastic_operator.resources.agent_command import agent_arguments, agent_variables, ending_of, resolved
+from elastic_operator.resources.worker_pod import agent_arguments, agent_variables, ending_of, resolved
 from tests.support.builders import UID, a_job, size
 from torchelastic.config.main import parse
 from torchelastic.config.settings import AgentSettings, ProgramKind

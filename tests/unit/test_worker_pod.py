@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from elastic_operator.api.spec import CheckpointSpec, EtcdSpec, GangScheduler, SchedulingSpec
 from elastic_operator.api.validation import AROUND, RESERVED, problem_of
 from elastic_operator.controller.model import NewPod
-from elastic_operator.resources.agent_command import GRACE, NOTICE
 from elastic_operator.resources.owned_objects import PodSettings
-from elastic_operator.resources.worker_pod import worker_pod
+from elastic_operator.resources.worker_pod import GRACE, NOTICE, worker_pod
 from tests.support.builders import UID, a_job, size
 from torchelastic.config.settings import AgentSettings, RendezvousSettings
 from torchelastic.protocol import PROTOCOL_VERSION, Env, ResumeRecord, decode

@@ -29,8 +29,15 @@ from elastic_operator.kubernetes.client import (
 from elastic_operator.kubernetes.pod_status import MAX_PORT
 from elastic_operator.kubernetes.store import managed_etcd
 from elastic_operator.kubernetes.writer import Blocked, Rejected, raise_worst
-from elastic_operator.resources.etcd import etcd_deployment, etcd_name, etcd_service
-from elastic_operator.resources.owned_objects import disruption_budget, metrics_notes, not_installed, pod_group
+from elastic_operator.resources.owned_objects import (
+    disruption_budget,
+    etcd_deployment,
+    etcd_name,
+    etcd_service,
+    metrics_notes,
+    not_installed,
+    pod_group,
+)
 from elastic_operator.resources.worker_pod import worker_pod
 from torchelastic.errors import StoreError
 

@@ -24,7 +24,7 @@ from elastic_operator.kubernetes.apply import Applier, CreateBackoff
 from elastic_operator.kubernetes.client import EVENTS, PODS, backoff, with_hint
 from elastic_operator.kubernetes.pod_status import container_states, event_time, in_a_line, seconds, why_waiting
 from elastic_operator.kubernetes.store import managed_etcd, owner_of
-from elastic_operator.resources.etcd import ETCD
+from elastic_operator.resources.owned_objects import ETCD
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -25,7 +25,7 @@ from elastic_operator.api.json_values import at, integer, listing, mapping, mapp
 from elastic_operator.api.legacy import WORKER
 from elastic_operator.controller.model import IncompatibleImage, Pod, PodPhase, TerminationCause
 from elastic_operator.kubernetes.client import with_hint
-from elastic_operator.resources.agent_command import LAUNCHER
+from elastic_operator.resources.worker_pod import LAUNCHER
 from torchelastic.errors import MalformedRecord
 from torchelastic.protocol import PROTOCOL_VERSION, ExitCode, SizeRecord, TerminationMessage, decode, shorten
 

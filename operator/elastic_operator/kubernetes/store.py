@@ -19,7 +19,7 @@ from elastic_operator.api.spec import GROUP, KIND
 from elastic_operator.controller.model import EtcdState
 from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, PODS, SERVICES, with_hint
 from elastic_operator.kubernetes.pod_status import pod_of
-from elastic_operator.resources.etcd import etcd_endpoint, etcd_name
+from elastic_operator.resources.owned_objects import etcd_endpoint, etcd_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

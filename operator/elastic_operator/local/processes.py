@@ -19,7 +19,7 @@ from elastic_operator.api.spec import user_env
 from elastic_operator.controller.model import NewPod, Pod, PodPhase
 from elastic_operator.errors import BadInput
 from elastic_operator.local.pdeathsig import with_pdeathsig
-from elastic_operator.resources.agent_command import agent_arguments, agent_variables, resolved
+from elastic_operator.resources.worker_pod import agent_arguments, agent_variables, resolved
 from torchelastic.errors import MalformedRecord
 from torchelastic.protocol import TERMINATION_MESSAGE_LIMIT, Env, ExitCode, SizeRecord, TerminationMessage, decode
 

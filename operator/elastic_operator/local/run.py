@@ -33,7 +33,7 @@ from elastic_operator.local.job import LiveJob, warning_of
 from elastic_operator.local.processes import PodProcess, pod_command, tail
 from elastic_operator.local.run_dir import replace_file
 from elastic_operator.manifest.loader import load
-from elastic_operator.resources.agent_command import ending_of
+from elastic_operator.resources.worker_pod import ending_of
 from elastic_operator.store_mirror import StoreMirror, store_at
 from elastic_operator.views.job_view import EndView, EtcdView, EventView, JobView, PodView, ProgressView, RunView
 from torchelastic.errors import StoreError

@@ -1,7 +1,11 @@
-"""The owner references and labels of a job's objects, the PodGroup and the PodDisruptionBudget.
+"""The objects that a job owns, except for its worker pods: etcd, the PodGroup and the PodDisruptionBudget.
 
 The owner reference, by which Kubernetes removes an object with its job, does not set ``blockOwnerDeletion``, which may
 require a permission for the job's finalizers.
+
+The etcd of a job without an endpoint is a Deployment with one replica, behind a Service. The loss of its data is
+harmless, because the agents write their records again. So the data are on the disk of the node, without fsync. Only
+data on a volume (``spec.etcd.storage``) are synced.
 
 A PodGroup defines how many pods a scheduler starts together or not at all. Two kinds are supported: that of Kubernetes'
 scheduler plugins, and Volcano's. Neither is part of Kubernetes.
@@ -9,19 +13,25 @@ scheduler plugins, and Volcano's. Neither is part of Kubernetes.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
-from decimal import ROUND_CEILING, Decimal
 from typing import TYPE_CHECKING, Any, Final
 
-from kubernetes.utils.quantity import parse_quantity
-
-from elastic_operator.api.constants import ANNOTATION_METRICS_PORT, LABEL_JOB, LABEL_ROLE, MANAGED_BY, ROLE_WORKER
-from elastic_operator.api.json_values import mapping, mappings
+from elastic_operator.api.constants import (
+    ANNOTATION_METRICS_PORT,
+    LABEL_JOB,
+    LABEL_JOB_UID,
+    LABEL_ROLE,
+    MANAGED_BY,
+    ROLE_ETCD,
+    ROLE_WORKER,
+)
+from elastic_operator.api.json_values import listing, mapping, mappings, text
 from elastic_operator.api.spec import GROUP, KIND, VERSION, GangScheduler
+from torchelastic.protocol import bracketed
+from torchelastic.store.api import DEFAULT_PORT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from elastic_operator.api.spec import Json, SchedulingSpec
     from elastic_operator.controller.model import Job
@@ -117,8 +127,6 @@ _GANGS: Final[Mapping[GangScheduler, _Gang]] = {
         ("annotations", "scheduling.k8s.io/group-name"),
     ),
 }
-_TOO_MUCH: Final = Decimal(10) ** 20
-"""A limit for requests, because Kubernetes counts in 64 bits."""
 
 
 def gang_marks(job: Job, kind: str) -> dict[str, str]:
@@ -138,8 +146,6 @@ def pod_group(job: Job, gang: GangScheduler, min_member: int) -> dict[str, Any]:
     """Return the PodGroup object."""
     policy = job.spec.scheduling
     spec: dict[str, Any] = {"minMember": min_member}
-    if requests := _requests_of(mapping(job.spec.template, "spec")):
-        spec["minResources"] = {name: _written(amount * min_member) for name, amount in sorted(requests.items())}
     if gang is GangScheduler.VOLCANO:
         volcano = {"queue": policy.queue, "priorityClassName": policy.priority_class}
         spec |= {name: value for name, value in volcano.items() if value}
@@ -176,26 +182,178 @@ def disruption_budget(job: Job, min_available: int) -> dict[str, Any]:
     }
 
 
-def _requests_of(pod: Json) -> dict[str, Decimal]:
-    """Return the sum of the requests of a pod's containers; a limit counts if there is no request.
+RESTRICTED: Final[Json] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+"""A container's security context. With :data:`SECCOMP` this is the pod security standard ``restricted``, except for
+a user that is not root: only the author of an image knows that."""
 
-    Invalid quantities are ignored: the API server rejects them when pods are created.
+SECCOMP: Final[Json] = {"seccompProfile": {"type": "RuntimeDefault"}}
+"""A pod's security context."""
+
+_SILENT: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+"""The taints of a node that does not respond."""
+_NO_EXECUTE: Final = "NoExecute"
+
+
+def extended(given: object, more: Sequence[object]) -> object:
+    """Return a list with more at its end; another value is returned unchanged."""
+    return given if given is not None and not isinstance(given, list) else [*listing(given), *more]
+
+
+def tolerate_silent_node(pod: dict[str, Any], seconds: int) -> None:
+    """Evict a pod this number of seconds after its node became silent. Kubernetes waits five minutes by default.
+
+    The user's own tolerations of these taints take precedence.
     """
-    total: dict[str, Decimal] = {}
-    for container in mappings(pod, "containers"):
-        for name, quantity in {
-            **mapping(container, "resources", "limits"),
-            **mapping(container, "resources", "requests"),
-        }.items():
-            with contextlib.suppress(ValueError, ArithmeticError, TypeError):
-                amount = parse_quantity(quantity)
-                if 0 < amount < _TOO_MUCH:
-                    total[name] = total.get(name, Decimal(0)) + amount
-    return total
+    there = mappings(pod, "tolerations")
+    ours = [
+        {"key": taint, "operator": "Exists", "effect": _NO_EXECUTE, "tolerationSeconds": seconds}
+        for taint in _SILENT
+        if not any(text(each, "key") in ("", taint) and text(each, "effect") in ("", _NO_EXECUTE) for each in there)
+    ]
+    if ours:
+        pod["tolerations"] = extended(pod.get("tolerations"), ours)
 
 
-def _written(amount: Decimal) -> str:
-    """Format an amount as in Kubernetes: a whole number, or thousandths."""
-    if amount == amount.to_integral_value():
-        return f"{amount:f}".partition(".")[0]
-    return f"{(amount * 1000).to_integral_value(ROUND_CEILING):f}m"
+ETCD: Final = "etcd"
+"""The name of its container."""
+
+_USER: Final = 65532
+_UNPRIVILEGED: Final[Json] = {
+    "runAsNonRoot": True,
+    "runAsUser": _USER,
+    "runAsGroup": _USER,
+    "fsGroup": _USER,
+    "fsGroupChangePolicy": "OnRootMismatch",
+}
+_PORT_NAME: Final = "client"
+_FOLDER: Final = "/var/lib/etcd"
+_RESOURCES: Final[Json] = {"requests": {"cpu": "100m", "memory": "64Mi"}}
+_FROM_THE_TEMPLATE: Final = ("imagePullSecrets", "priorityClassName", "tolerations")
+"""Fields of the template without which some clusters do not accept or run a pod. Node selectors and affinities are
+left out: etcd does not need the nodes of workers."""
+
+
+def etcd_name(job_name: str) -> str:
+    """Return the name of the service and of the deployment of a job's etcd."""
+    return f"{job_name}-etcd"
+
+
+def etcd_endpoint(cluster_ip: str) -> str:
+    """Return host:port of the etcd whose service has this address."""
+    return f"{bracketed(cluster_ip)}:{DEFAULT_PORT}"
+
+
+def etcd_service(job: Job, *, cluster_ip: str | None) -> dict[str, Any]:
+    """Return the service.
+
+    Args:
+        job: the owner.
+        cluster_ip: its address, if living pods use it already; None for any.
+    """
+    spec: dict[str, Any] = {
+        "type": "ClusterIP",
+        "selector": _selector(job),
+        "ports": [{"name": _PORT_NAME, "port": DEFAULT_PORT, "targetPort": _PORT_NAME, "protocol": "TCP"}],
+    }
+    if cluster_ip is not None:
+        spec["clusterIP"] = cluster_ip
+    return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(job), "spec": spec}
+
+
+def etcd_deployment(job: Job, settings: PodSettings) -> dict[str, Any]:
+    """Return the deployment."""
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _metadata(job),
+        "spec": {
+            "replicas": 1,
+            # Two etcds behind one address would be two stores.
+            "strategy": {"type": "Recreate"},
+            "selector": {"matchLabels": _selector(job)},
+            "template": {
+                "metadata": {"labels": _labels(job)},
+                "spec": {
+                    **_shared_with_workers(job),
+                    "containers": [_container(job, settings)],
+                    "volumes": [{"name": "data", **_volume(job)}],
+                    "automountServiceAccountToken": False,
+                    # Otherwise a service called "etcd" would set variables that etcd reads.
+                    "enableServiceLinks": False,
+                    "terminationGracePeriodSeconds": 5,
+                    "securityContext": {**_UNPRIVILEGED, **SECCOMP},
+                },
+            },
+        },
+    }
+
+
+def _container(job: Job, settings: PodSettings) -> dict[str, Any]:
+    etcd = job.spec.etcd
+    keeps_data = etcd.storage is not None
+    client = f":{DEFAULT_PORT}"
+    return {
+        "name": ETCD,
+        "image": etcd.image or settings.etcd_image,
+        "command": ["etcd"],
+        "args": [
+            f"--name={etcd_name(job.name)}",
+            f"--data-dir={_FOLDER}/{'data' if keeps_data else '$(POD_IP)'}",
+            f"--listen-client-urls=http://0.0.0.0{client}",
+            f"--advertise-client-urls=http://{etcd_name(job.name)}.{job.namespace}{client}",
+            # Only clients that lost the connection for a moment need its history.
+            "--auto-compaction-mode=periodic",
+            "--auto-compaction-retention=10m",
+            f"--quota-backend-bytes={1 << 30}",
+        ],
+        "env": [] if keeps_data else _CARELESS,
+        "ports": [{"name": _PORT_NAME, "containerPort": DEFAULT_PORT, "protocol": "TCP"}],
+        "readinessProbe": {
+            "httpGet": {"path": "/health", "port": _PORT_NAME},
+            "periodSeconds": 1,
+            "timeoutSeconds": 1,
+            "failureThreshold": 3,
+        },
+        "resources": etcd.resources or _RESOURCES,
+        "securityContext": {**RESTRICTED, "readOnlyRootFilesystem": True},
+        "volumeMounts": [{"name": "data", "mountPath": _FOLDER}],
+    }
+
+
+_CARELESS: Final = [
+    # As a variable: etcd 3.4 has no such flag, and ignores the variable.
+    {"name": "ETCD_UNSAFE_NO_FSYNC", "value": "true"},
+    # Data of a node that lost power must not be read again. So each address of the pod has its own folder: no sandbox,
+    # and no address, outlives a restart of its node.
+    {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+]
+
+
+def _volume(job: Job) -> dict[str, Any]:
+    storage = job.spec.etcd.storage
+    if storage is None:
+        return {"emptyDir": {}}
+    claim = {"metadata": {"labels": _labels(job)}, "spec": storage}
+    return {"ephemeral": {"volumeClaimTemplate": claim}}
+
+
+def _shared_with_workers(job: Job) -> dict[str, Any]:
+    template = mapping(job.spec.template, "spec")
+    pod = {key: template[key] for key in _FROM_THE_TEMPLATE if template.get(key) is not None}
+    tolerate_silent_node(pod, job.spec.node_loss)
+    if job.spec.scheduling.priority_class:
+        # The workers wait for it, so they must not preempt it.
+        pod["priorityClassName"] = job.spec.scheduling.priority_class
+    return pod
+
+
+def _metadata(job: Job) -> dict[str, Any]:
+    return {**own_metadata(job, etcd_name(job.name), ROLE_ETCD), "labels": _labels(job)}
+
+
+def _labels(job: Job) -> dict[str, str]:
+    return {**common_labels(job, ROLE_ETCD), **_selector(job)}
+
+
+def _selector(job: Job) -> dict[str, str]:
+    return {**own_labels(job, ROLE_ETCD), LABEL_JOB_UID: job.uid}
