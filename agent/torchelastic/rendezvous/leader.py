@@ -92,7 +92,7 @@ class Leader:
         self._took_expired_at = election.took_expired_at
         self._connections_work = election.connections_work  # the network does not forbid them
         self._tasks: asyncio.TaskGroup | None = None
-        self._listed = False
+        self._listed = 0
         self._said = ""
         self._silent_until = 0.0
 
@@ -108,8 +108,22 @@ class Leader:
     # -- watching
 
     async def _watch_nodes(self) -> None:
+        """Follow the nodes' keys, from a new listing each time that the run's keys are listed.
+
+        The run's keys are listed again when the store is back, perhaps without its data. An older listing of the nodes
+        then has offers of ports that the nodes have closed.
+        """
+        while True:
+            listings = self._run.listings
+            async with asyncio.TaskGroup() as tasks:
+                following = tasks.create_task(self._follow_nodes(listings))
+                await self._run.changed.until(lambda: self._run.listings != listings)  # noqa: B023 - awaited here
+                following.cancel()
+
+    async def _follow_nodes(self, listings: int) -> None:
         nodes = self._run.keys.nodes
-        async with aclosing(follow_forever(self._run.store, nodes, lost=self._nodes_lost)) as news:
+        # RunStateWatch logs that the store is away.
+        async with aclosing(follow_forever(self._run.store, nodes, lost=lambda _: None)) as news:
             async for batch in news:
                 if isinstance(batch, Listing):
                     present = {entry.key.removeprefix(nodes) for entry in batch.entries}
@@ -117,7 +131,7 @@ class Leader:
                         self._gone(node)
                     for entry in batch.entries:
                         self._saw(entry)
-                    self._listed = True
+                    self._listed = listings
                 else:
                     for change in batch:
                         if change.entry is not None:
@@ -126,10 +140,6 @@ class Leader:
                             self._gone(change.key.removeprefix(nodes))
                 if batch:
                     self._run.changed.send()
-
-    def _nodes_lost(self, _: StoreUnavailable) -> None:
-        """Wait for a new listing: a store that comes back may have lost data. RunStateWatch logs that it is away."""
-        self._listed = False
 
     def _saw(self, entry: Entry) -> None:
         node = entry.key.removeprefix(self._run.keys.nodes)
@@ -267,7 +277,7 @@ class Leader:
     def _is_ready(self) -> bool:
         """Return whether this node leads and has read everything: a decision on partial data would lose nodes."""
         leader = self._run.leader.record
-        read = self._listed and self.history_writer.has_read
+        read = self._listed == self._run.listings and self.history_writer.has_read
         return read and self._run.away_since is None and leader is not None and leader.node == self._run.node
 
     def _patient_until(self) -> float:

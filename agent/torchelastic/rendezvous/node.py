@@ -50,9 +50,6 @@ LEAVE_TIMEOUT: Final = 2.0
 STORE_SHARE: Final = 0.75
 """Fraction of the timeout of :meth:`RendezvousNode.is_current` for the store; the rest is for a peer."""
 
-OFFERS: Final = 8
-"""Maximum number of ports that a node keeps open for one round; each return of a store without data adds one or two."""
-
 
 @dataclass(frozen=True, slots=True)
 class RoundStarted:
@@ -118,7 +115,7 @@ class StorePortOffer:
     """The port on which this node offers to serve the TCPStore of the next round.
 
     Each offer is for one round. If the store may have lost a round that used the port, :meth:`renew` offers another.
-    Previous ports stay open until the next round, because a leader that has not read the new offer may choose one.
+    The previous port stays open after that, because a leader may have chosen it just before.
     """
 
     def __init__(self, host: str, ports: PortRange | None) -> None:
@@ -135,7 +132,7 @@ class StorePortOffer:
     def renew(self) -> int:
         """Offer another port; return it."""
         port = self.port
-        while len(self._listeners) >= (OFFERS if self._ports is None else 1):
+        while len(self._listeners) > (1 if self._ports is None else 0):
             self._listeners.pop(0).close()
         self._listeners.append(listen(self._host, self._ports, after=port))
         return self.port

@@ -105,6 +105,7 @@ class RunStateWatch:
         away_since: since when the store is unreachable, by the loop's clock; None while it is reachable.
         back_at: when the store last came back, by the loop's clock; None if it was never away.
         last_leader: the node that leads, or led last; None if none is known.
+        listings: the number of listings of all keys that this node has read.
         restored: whether the store has lost data: it has another cluster id than before, or an earlier revision. The
             reader resets it.
     """
@@ -120,6 +121,7 @@ class RunStateWatch:
         self.away_since: float | None = 0.0
         self.back_at: float | None = None
         self.last_leader: LeaderRecord | None = None
+        self.listings = 0
         self.restored = False
         self._decoders: dict[str, Callable[[bytes], msgspec.Struct]] = {
             keys.leader: lambda data: decode(data, LeaderRecord),
@@ -194,6 +196,7 @@ class RunStateWatch:
         entries = {entry.key: entry for entry in listing.entries}
         for key in self._decoders:
             self._set(key, self._versioned(key, entries.get(key)))
+        self.listings += 1
         if self.away_since:  # not before the first listing
             self.back_at = asyncio.get_running_loop().time()
         self.away_since = None
