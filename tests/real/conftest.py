@@ -27,18 +27,11 @@ def oldest_torchs_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return oldest_torch.make_python(tmp_path_factory.mktemp("oldest") / "venv")
 
 
-@pytest.fixture
-def with_oldest_torch(oldest_torchs_python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the oldest torch to every Python that the test starts; such a test also has the marker oldest_torch."""
-    monkeypatch.setattr(sys, "executable", str(oldest_torchs_python))
-
-
 @pytest.fixture(params=["newest", pytest.param("oldest", marks=pytest.mark.oldest_torch)])
-def each_torch(request: pytest.FixtureRequest) -> str:
-    """Run the test twice: with this environment's torch, and with the oldest one."""
+def each_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the test twice: with this environment's torch, and with the oldest one in every Python that it starts."""
     if request.param == "oldest":
-        request.getfixturevalue("with_oldest_torch")
-    return str(request.param)
+        monkeypatch.setattr(sys, "executable", str(request.getfixturevalue("oldest_torchs_python")))
 
 
 @pytest.fixture(autouse=True)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from typing import TYPE_CHECKING
 
 import pytest
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
-from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from tests.support import etcd_kinds
 from tests.support.agents import AgentProcess
 from tests.support.launchers import Launcher, script
 from tests.support.measured import Measured
 from tests.support.scraping import Page, scraped
-from tests.support.workers import eventually
 from torchelastic.metrics.series import OPERATIONS
 from torchelastic.protocol import Env
 
@@ -30,14 +26,6 @@ pytestmark = pytest.mark.real
 SAYS_ITS_ROUND = """
 round = os.environ["TORCHELASTIC_ROUND"]
 print(f"round {round} pid {os.getpid()}", flush=True)
-"""
-MEASURES = """
-from torchelastic import metrics
-metrics.declare("my_app", counters=["samples"], histograms={"step.ms": [0.1, 1]})
-for name in ("samples", "step.ms", "loss", "busy.ms", "memory.bytes"):
-    metrics.put_metric(name, 1, "my_app")
-metrics.put_metric("checkpoint.write_latency_ms", 2000)
-metrics.put_metric("train_step.success", 1)
 """
 
 
@@ -116,24 +104,6 @@ async def test_a_custom_handler_receives_the_documented_calls(tmp_path: Path) ->
     assert not any("store" in name for name in names)
 
 
-async def test_the_metrics_page_is_valid_in_both_formats(tmp_path: Path) -> None:
-    measured = Measured(tmp_path, MEASURES + SAYS_ITS_ROUND, "--nproc-per-node=2")
-    async with measured.agent:
-        await measured.after("round 1 pid", count=2)
-        await killed(measured, 1)
-        await measured.after("round 2 pid", count=2)
-        # The recovery is measured when all workers have started.
-        await measured.until(lambda page: any("_recovery_duration_seconds" in name for name, _ in page.samples))
-        plain = await measured.text()
-        openmetrics = await measured.text("application/openmetrics-text;version=1.0.0")
-    pages = Page(parse_text(plain)), Page(parse_openmetrics(openmetrics))
-    assert pages[0].samples.keys() == pages[1].samples.keys()
-    assert pages[0].job == pages[1].job
-    for line in ("# HELP ", "# TYPE "):
-        type_lines = [each.split()[2] for each in plain.splitlines() if each.startswith(line)]
-        assert len(type_lines) == len(set(type_lines)) == len(pages[0].types)
-
-
 async def test_memory_is_shown_for_each_worker_with_its_children_and_for_the_agent(tmp_path: Path) -> None:
     measured = Measured(
         tmp_path,
@@ -188,39 +158,6 @@ async def test_an_agent_without_store_and_with_failing_workers_serves_metrics(tm
                 )
             )
             assert requests(after, "failure")["keep_alive"] >= 1
-
-
-async def test_training_continues_while_slow_scrapes_are_pending(tmp_path: Path) -> None:
-    steps = tmp_path / "steps"
-    measured = Measured(
-        tmp_path,
-        f"""
-        from torchelastic import metrics
-        print("trains", flush=True)
-        step = 0
-        while step < 1_000_000:
-            step += 1
-            metrics.put_metric("step", step, "my_app")
-            with open("{steps}.new", "w") as file:
-                file.write(str(step))
-            os.replace("{steps}.new", "{steps}")
-        """,
-    )
-
-    async def train_on() -> None:
-        before = int(steps.read_text())
-        await eventually(lambda: int(steps.read_text()) > before + 100)
-
-    async with measured.agent as agent:
-        await agent.wait_for_line("trains")
-        await eventually(steps.exists)
-        agent.kill(signal.SIGSTOP)
-        asked = [asyncio.ensure_future(measured.page()) for _ in range(10)]
-        await train_on()
-        assert not any(each.done() for each in asked)
-        agent.kill(signal.SIGCONT)
-        pages = await asyncio.gather(*asked)
-        assert all(page.value("my_app_step", rank="0") for page in pages)
 
 
 async def test_the_metrics_page_is_served_on_any_free_port_while_the_run_waits_for_nodes(tmp_path: Path) -> None:

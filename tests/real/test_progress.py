@@ -117,6 +117,7 @@ async def test_a_report_before_a_sigkill_is_kept_with_the_failure(run: Run) -> N
 
 
 async def test_a_child_of_a_worker_cannot_report_for_it_but_an_executed_program_can(run: Run) -> None:
+    port = free_range(1).first
     source = """
         def train():
             torchelastic.step()
@@ -140,11 +141,14 @@ async def test_a_child_of_a_worker_cannot_report_for_it_but_an_executed_program_
             executed = "import torchelastic, signal\\nwith torchelastic.checkpoint(): pass\\nsignal.pause()"
             os.execv(sys.executable, [sys.executable, "-c", executed])
         """
-    async with run.records as records, run.agent(source) as agent:
+    async with run.records as records, run.agent(source, f"--metrics-port={port}") as agent:
         await agent.wait_for_line("nothing is kept")
         stepped = (await records.until(lambda record: record.first_step_at)).first_step_at
         assert {record.last_checkpoint_at for record in records.records} == {0}
         assert (await records.until(lambda record: record.last_checkpoint_at)).first_step_at == stepped
+        page = await scraped(port)
+    assert page.value("torchelastic_checkpoint_write_latency_seconds_count", rank="0") == 1
+    assert page.value("torchelastic_operation_duration_seconds_count", operation="train_step", rank="0") is None
 
 
 async def test_frequent_steps_are_measured_with_few_store_writes(run: Run) -> None:
@@ -171,9 +175,10 @@ async def test_frequent_steps_are_measured_with_few_store_writes(run: Run) -> No
     assert 2 <= len(written) <= took + 4
 
 
-async def test_signal_handlers_and_saving_threads_block_nothing(run: Run) -> None:
+async def test_signal_handlers_and_saving_threads_block_nothing_and_each_checkpoint_is_measured(run: Run) -> None:
+    port = free_range(1).first
     source = """
-        handled = 0
+        handled = worked = 0
 
         def handle(*_):
             global handled
@@ -197,21 +202,24 @@ async def test_signal_handlers_and_saving_threads_block_nothing(run: Run) -> Non
         until = time.monotonic() + 1.5
         while time.monotonic() < until:
             work()
+            worked += 1
         for thread in threads:
             thread.join()
         signal.setitimer(signal.ITIMER_REAL, 0)
         began = time.time()
         with torchelastic.checkpoint():
             pass
-        print(f"{handled} handled, the last began at {began}", flush=True)
+        print(f"{handled} handled, {handled + 5_000 * (3 + worked) + 1} in all; the last at {began}", flush=True)
         while True:
             torchelastic.step()
             time.sleep(0.1)
         """
-    async with run.records as records, run.agent(source) as agent:
-        said = await agent.wait_for_line(r"(\d+) handled, the last began at (\S+)")
+    async with run.records as records, run.agent(source, f"--metrics-port={port}") as agent:
+        said = await agent.wait_for_line(r"(\d+) handled, (\d+) in all; the last at (\S+)")
         assert int(said[1]) > 0
-        await records.until(lambda record: record.last_checkpoint_at > float(said[2]) - ROUNDING)
+        await records.until(lambda record: record.last_checkpoint_at > float(said[3]) - ROUNDING)
+        page = await scraped(port)
+    assert page.value("torchelastic_checkpoint_write_latency_seconds_count", rank="0") == int(said[2])
 
 
 def test_a_program_runs_unchanged_without_an_agent(tmp_path: Path) -> None:

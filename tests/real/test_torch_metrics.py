@@ -54,25 +54,6 @@ def test_torch_metrics_arrive_with_any_configuration(program: str) -> None:
     assert [line.rpartition("]")[2] for line in lines if not line.startswith("ours")] == [": loss=1"]
 
 
-def test_the_metrics_module_does_not_import_torch() -> None:
-    program = """
-        import sys
-        if sys.argv[1:]:
-            import torchelastic.metrics
-            assert "torch" not in sys.modules
-        import torch.distributed.elastic.metrics.api as api
-        print(type(api.__spec__.loader).__name__, vars(api.__spec__.loader), api.__spec__.origin, api.__file__)
-        print(api.MetricStream.add_value.__name__, len(sys.meta_path))
-    """
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", dedent(program), *given], check=True, capture_output=True, text=True
-        ).stdout
-        for given in ([], ["ours"])
-    ]
-    assert runs[0] == runs[1]
-
-
 def test_torchs_agent_records_its_metrics_in_our_series() -> None:
     lines = said(
         """

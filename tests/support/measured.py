@@ -12,7 +12,7 @@ import aiohttp
 
 from tests.support.agents import PATIENCE, AgentProcess
 from tests.support.ports import free_range
-from tests.support.scraping import scraped, scraped_text
+from tests.support.scraping import scraped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,10 +51,6 @@ class Measured:
 
     async def page(self) -> Page:
         return await scraped(self._port)
-
-    async def text(self, accept: str = "*/*") -> str:
-        """The text of the page."""
-        return await scraped_text(self._port, accept=accept)
 
     async def until(self, holds: Callable[[Page], object]) -> Page:
         """Wait until the page meets a condition, and return the page."""

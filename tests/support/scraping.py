@@ -61,12 +61,11 @@ async def scraped(port: int) -> Page:
     return Page(text_string_to_metric_families(await scraped_text(port)))
 
 
-async def scraped_text(port: int, *, accept: str = "*/*") -> str:
+async def scraped_text(port: int) -> str:
     """The text of the page."""
-    patience, headers = aiohttp.ClientTimeout(PATIENCE), {"Accept": accept}
     async with (
-        aiohttp.ClientSession() as session,
-        session.get(f"http://127.0.0.1:{port}/metrics", timeout=patience, headers=headers) as response,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE)) as session,
+        session.get(f"http://127.0.0.1:{port}/metrics") as response,
     ):
         assert response.status == 200
         return await response.text()

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from torchelastic.agent.workers.pool import Workers
     from torchelastic.rendezvous.node import RendezvousNode
-    from torchelastic.store import Store
 
 REQUESTS = "torchelastic_store_request_duration_seconds_count"
 
@@ -62,18 +61,6 @@ class Fixed(Collector):
 # -- the page
 
 
-def test_every_series_has_the_labels_of_the_job(agent: AgentMetrics) -> None:
-    beside = Fixed(GaugeMetricFamily("my_app_loss", "Loss.", value=1))
-    registry = agent.page(beside)
-    agent.round(1, 2)
-    agent.store_answered("get", 0.1, succeeded=True)
-    for _ in range(2):  # some collectors create metric families on each scrape, others keep them
-        shown = page(registry)
-        assert shown.job == ("team", "digits")
-        assert shown.value("torchelastic_round") == shown.value("my_app_loss") == 1
-        assert shown.value(REQUESTS, request="get", outcome="success") == 1
-
-
 def test_openmetrics_has_units(agent: AgentMetrics) -> None:
     registry = agent.page()
     agent.store_answered("get", 0.1, succeeded=True)
@@ -94,27 +81,6 @@ def test_a_failing_collector_is_left_out_and_logged_once(agent: AgentMetrics, ca
 
 
 # -- requests to the store
-
-
-async def test_every_request_to_the_store_is_measured(agent: AgentMetrics) -> None:
-    registry = agent.page()
-    store = cast("Store", NodeStore(MemoryStore(), agent.store_answered))
-    lease = await store.grant(10)
-    await store.keep_alive(lease)
-    revision = await store.put("/a/1", b"one", lease=lease)
-    assert await store.compare_and_swap("/a/1", b"two", expected=revision) == revision + 1
-    entry = await store.get("/a/1")
-    assert entry is not None
-    assert entry.value == b"two"
-    assert [each.key for each in (await store.list("/a/")).entries] == ["/a/1"]
-    async with aclosing(store.watch("/a/")) as changes:
-        assert await anext(changes) == ()
-    await store.delete("/a/1")
-    await store.delete_prefix("/a/")
-    await store.revoke(lease)
-    counted = {dict(labels)["request"]: count for (_, labels), count in page(registry).named(REQUESTS).items()}
-    each_once = "compare_and_swap delete delete_prefix get grant keep_alive list put revoke watch"
-    assert (" ".join(sorted(counted)), set(counted.values())) == (each_once, {1})
 
 
 @pytest.mark.parametrize(

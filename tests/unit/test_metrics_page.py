@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from torchelastic import metrics
-from torchelastic.metrics.series import PLATFORM_SAMPLES, RESERVED_BEGINNINGS, Form, Source, user_series
+from torchelastic.metrics.series import PLATFORM_SAMPLES, Form, Source, user_series
 from torchelastic.metrics.series_handler import MAX_NAMES, REASONS
 
 ROOT = Path(__file__).parents[2]
@@ -40,12 +40,3 @@ def test_the_table_of_series_names_is_correct() -> None:
     for group, *names, series in rows:
         for name in filter(None, names):
             assert user_series(Source(group, name, Form())).name.startswith(series)
-
-
-def test_the_reserved_prefixes_are_listed() -> None:
-    for beginning in RESERVED_BEGINNINGS:
-        assert f"`{beginning}`" in PAGE
-
-
-def test_the_readme_links_to_the_page() -> None:
-    assert "](docs/metrics.md)" in (ROOT / "README.md").read_text()

@@ -17,9 +17,13 @@ async def test_a_server_listens_on_all_addresses_until_it_is_closed() -> None:
     handler = PrometheusMetricHandler()
     handler.emit(MetricData(0.0, "my_app", "loss", 0.5))
     async with serve_metrics(handler.registry, 0) as port:
-        async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/metrics") as response:
-            assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-            families = [*text_string_to_metric_families(await response.text())]
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+            async with session.get("/metrics") as response:
+                assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+                families = [*text_string_to_metric_families(await response.text())]
+            openmetrics = "application/openmetrics-text; version=1.0.0"
+            async with session.get("/metrics", headers={"Accept": openmetrics}) as response:
+                assert response.headers["Content-Type"].startswith(openmetrics)
         assert [(family.name, family.type) for family in families] == [("my_app_loss", "gauge")]
         with pytest.raises(OSError, match=r"[Aa]ddress already in use"), socket.create_server(("", port)):
             pass

@@ -85,20 +85,6 @@ def test_counters_continue_after_a_change_of_ranks(
     assert node.samples() == expected
 
 
-def test_names_with_the_same_series_name_get_separate_series_in_every_rank(node: Node) -> None:
-    first, second = node.begin(0, 1)
-    for number, name in enumerate(["step.time", "stepTime", "step_time", "1", "_1", None]):
-        first.add_value(name, number)  # type: ignore[arg-type] # a name may be any object
-    second.add_value("stepTime", 10)
-    second.add_value("step.time", 20)
-    page = node.page()
-    of_first = [value for (_, labels), value in page.samples.items() if ("rank", "0") in labels]
-    assert sorted(of_first) == [0, 1, 2, 3, 4, 5]
-    by_value = {value: name for (name, _), value in page.samples.items()}
-    assert by_value[1] == by_value[10]
-    assert by_value[0] == by_value[20]
-
-
 DECLARATIONS: list[Callable[[str], dict[str, Any]]] = [
     lambda _: {},
     lambda name: {"counters": [name]},
@@ -213,7 +199,14 @@ def test_a_full_memory_refuses_large_histograms_only(node: Node) -> None:
     assert page.value("my_app_loss", rank="0") == 1
 
 
-def test_inherited_counters_have_a_limit(node: Node) -> None:
+def test_new_names_and_inherited_counters_have_a_limit(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    (worker,) = node.begin(0)
+    for number in range(MAX_NAMES + 100):
+        worker.add_value(f"loss at step {number}", number)
+    page = node.page()
+    assert len(page.named("my_app")) == MAX_NAMES
+    assert page.value("torchelastic_metrics_dropped_total", reason="too_many_names", rank="0") == 100
+    assert [f"{MAX_NAMES} different names already" in message for message in caplog.messages] == [True]
     for round in range(3):
         (worker,) = node.begin(0)
         worker._registry.declare("my_app", counters=[f"{round}.{number}" for number in range(900)])

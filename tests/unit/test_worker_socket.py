@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import socket
 import time
 from concurrent.futures import Future
@@ -131,24 +130,6 @@ async def test_a_worker_asks_for_notice_and_answers_it(agent: Agent, worker: Not
     assert agent.node.reported["saved"] == 1
 
 
-async def test_a_withdrawn_notice_needs_no_answer(agent: Agent, worker: Notices) -> None:
-    await asks(worker, agent)
-    agent.give()
-    await noticed(worker)
-    agent.give(seconds=0)
-    async with asyncio.timeout(PATIENCE):
-        while worker.notice() is not None:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-    assert not agent.pending
-
-
-async def test_a_worker_that_asks_during_a_notice_receives_it(agent: Agent, worker: Notices) -> None:
-    agent.give()
-    await asks(worker, agent)
-    assert (await noticed(worker)).reason == "node_joined"
-    assert "saved" not in agent.node.reported
-
-
 async def test_the_leaders_notice_of_the_same_change_is_not_a_new_one(agent: Agent, worker: Notices) -> None:
     await asks(worker, agent)
     agent.leave("a leaves (SIGTERM)")
@@ -270,23 +251,6 @@ def measured() -> Iterator[Measured]:
     REGISTRY.detach(measured)
 
 
-async def test_the_first_step_and_the_begin_of_the_last_checkpoint_are_reported(agent: Agent) -> None:
-    began = time.time()
-    torchelastic.step()
-    stepped = time.time()
-    await agent.node.until(first_step_at=bool)
-    for _ in range(100):
-        torchelastic.step()
-    before = time.time()
-    with torchelastic.checkpoint():
-        after = time.time()
-        await asyncio.sleep(0.01)
-    await agent.node.until(last_checkpoint_at=bool)
-    assert began - 0.001 <= agent.node.reported["first_step_at"] <= stepped + 0.001
-    assert before - 0.001 <= agent.node.reported["last_checkpoint_at"] <= after + 0.001
-    assert [bool(kept) for _, kept in agent.node.progress] == [False, True]
-
-
 async def test_a_failed_checkpoint_is_not_reported(agent: Agent, measured: Measured) -> None:
     with pytest.raises(OSError, match="full"), torchelastic.checkpoint():
         raise OSError("the disk is full")
@@ -324,32 +288,6 @@ async def test_a_background_checkpoint_is_reported_when_its_future_succeeds(agen
     written.set_result(None)
     await agent.node.until(last_checkpoint_at=bool)
     assert [name for name, _ in measured.values] == ["checkpoint.write_latency_ms"]
-
-
-def test_step_and_checkpoint_durations_are_measured(measured: Measured) -> None:
-    for _ in range(3):
-        torchelastic.step()
-        time.sleep(0.002)
-    with torchelastic.checkpoint() as writing:
-        time.sleep(0.002)
-        writing.done()
-        writing.done()
-    assert [name for name, _ in measured.values] == [*["train_step.duration.ms"] * 2, "checkpoint.write_latency_ms"]
-    assert all(value > 1.5 for _, value in measured.values)
-
-
-async def test_unsent_progress_is_sent_later(agent: Agent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = os.environ[CHANNEL]
-    monkeypatch.setattr(training, "INTERVAL", 0.05)
-    monkeypatch.setenv(CHANNEL, str(tmp_path / "away"))
-    torchelastic.step()
-    torchelastic.checkpoint().done()
-    monkeypatch.setenv(CHANNEL, path)
-    async with asyncio.timeout(PATIENCE):
-        while not agent.node.reported.get("last_checkpoint_at"):
-            torchelastic.step()
-            await asyncio.sleep(0.01)
-    assert agent.node.reported["first_step_at"]
 
 
 async def test_a_worker_reconnects_to_its_agent(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
