@@ -122,35 +122,6 @@ async def test_a_non_retryable_exception_ends_the_run_unless_it_is_caught(
     assert (failure["exit_code"], failure["non_retryable"]) == (1, True)
 
 
-async def test_workers_of_a_failed_round_have_the_stop_timeout(tmp_path: Path) -> None:
-    program = tmp_path / "stopping.py"
-    program.write_text(
-        """
-import os, signal, sys, time
-from pathlib import Path
-here, rank = Path(sys.argv[1]), os.environ["RANK"]
-if os.environ["TORCHELASTIC_ROUND"] == "2":
-    sys.exit(0)
-if rank == "1":
-    while not (here / "up").exists():
-        time.sleep(0.01)
-    sys.exit(5)
-
-def clean(*_):
-    (here / "cleaned").touch()
-    sys.exit(0)
-
-signal.signal(signal.SIGTERM, clean)
-(here / "up").touch()
-time.sleep(600)
-"""
-    )
-    async with AgentProcess("--standalone", "--nproc-per-node=2", "--stop-timeout=60", program, tmp_path) as agent:
-        assert await agent.code() == 0
-    assert "exit code 5" in agent.output
-    assert (tmp_path / "cleaned").exists()
-
-
 async def test_a_long_temporary_directory_path_works(tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 100) / ("y" * 100)
     deep.mkdir(parents=True)

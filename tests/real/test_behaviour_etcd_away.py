@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import contextlib
 import ssl
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import aiohttp
 import pytest
 
+from tests.support.answers import fake_etcd
 from tests.support.certificates import make_certificates
 from tests.support.controlled_workers import TRAINING, ControlledRun
 from tests.support.etcd import EtcdServer
@@ -34,23 +32,6 @@ async def train_on(workers: Sequence[ControlledWorker]) -> None:
     more = "import time\nwhile rounds < {}: time.sleep(0.005)\nanswer = rounds"
     after = [await worker.execute(more.format(rounds + 10)) for worker, rounds in zip(workers, before, strict=True)]
     assert all(now > then for now, then in zip(after, before, strict=True))
-
-
-@contextlib.asynccontextmanager
-async def refusing_server(port: int) -> AsyncIterator[list[float]]:
-    """A server that closes every connection, and records the time of each."""
-    calls: list[float] = []
-
-    async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        calls.append(asyncio.get_running_loop().time())
-        writer.transport.abort()
-
-    server = await asyncio.start_server(refuse, "127.0.0.1", port)
-    try:
-        yield calls
-    finally:
-        server.close()
-        await server.wait_closed()
 
 
 def lines_with(agents: Sequence[AgentProcess], part: str = "") -> list[str]:
@@ -78,11 +59,17 @@ async def test_training_continues_without_etcd_with_few_retries_and_messages(
 
         heard = {agent.pid: len(agent.lines) for agent in (a, b)}
         await own_etcd.kill()
-        async with refusing_server(port) as calls:
+        requests: list[str] = []
+
+        def hang_up(request: str) -> bytes:
+            requests.append(request)
+            return b""
+
+        async with fake_etcd(hang_up, port):
             await asyncio.gather(*(agent.wait_for_line("the watch of the run's keys broke") for agent in (a, b)))
-            await asyncio.sleep(2.0)  # connections are counted during this time
+            await asyncio.sleep(2.0)  # requests are counted during this time
             await train_on(workers)
-        assert 2 <= len(calls) < 60
+        assert 2 <= len(requests) < 60
         assert len(lines_with((a, b), "the watch of the run's keys broke")) == 2
         assert len(lines_with((a, b), "did not answer in time")) <= 4, "each outage is logged once"
         warnings = Counter(line.partition(" ")[2] for agent in (a, b) for line in agent.lines[heard[agent.pid] :])
@@ -106,24 +93,8 @@ async def secured_etcd(tmp_path: Path) -> AsyncIterator[tuple[EtcdServer, str]]:
     files = make_certificates(tmp_path)
     context = ssl.create_default_context(cafile=files.authority)
     context.load_cert_chain(files.client, files.client_key)
-    async with (
-        EtcdServer(tmp_path, protocol="https", args=files.etcd_flags_for_clients) as server,
-        aiohttp.ClientSession() as session,
-    ):
-
-        async def ask(path: str, message: dict[str, Any]) -> None:
-            async with session.post(f"{server.url}/v3/auth/{path}", json=message, ssl=context) as response:
-                assert response.status == 200, await response.text()
-
-        first, end = (base64.b64encode(key).decode() for key in (b"/torchelastic/", b"/torchelastic0"))
-        for role, user in (("root", "root"), ("trainers", "alice")):
-            await ask("role/add", {"name": role})
-            if role != "root":
-                permission = {"permType": "READWRITE", "key": first, "range_end": end}
-                await ask("role/grant", {"name": role, "perm": permission})
-            await ask("user/add", {"name": user, "password": "s3cret"})
-            await ask("user/grant", {"user": user, "role": role})
-        await ask("enable", {})
+    async with EtcdServer(tmp_path, protocol="https", args=files.etcd_flags_for_clients) as server:
+        await server.require_authentication(context)
         tls = f"cacert={files.authority},cert={files.client},key={files.client_key}"
         yield server, f"--rdzv-conf={tls},username=alice,password="
 

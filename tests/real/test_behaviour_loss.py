@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import aiohttp
 import pytest
 
 from tests.support.controlled_workers import ControlledRun
@@ -38,22 +38,13 @@ def nodes_in(state: Mapping[str, Entry], run: ControlledRun) -> set[str]:
 
 async def end_leases(etcd: EtcdServer, below: str) -> int:
     """Revoke all leases of keys below a prefix; returns their number."""
-    async with aiohttp.ClientSession(etcd.url) as session:
-
-        async def ask(path: str, **message: Any) -> dict[str, Any]:
-            async with session.post(f"/v3/{path}", json=message) as response:
-                answer: dict[str, Any] = await response.json()
-                return answer
-
-        import base64
-
-        ended = 0
-        for lease in (await ask("lease/leases"))["leases"]:
-            keys = (await ask("lease/timetolive", ID=lease["ID"], keys=True)).get("keys", [])
-            if any(base64.b64decode(key).decode().startswith(below) for key in keys):
-                await ask("lease/revoke", ID=lease["ID"])
-                ended += 1
-        return ended
+    ended = 0
+    for lease in (await etcd.post("lease/leases"))["leases"]:
+        keys = (await etcd.post("lease/timetolive", ID=lease["ID"], keys=True)).get("keys", [])
+        if any(base64.b64decode(key).decode().startswith(below) for key in keys):
+            await etcd.post("lease/revoke", ID=lease["ID"])
+            ended += 1
+    return ended
 
 
 def nodes_of(workers: Sequence[ControlledWorker]) -> list[str]:

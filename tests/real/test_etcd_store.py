@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
 from tests.support import etcd_kinds
-from tests.support.answers import answering, http
+from tests.support.answers import fake_etcd, http
 from tests.support.etcd_conformance import EtcdBehaviour
 from tests.support.store_conformance import ended, read_changes, watching
 from tests.support.tcp_proxy import TcpProxy
@@ -25,12 +23,6 @@ if TYPE_CHECKING:
 
 
 pytestmark = pytest.mark.real
-
-
-async def ask(server: EtcdServer, path: str, message: dict[str, Any]) -> None:
-    """Send etcd a request that the store has no method for."""
-    async with aiohttp.ClientSession() as session, session.post(server.url + path, json=message) as response:
-        assert response.status == 200, await response.text()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session", params=etcd_kinds.parameters(*etcd_kinds.V3))
@@ -49,15 +41,7 @@ class TestEtcdV3Store(EtcdBehaviour):
     writes = 600
 
     async def require_authentication(self, server: EtcdServer) -> None:
-        await ask(server, "/v3/auth/role/add", {"name": "root"})
-        await ask(server, "/v3/auth/role/add", {"name": "agents"})
-        first, end = (base64.b64encode(key).decode() for key in (b"/torchelastic/", b"/torchelastic0"))
-        permission = {"permType": "READWRITE", "key": first, "range_end": end}
-        await ask(server, "/v3/auth/role/grant", {"name": "agents", "perm": permission})
-        for user, role in (("root", "root"), ("alice", "agents")):
-            await ask(server, "/v3/auth/user/add", {"name": user, "password": "s3cret"})
-            await ask(server, "/v3/auth/user/grant", {"user": user, "role": role})
-        await ask(server, "/v3/auth/enable", {})
+        await server.require_authentication()
 
     async def test_an_expired_token_is_renewed(self, own_etcd: EtcdServer, prefix: str) -> None:
         await self.require_authentication(own_etcd)
@@ -88,7 +72,7 @@ class TestEtcdV3Store(EtcdBehaviour):
             proxy.fall_silent(new_too=False)
             lost = [await direct.put(prefix + number, b"") for number in "23"]
             if compacted:
-                await ask(etcd, "/v3/kv/compaction", {"revision": lost[-1]})
+                await etcd.post("kv/compaction", revision=lost[-1])
                 await ended(watch)
                 return
             changes += await read_changes(watch, 2)
@@ -102,8 +86,8 @@ async def test_a_watch_moves_to_another_server_if_the_first_can_only_be_read() -
     fails = http("503 Service Unavailable", "")
     watches = http("200 OK", '{"result": {"header": {"revision": "7"}, "created": true}}\n')
     async with (
-        answering(lambda line: fails(line) if "/v3/watch" in line else reads(line)) as first,
-        answering(lambda line: watches(line) if "/v3/watch" in line else reads(line)) as second,
+        fake_etcd(lambda line: fails(line) if "/v3/watch" in line else reads(line)) as first,
+        fake_etcd(lambda line: watches(line) if "/v3/watch" in line else reads(line)) as second,
     ):
         store = await connect(StoreSettings((first, second)))
         with pytest.raises(StoreUnavailable, match="status 503"):

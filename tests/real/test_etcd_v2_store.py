@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support import etcd_kinds
-from tests.support.answers import answering, http
+from tests.support.answers import fake_etcd, http
 from tests.support.etcd_conformance import EtcdBehaviour
 from tests.support.store_conformance import HANGS, ended, keys_below, read_changes, watching
 from tests.support.testbed.availability import EXHAUSTIVE
@@ -137,14 +137,14 @@ async def test_a_missing_python_etcd_is_named(etcd: EtcdServer, monkeypatch: pyt
     ids=["no leader", "refused"],
 )
 async def test_an_error_of_etcd_has_its_message(status: str, answer: str, error: type[Exception]) -> None:
-    async with answering(http(status, answer)) as endpoint:
+    async with fake_etcd(http(status, answer)) as endpoint:
         with pytest.raises(error, match=r"Raft Internal Error|Invalid field x"):
             await connect(StoreSettings((endpoint,), version=2))
 
 
 async def test_a_key_with_invalid_fields_is_harmless() -> None:
     node = '{"action": "get", "node": {"key": ["a"], "value": 7, "modifiedIndex": "x", "createdIndex": null}}'
-    async with answering(http("200 OK", node)) as endpoint:
+    async with fake_etcd(http("200 OK", node)) as endpoint:
         store = EtcdV2Store(StoreSettings((endpoint,)))
         with pytest.raises(StoreRefused, match="does not answer as etcd's API v2 does"):
             await store.get("/a")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -20,10 +18,11 @@ from elastic_operator.client.local import LocalJobs
 from elastic_operator.errors import BadInput, NotFound
 from elastic_operator.local.etcd import find_etcd
 from elastic_operator.local.pdeathsig import with_pdeathsig
-from tests.support.local_runs import LIMIT, LocalRun, gone, manifest, processes_of, reasons, training
+from tests.support.etcd import until_keys
+from tests.support.local_runs import LocalRun, gone, manifest, processes_of, reasons, training
 from tests.support.workers import eventually
 from torchelastic.protocol import KEY_ROOT, RunState
-from torchelastic.store import Listing, StoreSettings, follow
+from torchelastic.store import StoreSettings
 from torchelastic.store import connect as connect_store
 
 if TYPE_CHECKING:
@@ -168,13 +167,9 @@ async def test_an_interrupted_run_waits_for_workers_that_save(home: Path, tmp_pa
     (tmp_path / "saves.py").write_text(SAVES)
     async with LocalRun(home, manifest(tmp_path, command=[sys.executable, "saves.py"], replicas=1)) as run:
         snapshot = await run.wait_until_training(1)
-        store = await connect_store(StoreSettings(endpoints=(snapshot["etcd"]["endpoint"],)))
-        async with asyncio.timeout(LIMIT), contextlib.aclosing(follow(store, KEY_ROOT)) as news:
-            async for batch in news:  # until elasticjob can know the notice that the worker asked for
-                entries = batch.entries if isinstance(batch, Listing) else [change.entry for change in batch]
-                if any(re.search(rb'"notice":[1-9]', entry.value) for entry in entries if entry is not None):
-                    break
-        await store.close()
+        etcd = StoreSettings(endpoints=(snapshot["etcd"]["endpoint"],))
+        # elasticjob can then know the notice that the worker asked for
+        await until_keys(etcd, KEY_ROOT, lambda keys: any(b'"notice":20' in entry.value for entry in keys.values()))
         run.process.send_signal(signal.SIGINT)
         assert await run.exit_code() == 130, run.output
         assert processes_of(home) == {}
@@ -443,12 +438,3 @@ async def test_a_process_with_pdeathsig_does_not_start_under_another_parent(tmp_
     process = await asyncio.create_subprocess_exec(*command)
     assert await process.wait() == -signal.SIGKILL
     assert not started.exists()
-
-
-async def test_a_program_that_cannot_start_says_so() -> None:
-    process = await asyncio.create_subprocess_exec(
-        *with_pdeathsig(["/no/such/program"]), stderr=asyncio.subprocess.PIPE
-    )
-    _, said = await process.communicate()
-    assert process.returncode == 126
-    assert b"cannot start /no/such/program: No such file or directory" in said

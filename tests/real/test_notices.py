@@ -6,21 +6,22 @@ import asyncio
 import os
 import signal
 import uuid
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.agents import PATIENCE, AgentProcess
+from tests.support.agents import AgentProcess
+from tests.support.etcd import until_keys
 from tests.support.workers import gone, lives
 from torchelastic.protocol import Env, NodeRecord, RunKeys, SizeRecord, decode, encode
-from torchelastic.store import Listing, connect, follow
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from tests.support.etcd import EtcdServer
+    from torchelastic.store import Entry
 
 pytestmark = pytest.mark.real
 
@@ -111,19 +112,14 @@ class Run:
             The process ids of their workers.
         """
         workers = [await agent.wait_until_training(world=len(agents)) for agent in agents]
-        store = await connect(self.etcd.settings)
-        nodes: dict[str, NodeRecord] = {}
-        try:
-            async with asyncio.timeout(PATIENCE), aclosing(follow(store, RunKeys.of(self.id).nodes)) as news:
-                async for batch in news:
-                    entries = batch.entries if isinstance(batch, Listing) else [each.entry for each in batch]
-                    nodes |= {entry.key: decode(entry.value, NodeRecord) for entry in entries if entry is not None}
-                    asked = [node for node in nodes.values() if node.round >= round and node.notice > 0]
-                    if len(asked) >= (len(agents) if asking is None else asking):
-                        return workers
-        finally:
-            await store.close()
-        raise AssertionError(f"the watch ended before the nodes asked for notices: {nodes}")
+
+        def asked(keys: Mapping[str, Entry]) -> bool:
+            nodes = [decode(entry.value, NodeRecord) for entry in keys.values()]
+            have = [node for node in nodes if node.round >= round and node.notice > 0]
+            return len(have) >= (len(agents) if asking is None else asking)
+
+        await until_keys(self.etcd.settings, RunKeys.of(self.id).nodes, asked)
+        return workers
 
 
 @pytest.fixture

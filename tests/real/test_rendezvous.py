@@ -75,17 +75,6 @@ async def test_reports_of_a_past_round_are_ignored(factory: NodeFactory) -> None
     assert not await a.inner.is_current(present.number)
 
 
-async def test_a_spare_replaces_a_dead_leader_in_the_same_change(factory: NodeFactory) -> None:
-    a, b, c = [await factory.node(name, wanted=2, join_debounce=5.0) for name in "abc"]
-    first = await a.until_with("a", "b")
-    await c.until(lambda node: bool(node.rounds))
-    assert a.inner.leader is not None
-    while a.inner.leader.membership.peers[c.inner.node].record.round < first.number:
-        await a.inner.run.changed.after(a.inner.run.changed.count)
-    await a.crash()
-    assert (await all_with(b, c)).number == 2
-
-
 async def test_a_leaving_leaders_notice_is_delivered_by_the_next_leader(factory: NodeFactory) -> None:
     a, b, c = [await factory.node(name) for name in "abc"]
     round = await all_with(a, b, c)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
-from aiohttp import web
 
 from tests.support import etcd_kinds
+from tests.support.answers import fake_etcd, http
 from tests.support.nodes import NodeFactory, all_with
 from tests.support.tcp_proxy import TcpProxy
 from torchelastic.store import connect
@@ -88,31 +88,14 @@ async def test_a_replacement_etcd_is_filled_by_the_nodes(factory: NodeFactory, a
         assert [round.number for round in node.rounds] == [1, 2]
 
 
-@contextlib.asynccontextmanager
-async def proxy_without_backend(port: int) -> AsyncIterator[None]:
-    """Run an HTTP server at etcd's port that answers every request with 404, like a proxy without a backend."""
-    app = web.Application()
-
-    async def not_found(_: web.Request) -> web.Response:
-        return web.Response(status=404, text="default backend - 404")
-
-    app.router.add_route("*", "/{path:.*}", not_found)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        yield
-    finally:
-        await runner.cleanup()
-
-
 async def test_another_server_at_etcds_port_ends_nothing_during_an_outage(
     factory: NodeFactory, any_etcd: EtcdServer
 ) -> None:
     a, b = [await factory.node(name) for name in "ab"]
     first = await all_with(a, b)
     await any_etcd.kill()
-    async with proxy_without_backend(int(any_etcd.endpoint.rpartition(":")[2])):
+    answer = http("404 Not Found", "default backend - 404")  # of a proxy without a backend
+    async with fake_etcd(answer, int(any_etcd.endpoint.rpartition(":")[2])):
         await wait_until_store_lost(a, b)
         await asyncio.sleep(1.5 * LEASE)  # the time in which the nodes send requests
     await any_etcd.start()

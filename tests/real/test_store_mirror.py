@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import logging
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -215,26 +214,6 @@ async def test_a_lasting_store_outage_and_a_bad_endpoint_are_reported_on_the_job
         await own_etcd.start()
         await followed.until(lambda: mirror.readable)
         assert followed.stores.error(run_id) is None
-
-
-async def test_an_internal_error_while_leaving_is_logged_and_does_not_stop_other_steps(
-    run_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    left = asyncio.Event()
-
-    async def broken(_: StoreMirror) -> None:
-        left.set()
-        raise AttributeError("a defect")
-
-    monkeypatch.setattr(StoreMirror, "forget_run", broken)
-    followed = Followed(run_id)
-    with caplog.at_level(logging.ERROR):
-        async with followed.at("127.0.0.1:1"):
-            followed.stores.leave(run_id)
-            await left.wait()
-            followed.stores.follow("another", "team/another", "127.0.0.1:1", lasts=True, up=True)
-            assert followed.stores.uids_of("team/another") == ("another",)
-    assert "an unexpected error while its keys were removed" in caplog.text
 
 
 async def test_a_hanging_store_is_waited_for_a_moment_and_gets_the_size_later(etcd: EtcdServer, run_id: str) -> None:

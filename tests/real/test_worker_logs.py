@@ -25,16 +25,6 @@ os.write(2, b"four\\n")
 print("five", end="")
 """
 
-LINES = 20_000
-
-MANY_LINES = f"""
-import os, sys
-rank = os.environ["RANK"]
-for number in range(0, {LINES}, 2):
-    print("line", number, "of", rank)
-    os.write(1, b"line %d of %s\\n" % (number + 1, rank.encode()))
-"""
-
 
 async def run(logs: LogSettings, folder: Path, source: str, count: int = 1) -> None:
     program = folder / "program.py"
@@ -61,17 +51,6 @@ async def test_streams_are_redirected_and_teed_by_local_rank(tmp_path: Path, cap
         "rank_1/stderr.log": "two\nfour\n",
         "rank_2/output.log": "one\ntwo\nthree\nfour\nfive",
     }
-
-
-async def test_many_lines_of_two_workers_reach_the_agents_streams(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    await run(LogSettings(), tmp_path, MANY_LINES, 2)
-    lines = capfd.readouterr().out.splitlines()
-    for rank in (0, 1):
-        mine = [line for line in lines if line.startswith(f"[rank {rank}] ")]
-        assert mine == [f"[rank {rank}] line {number} of {rank}" for number in range(LINES)]
-    assert len(lines) == 2 * LINES
 
 
 async def test_output_without_a_reader_is_dropped() -> None:

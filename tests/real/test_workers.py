@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-import socket
 from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 
-from tests.support.workers import LIMIT, TELL, WorkerRunner, exit_of
+from tests.support.workers import TELL, WorkerRunner, exit_of
 from torchelastic.protocol import FailureKind
 
 if TYPE_CHECKING:
@@ -46,15 +44,6 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Work
 async def runner(shared: WorkerRunner) -> AsyncIterator[WorkerRunner]:
     yield shared
     await shared.clear()
-
-
-async def test_two_workers_form_a_process_group_on_the_served_store(runner: WorkerRunner) -> None:
-    group = await runner.start_with_store(f"{ALL_REDUCE}\nprint('total', total.item())")
-    ends = [await exit_of(group), await exit_of(group)]
-    assert [end.exit_code for end in ends] == [0, 0]
-    assert sorted(end.rank for end in ends) == [0, 1]
-    assert "total 3.0" in runner.log(0)
-    assert "total 3.0" in runner.log(1)
 
 
 async def test_a_convolutional_network_trains_with_threads_and_data_loader_workers(runner: WorkerRunner) -> None:
@@ -160,13 +149,3 @@ dist.all_reduce(total)
     assert (first.rank, first.explanation.kind) == (1, FailureKind.PROGRAM)
     assert (second.rank, second.explanation.kind) == (0, FailureKind.COMMUNICATION)
     assert "program.py:" in second.explanation.message
-
-
-async def test_a_dead_store_process_is_reported(runner: WorkerRunner) -> None:
-    group = await runner.start_with_store(f"{TELL}\ntell('port', os.environ['MASTER_PORT'])\nos.read(0, 1)", 1)
-    port = int(await runner.text_of("port"))
-    assert group.store is not None
-    os.kill(group.store.pid, signal.SIGKILL)
-    assert await asyncio.wait_for(group.store.ended, LIMIT) == -signal.SIGKILL
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port))

@@ -18,11 +18,12 @@ def http(status: str, body: str) -> Callable[[str], bytes]:
 
 
 @contextlib.asynccontextmanager
-async def answering(answer: Callable[[str], bytes]) -> AsyncIterator[str]:
+async def fake_etcd(answer: Callable[[str], bytes], port: int = 0) -> AsyncIterator[str]:
     """Listen within the block, and give this answer to the first line of each connection.
 
     Args:
         answer: maps the first line of a request to the bytes that are sent back before the connection is closed.
+        port: where it listens on loopback; 0 for any free port.
 
     Yields:
         host:port.
@@ -35,7 +36,7 @@ async def answering(answer: Callable[[str], bytes]) -> AsyncIterator[str]:
             await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(serve, "127.0.0.1", port)
     try:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from textwrap import dedent
 from typing import TYPE_CHECKING, Any, Self
 
 from tests.support.agents import PATIENCE, AgentProcess
+from tests.support.etcd import until_keys
 from torchelastic.protocol import OutcomeRecord, RunKeys, decode_state
-from torchelastic.store import Listing, connect, follow
+from torchelastic.store import connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -191,21 +192,8 @@ class ControlledRun:
 
     async def until(self, condition: Callable[[Mapping[str, Entry]], object]) -> Mapping[str, Entry]:
         """Follow the run's keys in the store until they meet a condition; returns the keys."""
-        store = await self.store()
-        state: dict[str, Entry] = {}
-        try:
-            async with asyncio.timeout(PATIENCE), aclosing(follow(store, self.keys.root)) as changes:
-                async for batch in changes:
-                    if isinstance(batch, Listing):
-                        state = {entry.key: entry for entry in batch.entries}
-                    else:
-                        now = state | {change.key: change.entry for change in batch}
-                        state = {key: entry for key, entry in now.items() if entry is not None}
-                    if condition(state):
-                        return state
-            raise AssertionError("the store's watch has ended")
-        finally:
-            await store.close()
+        assert self._etcd is not None
+        return await until_keys(self._etcd.settings, self.keys.root, condition)
 
     async def outcome(self) -> OutcomeRecord:
         """Wait for the end of the run; returns its outcome."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import os
 import select
@@ -10,16 +11,20 @@ import shutil
 import signal
 import socket
 import subprocess
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
+
+import aiohttp
 
 from elastic_operator.local.etcd import find_etcd, free_ports
-from torchelastic.store import StoreSettings, connect
+from tests.support.agents import PATIENCE
+from torchelastic.store import Listing, StoreSettings, connect, follow
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    import ssl
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from torchelastic.store import Store
+    from torchelastic.store import Entry, Store
 
 START_LIMIT = 30.0
 """Seconds within which an etcd is ready, even on a busy machine."""
@@ -98,6 +103,27 @@ class EtcdServer:
             yield store
         finally:
             await store.close()
+
+    async def post(self, path: str, *, context: ssl.SSLContext | bool = True, **message: Any) -> dict[str, Any]:
+        """Send a request of the API v3 that the store has no method for; returns the answer."""
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{self.url}/v3/{path}", json=message, ssl=context) as response,
+        ):
+            assert response.status == 200, await response.text()
+            answer: dict[str, Any] = await response.json()
+            return answer
+
+    async def require_authentication(self, context: ssl.SSLContext | bool = True) -> None:
+        """Turn on authentication: alice, with the password s3cret, may use keys below /torchelastic/ only."""
+        first, end = (base64.b64encode(key).decode() for key in (b"/torchelastic/", b"/torchelastic0"))
+        permission = {"permType": "READWRITE", "key": first, "range_end": end}
+        for role, user in (("root", "root"), ("agents", "alice")):
+            await self.post("auth/role/add", name=role, context=context)
+            await self.post("auth/user/add", name=user, password="s3cret", context=context)
+            await self.post("auth/user/grant", user=user, role=role, context=context)
+        await self.post("auth/role/grant", name="agents", perm=permission, context=context)
+        await self.post("auth/enable", context=context)
 
     @property
     def pid(self) -> int:
@@ -193,6 +219,27 @@ class EtcdServer:
 
     def _end_of_log(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]
+
+
+async def until_keys(
+    settings: StoreSettings, prefix: str, condition: Callable[[Mapping[str, Entry]], object]
+) -> Mapping[str, Entry]:
+    """Follow the keys below a prefix until they meet a condition; returns the keys."""
+    store = await connect(settings)
+    keys: dict[str, Entry] = {}
+    try:
+        async with asyncio.timeout(PATIENCE), contextlib.aclosing(follow(store, prefix)) as changes:
+            async for batch in changes:
+                if isinstance(batch, Listing):
+                    keys = {entry.key: entry for entry in batch.entries}
+                else:
+                    now = keys | {change.key: change.entry for change in batch}
+                    keys = {key: entry for key, entry in now.items() if entry is not None}
+                if condition(keys):
+                    return keys
+        raise AssertionError(f"the watch ended before the condition was met by {keys}")
+    finally:
+        await store.close()
 
 
 def _readable_before_end(source: socket.socket, pid: int) -> bool:

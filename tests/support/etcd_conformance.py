@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from tests.support.answers import answering, http
+from tests.support.answers import fake_etcd, http
 from tests.support.certificates import make_certificates
 from tests.support.etcd_kinds import EtcdKind
 from tests.support.store_conformance import HANGS, StoreBehaviour, ended, read_changes, watching
@@ -222,7 +222,7 @@ class EtcdBehaviour(StoreBehaviour):
     async def test_a_server_that_is_not_a_usable_etcd_is_refused_in_one_sentence(
         self, answer: Callable[[str], bytes], sentence: str
     ) -> None:
-        async with answering(answer) as endpoint:
+        async with fake_etcd(answer) as endpoint:
             with pytest.raises(StoreRefused, match=f"^what listens at {endpoint} .*{sentence}"):
                 await connect(StoreSettings(endpoints=(endpoint,), version=self.api))
 
@@ -236,7 +236,7 @@ class EtcdBehaviour(StoreBehaviour):
         ids=["overloaded", "hangs up", "half an answer"],
     )
     async def test_a_temporarily_unavailable_server_may_be_retried(self, answer: Callable[[str], bytes]) -> None:
-        async with answering(answer) as endpoint:
+        async with fake_etcd(answer) as endpoint:
             with pytest.raises(StoreUnavailable, match=endpoint):
                 await connect(StoreSettings(endpoints=(endpoint,), version=self.api))
 

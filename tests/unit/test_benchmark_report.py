@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks import command_line
 from benchmarks.report import Measurement, Report
-from benchmarks.soak_faults import plan
 from elastic_operator.errors import BadInput
 
 if TYPE_CHECKING:
@@ -84,7 +83,3 @@ def test_a_missing_requirement_is_reported_without_a_traceback() -> None:
 
     with pytest.raises(SystemExit, match=r"^python -m benchmarks\.recovery: there is no etcd$"):
         command_line.run_to_end("recovery", work())
-
-
-def test_a_soak_plan_works_for_two_agents() -> None:
-    assert sum(len(strike) for strike in plan(1, 100, 2, 2.0)) == 100

@@ -66,10 +66,6 @@ def test_without_an_exception_the_exit_code_or_signal_is_reported(
     assert words(error_json, exit_code, tail).startswith(expected)
 
 
-def test_an_out_of_memory_kill_is_named(error_json: Path) -> None:
-    assert words(error_json, -9, memory=True) == "killed by SIGKILL: out of memory"
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -108,26 +108,6 @@ def test_each_second_since_job_creation_belongs_to_one_state() -> None:
     assert history.breakdown().until == clock()
 
 
-def test_a_new_leader_continues_from_its_predecessors_last_write(clock: Clock) -> None:
-    first, second = History(CREATED, clock=clock), History(CREATED, clock=clock)
-    clock.seconds = 10
-    record = commit(first, round(1))
-    second.note_round(record)
-    for each in (first, second):
-        each.enter(RunState.STARTING)
-    clock.seconds = 11
-    for each in (first, second):
-        each.workers_started()
-    clock.seconds = 50
-    written = first.breakdown()  # the node dies 5 s later
-    clock.seconds = 55
-    second.round_broke()
-    clock.seconds = 56
-    second.adopt(written)
-
-    assert seconds_by_state(second) == {"waiting": 10, "starting": 1, "training": 44, "rendezvous": 1}
-
-
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
@@ -231,17 +211,6 @@ def test_the_time_until_the_first_reported_step_is_restoring(clock: Clock, histo
     assert history.state is RunState.RESTORING, "the program is known to report steps"
     note_progress(history, 2, first_step_at=CREATED + 13)
     assert seconds_by_state(history) == {"restoring": 9, "training": 5, "starting": 1}
-
-
-def test_a_first_step_before_this_nodes_workers_started_counts(clock: Clock, history: History) -> None:
-    commit(history, round(1))
-    history.enter(RunState.STARTING)
-    clock.seconds = 2
-    note_progress(history, 1, first_step_at=CREATED + 1)
-    history.workers_started()
-    clock.seconds = 5
-
-    assert seconds_by_state(history) == {"starting": 2, "training": 3}
 
 
 def trained_with_checkpoint(clock: Clock) -> History:
@@ -359,17 +328,6 @@ def writer_of(history: History, store: MemoryStore) -> HistoryWriter:
     return HistoryWriter(history, run)
 
 
-async def test_the_history_is_written_again_to_a_store_that_lost_it(store: MemoryStore) -> None:
-    writer = writer_of(trained_with_checkpoint(Clock(0.0)), store)
-    await writer.write()
-    await store.delete(KEYS.history)
-    await writer.write()
-    assert await store.get(KEYS.history) is None, "an unchanged history is not written again"
-    writer.notify(rewrite=True)
-    await writer.write()
-    assert await store.get(KEYS.history) is not None
-
-
 async def test_an_invalid_breakdown_does_not_lose_the_rounds(store: MemoryStore) -> None:
     history = trained_with_checkpoint(Clock(0.0))
     await writer_of(history, store).write()
@@ -457,17 +415,3 @@ def test_if_all_nodes_die_the_last_write_ends_the_round_and_the_deaths_cause_the
     assert (after.reason, after.cause) == (RoundReason.NODE_LOST, "all 2 nodes died; c and d joined")
     assert later.reason is RoundReason.NODE_JOINED
     assert last.cause == "1 of the 2 nodes died, and the others left; g joined"
-
-
-def test_a_new_leader_keeps_a_rounds_end_that_an_older_history_lacks(clock: Clock) -> None:
-    leader, successor = (History(CREATED, clock=clock) for _ in range(2))
-    record = commit(leader, round(1))
-    successor.note_round(record)
-    successor.workers_started()
-    clock.seconds = 20
-    successor.enter(RunState.STOPPING)
-    clock.seconds = 22
-    successor.note_round(round(2))
-    successor.adopt_rounds(leader.record())
-
-    assert successor.record().rounds[0].ended == CREATED + 20

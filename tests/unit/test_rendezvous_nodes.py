@@ -27,7 +27,6 @@ from torchelastic.protocol import (
     RunKeys,
     SizeRecord,
     StateRecord,
-    decode,
     decode_state,
     encode,
 )
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
     from tests.support.nodes import TestNode
     from torchelastic.protocol import OutcomeRecord
-    from torchelastic.store import Change, Listing, Store
+    from torchelastic.store import Change, Store
 
 KEYS = RunKeys.of("run")
 LEASE = 0.4
@@ -84,28 +83,6 @@ async def test_a_node_whose_workers_have_exited_is_not_partitioned() -> None:
         assert not other.partitioned
 
 
-async def test_a_node_whose_leader_answers_a_later_probe_is_not_partitioned(monkeypatch: pytest.MonkeyPatch) -> None:
-    clients = Clients()
-    async with NodeFactory(clients.connect, "run", lease=LEASE) as factory:
-        a, b = [await factory.node(name, wanted=2) for name in "ab"]
-        await all_with(a, b)
-        member = b if a.inner.is_leader else a
-        probes = asyncio.Queue[float]()
-
-        async def probe(_address: str, *, timeout: float, **_: object) -> Verdict:  # noqa: ASYNC109
-            probes.put_nowait(timeout)
-            return Verdict.SILENT if probes.qsize() == 1 else Verdict.ALIVE
-
-        monkeypatch.setattr("torchelastic.rendezvous.leader_election.probe", probe)
-        clients.reach(False)
-        async with asyncio.timeout(PATIENCE):
-            while probes.qsize() < 3:
-                await member.inner.run.changed.after(member.inner.run.changed.count, timeout=LEASE)
-        member.drain()
-        assert not member.partitioned
-        assert {probes.get_nowait() for _ in range(3)} == {LEASE}
-
-
 async def test_a_node_that_sees_the_store_again_during_a_mute_probe_is_not_partitioned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -136,33 +113,6 @@ async def test_a_node_that_sees_the_store_again_during_a_mute_probe_is_not_parti
         await asyncio.sleep(LEASE / 10)
         member.drain()
         assert not member.partitioned
-
-
-@pytest.mark.parametrize("answers", [True, False])
-async def test_a_leader_without_the_store_asks_all_its_peers_at_once(
-    answers: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clients = Clients()
-    async with NodeFactory(clients.connect, "run", lease=600.0) as factory:
-        nodes = [await factory.node(name, wanted=3) for name in "abc"]
-        round = await all_with(*nodes)
-        (leader,) = [node for node in nodes if node.inner.is_leader]
-        mute, other = [node.inner.node for node in nodes if node is not leader]
-        asked = set()
-        both = asyncio.Event()
-
-        async def probe(_address: str, *, peer: str, **_: object) -> Verdict:
-            asked.add(peer)
-            if len(asked) == 2:
-                both.set()
-            if peer == mute:
-                await (asyncio.Event() if answers else both).wait()
-            return Verdict.ALIVE if answers else Verdict.SILENT
-
-        monkeypatch.setattr("torchelastic.rendezvous.leader.probe", probe)
-        clients.reach(False)
-        assert await leader.inner.is_current(round.number, timeout=PATIENCE) == answers
-        assert asked == {mute, other}
 
 
 # -- new nodes
@@ -508,17 +458,3 @@ async def test_a_paused_leader_changes_nothing_after_its_successor(what: str) ->
                 assert await state_of(data) == committed
             paused.cancel()
     assert len(was_paused) >= 2
-
-
-async def test_a_paused_leader_does_not_end_a_run_that_has_another_leader(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clients = Clients()
-    data = clients.data
-    async with NodeFactory(clients.connect, "run", lease=0.3, join_timeout=0.3, last_call_timeout=0.3) as factory:
-        a = await factory.node("a", low=2, wanted=2)
-        await a.inner.election.until_leader()
-        monkeypatch.setattr(a.inner.run, "apply", lambda _change: None)
-        await data.put(KEYS.leader, encode(SUCCESSOR))
-        await asyncio.sleep(0.6)  # longer than the join timeout
-        assert (await state_of(data)).outcome is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pytest
 
 from tests.support.views import SETTINGS, failure, members, next_round, node_id, outcome_of, peer, round, snapshot
@@ -175,21 +174,6 @@ def test_new_nodes_wait_briefly_for_one_that_has_not_answered() -> None:
     assert members(next_round(snapshot(*here, now=7.5, round=round(1, "a")))) == ("a", "b")
     answers = (*here[:2], dataclasses.replace(late, answers=True))
     assert members(next_round(snapshot(*answers, now=7.2, round=round(1, "a")))) == ("a", "b", "c")
-
-
-def test_new_nodes_are_placed_beside_their_topology_key_and_members_keep_their_order() -> None:
-    here = (
-        peer("a", round=1, topology_key="x"),
-        peer("b", round=1, topology_key="y"),
-        peer("c", round=1, topology_key="x"),
-        peer("d", joined=5, topology_key="z"),
-        peer("e", joined=6, topology_key="y"),
-        peer("f", joined=7, topology_key="z"),
-        peer("g", joined=8, topology_key="x"),
-        peer("h", joined=9),
-    )
-    decision = next_round(snapshot(*here, wanted=8, high=8, round=round(1, "a", "b", "c")))
-    assert members(decision) == ("a", "b", "e", "c", "g", "d", "f", "h")
 
 
 def test_a_new_leader_waits_briefly_for_a_spare_that_has_not_answered() -> None:
@@ -401,14 +385,6 @@ def test_a_minimum_raised_above_the_present_nodes_pauses_the_run() -> None:
     )
 
 
-def test_a_round_does_not_reuse_the_store_port_of_the_round_before() -> None:
-    here = (peer("a", round=1), peer("b", round=2))
-    decision = next_round(snapshot(*here, wanted=3, round=round(2, "a", "b", "c")))
-    assert decision.store == "10.0.0.98:40000"
-    late = (peer("a", round=1), peer("b", round=1))
-    assert "can serve" in delayed(plan(snapshot(*late, wanted=3, round=round(2, "a", "b", "c")), SETTINGS)).why
-
-
 @pytest.mark.parametrize("stored", [None, round(1, "a", "b", restarts=1)])
 def test_a_leader_gives_way_once_to_nodes_that_know_a_later_round_than_the_store(
     stored: RoundRecord | None,
@@ -534,13 +510,6 @@ def test_a_notice_without_a_planned_change_is_withdrawn_once() -> None:
     withdrawn = given(plan(noticed(*here, wanted=2), SETTINGS))
     assert (withdrawn.round, withdrawn.serial, withdrawn.seconds) == (1, 4, 0.0)
     assert plan(noticed(*here, wanted=2, notice=withdrawn), SETTINGS) == Hold()
-
-
-def test_a_notice_after_a_withdrawn_one_has_a_higher_serial_than_any_answer() -> None:
-    here = (trains("a", saved=7), leaves("b"))
-    assert given(plan(noticed(*here, wanted=2, notice=None), SETTINGS)).serial == 8
-    withdrawn = msgspec.structs.replace(NOTICE, serial=9, seconds=0.0)
-    assert given(plan(noticed(*here, wanted=2, notice=withdrawn), SETTINGS)).serial == 10
 
 
 def test_a_finishing_run_withdraws_the_notice_of_a_join() -> None:
