@@ -19,7 +19,6 @@ from torchelastic.config.flags import FLAGS
 from torchelastic.config.main import parse
 from torchelastic.config.settings import (
     AgentSettings,
-    PortRange,
     Program,
     ProgramKind,
     RendezvousSettings,
