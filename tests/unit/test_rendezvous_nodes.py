@@ -27,6 +27,7 @@ from torchelastic.protocol import (
     RunKeys,
     SizeRecord,
     StateRecord,
+    decode,
     decode_state,
     encode,
 )
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from tests.support.nodes import TestNode
     from torchelastic.protocol import OutcomeRecord
-    from torchelastic.store import Change, Store
+    from torchelastic.store import Change, Listing, Store
 
 KEYS = RunKeys.of("run")
 LEASE = 0.4
