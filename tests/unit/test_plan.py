@@ -13,8 +13,7 @@ from elastic_operator.api.spec import FailureAction
 from elastic_operator.api.status import JobState, LastFailure
 from elastic_operator.controller.messages import MESSAGE_LIMIT
 from elastic_operator.controller.model import EtcdState, IncompatibleImage, Plan
-from elastic_operator.controller.plan import plan
-from elastic_operator.controller.scaling import LONGEST_BACK_OFF, back_off
+from elastic_operator.controller.plan import LONGEST_BACK_OFF, back_off, plan
 from tests.support.builders import (
     NAME,
     NOW,

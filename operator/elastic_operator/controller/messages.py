@@ -1,18 +1,16 @@
-"""The operator's messages about a job: conditions, events, and sentences about failed pods and workers.
+"""The operator's messages about a job: events, and sentences about failed pods and workers.
 
-The conditions hold after the plan is carried out. The events result from a comparison of the new status with the last
-written status. They are emitted after the new status is written, so that each event is emitted once.
+The events result from a comparison of the new status with the last written status. They are emitted after the new
+status is written, so that each event is emitted once.
 """
 
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.api.constants import ConditionType, EventReason, Reason, hostname
-from elastic_operator.api.json_values import rfc3339
-from elastic_operator.api.status import Condition, JobState
+from elastic_operator.api.constants import ConditionType, EventReason, Reason
+from elastic_operator.api.status import JobState
 from elastic_operator.controller.model import JobEvent, PodEnd, TerminationCause
 from torchelastic.protocol import ExitCode, RoundReason, TerminationMessage, shorten
 
@@ -20,13 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from elastic_operator.api.status import JobStatus
-    from elastic_operator.controller.failures import Completion, FailureCount
-    from elastic_operator.controller.model import EndedPod, Observed, Pod, Snapshot
-    from elastic_operator.controller.scaling import EmptySlot, PlannedPods
+    from elastic_operator.controller.failures import FailureCount
+    from elastic_operator.controller.model import EndedPod, PlannedPods, Pod, Snapshot
     from torchelastic.protocol import FailureRecord, OutcomeRecord
-
-Value = tuple[bool, Reason, str]
-"""The value of a condition: whether it holds, the reason, and the message."""
 
 MESSAGE_LIMIT: Final = 8192
 """Maximum length of a condition's message in characters; the CRD allows a few more."""
@@ -34,230 +28,9 @@ MESSAGE_LIMIT: Final = 8192
 SIGNAL_BASE: Final = 128
 """An exit code of 128 + n stands for the signal n."""
 
-_CAUSES_SHOWN: Final = 3
-"""Maximum number of different causes for unready pods in a message."""
 _NAMES_SHOWN: Final = 5
 _LAST_LINE_LIMIT: Final = 512
 _QUOTE_LIMIT: Final = 2048
-_UNKNOWN: Final = "whether the run has ended is not known while the store cannot be read"
-_HELD: Final = "no pod is started until it can be read"
-
-
-def running_conditions(snapshot: Snapshot, status: JobStatus, planned: PlannedPods) -> tuple[Condition, ...]:
-    """Return the conditions of a job that is neither suspended nor finished."""
-    observed, before = snapshot.observed, snapshot.job.status
-    missing = _missing(snapshot, planned)
-    waiting = _waiting(snapshot, status, planned, missing)
-    values: dict[str, Value] = {
-        ConditionType.RUNNING: _running(observed, status, waiting),
-        ConditionType.WAITING: waiting,
-        ConditionType.DEGRADED: _degraded(observed, status, missing),
-    }
-    budget_ok = Reason.BUDGET_CREATED if snapshot.job.spec.disruption_budget else Reason.NOT_REQUESTED
-    # These are set when they first become true, and kept from then on.
-    rare: dict[str, tuple[Reason, str | None, Reason]] = {
-        ConditionType.INVALID: (*_rejection(snapshot), Reason.SPEC_VALID),
-        ConditionType.SUSPENDED: (Reason.SUSPENDED, None, Reason.RESUMED),
-        ConditionType.RESTART_REQUIRED: (
-            Reason.SPEC_CHANGED,
-            _restart_required(snapshot.changes),
-            Reason.SPEC_IN_EFFECT,
-        ),
-        ConditionType.STORE_UNREACHABLE: (
-            Reason.NOT_ALLOWED if observed.store_forbidden else Reason.UNREACHABLE,
-            observed.store_error and clause(observed.store_error),
-            Reason.REACHABLE,
-        ),
-        ConditionType.RESOURCES_BLOCKED: (
-            Reason.RESOURCES_BLOCKED,
-            observed.blocked and clause(observed.blocked),
-            Reason.RESOURCES_AVAILABLE,
-        ),
-        ConditionType.DISRUPTION_BUDGET_FAILED: (
-            Reason.BUDGET_REJECTED,
-            observed.disruption_budget_error and clause(observed.disruption_budget_error),
-            budget_ok,
-        ),
-    }
-    known = {condition.type for condition in before.conditions}
-    for kind, (reason, message, reason_if_false) in rare.items():
-        if message is not None:
-            values[kind] = (True, reason, message)
-        elif kind in known:
-            values[kind] = (False, reason_if_false, "")
-    return with_times(before, values, snapshot.now)
-
-
-def suspended_conditions(snapshot: Snapshot, *, stopping: bool, unread: bool) -> tuple[Condition, ...]:
-    """Return the conditions of a suspended job; see :func:`~elastic_operator.controller.status.suspended_status`."""
-    before = snapshot.job.status
-    no: Value = (False, Reason.SUSPENDED, "")
-    if stopping:
-        suspended: Value = (False, Reason.STOPPING, "the pods are terminating")
-    elif unread:
-        suspended = (False, Reason.STORE_UNREADABLE, _UNKNOWN)
-    else:
-        suspended = (True, Reason.SUSPENDED, "no pod is created until spec.suspend is false again")
-    why = _clauses(_UNKNOWN, _why_unread(snapshot.observed))
-    values: dict[str, Value] = {
-        ConditionType.RUNNING: no,
-        ConditionType.WAITING: (True, Reason.STORE_UNREADABLE, why) if unread else no,
-        ConditionType.DEGRADED: no,
-        ConditionType.SUSPENDED: suspended,
-    }
-    for condition in before.conditions:
-        values.setdefault(condition.type, no)
-    if snapshot.job.problem is not None:
-        values[ConditionType.INVALID] = (True, Reason.SPEC_INVALID, snapshot.job.problem)
-    elif ConditionType.INVALID in values:
-        values[ConditionType.INVALID] = (False, Reason.SPEC_VALID, "")
-    if unread and before.state is not JobState.SUSPENDED:
-        # The time of this condition is the start of the wait for the store.
-        others = tuple(condition for condition in before.conditions if condition.type != ConditionType.WAITING)
-        before = replace(before, conditions=others)
-    return with_times(before, values, snapshot.now)
-
-
-def finished_conditions(before: JobStatus, completion: Completion, now: float) -> tuple[Condition, ...]:
-    """Return the conditions of a finished job."""
-    no: Value = (False, completion.reason, "")
-    yes: Value = (True, completion.reason, completion.failure.message if completion.failure is not None else "")
-    values: dict[str, Value] = {
-        ConditionType.RUNNING: no,
-        ConditionType.WAITING: no,
-        ConditionType.DEGRADED: no,
-        ConditionType.SUCCEEDED if completion.failure is None else ConditionType.FAILED: yes,
-        ConditionType.FINISHED: yes,
-    }
-    for condition in before.conditions:
-        values.setdefault(condition.type, no)
-    return with_times(before, values, now)
-
-
-def with_times(before: JobStatus, values: Mapping[str, Value], now: float) -> tuple[Condition, ...]:
-    """Return the conditions, each with the time since which it has its status."""
-    since = {(condition.type, condition.status): condition.since for condition in before.conditions}
-    return tuple(
-        [
-            Condition(
-                kind, holds, reason, shorten(message, MESSAGE_LIMIT) if message else "", since.get((kind, holds), now)
-            )
-            for kind, (holds, reason, message) in values.items()
-        ]
-    )
-
-
-def _rejection(snapshot: Snapshot) -> tuple[Reason, str | None]:
-    """Return why the spec is invalid; None for its message if it is valid."""
-    if snapshot.job.problem is not None:
-        return Reason.SPEC_INVALID, snapshot.job.problem
-    rejected = snapshot.observed.rejected
-    return Reason.REFUSED, None if rejected is None else clause(rejected)
-
-
-def _waiting(snapshot: Snapshot, status: JobStatus, planned: PlannedPods, missing: str) -> Value:
-    minimum, observed = snapshot.job.spec.min_replicas, snapshot.observed
-    if status.ready_replicas >= minimum:
-        return (False, Reason.ENOUGH_PODS, "")
-    if planned.held:
-        seen = status.size_generation > 0
-        unknown = _UNKNOWN if seen else "whether pods existed and the run has ended is unknown until the store is read"
-        return (True, Reason.STORE_UNREADABLE, _clauses(unknown, _HELD, _why_unread(observed)))
-    verb = "is" if status.ready_replicas == 1 else "are"
-    there = f"{status.ready_replicas} of at least {count(minimum, 'pod')} {verb} ready"
-    reason = Reason.BELOW_MINIMUM if observed.blocked is None else Reason.RESOURCES_BLOCKED
-    return (True, reason, _clauses(there, missing))
-
-
-def _running(observed: Observed, status: JobStatus, waiting: Value) -> Value:
-    if status.state is JobState.RUNNING:
-        known = f"round {status.round} with world size {status.world_size}"
-        return (
-            True,
-            Reason.TRAINING,
-            known if status.world_size else "enough pods are ready; they know the round",
-        )
-    waits, reason, _ = waiting
-    if waits:
-        return (False, Reason.NOT_STARTED if status.started is None else reason, "")
-    cause = observed.round.cause if observed.round is not None and not observed.round.members else ""
-    return (False, Reason.STARTING, cause or "the agents have not formed a round yet")
-
-
-def _degraded(observed: Observed, status: JobStatus, missing: str) -> Value:
-    if status.started is None:
-        return (False, Reason.NOT_STARTED, "")
-    if status.ready_replicas >= status.desired:
-        return (False, Reason.ALL_PODS, "")
-    there = f"{status.ready_replicas} of {count(status.desired, 'pod')} ready"
-    reason = Reason.BELOW_DESIRED if observed.blocked is None else Reason.RESOURCES_BLOCKED
-    return (True, reason, _clauses(there, missing))
-
-
-def _restart_required(changes: Sequence[str]) -> str | None:
-    if not changes:
-        return None
-    has = "has" if len(changes) == 1 else "have"
-    return f"{listed(changes)} {has} changed; suspend the job and resume it to apply the change"
-
-
-def _clauses(*parts: str) -> str:
-    """Return the parts that are not empty, as one sentence."""
-    return "; ".join(part for part in parts if part)
-
-
-def _why_unread(observed: Observed) -> str:
-    """Return why the store cannot be read, perhaps because it cannot be created."""
-    return clause(observed.blocked or observed.store_error or observed.etcd_error or "")
-
-
-def _missing(snapshot: Snapshot, planned: PlannedPods) -> str:
-    """Return which pods are missing, and why."""
-    blocked = snapshot.observed.blocked
-    starting = [(pod.index, pod.name, clause(pod.waiting)) for pod in planned.staying if not pod.ready]
-    parts = []
-    if blocked is None:
-        starting += [(pod.index, pod.name, "") for pod in planned.created]
-    elif planned.created:
-        names = listed([pod.name for pod in planned.created])
-        parts.append(f"{names} cannot be created for now: {clause(blocked)}")
-    parts += _not_ready(starting)
-    if blocked is not None and not planned.created:
-        parts.append(f"not all that the job needs can be created for now: {clause(blocked)}")
-    waits = [
-        f"{hostname(snapshot.job.name, slot.index)} {_history(slot)} and is started again at {rfc3339(slot.due)}"
-        for slot in planned.slots
-        if slot.due > snapshot.now
-    ]
-    parts.append(listed(waits))
-    if planned.held:
-        parts += [_UNKNOWN, _HELD, _why_unread(snapshot.observed)]
-    if (problem := snapshot.job.problem) is not None:
-        parts.append(f"no pod is created from this spec: {clause(problem)}")
-    elif snapshot.observed.rejected is not None:
-        parts.append("no more pods are created from this spec, which the cluster rejects")
-    return _clauses(*parts)
-
-
-def _not_ready(starting: Sequence[tuple[int, str, str]]) -> list[str]:
-    """Return clauses about pods that are not ready (index, name and cause), grouped by cause."""
-    causes: dict[str, list[str]] = {}
-    for _, name, cause in sorted(starting):
-        causes.setdefault(cause if cause in causes or len(causes) < _CAUSES_SHOWN else "", []).append(name)
-    return [
-        f"{listed(names)} {'is' if len(names) == 1 else 'are'} not ready yet: {cause}"
-        if cause
-        else f"{listed(names)} {'has' if len(names) == 1 else 'have'} not joined yet"
-        for cause, names in causes.items()
-    ]
-
-
-def _history(slot: EmptySlot) -> str:
-    """Describe the past pods of an index, as a predicate of its name: "failed 3 times in a row"."""
-    often = f"{count(slot.failures, 'time')} in a row"
-    if slot.replaces is None or not slot.left:
-        return f"failed {often}"
-    return f"was deleted {often} before it ran" if slot.replaces.terminating else f"was asked to leave {often}"
 
 
 def running_events(

@@ -380,6 +380,52 @@ class Removal:
 
 
 @dataclass(frozen=True, slots=True)
+class EmptySlot:
+    """An index without a live pod.
+
+    Attributes:
+        index: the index.
+        failures: the number of consecutive failures of its pods.
+        failed: when the last of them failed; None if none has failed.
+        due: when it may be filled; seconds since the Unix epoch.
+        replaces: the last pod of the index, if it still exists.
+        left: whether that pod left or was deleted before it ended by itself.
+    """
+
+    index: int
+    failures: int = 0
+    failed: float | None = None
+    due: float = 0.0
+    replaces: Pod | None = None
+    left: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedPods:
+    """The pods that the job will have after the plan is carried out.
+
+    Attributes:
+        staying: live pods that stay.
+        gone: UIDs of pods that have ended, terminate, or are deleted now; without those whose failure is pending.
+        created: pods that are created now.
+        remove: pods that are deleted now.
+        slots: the indices to fill, now or later.
+        held: whether no pod is created because it is unknown whether the run has ended.
+        size: the size that new pods are started with; None if no pod can be created.
+        announce: the size to write into the store; None if that is not needed, or not possible now.
+    """
+
+    staying: tuple[Pod, ...]
+    gone: frozenset[str]
+    created: tuple[NewPod, ...] = ()
+    remove: tuple[Removal, ...] = ()
+    slots: tuple[EmptySlot, ...] = ()
+    held: bool = False
+    size: SizeRecord | None = None
+    announce: SizeRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class JobEvent:
     """An event of a job.
 
