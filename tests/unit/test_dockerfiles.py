@@ -53,20 +53,6 @@ def test_pip_installs_pinned_versions(dockerfile: Path) -> None:
         assert re.search(r"--constraint \S*constraints.txt", command) or "--no-deps" in command, command
 
 
-@both
-def test_copied_files_exist_and_are_not_ignored(dockerfile: Path) -> None:
-    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    copied = {
-        source
-        for instruction, rest in instructions(dockerfile)
-        if instruction == "COPY" and not rest.startswith("--from")
-        for source in rest.split()[:-1]
-    }
-    assert copied
-    assert copied <= allowed
-    assert all((ROOT / source).exists() for source in allowed)
-
-
 def test_the_torch_layer_is_below_the_layers_of_the_code() -> None:
     found = stage(AGENT)
     torch = position(found, "RUN", " torch")

@@ -160,16 +160,6 @@ async def test_each_kind_is_listed_once_and_then_watched_despite_errors(
     assert caplog.text.count("an unexpected error while a change was handled") == 1
 
 
-async def test_an_expired_watch_causes_a_list_that_removes_deleted_objects(server: Server) -> None:
-    server.pods = ["a"]
-    async with running_informer(server) as (informer, store):
-        await informer.synced.wait()
-        server.pods = []
-        for change in ({"type": "ERROR", "object": {"code": 410}}, None):
-            server.changes.put_nowait(change)
-        await until(lambda: store.count(PODS) == 0)
-
-
 async def test_a_watch_without_events_is_reopened(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_operator.kubernetes.informer._LONGEST_WATCH", 0.1)
     async with running_informer(server) as (informer, _):
@@ -198,26 +188,6 @@ async def test_pod_groups_that_have_gone_are_missed(server: Server, monkeypatch:
         store.put(VOLCANO_GROUPS, an_object("digits", "team"))
         await until(lambda: store.count(VOLCANO_GROUPS) == 0)
         assert server.lists.count("elasticjobs") == 1
-
-
-@pytest.mark.parametrize("forbidden", ["/namespaces/a/", "/namespaces/a/pods"])
-async def test_a_forbidden_namespace_does_not_delay_others_and_is_listed_once_it_is_permitted(
-    server: Server, caplog: pytest.LogCaptureFixture, forbidden: str
-) -> None:
-    caplog.set_level("INFO")
-    server.failing[forbidden] = 403
-    async with running_informer(server, "a", "b") as (informer, store):
-        await informer.synced.wait()
-        await asyncio.sleep(0.1)
-        assert store.keys == ("b/digits",), "a job is stored although its pods cannot be listed"
-        [said] = [each for each in caplog.messages if "cannot be watched" in each]
-        assert said.startswith("the namespace a cannot be watched: ")
-        assert (
-            "; grant the operator its rights there (the chart's role has them), or take it out of --namespace" in said
-        )
-        server.failing.clear()
-        await until(lambda: set(store.keys) == {"a/digits", "b/digits"})
-    assert "the namespace a can be watched now" in caplog.messages
 
 
 @pytest.mark.parametrize(

@@ -96,41 +96,6 @@ def test_the_time_until_a_job_trains_is_measured_once() -> None:
     assert seconds_to_running(resumed, status, NOW + 103) == 3, "the time counts from the resumption"
 
 
-def test_the_page_has_every_series() -> None:
-    metrics = OperatorMetrics()
-    holds = [{"type": "Running", "status": "True"}, {"type": "Degraded", "status": "True"}]
-    over = [{"type": "Running", "status": "False"}, {"type": "Made up", "status": "True"}]
-    jobs: list[Json] = [{"status": {"conditions": holds}}, {"status": {"conditions": over}}, {}]
-    metrics.registry.register(JobCollector(lambda: jobs, lambda: True))
-    job = that_trained(a_job())
-    world = a_world(running(0), died(1))
-    metrics.status_written(job, plan(job, world, NOW))
-    metrics.waited(0.02)
-    metrics.reconciled(0.02, "success")
-    metrics.requested("LIST", 200)
-    metrics.requested("POST", 0)
-    metrics.gauge("elastic_operator_queue_depth", "Waiting.", lambda: 3)
-    shown = metrics.page("")[0].decode()
-    for line in (
-        'elastic_operator_jobs{condition="Running"} 1.0',
-        'elastic_operator_jobs{condition="Degraded"} 1.0',
-        'elastic_operator_jobs{condition="Suspended"} 0.0',
-        'elastic_operator_restarts_total{cause="pod_died"} 1.0',
-        'elastic_operator_restarts_total{cause="node_lost"} 0.0',
-        'elastic_operator_queue_latency_seconds_bucket{le="0.025"} 1.0',
-        'elastic_operator_reconciles_total{result="success"} 1.0',
-        'elastic_operator_reconciles_total{result="error"} 0.0',
-        'elastic_operator_reconcile_duration_seconds_bucket{le="0.025"} 1.0',
-        'elastic_operator_api_requests_total{code="200",verb="list"} 1.0',
-        'elastic_operator_api_requests_total{code="0",verb="post"} 1.0',
-        "elastic_operator_queue_depth 3.0",
-        "elastic_operator_apply_to_running_seconds_count 0.0",
-        "elastic_operator_pods_created_total 0.0",
-    ):
-        assert line in shown
-    assert "Made up" not in shown
-
-
 def test_every_series_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
     metrics = OperatorMetrics()

@@ -53,16 +53,6 @@ async def store_report(api: Api, report: Report) -> None:
     await writer.keep_report(replace(a_job(), namespace=NAMESPACE), report)
 
 
-async def test_a_report_belongs_to_its_job(server: ObjectServer, api: Api) -> None:
-    await store_report(api, a_report(1))
-    assert stored_report(server) == a_report(1)
-    metadata = server.get(CONFIG_MAPS, REPORT)["metadata"]
-    [owner] = metadata["ownerReferences"]
-    assert (owner["kind"], owner["uid"], owner["controller"]) == ("ElasticJob", UID, True)
-    assert metadata["labels"]["elastic.pytorch.org/job"] == NAME
-    assert metadata["labels"]["elastic.pytorch.org/role"] == "report"
-
-
 async def test_a_later_report_is_merged_with_the_one_that_exists(server: ObjectServer, api: Api) -> None:
     await store_report(api, a_report(1, 2, state=JobState.SUSPENDED))
     await store_report(api, a_report(3))
@@ -93,10 +83,6 @@ def succeeds(cluster: OperatedCluster) -> None:
 async def cluster() -> AsyncIterator[OperatedCluster]:
     async with OperatedCluster() as cluster:
         yield cluster
-
-
-def first(cluster: OperatedCluster, method: str, path: str) -> int:
-    return cluster.server.requests.index((method, path))
 
 
 async def test_the_report_is_written_before_the_final_status_and_before_etcd_is_deleted(

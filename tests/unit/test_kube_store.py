@@ -67,16 +67,6 @@ def test_a_job_is_found_by_its_key_and_its_pods_by_its_uid(listener: Listener) -
     assert listener.changed == [KEY, KEY]
 
 
-def test_the_pods_of_a_job_have_their_last_observed_version(listener: Listener) -> None:
-    owner = cluster_objects.NAMESPACE, cluster_objects.JOB_UID
-    listener.store.put(PODS, a_pod(0))
-    assert [pod.terminating for pod in listener.store.pods(*owner)] == [False]
-    listener.store.put(PODS, a_pod(0, 2, deletionTimestamp=cluster_objects.at(5)))
-    assert [pod.terminating for pod in listener.store.pods(*owner)] == [True]
-    listener.store.remove(PODS, a_pod(0, 3))
-    assert listener.store.pods(*owner) == ()
-
-
 def test_an_object_that_was_deleted_never_returns(listener: Listener) -> None:
     listener.store.put(PODS, a_pod(version=3))
     listener.store.remove(PODS, {"metadata": {"uid": "uid-p0"}})

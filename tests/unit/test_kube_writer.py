@@ -18,7 +18,7 @@ from elastic_operator.kubernetes.writer import Writer, event_object
 from tests.support import cluster_objects
 from tests.support.answering import answering
 from tests.support.builders import UID
-from tests.support.cluster_objects import START, at
+from tests.support.cluster_objects import START
 from tests.support.object_server import NAMESPACE as TEAM
 from tests.support.object_server import ObjectServer
 
@@ -131,26 +131,6 @@ def a_job(version: str = "7") -> dict[str, Any]:
     return job
 
 
-def test_an_event_names_its_job_and_its_reporter() -> None:
-    event = event_object(a_job(), NEWS, identity="operator-0", now=START + 3)
-
-    assert event["metadata"]["namespace"] == cluster_objects.NAMESPACE
-    assert event["metadata"]["name"].startswith("digits.")
-    assert event["involvedObject"] == {
-        "apiVersion": "elastic.pytorch.org/v1alpha1",
-        "kind": "ElasticJob",
-        "name": "digits",
-        "namespace": cluster_objects.NAMESPACE,
-        "uid": cluster_objects.JOB_UID,
-        "resourceVersion": "7",
-    }
-    assert (event["type"], event["reason"], event["message"]) == ("Normal", "Scaled", "scaled from 2 to 3 pods")
-    assert event["firstTimestamp"] == event["lastTimestamp"] == at(3)
-    assert event["reportingInstance"] == "operator-0"
-    long = event_object(a_job(), JobEvent(EventReason.POD_DIED, "x" * 5000, warning=True), identity="x", now=START)
-    assert (long["type"], len(long["message"])) == ("Warning", 1024)
-
-
 def test_the_same_event_has_the_same_name_and_another_one_has_another() -> None:
     def name(job: dict[str, Any], news: JobEvent) -> str:
         return str(event_object(job, news, identity="x", now=START)["metadata"]["name"])
@@ -158,3 +138,8 @@ def test_the_same_event_has_the_same_name_and_another_one_has_another() -> None:
     assert name(a_job(), NEWS) == name(a_job(), NEWS)
     assert name(a_job(), NEWS) != name(a_job("8"), NEWS)
     assert name(a_job(), NEWS) != name(a_job(), JobEvent(EventReason.SCALED, "scaled from 3 to 4 pods"))
+
+
+def test_a_long_message_of_an_event_is_shortened_to_what_an_api_server_accepts() -> None:
+    event = event_object(a_job(), JobEvent(EventReason.POD_DIED, "x" * 5000, warning=True), identity="x", now=START)
+    assert (event["type"], len(event["message"])) == ("Warning", 1024)

@@ -49,24 +49,6 @@ def live_of(file: Path, **spec: Any) -> LiveJob:
 # The live object
 
 
-def test_the_live_object_equals_that_of_an_api_server(file: Path) -> None:
-    live = live_of(file)
-    assert live.key == "default/digits"
-    assert live.manifest["metadata"] == {
-        "name": "digits",
-        "namespace": "default",
-        "uid": UID,
-        "generation": 1,
-        "creationTimestamp": "2023-11-14T22:13:20Z",
-    }
-    assert live.manifest["spec"]["nprocPerNode"] == 1
-    live.set_replicas(3)
-    assert live.patch({"replicas": 2})
-    assert not live.patch({"replicas": 2})
-    assert (live.job.generation, live.manifest["metadata"]["generation"]) == (3, 3)
-    assert live.job.spec.desired == 2
-
-
 @pytest.mark.parametrize(
     "fields", [{"replicas": -1}, {"replicas": 0}, {"replicas": 4}, {"replicas": "3"}, {"suspend": 1}]
 )
@@ -94,23 +76,6 @@ def test_a_saved_file_is_applied_as_kubectl_apply_would(file: Path) -> None:
     live.patch({"replicas": 3})
     assert live.apply(load(write(file, replicas=2))), "the file wins over a patch"
     assert live.job.spec.replicas == 2
-
-
-def test_a_change_that_an_api_server_would_refuse_is_refused_with_its_line(file: Path) -> None:
-    live = live_of(file, replicas=2)
-    live.job = replace(live.job, status=JobStatus(state=JobState.RUNNING, replicas=2))
-    for change, sentence in (
-        ({"nprocPerNode": 2}, "spec.nprocPerNode: cannot be changed, set or removed while the job runs"),
-        ({"replicas": 9}, "spec.replicas: must be between minReplicas and maxReplicas"),
-        ({"etcd": {"endpoint": "a:1"}}, "spec.etcd.endpoint: cannot be"),
-    ):
-        with pytest.raises(BadInput, match=rf"digits.yaml:\d+: {sentence}"):
-            live.apply(load(write(file, **{"replicas": 3, **change})))
-        assert live.job.spec.replicas == 2
-    assert live.apply(load(write(file, replicas=3)))
-    # A change that requires a restart is accepted, and the plan reports it in a condition.
-    assert live.apply(load(write(file, replicas=3, args=["other.py"])))
-    assert live.job.spec.args == ("other.py",)
 
 
 def test_a_field_that_would_have_another_effect_locally_is_ignored(file: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import yaml
 
 from scripts.monitoring.alerts import GROUPS, Alert
 from scripts.monitoring.files import DASHBOARDS, RULES, files
@@ -105,22 +104,3 @@ def test_the_page_on_monitoring_lists_every_alert_and_is_linked() -> None:
     assert {path.stem for path in (ROOT / "docs" / "runbooks").iterdir()} == {alert.name for alert in ALERTS}
     assert "](docs/monitoring.md)" in (ROOT / "README.md").read_text()
     assert "](monitoring.md)" in (ROOT / "docs" / "cluster.md").read_text()
-
-
-def test_the_example_for_prometheus_relabels_addresses() -> None:
-    [example] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "monitoring.md").read_text(), re.DOTALL)
-    [config] = yaml.safe_load(example)["scrape_configs"]
-    rules = config["relabel_configs"]
-    assert [rule["action"] for rule in rules if "action" in rule] == ["keep", "keep"]
-    addresses = [rule for rule in rules if rule.get("target_label") == "__address__"]
-
-    def address(ip: str) -> list[str]:
-        found = [re.fullmatch(rule["regex"], f"{ip};9464") for rule in addresses]
-        return [
-            match.expand(re.sub(r"\$(\d)", r"\\\1", rule["replacement"]))
-            for match, rule in zip(found, addresses, strict=True)
-            if match
-        ]
-
-    assert address("10.0.0.1") == ["10.0.0.1:9464"]
-    assert address("fd00::1") == ["[fd00::1]:9464"]

@@ -188,24 +188,6 @@ def test_a_complete_installation_is_not_repeated(installer: Any, tmp_path: Path)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize(
-    ("known", "wanted", "covered"),
-    [
-        ({"extra": "dev"}, "local", True),
-        ({"extra": "local"}, "local", True),
-        ({"extra": "local"}, "dev", False),
-        ({"extra": ""}, "local", False),
-        ({"extra": "dev", "key": "of other requirements"}, "dev", False),
-    ],
-)
-def test_an_environment_covers_the_extras_of_its_complete_installations(
-    installer: Any, known: dict[str, str], wanted: str, covered: bool
-) -> None:
-    key = installer.requirements_key() if known["extra"] else ""
-    marker = installer.Marker(**{"python": sys.executable, "key": key, **known})
-    assert marker.covers(wanted) is covered
-
-
 def test_the_dependencies_of_an_existing_torch_are_kept(installer: Any) -> None:
     left_out = installer.needed_by("torch")
     assert {"torch", "sympy", "filelock"} <= left_out

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.testbed import availability, binaries, image_build, image_room, images, node_cgroups
+from tests.support.testbed import availability, binaries, image_build, images
 from tests.support.testbed.cache import Missing
-from tests.support.testbed.node_cgroups import Groups, Hierarchy
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,14 +72,6 @@ def test_tests_that_cannot_run_are_named_at_the_end_and_fail_in_ci(tmp_path: Pat
     assert run.returncode == code
 
 
-@pytest.mark.parametrize(("ci", "code"), [("", 0), ("1", 1)])
-def test_prepare_reports_what_is_missing(tmp_path: Path, ci: str, code: int) -> None:
-    run = with_an_old_go(tmp_path, "-m", "tests.support.testbed", "prepare", "control_plane", CI=ci)
-    assert "Did NOT run: tests with a real API server" in run.stderr
-    assert "https://go.dev/dl/" in run.stderr
-    assert run.returncode == code
-
-
 # Programs
 
 
@@ -119,22 +110,6 @@ def test_each_project_is_pinned_by_hash(project: binaries.Project) -> None:
 # Images
 
 
-def test_pip_in_a_build_uses_this_machines_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    authorities = tmp_path / "ca.crt"
-    authorities.write_text("certificates")
-    monkeypatch.setenv("PIP_CERT", str(authorities))
-    monkeypatch.setenv("PIP_INDEX_URL", "https://me:secret@mirror.example/simple")
-    monkeypatch.setenv("PIP_FIND_LINKS", "/some/folder https://wheels.example/")
-    home = tmp_path / "home"
-    home.mkdir()
-    image_room.write_home(home)
-    lines = (home / ".config/pip/pip.conf").read_text().splitlines()
-    assert "index-url = https://me:secret@mirror.example/simple" in lines
-    assert "find-links = /root/wheels https://wheels.example/" in lines  # other folders do not exist in a build
-    assert "cert = /root/cert.pem" in lines
-    assert (home / "cert.pem").read_text() == "certificates"
-
-
 def test_an_image_is_built_again_when_a_file_of_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_build, "ROOT", tmp_path)
     (tmp_path / "code/__pycache__").mkdir(parents=True)
@@ -152,35 +127,3 @@ def test_manifests_use_the_image_names_of_the_dockerfiles() -> None:
     for name in ("agent", "operator"):
         text = (ROOT / f"Dockerfile.{name}").read_text()
         assert f"docker build -f Dockerfile.{name} -t {images.IMAGES[name]} ." in text
-
-
-# Control groups: a machine has only one of the two versions
-
-
-def test_the_control_groups_of_version_1_are_below_the_callers_groups() -> None:
-    mounts = """\
-30 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755
-31 30 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct
-32 30 0:30 /docker/abc /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
-"""
-    found = node_cgroups.hierarchies(mounts, "4:memory:/docker/abc/inner\n3:cpuacct,cpu:/\n")
-    top = Path("/sys/fs/cgroup")
-    assert found == [
-        Hierarchy(mount=top / "cpu,cpuacct", own=top / "cpu,cpuacct", options="cpu,cpuacct"),
-        Hierarchy(mount=top / "memory", own=top / "memory/inner", options="memory"),
-    ]
-    folders = (str(top / "cpu,cpuacct/node"), str(top / "memory/inner/node"))
-    assert node_cgroups.plan(found, "node") == Groups(folders=folders)
-    with pytest.raises(Missing, match=r"controllers .*pids"):
-        node_cgroups.check(found)
-
-
-def test_the_control_groups_of_version_2_are_at_the_top(tmp_path: Path) -> None:
-    (tmp_path / "cgroup.controllers").write_text("cpuset cpu io memory pids")
-    (tmp_path / "cgroup.subtree_control").write_text("memory pids\n")
-    hierarchy = Hierarchy(mount=tmp_path, own=tmp_path / "user.slice", options="")
-    node_cgroups.check([hierarchy])
-    assert node_cgroups.plan([hierarchy], "node") == Groups(folders=(str(tmp_path / "node"),), enabled=("cpu",))
-    (tmp_path / "cgroup.controllers").write_text("memory pids")
-    with pytest.raises(Missing, match="controllers cpu:"):
-        node_cgroups.check([hierarchy])
