@@ -11,22 +11,20 @@ from __future__ import annotations
 import collections
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from elastic_operator.api.json_values import integer, mapping, mappings, text
-from elastic_operator.api.spec import GROUP, KIND
+from elastic_operator.api.spec import GROUP, KIND, Json
 from elastic_operator.controller.model import EtcdState
-from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, PODS, SERVICES, with_hint
+from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, PODS, SERVICES, Resource, with_hint
 from elastic_operator.kubernetes.pod_status import pod_of
 from elastic_operator.resources.owned_objects import etcd_endpoint, etcd_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from elastic_operator.api.spec import Json
     from elastic_operator.controller.model import Job, Pod
-    from elastic_operator.kubernetes.client import Resource
 
 _TOMBSTONE_TTL: Final = 900.0
 """Seconds for which the deletion of an object is remembered."""
@@ -40,19 +38,10 @@ class Owner:
     name: str
 
 
-@dataclass(slots=True)
-class _Index:
-    """The objects of one kind, by UID, and by home and UID.
+class Store:
+    """The known objects of some kinds, by UID, and by home and UID.
 
     The home of an object is its namespace and the UID of its owner. The home of a job is its namespace and name.
-    """
-
-    objects: dict[str, Json] = field(default_factory=dict)
-    homes: dict[tuple[str, str], dict[str, Json]] = field(default_factory=dict)
-
-
-class Store:
-    """The known objects of some kinds.
 
     Args:
         changed: called with the key of a job when the job, or an object that it owns, has changed.
@@ -67,7 +56,8 @@ class Store:
     ) -> None:
         self._changed = changed
         self._pod_deleted = pod_deleted
-        self._kinds: dict[Resource, _Index] = collections.defaultdict(_Index)
+        self._objects = collections.defaultdict[Resource, dict[str, Json]](dict)
+        self._homes = collections.defaultdict[Resource, dict[tuple[str, str], dict[str, Json]]](dict)
         self._pods: dict[str, Pod] = {}
         self._tombstones: dict[str, tuple[float, float]] = {}
         """By UID, the oldest first: the version up to which updates are ignored, and when to forget it."""
@@ -75,12 +65,12 @@ class Store:
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys of all jobs."""
-        return tuple(map("/".join, self._kinds[ELASTIC_JOBS].homes))
+        return tuple(map("/".join, self._homes[ELASTIC_JOBS]))
 
     def job(self, key: str) -> Json | None:
         """Return the job with this key, ``namespace/name``; the later one if there are two."""
         namespace, _, name = key.partition("/")
-        jobs = self._kinds[ELASTIC_JOBS].homes.get((namespace, name), {})
+        jobs = self._homes[ELASTIC_JOBS].get((namespace, name), {})
         return max(jobs.values(), key=version_of, default=None)
 
     def owned_by(self, resource: Resource, namespace: str, job_uid: str) -> tuple[Json, ...]:
@@ -88,7 +78,7 @@ class Store:
 
         Only objects in the job's namespace are returned: in others, any user may write the UID into an owner reference.
         """
-        return tuple(self._kinds[resource].homes.get((namespace, job_uid), {}).values())
+        return tuple(self._homes[resource].get((namespace, job_uid), {}).values())
 
     def pods(self, namespace: str, job_uid: str) -> tuple[Pod, ...]:
         """Return the worker pods of a job."""
@@ -96,13 +86,12 @@ class Store:
 
     def count(self, resource: Resource) -> int:
         """Return how many objects of a kind are known."""
-        return len(self._kinds[resource].objects)
+        return len(self._objects[resource])
 
     def put(self, resource: Resource, body: Json) -> None:
         """Store a state of an object, unless a newer one is known."""
         uid = body["metadata"]["uid"]
-        index = self._kinds[resource]
-        before = index.objects.get(uid)
+        before = self._objects[resource].get(uid)
         tombstone = self._tombstones.get(uid)
         version = version_of(body)
         if tombstone is not None and version <= tombstone[0]:
@@ -111,14 +100,14 @@ class Store:
             return
         self._tombstones.pop(uid, None)  # it had only lost the label by which it is watched
         after = _trimmed(resource, body)
-        index.objects[uid] = after
+        self._objects[resource][uid] = after
         if resource == PODS:
             self._pods[uid] = pod_of(body)
         home = _home(resource, after)
         if before is not None and _home(resource, before) != home:
             self._unlink(resource, before)
         if home is not None:
-            index.homes.setdefault(home, {})[uid] = after
+            self._homes[resource].setdefault(home, {})[uid] = after
         self._notify(resource, after)
 
     def remove(self, resource: Resource, body: Json) -> None:
@@ -139,16 +128,14 @@ class Store:
             version: the resource version of the list.
             namespace: the namespace that was listed; None for all.
         """
-        index = self._kinds[resource]
-        for uid, body in list(index.objects.items()):
+        for uid, body in list(self._objects[resource].items()):
             elsewhere = namespace is not None and body["metadata"].get("namespace") != namespace
             if uid not in uids and not elsewhere and version_of(body) <= version:
                 self._bury(resource, body, version)
 
     def _bury(self, resource: Resource, body: Json, version: float) -> None:
         uid = body["metadata"]["uid"]
-        index = self._kinds[resource]
-        before = index.objects.get(uid)
+        before = self._objects[resource].get(uid)
         if before is not None and version < version_of(before):
             return
         now = time.monotonic()
@@ -158,7 +145,7 @@ class Store:
             del self._tombstones[oldest]
         if before is None:
             return
-        del index.objects[uid]
+        del self._objects[resource][uid]
         self._unlink(resource, before)
         if resource == PODS:
             last = self._pods.pop(uid)
@@ -167,7 +154,7 @@ class Store:
         self._notify(resource, before)
 
     def _unlink(self, resource: Resource, body: Json) -> None:
-        homes, home = self._kinds[resource].homes, _home(resource, body)
+        homes, home = self._homes[resource], _home(resource, body)
         if home is not None:
             del homes[home][body["metadata"]["uid"]]
             if not homes[home]:
