@@ -179,7 +179,7 @@ STATUSES = st.builds(
     restarts=_COUNTS,
     uncharged_restarts=_COUNTS,
     pod_failures=_COUNTS,
-    counted_pod_uids=st.frozensets(st.uuids().map(str), max_size=4),
+    counted_pod_uids=st.frozensets(st.sampled_from("abcd") | st.uuids().map(str), max_size=4),
     size_generation=st.integers(0, 2**53),
     started=_TIMES,
     active=_TIMES,

@@ -32,7 +32,6 @@ from tests.support.builders import (
     pending,
     running,
     size,
-    success,
     terminating,
     termination_message,
     that_had_pods,
@@ -78,23 +77,6 @@ def test_pod_names_are_deterministic() -> None:
 
     assert successor.name == again.name == pod_name(NAME, UID, 1, died(1).uid)
     assert successor.name != died(1).name
-
-
-def test_pod_names_are_unique_within_one_second() -> None:
-    first = died(1)
-    second = died(1, after=first)
-    third = died(1, after=second)
-    [successor] = plan(TRAINED, a_world(running(0), third, first, second), NOW).create
-
-    assert successor.name == pod_name(NAME, UID, 1, third.uid)
-
-
-def test_new_pod_does_not_reuse_the_name_of_a_draining_pod() -> None:
-    gone = pod_name(NAME, UID, 1, "")
-    [new] = plan(TRAINED, a_world(running(0), size=size(2, generation=3, draining=(gone,))), NOW).create
-
-    assert (new.index, new.size.generation) == (1, 3)
-    assert new.name != gone
 
 
 def test_back_off_starts_over_after_a_healthy_time() -> None:
@@ -169,23 +151,6 @@ def test_etcd_error_is_reported() -> None:
     assert waiting.message.endswith("its etcd does not serve yet: no node takes it")
 
 
-def test_index_whose_pods_are_deleted_before_they_run_backs_off() -> None:
-    job = that_trained(a_job(replicas=2, minimum=2))
-    first = pending(1, terminating=True, created=NOW - 0.5)
-    [second] = plan(job, a_world(running(0), first), NOW).create
-    assert (second.failures, second.failed) == (1, NOW - 0.5), "the first pod is replaced at once"
-
-    again = pending(1, terminating=True, created=NOW - 0.25, failures=2, failed=NOW - 2)
-    made = plan(job, a_world(running(0), again), NOW)
-    assert (made.create, made.wake_at) == ((), NOW - 0.25 + back_off(3))
-    assert "digits-1 was deleted 3 times in a row before it ran and is started again at" in (
-        condition(made.status, ConditionType.WAITING).message
-    )
-    assert made.status.pod_failures == 0, "the deletion is not charged"
-    [ran] = plan(job, a_world(running(0), terminating(1, started=NOW - 1, failures=2, failed=NOW - 4)), NOW).create
-    assert ran.failures == 2, "a pod that ran is replaced at once"
-
-
 def test_pods_deleted_while_unwanted_cause_no_back_off() -> None:
     job = that_trained(a_job(replicas=3), desired=1)
     gone = [pending(index, terminating=True, created=NOW - 0.5, failures=5, failed=NOW - 1) for index in (1, 2)]
@@ -219,21 +184,7 @@ def test_exceeded_backoff_limit_fails_the_job() -> None:
     assert made.create == ()
 
 
-# -- history
-
-
 # -- the end
-
-
-def test_success_is_reported() -> None:
-    made = plan(TRAINED, a_world(running(0), running(1), outcome=success(round=4, restarts=1)), NOW)
-
-    for kind in (ConditionType.SUCCEEDED, ConditionType.FINISHED):
-        assert condition(made.status, kind).status is True
-    for kind in (ConditionType.RUNNING, ConditionType.WAITING, ConditionType.DEGRADED):
-        assert condition(made.status, kind).status is False
-    assert (made.status.round, made.status.restarts, made.status.completed) == (4, 1, NOW)
-    assert messages_of(made) == {EventReason.SUCCEEDED: "succeeded in round 4 after 1 restart"}
 
 
 def test_failure_names_its_root_cause() -> None:
@@ -279,18 +230,6 @@ def test_failure_quotes_the_pod_that_caused_it(pods: tuple[Pod, ...], reason: Re
 
 
 # -- status and conditions
-
-
-def test_job_starts_when_its_first_round_forms() -> None:
-    job = that_had_pods(a_job(replicas=2))
-    pods = (running(0), running(1))
-    before = plan(job, a_world(*pods), NOW).status
-    made = plan(job, a_world(*pods, round=a_round(*pods)), NOW)
-
-    assert (before.state, before.started) == (JobState.PENDING, None)
-    assert condition(before, ConditionType.RUNNING).reason == Reason.STARTING
-    assert (made.status.state, made.status.started, made.status.world_size) == (JobState.RUNNING, NOW, 2)
-    assert messages_of(made) == {EventReason.STARTED: "training started with 2 pods and world size 2"}
 
 
 def test_waiting_names_the_missing_pods_and_why() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from elastic_operator.api.constants import ConditionType, EventReason, Reason
 from elastic_operator.api.spec import (
-    AppliedSpec,
     EtcdSpec,
     FailureAction,
 )
@@ -43,7 +42,7 @@ from tests.support.builders import (
     with_spec,
     with_spec_applied,
 )
-from torchelastic.protocol import FailureRecord, ResumeRecord
+from torchelastic.protocol import FailureRecord
 
 if TYPE_CHECKING:
     from elastic_operator.controller.model import Job, Observed
@@ -82,24 +81,6 @@ def test_suspension_is_reported_step_by_step() -> None:
     assert rests.status.applied_spec is None
     for kind in (ConditionType.RUNNING, ConditionType.WAITING, ConditionType.DEGRADED):
         assert (condition(rests.status, kind).status, condition(rests.status, kind).reason) == (False, Reason.SUSPENDED)
-
-
-def test_counts_outlive_a_suspension() -> None:
-    round = a_round(running(0), number=7, restarts=2, free=4)
-    job = that_trained(a_job(suspend=True), pod_failures=1, excluded_nodes=("node-3",))
-    stopping = apply_status(job, a_world(running(0), round=round))
-    rests = apply_status(stopping, NO_STORE).status
-    assert (rests.round, rests.restarts, rests.uncharged_restarts, rests.pod_failures) == (7, 2, 4, 1)
-    assert rests.started == NOW - 60
-
-    resumed = plan(replace(that_trained(a_job()), status=rests), NO_STORE, NOW + 60)
-    assert [(pod.resume, pod.excluded) for pod in resumed.create] == [
-        (ResumeRecord(round=7, restarts=2, uncharged_restarts=4), ("node-3",))
-    ] * 2
-    assert messages_of(resumed) == {EventReason.RESUMED: "resumed after round 7"}
-    suspended = condition(resumed.status, ConditionType.SUSPENDED)
-    assert (suspended.status, suspended.reason) == (False, Reason.RESUMED)
-    assert resumed.status.active == NOW + 60
 
 
 @pytest.mark.parametrize("job", [a_job(), that_is_suspended(a_job())], ids=["new", "resumed"])
@@ -178,14 +159,6 @@ def test_invalid_spec_is_reported_while_suspended() -> None:
 
 
 # -- the applied spec
-
-
-def test_spec_is_applied_before_the_first_pod() -> None:
-    job = a_job(args=("train.py",), image="digits:1")
-    made = plan(job, a_world(), NOW)
-
-    assert made.status.applied_spec == AppliedSpec(args=("train.py",), image="digits:1")
-    assert with_applied_spec(job, made).spec == job.spec
 
 
 def test_changed_applied_fields_require_a_restart_which_is_reported_once() -> None:
@@ -290,21 +263,6 @@ def test_failure_policy_is_named_in_messages() -> None:
     why = f"{out_of_memory(1).name} ran out of memory, and spec.failurePolicy.rules[1] fails the job then"
     assert condition(made.status, ConditionType.FAILED).message == why
     assert messages_of(made) == {EventReason.FAILED: f"failed: {why}"}
-
-
-def test_rule_excludes_nodes() -> None:
-    rules = (on_reasons(FailureAction.COUNT, "OOMKilled", exclude=True),)
-    job = that_trained(a_job(failure_rules=rules), excluded_nodes=("node-1",))
-    world = a_world(running(0), out_of_memory(1, node="node-2"))
-    made = plan(job, world, NOW)
-
-    assert made.status.excluded_nodes == ("node-1", "node-2")
-    assert [pod.excluded for pod in made.create] == [("node-1", "node-2")]
-    assert messages_of(made)[EventReason.NODE_EXCLUDED] == (
-        f"later pods keep away from the node node-2, where {out_of_memory(1).name} ran out of memory"
-    )
-    again = plan(replace(job, status=made.status), a_world(running(0), died(1, node="node-2")), NOW)
-    assert EventReason.NODE_EXCLUDED not in messages_of(again)
 
 
 @pytest.mark.parametrize(

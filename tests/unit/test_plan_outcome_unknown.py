@@ -171,24 +171,7 @@ def test_pod_that_cannot_start_fails_the_job_only_if_the_run_has_not_ended(last:
         assert condition(ended, ConditionType.FINISHED).reason == reason
 
 
-def test_incompatible_image_waits_for_the_store() -> None:
-    incompatible_image = running(
-        0, ready=False, incompatible_image=IncompatibleImage(Reason.NO_AGENT, "the image has no torchelastic-run")
-    )
-    reading = plan(with_spec_applied(a_job()), a_world(incompatible_image, store_read=False), NOW).status
-    assert reading is None or reading.state is JobState.WAITING
-    assert (
-        condition(
-            plan(with_spec_applied(a_job()), unreadable(incompatible_image), NOW).status, ConditionType.FAILED
-        ).status
-        is True
-    )
-
-
 def test_pod_that_gave_up_on_its_store_is_uncharged_and_the_last_failure() -> None:
     status = plan(with_spec_applied(a_job()), a_world(running(0), died(1, 3)), NOW).status
     assert (status.pod_failures, status.last_failure.exit_code) == (0, 3)
     assert status.last_failure.message.endswith("gave up on the store")
-
-
-# -- messages about the spec

@@ -22,7 +22,6 @@ from tests.support.builders import (
     a_world,
     running,
     success,
-    that_is_suspended,
     with_spec_applied,
     with_status,
 )
@@ -216,36 +215,6 @@ def test_record_from_before_the_suspension_is_ignored() -> None:
     timeline.assert_breakdown()
 
 
-def test_suspension_keeps_the_counts_of_the_leader() -> None:
-    record = TimeBreakdown(
-        until=NOW + 30,
-        seconds={RunState.TRAINING: 30.0},
-        lost=4.5,
-        joined=3,
-        gone={NodeEnd.DIED: 1},
-        round=4,
-        last_checkpoint_at=NOW,
-    )
-    job = with_spec_applied(a_job(suspend=True))
-    status = plan(job, a_world(time_breakdown=record), NOW + 30).status
-    assert status.time_breakdown == TimeBreakdown(
-        until=NOW + 30,
-        seconds={RunState.TRAINING: 30.0},
-        lost=4.5,
-        joined=3,
-        gone={NodeEnd.DIED: 1, NodeEnd.LEFT: 2},
-    )
-
-
-def test_time_breakdown_without_a_record_is_unknown() -> None:
-    trained = with_spec_applied(a_job(suspend=True))
-    status = plan(trained, a_world(), NOW + 30).status
-    assert status.time_breakdown is None
-    resumed = plan(replace(that_is_suspended(a_job()), spec=a_job().spec), NO_STORE, NOW + 60)
-    assert resumed.status.time_breakdown is None
-    assert [new.resume and new.resume.time_breakdown for new in resumed.create] == [None, None]
-
-
 def test_forbidden_store_makes_the_time_breakdown_unknown() -> None:
     known = TimeBreakdown(until=NOW, seconds={RunState.SUSPENDED: 10.0})
     job = with_status(with_spec_applied(a_job(etcd=EtcdSpec(endpoint="etcd:2379"))), time_breakdown=known)
@@ -322,27 +291,6 @@ def test_report_of_a_job_that_never_trained() -> None:
     assert ends.report.message.startswith("the job has not finished")
     assert ends.report.time_breakdown == TimeBreakdown(until=NOW + 61, seconds={RunState.WAITING: 61.0})
     assert ends.report.completed_at == NOW + 61
-
-
-def test_report_is_written_once_the_job_is_suspended() -> None:
-    job = with_spec_applied(a_job(suspend=True))
-    stopping = plan(job, a_world(running(0), history=HISTORY), NOW)
-    assert stopping.report is None
-    record = TimeBreakdown(
-        until=NOW + 4,
-        state=RunState.STOPPING,
-        seconds={RunState.TRAINING: 4.0},
-        joined=7,
-        gone={NodeEnd.DIED: 2, NodeEnd.LEFT: 1},
-    )
-    suspended = plan(finished(job, stopping.status), a_world(history=HISTORY, time_breakdown=record), NOW + 5.0004)
-    assert (suspended.report.state, suspended.report.completed_at) == (JobState.SUSPENDED, None)
-    assert suspended.report.history.rounds == HISTORY.rounds
-    assert suspended.report.rested == (NOW + 5,)
-    assert suspended.report.time_breakdown.gone == {NodeEnd.DIED: 2, NodeEnd.LEFT: 5}, (
-        "the nodes that were still present have left"
-    )
-    assert suspended.etcd is False
 
 
 def test_deleted_job_has_no_report() -> None:
