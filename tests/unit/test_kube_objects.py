@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from elastic_operator.api.constants import Reason
 from elastic_operator.api.status import JobStatus, status_to_json
@@ -505,53 +503,6 @@ def test_an_invalid_annotation_is_ignored(note: str) -> None:
 def test_the_address_of_etcd_is_read_from_a_pod(store: str, address: str | None) -> None:
     obj = worker_pod(a_job(), NewPod(NAME, 1, SIZE), PodSettings(), store=store)
     assert pod_of(obj).etcd_address == address
-
-
-# Any object
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(ENDED),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-def corrupted(value: Any) -> st.SearchStrategy[Any]:
-    """This object, with any part replaced by any value."""
-    if isinstance(value, dict):
-        parts = {key: st.just(inner) | corrupted(inner) | JSON for key, inner in value.items()}
-        return st.fixed_dictionaries({}, optional=parts)
-    if isinstance(value, list):
-        return st.lists(st.one_of(*(st.just(inner) | corrupted(inner) for inner in value), JSON), max_size=3)
-    return st.just(value) | JSON
-
-
-WHOLE = an_object(
-    "Failed",
-    worker(ended(137, message_of_version(7), "StartError"), lastState=ended(1)),
-    initContainerStatuses=[{"name": "fetch", "state": ended(3)}],
-    template={
-        "initContainers": [{"name": "fetch", "image": "busybox", "restartPolicy": "Always"}],
-        "schedulerName": "volcano",
-        "schedulingGates": [{"name": "team/quota"}],
-        "readinessGates": [{"conditionType": "team/ready"}],
-    },
-    conditions=[
-        SCHEDULED,
-        {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet", "lastTransitionTime": ENDED},
-        {"type": "Ready", "status": "False"},
-        {"type": "ContainersReady", "status": "True"},
-    ],
-    reason="Evicted",
-    message="memory",
-)
-
-
-@given(obj=corrupted(WHOLE))
-def test_any_object_is_converted_and_not_changed(obj: dict[str, Any]) -> None:
-    before = repr(obj)
-    pod_of(obj)
-    assert repr(obj) == before
 
 
 # Jobs
