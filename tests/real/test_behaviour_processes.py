@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -16,8 +15,8 @@ import pytest
 from tests.support.agents import until_gone
 from tests.support.controlled_workers import ControlledRun
 from tests.support.namespaces import first_process
-from tests.support.workers import TELL, WorkerRunner, eventually, exit_of, lives, started, text_of, workers_of
-from torchelastic.agent.workers.linux import read_process, read_table, with_descendants
+from tests.support.workers import TELL, WorkerRunner, eventually, exit_of, lives, started, text_of, titled, workers_of
+from torchelastic.agent.workers.linux import read_process, read_table
 from torchelastic.agent.workers.processes import python_code
 from torchelastic.config.settings import LogSettings, Program, ProgramKind
 
@@ -63,16 +62,6 @@ HIDDEN = f"{FAMILY}\nanswer.append(of_a_shell('env', '-i'))"
 """An order: the same, and an orphan with neither the worker's session nor its environment."""
 
 
-def titled(agent: int, title: str) -> list[int]:
-    """The living processes of an agent with this title."""
-    table, found = read_table(), []
-    for pid in with_descendants(table, [agent]):
-        with contextlib.suppress(OSError):  # it has ended since
-            if not table[pid].dead and Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title.encode()):
-                found.append(pid)
-    return found
-
-
 async def test_workers_and_their_processes_end_with_the_agent_even_after_its_helpers(tmp_path: Path) -> None:
     async with (
         ControlledRun(tmp_path, None) as run,
@@ -80,11 +69,11 @@ async def test_workers_and_their_processes_end_with_the_agent_even_after_its_hel
     ):
         workers = await run.round(1, world=2)
         families = [pid for worker in workers for pid in await worker.execute(WITHOUT_ENVIRONMENT)]
-        [watchdog] = titled(agent.pid, "torchelastic: watchdog")
+        [watchdog] = titled(agent.pid, "watchdog")
         os.kill(watchdog, signal.SIGKILL)
-        await eventually(lambda: titled(agent.pid, "torchelastic: watchdog") not in ([], [watchdog]))
+        await eventually(lambda: titled(agent.pid, "watchdog") not in ([], [watchdog]))
         helpers = [entry.pid for entry in read_table().values() if entry.parent == agent.pid]
-        [server] = titled(agent.pid, "torchelastic: fork server")
+        [server] = titled(agent.pid, "fork server")
         os.kill(server, signal.SIGKILL)
         agent.kill()
         assert await agent.process.wait() == -signal.SIGKILL

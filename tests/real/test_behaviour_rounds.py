@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.controlled_workers import TRAINING, ControlledRun
-from tests.support.workers import eventually
-from torchelastic.agent.workers.linux import read_table
+from tests.support.workers import eventually, titled
 from torchelastic.protocol import Env, OutcomeRecord, OutcomeState, SizeRecord, encode
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.support.agents import AgentProcess
     from tests.support.etcd import EtcdServer
 
@@ -21,16 +21,6 @@ pytestmark = pytest.mark.real
 
 
 CONF = "--rdzv-conf=lease=1,last_call_timeout=0"
-
-
-async def can_start_workers(agent: AgentProcess) -> None:
-    """Wait until an agent has warm worker processes, so that it waits for etcd only."""
-
-    def titles() -> list[bytes]:
-        children = [entry.pid for entry in read_table().values() if entry.parent == agent.pid]
-        return [path.read_bytes() for pid in children if (path := Path(f"/proc/{pid}/cmdline")).exists()]
-
-    await eventually(lambda: any(title.startswith(b"torchelastic: spare") for title in titles()))
 
 
 async def test_round_numbers_never_decrease_and_used_restarts_stay_used(tmp_path: Path, own_etcd: EtcdServer) -> None:
@@ -49,7 +39,7 @@ async def test_round_numbers_never_decrease_and_used_restarts_stay_used(tmp_path
         size = encode(SizeRecord(min=1, max=3, generation=1)).decode()
         async with run.agent("c", CONF, env={Env.SIZE: size}) as c:
             await c.wait_for_line("trying again")
-            await can_start_workers(c)
+            await eventually(lambda: titled(c.pid, "spare"))  # so that it waits for etcd only
             assert [await worker.execute("answer = 'alive'") for worker in before] == ["alive"] * 2
             await own_etcd.start()
             after = await run.round(3, world=3)

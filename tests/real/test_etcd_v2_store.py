@@ -15,7 +15,7 @@ import pytest_asyncio
 from tests.support import etcd_kinds
 from tests.support.answers import fake_etcd, http
 from tests.support.etcd_conformance import EtcdBehaviour
-from tests.support.store_conformance import HANGS, ended, keys_below, read_changes, watching
+from tests.support.store_conformance import HANGS, ended, read_changes, watching
 from tests.support.testbed.availability import EXHAUSTIVE
 from torchelastic.errors import StoreRefused, StoreUnavailable
 from torchelastic.store import RunLease, StoreSettings, connect
@@ -149,20 +149,6 @@ async def test_a_key_with_invalid_fields_is_harmless() -> None:
         with pytest.raises(StoreRefused, match="does not answer as etcd's API v2 does"):
             await store.get("/a")
         await store.close()
-
-
-async def test_keys_that_others_wrote_are_ignored_or_reported(store: Store, etcd: EtcdServer, prefix: str) -> None:
-    async with aiohttp.ClientSession() as session:
-        async with watching(store, prefix) as watch:
-            async with session.put(f"{etcd.url}/v2/keys{prefix}byhand", data={"value": "x"}) as response:
-                assert response.status == 201
-            await store.put(prefix + "a", b"")
-            assert [change.key for change in await read_changes(watch, 1)] == [prefix + "a"]
-        assert await keys_below(store, prefix) == ["a"]
-        async with session.put(f"{etcd.url}/v2/keys{prefix}folder~?dir=true") as response:
-            assert response.status == 201
-        with pytest.raises(StoreRefused, match=rf"^etcd at {etcd.endpoint} refuses: Not a file"):
-            await store.put(prefix + "folder", b"")
 
 
 async def test_a_watch_of_a_removed_directory_ends(store: Store, etcd: EtcdServer, prefix: str) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -17,41 +15,18 @@ from tests.support.agents import MEETING, AgentProcess
 from tests.support.controlled_workers import ControlledRun
 from tests.support.memory_limit import memory_limit
 from tests.support.programs import script
-from tests.support.workers import LIMIT, eventually, exit_of, gone, started, workers_of
+from tests.support.workers import LIMIT, eventually, exit_of, gone, started, titled, workers_of
 from torchelastic.agent.workers import fork_server
-from torchelastic.agent.workers.linux import read_table, with_descendants
 from torchelastic.errors import StartError
 from torchelastic.protocol import ExitCode, FailureKind, TerminationMessage
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 pytestmark = pytest.mark.real
 
 
-def fork_servers(agent: int) -> Sequence[int]:
-    """The living fork servers of an agent."""
-    return processes_of(agent, "fork server")
-
-
-def processes_of(agent: int, title: str) -> Sequence[int]:
-    """The living processes of an agent with this title."""
-    table = read_table()
-    return [pid for pid in with_descendants(table, [agent]) if not table[pid].dead and title_of(pid) == title]
-
-
-def title_of(pid: int) -> str:
-    """The title of a process; empty if it is gone."""
-    with contextlib.suppress(OSError):
-        title = Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].decode(errors="replace")
-        return title.removeprefix("torchelastic: ").strip()
-    return ""
-
-
 async def process_of(agent: int, title: str) -> int:
     """The living process of an agent with this title, once there is one."""
-    await eventually(lambda: processes_of(agent, title))
-    [pid] = processes_of(agent, title)
+    await eventually(lambda: titled(agent, title))
+    [pid] = titled(agent, title)
     return pid
 
 
@@ -60,12 +35,12 @@ async def test_a_run_stays_in_its_round_when_the_fork_server_dies(tmp_path: Path
     [program] = script(tmp_path, MEETING).argv
     async with AgentProcess("--nproc-per-node", "2", program, stop) as agent:
         worker = await agent.wait_until_training(world=2)
-        [server] = fork_servers(agent.pid)
+        [server] = titled(agent.pid, "fork server")
         os.kill(server, signal.SIGKILL)
         await gone(server)
         os.kill(worker, signal.SIGKILL)
         await agent.wait_for_line("round 2 rank 0 of 2")
-        assert [*fork_servers(agent.pid)] != [server]
+        assert titled(agent.pid, "fork server") != [server]
         assert not [line for line in agent.lines if "round 3" in line]
         stop.touch()
         assert await agent.code() == ExitCode.SUCCEEDED
@@ -84,10 +59,10 @@ async def test_a_fork_server_that_dies_during_imports_or_when_idle_is_replaced(
         group = await started(workers, {})
         assert (await exit_of(group)).exit_code == 0
         await group.stop(0)
-        await eventually(lambda: len(processes_of(os.getpid(), "spare process")) == 2)
-        [second] = fork_servers(os.getpid())
+        await eventually(lambda: len(titled(os.getpid(), "spare process")) == 2)
+        [second] = titled(os.getpid(), "fork server")
         os.kill(second, signal.SIGKILL)
-        await eventually(lambda: not fork_servers(os.getpid()))
+        await eventually(lambda: not titled(os.getpid(), "fork server"))
         group = await started(workers, {}, round=2)
         assert (await exit_of(group)).exit_code == 0
         assert await process_of(os.getpid(), "fork server") not in {first, second}
@@ -103,7 +78,7 @@ async def test_a_fork_server_that_dies_while_forking_or_cannot_be_replaced_fails
     many = [dict[str, str]()] * 5  # more than the number of spare processes
     async with workers_of(script(tmp_path, "pass")) as workers:
         await workers.ready()
-        [first] = fork_servers(os.getpid())
+        [first] = titled(os.getpid(), "fork server")
         os.kill(first, signal.SIGSTOP)
         starting = asyncio.ensure_future(started(workers, *many))
         await asyncio.sleep(0)  # so that the processes were requested
@@ -113,7 +88,7 @@ async def test_a_fork_server_that_dies_while_forking_or_cannot_be_replaced_fails
         await group.stop(0)
 
         os.kill(await process_of(os.getpid(), "fork server"), signal.SIGKILL)
-        await eventually(lambda: not fork_servers(os.getpid()))
+        await eventually(lambda: not titled(os.getpid(), "fork server"))
         with monkeypatch.context() as patch:
             patch.setattr(fork_server, "spawn", refused)
             with pytest.raises(StartError, match="the fork server cannot be started: Resource temporarily unavailable"):
@@ -128,7 +103,7 @@ async def test_the_death_of_a_store_process_ends_the_round() -> None:
         os.kill(store, signal.SIGKILL)
         await agent.wait_for_line("round 2: .* the process that serves the round's TCPStore died")
         await agent.wait_for_line("round 2: started")
-        await eventually(lambda: processes_of(agent.pid, "store of the round") not in ([], [store]))
+        await eventually(lambda: titled(agent.pid, "store of the round") not in ([], [store]))
         agent.kill(signal.SIGTERM)
         assert await agent.code() == ExitCode.LEFT
         assert not [line for line in agent.lines if "round 3" in line or "Traceback" in line]
@@ -143,7 +118,7 @@ async def test_a_store_killed_for_memory_is_reported_as_such(tmp_path: Path) -> 
         ):
             [worker] = await run.round(1, world=1)
             store = await process_of(agent.pid, "store of the round")
-            for pid in processes_of(agent.pid, "spare process"):
+            for pid in titled(agent.pid, "spare process"):
                 Path(f"/proc/{pid}/oom_score_adj").write_text("999")
             Path(f"/proc/{store}/oom_score_adj").write_text("1000")  # so that the kernel kills this process first
             worker.send(

@@ -135,20 +135,12 @@ def answerable_queries(page: Page) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("panel", "query"), answerable_queries(JOB_PAGE))
-async def test_every_job_panel_has_data_of_the_right_unit_and_size(
+@pytest.mark.parametrize(("panel", "query"), [*answerable_queries(JOB_PAGE), *answerable_queries(FLEET_PAGE)])
+async def test_every_panel_has_data_of_the_right_unit_and_size(
     monitored: MonitoredRun, panel: Panel, query: Query
 ) -> None:
-    answer = await monitored.answer(query.expr)
-    assert not list(complaints(answer, unit_of(panel, query), age=monitored.age)), query.expr
-
-
-@pytest.mark.parametrize(("panel", "query"), answerable_queries(FLEET_PAGE))
-async def test_every_fleet_panel_has_data_of_the_right_unit_and_size(
-    monitored: MonitoredRun, panel: Panel, query: Query
-) -> None:
-    # All namespaces.
-    answer = await monitored.answer(query.expr, job_namespace=".*")
+    all_namespaces = {} if (panel, query) in queries(JOB_PAGE) else {"job_namespace": ".*"}
+    answer = await monitored.answer(query.expr, **all_namespaces)
     assert not list(complaints(answer, unit_of(panel, query), age=monitored.age)), query.expr
 
 

@@ -228,33 +228,6 @@ async def test_a_store_that_lost_its_data_gets_the_time_breakdown_back_and_a_new
         assert breakdown.seconds[RunState.WAITING] < BEFORE + 20
 
 
-async def test_a_run_without_living_nodes_waits_for_others(own_etcd: EtcdServer, tmp_path: Path) -> None:
-    run = Run(own_etcd, tmp_path, before=0.0)
-    store = await connect(own_etcd.settings)
-    async with run.node("a", "1") as a:
-        await a.wait_until_training(world=1)
-        while RunState.TRAINING not in (before := await run.breakdown(store)).seconds:
-            await a.wait_for_line("round", since=len(a.lines))
-        killed_at = time.time()
-    async with run.node("b", "1") as b:
-        await b.wait_until_training(world=1)
-        shown = seconds_on(await run.page("b"))
-        assert shown["waiting"] > before.seconds[RunState.WAITING]
-        assert shown["training"] >= before.seconds[RunState.TRAINING]
-        assert run.covers(shown)
-        run.stop.touch()
-        assert await b.code() == 0
-    history = await run.history(store)
-    await store.close()
-    assert history.created == pytest.approx(run.created)
-    assert [past.number for past in history.rounds] == [1, 2]
-    assert (history.rounds[1].reason, history.rounds[1].cause.partition(";")[0]) == (
-        RoundReason.NODE_LOST,
-        "the only node died",
-    )
-    assert history.rounds[0].ended <= killed_at, "the time is known only until the last record"
-
-
 async def test_the_last_record_of_agents_that_all_leave_has_their_final_state_and_checkpoint(
     own_etcd: EtcdServer, tmp_path: Path
 ) -> None:

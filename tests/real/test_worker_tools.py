@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.programs import by_hand, hand_command, output_of, run, script
+from tests.support.programs import by_hand, output_of, script
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,25 +92,3 @@ async def test_the_torch_profiler_sees_what_a_worker_computes(tmp_path: Path) ->
     printed = await output_of(script(tmp_path, PROFILES, str(trace)), tmp_path / "logs")
     assert printed.splitlines()[-1] == "True True"
     assert "my step" in {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
-
-
-CRASHES = """
-import faulthandler, os, signal
-faulthandler.enable()
-
-def crash():
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-crash()
-"""
-
-
-async def test_faulthandler_shows_where_a_worker_crashes(tmp_path: Path) -> None:
-    program = script(tmp_path, CRASHES)
-    end, printed = await run(program, tmp_path / "logs")
-    hand = by_hand(hand_command(program), {}).stdout
-    assert end.exit_code == -signal.SIGSEGV
-    for text in (printed, hand):
-        assert text.startswith("Fatal Python error: Segmentation fault\n")
-        assert 'program.py", line 6 in crash\n' in text
-    assert end.explanation.message == "killed by SIGSEGV: Segmentation fault (program.py:6)"

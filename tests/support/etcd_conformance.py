@@ -94,13 +94,6 @@ class EtcdBehaviour(StoreBehaviour):
             with pytest.raises(StoreUnavailable, match=message):
                 await connect(StoreSettings(endpoints=endpoints, version=self.api))
 
-    async def test_another_server_is_used_if_one_does_not_listen(self, etcd: EtcdServer, prefix: str) -> None:
-        async with self.opened(etcd.settings, endpoints=("127.0.0.1:1", etcd.endpoint)) as store:
-            lease = await store.grant(60)
-            async with watching(store, prefix) as watch:
-                await store.put(prefix + "a", b"", lease=lease)
-                assert len(await read_changes(watch, 1)) == 1
-
     async def test_another_server_is_used_if_one_hangs(
         self, etcd: EtcdServer, own_etcd: EtcdServer, prefix: str
     ) -> None:
@@ -266,12 +259,6 @@ class EtcdBehaviour(StoreBehaviour):
         assert self.wrong_password in str(error)
         assert "hunter2" not in f"{error!r} {error.__context__!r} {settings!r}"
         assert "wants a user name and a password" in str(await self.refused(own_etcd.settings))
-
-    async def test_credentials_are_ignored_by_an_etcd_without_authentication(
-        self, etcd: EtcdServer, prefix: str
-    ) -> None:
-        async with self.opened(etcd.settings, username="alice", password="s3cret") as store:
-            assert await store.get(prefix + "a") is None
 
     # -- TLS
 

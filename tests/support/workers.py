@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +11,7 @@ from textwrap import dedent
 from typing import TYPE_CHECKING, Self
 from weakref import WeakKeyDictionary
 
-from tests.support.agents import until_gone as gone
-from torchelastic.agent.workers.linux import read_process
+from torchelastic.agent.workers.linux import read_process, read_table, with_descendants
 from torchelastic.agent.workers.pool import WorkerGroup, Workers
 from torchelastic.config.settings import AgentSettings, LogSettings, Program, ProgramKind, RendezvousSettings
 from torchelastic.protocol import SizeRecord
@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torchelastic.agent.failures import WorkerExit
-
-__all__ = [
-        "ANY_PROGRAM", "LIMIT", "TELL", "WorkerRunner", "eventually", "exit_of", "gone", "lives", "started", "text_of",
-    "workers_of",
-]  # fmt: skip
 
 ANY_PROGRAM = Program(ProgramKind.SCRIPT, (str(Path(__file__).with_name("any_program.py")),))
 
@@ -159,6 +154,17 @@ async def exit_of(group: WorkerGroup) -> WorkerExit:
     """Wait for the next exit of a worker."""
     async with asyncio.timeout(LIMIT):
         return await _exits[group].get()
+
+
+def titled(agent: int, title: str) -> list[int]:
+    """The living processes of an agent with this title."""
+    table, found = read_table(), []
+    for pid in with_descendants(table, [agent]):
+        with contextlib.suppress(OSError):  # it has ended since
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if not table[pid].dead and command.startswith(f"torchelastic: {title}".encode()):
+                found.append(pid)
+    return found
 
 
 def lives(pid: int) -> bool:

@@ -139,18 +139,13 @@ def test_a_driver_that_hangs_is_called_once_and_logged_once(nvml: FakeNvml, capl
     assert len(shown(Gpus())) == 9
 
 
-@pytest.mark.parametrize("number", [FakeNvml.NVML_ERROR_LIBRARY_NOT_FOUND, FakeNvml.NVML_ERROR_DRIVER_NOT_LOADED])
-def test_without_a_driver_there_are_no_metrics_and_no_logs(
-    nvml: FakeNvml, caplog: pytest.LogCaptureFixture, number: int
+@pytest.mark.parametrize("number", [FakeNvml.NVML_ERROR_LIBRARY_NOT_FOUND, FakeNvml.NVML_ERROR_DRIVER_NOT_LOADED, None])
+def test_without_a_driver_or_pynvml_there_are_no_metrics_and_no_logs(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int | None
 ) -> None:
-    nvml.errors["nvmlInit"] = number
-    assert shown(Gpus()) == {}
-    assert not caplog.records
-
-
-def test_without_pynvml_there_are_no_metrics_and_no_logs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+    if number is None:
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    else:
+        nvml.errors["nvmlInit"] = number
     assert shown(Gpus()) == {}
     assert not caplog.records

@@ -207,15 +207,6 @@ def test_the_end_of_a_run_is_counted_by_outcome(
     assert shown.value("torchelastic_flakiness_ratio", role="default") == pytest.approx(flakiness)
 
 
-def test_an_interrupted_operation_counts_in_the_duration_only(agent: AgentMetrics) -> None:
-    registry = agent.page()
-    for error in (KeyboardInterrupt(), OSError()):
-        with pytest.raises(type(error)), agent.measured("LocalElasticAgent._start_workers"):
-            raise error
-    assert operations(registry) == {("start_workers", "failure"): 1}
-    assert page(registry).value("torchelastic_operation_duration_seconds_count", operation="start_workers") == 2
-
-
 # -- totals of the run
 
 

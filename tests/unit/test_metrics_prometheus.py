@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import enum
 import math
-import os
 import re
 import urllib.request
-import warnings
 from array import array
 from decimal import Decimal
 from fractions import Fraction
@@ -292,18 +290,6 @@ def test_every_kind_of_number_is_accepted(handler: PrometheusMetricHandler, numb
 
 
 # -- HTTP
-
-
-def test_values_of_a_forked_process_are_not_its_parents(handler: PrometheusMetricHandler) -> None:
-    put(handler, "loss", 1.0)
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # other tests may have left threads
-        child = os.fork()
-    if child == 0:
-        put(handler, "loss", 2.0)
-        put(handler, "own", 3.0)
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert scrape(handler) == {("my_app_loss", ()): 1.0}
 
 
 def test_a_handler_serves_its_series_over_http() -> None:
