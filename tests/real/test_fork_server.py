@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.agents import MEETING, AgentProcess
+from tests.support.agents import MEETING, AgentProcess, until_gone
 from tests.support.controlled_workers import ControlledRun
 from tests.support.memory_limit import memory_limit
 from tests.support.programs import script
-from tests.support.workers import LIMIT, eventually, exit_of, gone, started, titled, workers_of
+from tests.support.workers import LIMIT, eventually, exit_of, started, titled, workers_of
 from torchelastic.agent.workers import fork_server
 from torchelastic.errors import StartError
 from torchelastic.protocol import ExitCode, FailureKind, TerminationMessage
@@ -37,7 +37,7 @@ async def test_a_run_stays_in_its_round_when_the_fork_server_dies(tmp_path: Path
         worker = await agent.wait_until_training(world=2)
         [server] = titled(agent.pid, "fork server")
         os.kill(server, signal.SIGKILL)
-        await gone(server)
+        await until_gone(server)
         os.kill(worker, signal.SIGKILL)
         await agent.wait_for_line("round 2 rank 0 of 2")
         assert titled(agent.pid, "fork server") != [server]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.agents import AgentProcess
+from tests.support.agents import AgentProcess, until_gone
 from tests.support.etcd import until_keys
-from tests.support.workers import gone, lives
+from tests.support.workers import lives
 from torchelastic.protocol import Env, NodeRecord, RunKeys, SizeRecord, decode, encode
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ async def test_all_workers_save_before_a_node_leaves_unless_it_gets_a_second_sig
         assert lives(worker)
         a.kill(signal.SIGTERM)
         assert await a.code() == 143
-        await gone(worker)
+        await until_gone(worker)
         assert "round 2 rank 0 has saved" not in a.output
         assert "rank 0 goes" not in "\n".join(a.lines[seen:])
 
