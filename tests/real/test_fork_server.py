@@ -6,19 +6,21 @@ import asyncio
 import errno
 import os
 import signal
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 
 from tests.support.agents import MEETING, AgentProcess, until_gone
-from tests.support.controlled_workers import ControlledRun
 from tests.support.memory_limit import memory_limit
 from tests.support.programs import script
 from tests.support.workers import LIMIT, eventually, exit_of, started, titled, workers_of
 from torchelastic.agent.workers import fork_server
 from torchelastic.errors import StartError
-from torchelastic.protocol import ExitCode, FailureKind, TerminationMessage
+from torchelastic.protocol import ExitCode, TerminationMessage
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.real
 
@@ -107,34 +109,6 @@ async def test_the_death_of_a_store_process_ends_the_round() -> None:
         agent.kill(signal.SIGTERM)
         assert await agent.code() == ExitCode.LEFT
         assert not [line for line in agent.lines if "round 3" in line or "Traceback" in line]
-
-
-async def test_a_store_killed_for_memory_is_reported_as_such(tmp_path: Path) -> None:
-    log = tmp_path / "termination"
-    with memory_limit(600) as within:
-        async with (
-            ControlledRun(tmp_path, None) as run,
-            run.agent("one", "--standalone", "--max-restarts=0", f"--termination-log={log}", within=within) as agent,
-        ):
-            [worker] = await run.round(1, world=1)
-            store = await process_of(agent.pid, "store of the round")
-            for pid in titled(agent.pid, "spare process"):
-                Path(f"/proc/{pid}/oom_score_adj").write_text("999")
-            Path(f"/proc/{store}/oom_score_adj").write_text("1000")  # so that the kernel kills this process first
-            worker.send(
-                f"""
-                import select
-                store, all = os.pidfd_open({store}), []
-                while not select.select([store], [], [], 0)[0]:
-                    all.append(bytes(1 << 16) + b'1')
-                """
-            )
-            assert await agent.code() == ExitCode.FAILED
-    died = "the process that serves the round's TCPStore was killed by SIGKILL: out of memory"
-    assert f"rank 0 on one: {died}; restarts are not allowed" in agent.lines[-1]
-    words = msgspec.json.decode(log.read_bytes(), type=TerminationMessage)
-    assert words.failure is not None
-    assert (words.failure.kind, words.failure.message) == (FailureKind.PROGRAM, died)
 
 
 async def test_a_fork_server_without_memory_to_import_torch_is_reported_as_such(tmp_path: Path) -> None:

@@ -100,33 +100,6 @@ async def test_a_worker_that_never_sends_a_heartbeat_hangs_and_is_killed_if_it_i
     assert "no heartbeat for 3 s" in agent.lines[-1]
 
 
-async def test_a_child_of_a_worker_does_not_send_its_heartbeats(tmp_path: Path) -> None:
-    program = program_of(
-        tmp_path,
-        """
-        import multiprocessing, os, time
-        import torchelastic as worker
-
-        def beat():
-            print("beating", flush=True)
-            while True:
-                worker.heartbeat()
-                time.sleep(0.05)
-
-        if __name__ == "__main__":
-            multiprocessing.get_context("fork").Process(target=beat).start()
-            multiprocessing.get_context("spawn").Process(target=beat).start()
-            if os.fork() == 0:
-                beat()
-            time.sleep(300)
-        """,
-    )
-    async with AgentProcess(*ONCE[:2], "--heartbeat-timeout=10", program) as agent:
-        assert await agent.code() == 1
-    assert agent.output.count("[rank 0] beating") == 3
-    assert "no heartbeat for 10 s; it was in <module> (program.py:" in agent.lines[-1]
-
-
 async def test_the_hanging_rank_is_named_and_not_the_waiting_ranks(tmp_path: Path) -> None:
     program = program_of(
         tmp_path,

@@ -58,21 +58,6 @@ async def wait_until_store_lost(*nodes: TestNode) -> None:
     await asyncio.gather(*(node.wait_until_store_lost() for node in nodes))
 
 
-async def test_a_slow_etcd_delays_changes_only(factory: NodeFactory, proxy: TcpProxy) -> None:
-    a, b, c = [await factory.node(name, wanted=3) for name in "abc"]
-    first = await all_with(a, b, c)
-    proxy.delay = 0.3 / 5 * LEASE  # 0.3 s, scaled from the default lease
-    await asyncio.sleep(2 * LEASE)  # the leases have to expire
-    gone = next(node for node in (a, b, c) if node.inner.node == first.nodes[1])
-    left = [node for node in (a, b, c) if node is not gone]
-    await gone.crash()
-    second = await all_with(*left)
-    assert (second.number, second.cause) == (2, f"{gone.name} died")
-    d = await factory.node("d", wanted=3)
-    assert (await all_with(*left, d)).number == 3
-    assert not any(node.partitioned for node in (*left, d))
-
-
 async def test_a_replacement_etcd_is_filled_by_the_nodes(factory: NodeFactory, any_etcd: EtcdServer) -> None:
     a, b = [await factory.node(name) for name in "ab"]
     first = await all_with(a, b)
@@ -103,20 +88,6 @@ async def test_another_server_at_etcds_port_ends_nothing_during_an_outage(
     second = await all_with(a, b, c)
     assert (second.number, second.nodes[:2]) == (2, first.nodes)
     assert not any(node.partitioned or node.inner.failed.done() for node in (a, b, c))
-
-
-async def test_a_silent_etcd_is_noticed_and_survived(factory: NodeFactory, proxy: TcpProxy) -> None:
-    a, b = [await factory.node(name) for name in "ab"]
-    first = await all_with(a, b)
-    proxy.fall_silent()
-    await wait_until_store_lost(a, b)
-    await asyncio.sleep(2 * LEASE)  # all leases end meanwhile
-    proxy.speak_again()
-    c = await factory.node("c")
-    second = await all_with(a, b, c)
-    assert (second.number, second.nodes[:2]) == (2, first.nodes)
-    assert not a.partitioned
-    assert not b.partitioned
 
 
 async def test_a_node_with_only_a_silent_connection_stays_in_the_round(

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
-from elastic_operator.client.local import LocalJobs
-from tests.support.local_runs import LocalRun, manifest, training
 from tests.support.measured import Measured
-from tests.support.scraping import scraped
-from tests.support.terminals import answer
-from tests.support.workers import text_of
 
 pytestmark = pytest.mark.real
 
@@ -165,38 +157,3 @@ async def test_a_worker_that_corrupts_its_metrics_harms_no_other_and_the_next_ro
     assert after.value("my_app_samples_total", rank="1") == 2
     assert "[rank 0] cannot truncate" in agent.lines
     assert not any("/metrics does not show" in line for line in agent.lines)
-
-
-async def test_a_local_job_shows_worker_metrics_and_keeps_counters_when_scaled(tmp_path: Path) -> None:
-    (program := tmp_path / "program.py").write_text(
-        dedent(
-            """
-            import os, pathlib, signal, sys
-            from torchelastic import metrics
-            metrics.declare("my_app", counters=["starts"])
-            metrics.put_metric("starts", 1, "my_app")
-            folder, world, rank = sys.argv[1], os.environ["WORLD_SIZE"], os.environ["RANK"]
-            pathlib.Path(folder, f"rank-{rank}-of-{world}").touch()
-            signal.pause()
-            """
-        )
-    )
-    job = manifest(tmp_path, command=[sys.executable, str(program), str(tmp_path)], replicas=2)
-
-    async def counted(snapshot: dict[str, Any]) -> list[tuple[str, float]]:
-        pods = sorted(training(snapshot), key=lambda pod: pod["ranks"])
-        for rank in range(len(pods)):
-            await text_of(tmp_path / f"rank-{rank}-of-{len(pods)}")
-        pages = [await scraped(urlsplit(pod["metricsUrl"]).port or 0) for pod in pods]
-        _, listed, _ = await answer(run.home, "get", "job", "-o", "wide")
-        for pod, page in zip(pods, pages, strict=True):
-            assert urlsplit(pod["metricsUrl"]).netloc in listed
-            assert page.job == ("default", "job")
-        return [(labels[0][1], value) for page in pages for (_, labels), value in page.named("my_app").items()]
-
-    async with LocalRun(tmp_path / "home", job) as run:
-        before = await run.wait_until_training(2)
-        assert await counted(before) == [("0", 1), ("1", 1)]
-        await asyncio.to_thread(LocalJobs(home=run.home).scale, "job", 3)
-        after = await run.wait_until_training(3, after=before["status"]["round"])
-        assert await counted(after) == [("0", 2), ("1", 2), ("2", 1)]

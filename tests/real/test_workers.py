@@ -25,14 +25,6 @@ total = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(total)
 """
 
-FOREVER = f"""
-{TELL}
-import signal
-tell(f"up.{{os.environ['RANK']}}")
-while True:
-    signal.pause()
-"""
-
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[WorkerRunner]:
@@ -70,18 +62,6 @@ async def test_a_convolutional_network_trains_with_threads_and_data_loader_worke
     ends = [await exit_of(group), await exit_of(group)]
     assert [(end.exit_code, end.explanation.message) for end in ends] == [(0, ""), (0, "")]
     assert "trained 2" in runner.log(0)
-
-
-async def test_a_killed_worker_is_reported_with_its_signal(runner: WorkerRunner) -> None:
-    group = await runner.start(FOREVER, 2)
-    await runner.text_of("up.1")
-    killed = group.workers[1].child.pid
-    os.kill(killed, signal.SIGKILL)
-    end = await exit_of(group)
-    assert (end.rank, end.local_rank, end.pid, end.exit_code) == (1, 1, killed, -signal.SIGKILL)
-    assert end.explanation == (FailureKind.PROGRAM, "killed by SIGKILL", False)
-    assert end.uptime > 0
-    assert [worker.rank for worker in group.running] == [0]
 
 
 async def test_workers_that_die_at_once_are_each_reported_once(runner: WorkerRunner) -> None:

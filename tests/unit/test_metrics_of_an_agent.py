@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from hypothesis import given
@@ -17,21 +17,18 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from prometheus_client.registry import Collector
 
 from tests.support.scraping import Page
-from torchelastic.agent.agent import Agent, RoundTimes
-from torchelastic.config.settings import AgentSettings, Program, ProgramKind, RendezvousSettings
-from torchelastic.errors import LeaseLost, StartError, StoreRefused, StoreUnavailable
+from torchelastic.agent.agent import RoundTimes
+from torchelastic.errors import LeaseLost, StoreRefused, StoreUnavailable
 from torchelastic.metrics.agent import AgentMetrics
 from torchelastic.metrics.api import MetricRegistry
-from torchelastic.protocol import ExitCode, RoundRecord, RunState, SizeRecord, TimeBreakdown
+from torchelastic.protocol import RoundRecord, RunState, SizeRecord, TimeBreakdown
 from torchelastic.store import MemoryStore, NodeStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from prometheus_client import CollectorRegistry, Metric
 
-    from torchelastic.agent.workers.pool import Workers
     from torchelastic.rendezvous.node import RendezvousNode
 
 REQUESTS = "torchelastic_store_request_duration_seconds_count"
@@ -125,39 +122,6 @@ def operations(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
     """Return the counts by operation and outcome."""
     found = page(registry).named("torchelastic_operations_total")
     return {(dict(labels)["operation"], dict(labels)["outcome"]): count for (_, labels), count in found.items()}
-
-
-class WorkersThatCannotStart:
-    """Workers on a machine that allows no more processes."""
-
-    def __init__(self, scratch: Path) -> None:
-        self.scratch = scratch
-
-    async def ready(self) -> None:
-        pass
-
-    async def start(self, *_: object) -> NoReturn:
-        raise StartError("no worker can be started: Resource temporarily unavailable")
-
-
-async def test_a_failed_start_of_workers_is_counted(agent: AgentMetrics, tmp_path: Path) -> None:
-    registry = agent.page()
-    settings = AgentSettings(
-        rendezvous=RendezvousSettings("digits", SizeRecord(min=1, max=1, desired=1), max_restarts=1),
-        store=None,
-        node_name="here",
-        address="127.0.0.1",
-        program=Program(ProgramKind.COMMAND, ("true",)),
-    )
-    ending = await Agent(settings, agent).run(cast("Workers", WorkersThatCannotStart(tmp_path)))
-    assert ending.code == ExitCode.FAILED
-    assert operations(registry) == {
-        ("rendezvous", "success"): 2,
-        ("assign_worker_ranks", "success"): 2,
-        ("start_workers", "failure"): 2,
-        ("initialize_workers", "failure"): 2,
-        ("run", "failure"): 1,
-    }
 
 
 def test_a_failed_rendezvous_is_counted_once(agent: AgentMetrics) -> None:
