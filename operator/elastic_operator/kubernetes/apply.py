@@ -362,10 +362,11 @@ class Applier:
             if pod.phase is PodPhase.RUNNING and not pod.terminating
             if (port := ports.get(pod.name, pod.metrics_port)) != pod.metrics_port
         ]
-        try:
-            raise_worst(await asyncio.gather(*writes, return_exceptions=True))
-        except ClusterError as error:
-            raise ClusterError(f"the metrics ports cannot be written on its pods: {error}") from None
+        errors = await asyncio.gather(*writes, return_exceptions=True)
+        for error in errors:
+            if isinstance(error, Rejected | Blocked):  # without the annotation, only Prometheus misses the pod
+                _log.debug("%s/%s: a metrics port was not written on its pod: %s", job.namespace, job.name, error)
+        raise_worst(error for error in errors if not isinstance(error, Rejected | Blocked))
 
 
 def _contains(there: object, wanted: object) -> bool:

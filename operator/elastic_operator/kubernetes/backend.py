@@ -21,13 +21,13 @@ from elastic_operator.api.validation import problem_of
 from elastic_operator.controller.model import EtcdState, Job, Observed, PodPhase, with_applied_spec
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kubernetes.apply import Applier, CreateBackoff
-from elastic_operator.kubernetes.client import EVENTS, PODS, backoff, with_hint
+from elastic_operator.kubernetes.client import EVENTS, PODS, with_hint
 from elastic_operator.kubernetes.pod_status import container_states, event_time, in_a_line, seconds, why_waiting
 from elastic_operator.kubernetes.store import managed_etcd, owner_of
 from elastic_operator.resources.owned_objects import ETCD
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from elastic_operator.api.spec import Json
     from elastic_operator.controller.model import Plan, Pod
@@ -39,48 +39,10 @@ _log: Final = logging.getLogger(__name__)
 _DELETION_TIMEOUT: Final = 60.0
 """Maximum number of seconds that a live kubelet needs to remove a pod without running containers."""
 _DELETED_TTL: Final = 900.0
-_FIRST_LOOK: Final = 5.0
-"""Seconds before the events of a pod that does not start are read."""
-_MAX_WAIT: Final = 60.0
+_LOOK_INTERVAL: Final = 15.0
+"""Seconds between two reads of the events of a pod that does not start, and a third of it before the first."""
 _STARTERS: Final = frozenset({"kubelet", "attachdetach-controller"})
 """The components whose events say why a scheduled pod does not start."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeletedPod:
-    """A pod that is gone and not replaced yet.
-
-    Attributes:
-        pod: its last state, as a pod that has ended and is leaving.
-        expires: when it is forgotten, a monotonic time.
-    """
-
-    pod: Pod
-    expires: float
-
-
-@dataclass(slots=True)
-class StartupDiagnosis:
-    """The reasons why slow pods do not start.
-
-    Attributes:
-        delays: seconds between two reads of their events.
-        due: when to read next, a monotonic time; None if no pod is starting.
-        messages: the reasons by UID (by container name for the etcd pod); the pod that was read last is the last.
-    """
-
-    delays: Iterator[float] = field(default_factory=lambda: backoff(_FIRST_LOOK, _MAX_WAIT))
-    due: float | None = None
-    messages: dict[str, str] = field(default_factory=dict)
-
-    def is_due(self) -> bool:
-        """Return whether to read events now."""
-        now = time.monotonic()
-        first, due = self.due is None, self.due or 0.0
-        if not first and due > now:
-            return False
-        self.due = now + next(self.delays)
-        return not first
 
 
 @dataclass(slots=True)
@@ -92,8 +54,10 @@ class JobRecord:
         body: the job as last observed.
         creates: the back-off for pods, etcd and PodGroup.
         pdb: the back-off for the PodDisruptionBudget.
-        deleted: the pods by index that are gone and not replaced yet.
-        startup: why pods do not start.
+        deleted: by index, the last state of the pods that are gone and not replaced yet, and a monotonic time at which
+            they are forgotten.
+        startup: why slow pods do not start, by UID (by container name for the etcd pod), the one read last at the end.
+        look_at: when to read that next, a monotonic time; None if no pod is starting.
         report: the digest of the last report that was written or given up.
         requeue: seconds after which to observe the job again; None if that is not needed.
     """
@@ -102,8 +66,9 @@ class JobRecord:
     body: Json
     creates: CreateBackoff = field(default_factory=CreateBackoff)
     pdb: CreateBackoff = field(default_factory=CreateBackoff)
-    deleted: dict[int, DeletedPod] = field(default_factory=dict)
-    startup: StartupDiagnosis = field(default_factory=StartupDiagnosis)
+    deleted: dict[int, tuple[Pod, float]] = field(default_factory=dict)
+    startup: dict[str, str] = field(default_factory=dict)
+    look_at: float | None = None
     report: bytes = b""
     requeue: float | None = None
 
@@ -180,7 +145,7 @@ class KubernetesBackend(Applier):
             return
         phase = last.phase if last.phase.ended else PodPhase.FAILED
         gone = replace(last, phase=phase, ready=False, terminating=True, waiting="", sidecars_running=False)
-        self._record(key, job).deleted[last.index] = DeletedPod(gone, time.monotonic() + _DELETED_TTL)
+        self._record(key, job).deleted[last.index] = (gone, time.monotonic() + _DELETED_TTL)
 
     def _record(self, key: str, body: Json) -> JobRecord:
         record = self._records.get(key)
@@ -206,7 +171,7 @@ class KubernetesBackend(Applier):
         if managed is not None:
             managed = managed_etcd(self.store, job)
             why = managed.blocked and f"its pod cannot be created for now: {managed.blocked}"
-            if managed.state is EtcdState.STARTING and (why := why or record.startup.messages.get(ETCD)):
+            if managed.state is EtcdState.STARTING and (why := why or record.startup.get(ETCD)):
                 etcd_error = f"its etcd does not serve yet: {why}"
         pods = [self._with_diagnosis(pod, record) for pod in self.store.pods(job.namespace, job.uid)]
         secret = applied.spec.etcd.tls_secret
@@ -241,25 +206,27 @@ class KubernetesBackend(Applier):
         )
 
     async def _diagnose(self, job: Job, record: JobRecord, etcd: ManagedEtcd | None) -> None:
-        """Read why a pod does not start, including the job's etcd pod: one pod at a time, at growing intervals."""
+        """Read why a pod does not start, including the job's etcd pod: one pod at a time."""
         slow = [pod.uid for pod in self.store.pods(job.namespace, job.uid) if _is_starting(pod)]
         if etcd is not None and etcd.state is EtcdState.STARTING and etcd.blocked is None:
             slow.insert(0, ETCD)
-        startup = record.startup
+        why = record.startup = {uid: message for uid, message in record.startup.items() if uid in slow}
+        now = time.monotonic()
         if not slow:
-            record.startup = StartupDiagnosis()
+            record.look_at = None
             return
-        startup.messages = {uid: message for uid, message in startup.messages.items() if uid in slow}
-        if startup.is_due():
-            uid = next((uid for uid in slow if uid not in startup.messages), next(iter(startup.messages), ""))
-            message = startup.messages.pop(uid, "")
-            asking = self._why_etcd_waits(job) if uid == ETCD else self._why_not_started(job, uid)
+        if record.look_at is None:
+            record.look_at = now + _LOOK_INTERVAL / 3
+        elif record.look_at <= now:
+            record.look_at = now + _LOOK_INTERVAL
+            uid = next((uid for uid in slow if uid not in why), next(iter(why), ""))
+            message = why.pop(uid, "")
             try:
-                message = await asking
+                message = await (self._why_etcd_waits(job) if uid == ETCD else self._why_not_started(job, uid))
             except ClusterError as error:
                 _log.debug("%s: why its pods do not start cannot be read: %s", record.key, error)
-            startup.messages[uid] = message
-        record.requeue_after(max((startup.due or 0.0) - time.monotonic(), 0.0))
+            why[uid] = message
+        record.requeue_after(record.look_at - now)
 
     async def _why_etcd_waits(self, job: Job) -> str:
         pods, _ = await self.api.list(PODS, job.namespace, labels=f"{LABEL_JOB_UID}={job.uid}")
@@ -277,7 +244,7 @@ class KubernetesBackend(Applier):
     def _with_diagnosis(self, pod: Pod, record: JobRecord) -> Pod:
         """Return a pod, with the reason if it does not start, or as ended if its node is lost and it is overdue."""
         if _is_starting(pod):
-            return replace(pod, waiting=record.startup.messages.get(pod.uid, ""))
+            return replace(pod, waiting=record.startup.get(pod.uid, ""))
         if pod.deletion_deadline is None or pod.phase is not PodPhase.PENDING:
             return pod
         left = pod.deletion_deadline + _DELETION_TIMEOUT - time.time()
@@ -369,10 +336,8 @@ def startup_problem(events: Iterable[Json]) -> str:
 def _recently_deleted(record: JobRecord, pods: Sequence[Pod]) -> tuple[Pod, ...]:
     filled = {pod.index for pod in pods if not pod.terminating and not pod.phase.ended}
     now = time.monotonic()
-    record.deleted = {
-        index: each for index, each in record.deleted.items() if index not in filled and each.expires > now
-    }
-    return tuple(each.pod for each in record.deleted.values())
+    record.deleted = {index: gone for index, gone in record.deleted.items() if index not in filled and gone[1] > now}
+    return tuple(pod for pod, _ in record.deleted.values())
 
 
 def _serving(job: Job, mirror: StoreMirror | None) -> Collection[str] | None:
