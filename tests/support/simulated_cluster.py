@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from elastic_operator.api.report import Report
     from elastic_operator.api.spec import ElasticJobSpec, FailureRule
     from elastic_operator.api.status import JobStatus
-    from elastic_operator.controller.model import NewPod, Removal
+    from elastic_operator.controller.model import NewPod
 
 NODES: Final = ("node-0", "node-1", "node-2")
 DECIDED_BY_OPERATOR: Final = (Reason.POD_FAILURES, Reason.POD_FAILURE_POLICY, Reason.DEADLINE_EXCEEDED)
@@ -176,7 +176,7 @@ class SimulatedCluster:
         changes_the_job = todo.replicas is not None or todo.status is not None
         if changes_the_job and (job.generation, job.status) != (self.job.generation, self.job.status):
             raise ConflictError
-        assert len({removal.uid for removal in todo.remove}) == len(todo.remove), "a pod is removed twice"
+        assert len({pod.uid for pod in todo.remove}) == len(todo.remove), "a pod is removed twice"
         steps: list[Callable[[], None]] = [
             lambda: self._store_report(todo),
             lambda: self._write_replicas(todo.replicas),
@@ -184,7 +184,7 @@ class SimulatedCluster:
             lambda: self._apply_etcd(todo),
             lambda: self._apply_group_and_budget(todo),
             lambda: self._write_size(todo.size),
-            *(partial(self._remove, removal) for removal in todo.remove),
+            *(partial(self._remove, pod.uid) for pod in todo.remove),
             *(partial(self._create, job, observed, todo, new) for new in todo.create),
             lambda: self._delete_job(todo),
         ]
@@ -253,8 +253,8 @@ class SimulatedCluster:
             assert self.store.size is None or self.store.size.generation < size.generation
             self.store.size = size
 
-    def _remove(self, removal: Removal) -> None:
-        if (pod := self.pods.get(removal.uid)) is not None:
+    def _remove(self, uid: str) -> None:
+        if (pod := self.pods.get(uid)) is not None:
             finished = self.job.status.state.finished
             assert finished or pod.uid in self.job.status.counted_pod_uids, "a pod is removed before it is counted"
             self.delete(pod)
@@ -322,7 +322,7 @@ class SimulatedCluster:
                 self.counted_pods.add(pod.uid)
                 if charged:
                     self.counted_failures.add(pod.uid)
-        self.removed = (self.removed & status.counted_pod_uids) | {removal.uid for removal in todo.remove}
+        self.removed = (self.removed & status.counted_pod_uids) | {pod.uid for pod in todo.remove}
         assert status.pod_failures == len(self.counted_failures), "a failed pod is not counted, or counted twice"
         if not status.state.finished:
             assert status.pod_failures <= max(job.spec.backoff_limit, job.status.pod_failures), (

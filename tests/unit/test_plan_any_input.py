@@ -100,7 +100,7 @@ JOBS = st.builds(
 def test_plan_of_any_input(job: Job, observed: Observed, now: float) -> None:
     made = plan(job, observed, now)
 
-    staying = [pod for pod in observed.pods if is_live(pod) and pod.uid not in {removal.uid for removal in made.remove}]
+    staying = [pod for pod in observed.pods if is_live(pod) and pod.uid not in {pod.uid for pod in made.remove}]
     assert not made.create or len(made.create) + len(staying) <= job.spec.desired
     assert len({pod.name for pod in made.create}) == len(made.create)
     assert len({pod.index for pod in made.create}) == len(made.create)

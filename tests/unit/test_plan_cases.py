@@ -328,7 +328,7 @@ def test_plan_of(case: Case) -> None:
 
     index_of = {pod.uid: pod.index for pod in case.world.pods}
     assert [pod.index for pod in planned.create] == case.creates
-    assert [index_of[removal.uid] for removal in planned.remove] == case.removes
+    assert [index_of[pod.uid] for pod in planned.remove] == case.removes
     assert planned.wake_at == (None if case.wakes_in is None else NOW + case.wakes_in)
     assert (planned.size, planned.etcd, planned.delete_job) == (case.expected_size, case.etcd, case.deletes)
     assert (planned.replicas, planned.min_member, planned.min_available) == (None, None, None)

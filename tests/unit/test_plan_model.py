@@ -157,7 +157,7 @@ class AnyLife(RuleBasedStateMachine):
         again = plan(job, observed, self.cluster.now)
         if again == replace(Plan(remove=again.remove), **_unchanged_fields(again)):
             # Ended pods are removed only when their successors are observed: with many pods, one plan later.
-            assert all(self.cluster.pods[removal.uid].phase.ended for removal in again.remove)
+            assert all(self.cluster.pods[pod.uid].phase.ended for pod in again.remove)
             self._carry_out(job, observed, again)
             job, observed = self.cluster.observe()
             again = plan(job, observed, self.cluster.now)

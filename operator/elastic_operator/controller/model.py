@@ -365,21 +365,6 @@ class NewPod:
 
 
 @dataclass(frozen=True, slots=True)
-class Removal:
-    """A pod to delete.
-
-    Attributes:
-        name: its name.
-        uid: its UID, a precondition that protects a successor of the same name.
-        reason: the reason, as a clause.
-    """
-
-    name: str
-    uid: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class EmptySlot:
     """An index without a live pod.
 
@@ -389,7 +374,6 @@ class EmptySlot:
         failed: when the last of them failed; None if none has failed.
         due: when it may be filled; seconds since the Unix epoch.
         replaces: the last pod of the index, if it still exists.
-        left: whether that pod left or was deleted before it ended by itself.
     """
 
     index: int
@@ -397,7 +381,6 @@ class EmptySlot:
     failed: float | None = None
     due: float = 0.0
     replaces: Pod | None = None
-    left: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,7 +401,7 @@ class PlannedPods:
     staying: tuple[Pod, ...]
     gone: frozenset[str]
     created: tuple[NewPod, ...] = ()
-    remove: tuple[Removal, ...] = ()
+    remove: tuple[Pod, ...] = ()
     slots: tuple[EmptySlot, ...] = ()
     held: bool = False
     size: SizeRecord | None = None
@@ -472,7 +455,7 @@ class Plan:
     min_member: int | None = None
     min_available: int | None = None
     size: SizeRecord | None = None
-    remove: tuple[Removal, ...] = ()
+    remove: tuple[Pod, ...] = ()
     create: tuple[NewPod, ...] = ()
     delete_job: bool = False
     wake_at: float | None = None

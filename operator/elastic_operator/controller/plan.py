@@ -48,7 +48,6 @@ from elastic_operator.controller.model import (
     PlannedPods,
     PodEnd,
     PodPhase,
-    Removal,
     Snapshot,
 )
 from elastic_operator.controller.status import (
@@ -103,7 +102,7 @@ def plan(job: Job, observed: Observed, now: float) -> Plan:
     if job.deleting:
         # The store stays while agents may want to leave there.
         pods = (*snapshot.live, *(pod for pod in snapshot.ended if pod.sidecars_running))
-        return Plan(etcd=bool(snapshot.unfinished), remove=removals(pods, "the job is being deleted"))
+        return Plan(etcd=bool(snapshot.unfinished), remove=pods)
     if job.status.state.finished:
         return _clean_up(snapshot, job.status)
 
@@ -180,7 +179,7 @@ def _suspend(snapshot: Snapshot, count: FailureCount, read_until: float | None) 
     unread = not snapshot.unfinished and (read_until is not None or bool(count.pending))
     stopped = not snapshot.unfinished and not unread
     status = suspended_status(snapshot, count, unread=unread)
-    pods = [pod for pod in snapshot.live + snapshot.ended if pod.uid not in count.pending]
+    pods = tuple([pod for pod in snapshot.live + snapshot.ended if pod.uid not in count.pending])
     times = [read_until, count.next_due, now + _AT_ONCE if stopped and not job.spec.suspend else None]
     return Plan(
         report=report_of(job, status, observed) if stopped and has_news(observed) else None,
@@ -188,7 +187,7 @@ def _suspend(snapshot: Snapshot, count: FailureCount, read_until: float | None) 
         events=suspension_events(job.status, status, count),
         ended=count.ended,
         etcd=observed.etcd is not EtcdState.ABSENT and not stopped,
-        remove=removals(pods, "the job is suspended"),
+        remove=pods,
         wake_at=_next_time(times, now),
     )
 
@@ -227,7 +226,7 @@ def _clean_up(snapshot: Snapshot, status: JobStatus) -> Plan:
         report=report_of(job, status, observed) if reports and not delete_job else None,
         status=_unless_the_same(job.status, status),
         etcd=waiting,
-        remove=removals(delete, "the job has finished"),
+        remove=delete,
         delete_job=delete_job,
         wake_at=min((time for time in times if time is not None), default=None),
     )
@@ -287,21 +286,12 @@ def plan_pods(snapshot: Snapshot, count: FailureCount, breakdown: TimeBreakdown 
         staying=staying,
         gone=gone.union([pod.uid for pod in surplus + yielding]),
         created=_fill(snapshot, due, new_pod, was_suspended=was_suspended),
-        remove=(
-            *removals(surplus, f"{snapshot.desired} are wanted"),
-            *removals(yielding, "the job's etcd needs its room first"),
-            *removals(obsolete, "it has ended and is not needed any more"),
-        ),
+        remove=(*surplus, *yielding, *obsolete),
         slots=fillable,
         held=held,
         size=size,
         announce=announce,
     )
-
-
-def removals(pods: Iterable[Pod], reason: str) -> tuple[Removal, ...]:
-    """Return the deletions of these pods."""
-    return tuple(Removal(name=pod.name, uid=pod.uid, reason=reason) for pod in pods)
 
 
 def back_off(failures: int) -> float:
@@ -395,12 +385,12 @@ def _slot_of(last: Pod, now: float, *, wanted: bool) -> EmptySlot:
     gave_way = has_run and (last.terminating or last.termination_cause is not None)
     left = _left(last)
     if left and (gave_way or not wanted):
-        return EmptySlot(last.index, before, last.failed if before else None, replaces=last, left=left)
+        return EmptySlot(last.index, before, last.failed if before else None, replaces=last)
     failures = before + 1
     failed = began if last.ended is None else ended
     if failed > now:  # this clock is wrong
-        return EmptySlot(last.index, failures, now, now, last, left)
-    return EmptySlot(last.index, failures, failed, failed + back_off(failures), last, left)
+        return EmptySlot(last.index, failures, now, now, last)
+    return EmptySlot(last.index, failures, failed, failed + back_off(failures), last)
 
 
 def _last(job: Job, pods: list[Pod]) -> Pod:

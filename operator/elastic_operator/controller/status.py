@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from elastic_operator.api.status import JobStatus
     from elastic_operator.controller.failures import Completion, FailureCount
-    from elastic_operator.controller.model import EmptySlot, Job, Observed, PlannedPods, Pod, Snapshot
+    from elastic_operator.controller.model import Job, Observed, PlannedPods, Pod, Snapshot
     from torchelastic.protocol import RoundRecord
 
 _MAX_CLOCK_SKEW: Final = 3600.0
@@ -353,11 +353,13 @@ def _missing(snapshot: Snapshot, planned: PlannedPods) -> str:
     parts += _not_ready(starting)
     if blocked is not None and not planned.created:
         parts.append(f"not all that the job needs can be created for now: {messages.clause(blocked)}")
-    waits = [
-        f"{hostname(snapshot.job.name, slot.index)} {_history(slot)} and is started again at {rfc3339(slot.due)}"
-        for slot in planned.slots
-        if slot.due > snapshot.now
-    ]
+    waits = []
+    for slot in planned.slots:
+        if slot.due > snapshot.now:
+            last, often = slot.replaces, messages.count(slot.failures, "time")
+            how = "was deleted" if last is not None and last.terminating and last.exit_code is None else "failed"
+            who = hostname(snapshot.job.name, slot.index)
+            waits.append(f"{who} {how} {often} in a row and is started again at {rfc3339(slot.due)}")
     parts.append(messages.listed(waits))
     if planned.held:
         parts += [_UNKNOWN, _HELD, _why_unread(snapshot.observed)]
@@ -379,14 +381,6 @@ def _not_ready(starting: Sequence[tuple[int, str, str]]) -> list[str]:
         else f"{messages.listed(names)} {'has' if len(names) == 1 else 'have'} not joined yet"
         for cause, names in causes.items()
     ]
-
-
-def _history(slot: EmptySlot) -> str:
-    """Describe the past pods of an index, as a predicate of its name: "failed 3 times in a row"."""
-    often = f"{messages.count(slot.failures, 'time')} in a row"
-    if slot.replaces is None or not slot.left:
-        return f"failed {often}"
-    return f"was deleted {often} before it ran" if slot.replaces.terminating else f"was asked to leave {often}"
 
 
 def breakdown_at_suspension(job: Job, observed: Observed, now: float) -> TimeBreakdown | None:

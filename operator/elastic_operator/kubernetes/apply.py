@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from elastic_operator.api.report import Report
     from elastic_operator.api.spec import Json
-    from elastic_operator.controller.model import Job, NewPod, Plan, Removal
+    from elastic_operator.controller.model import Job, NewPod, Plan, Pod
     from elastic_operator.kubernetes.backend import JobRecord
     from elastic_operator.kubernetes.client import Api, Resource
     from elastic_operator.kubernetes.job_store import JobStores
@@ -328,8 +328,8 @@ class Applier:
             if not about.get("deletionTimestamp"):
                 await self.writer.delete(resource, about["namespace"], about["name"], about["uid"])
 
-    async def _delete_pods(self, job: Job, removals: Sequence[Removal]) -> None:
-        deletes = (self.writer.delete(PODS, job.namespace, each.name, each.uid) for each in removals)
+    async def _delete_pods(self, job: Job, pods: Sequence[Pod]) -> None:
+        deletes = (self.writer.delete(PODS, job.namespace, pod.name, pod.uid) for pod in pods)
         raise_worst(await asyncio.gather(*deletes, return_exceptions=True))
 
     async def _create_pods(self, job: Job, pods: Sequence[NewPod], endpoint: str, record: JobRecord) -> bool:

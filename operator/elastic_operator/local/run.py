@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from typing import TextIO
 
     from elastic_operator.api.report import Report
-    from elastic_operator.controller.model import Job, NewPod, Pod, Removal
+    from elastic_operator.controller.model import Job, NewPod, Pod
     from elastic_operator.local.processes import PodCommand
     from elastic_operator.local.run_dir import RunDir
     from elastic_operator.manifest.loader import ElasticJobManifest, Manifest
@@ -327,8 +327,8 @@ class LocalRun:
         if plan.etcd and self._store is None:
             self._store = self._tasks.create_task(self._run_store())
         unwritten = await self._write_size(plan.size) if plan.size is not None else None
-        for removal in plan.remove:
-            self._remove(removal)
+        for pod in plan.remove:
+            self._remove(pod)
         for new in plan.create:
             self._create(with_applied_spec(job, plan), new)
         if not plan.etcd:
@@ -365,9 +365,9 @@ class LocalRun:
             self._pods.remove(process)
             self._changed()
 
-    def _remove(self, removal: Removal) -> None:
+    def _remove(self, pod: Pod) -> None:
         for process in self._pods:
-            if process.pod.uid == removal.uid:
+            if process.pod.uid == pod.uid:
                 if process.pod.ended is None:
                     process.remove(self._grace_period())
                 else:
