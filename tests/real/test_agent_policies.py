@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.controlled_workers import ControlledRun
 from tests.support.ports import descendants, free_range, listening
-from torchelastic.protocol import NodeRecord, ResumeRecord, RoundRecord, decode, decode_state, encode
+from torchelastic.protocol import NodeRecord, ResumeRecord, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,18 +26,6 @@ pytestmark = pytest.mark.real
 PATIENT = "--rdzv-conf=crash_loop_limit=100"
 
 
-def round_of(state: Mapping[str, Entry], run: ControlledRun) -> RoundRecord:
-    round = decode_state(state[run.keys.state].value).round
-    assert round is not None
-    return round
-
-
-async def committed_round(run: ControlledRun, number: int) -> RoundRecord:
-    """Wait until etcd has the round of this number, and return the round."""
-    keys = run.keys
-    return round_of(await run.until(lambda state: keys.state in state and round_of(state, run).number == number), run)
-
-
 async def test_uncharged_exits_cost_no_restart_and_non_retryable_exits_end_the_run(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
@@ -48,7 +36,7 @@ async def test_uncharged_exits_cost_no_restart_and_non_retryable_exits_end_the_r
         [_, second] = await run.round(2, world=2)
         second.send(f"import os; os.kill(os.getpid(), {signal.SIGKILL:d})")
         workers = await run.round(3, world=2)
-        record = await committed_round(run, 3)
+        record = await run.committed_round(3)
         assert (record.restarts, record.uncharged_restarts) == (0, 2)
         assert record.cause == "rank 1 on one: killed by SIGKILL"
         assert [worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in workers] == ["0", "0"]
@@ -70,7 +58,7 @@ async def test_agents_listen_only_within_their_port_range_and_report_when_it_is_
         stores = []
         for number in range(1, 4):
             workers = await run.round(number, world=2)
-            record = await committed_round(run, number)
+            record = await run.committed_round(number)
             # Two of the agents are connected and have written their offers for the next round.
             state = await run.until(lambda state, number=number: nodes_that_know(state, run, number) == 2)
             offered = [port for node in nodes(state, run) for port in (node.link, node.store)]
@@ -102,7 +90,7 @@ async def test_a_resumed_run_continues_with_the_next_round_and_the_charged_resta
         run.agent("two", *flags, env=env) as two,
     ):
         workers = await run.round(8, world=2)
-        record = await committed_round(run, 8)
+        record = await run.committed_round(8)
         assert (record.restarts, record.uncharged_restarts) == (2, 6)
         assert {worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in workers} == {"2"}
         workers[0].send("raise ValueError('the third')")

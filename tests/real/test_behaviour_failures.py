@@ -20,7 +20,6 @@ from torchelastic.protocol import (
     RoundRecord,
     TerminationMessage,
     decode,
-    decode_state,
 )
 
 if TYPE_CHECKING:
@@ -56,12 +55,6 @@ def failures(state: Mapping[str, Entry], run: ControlledRun) -> dict[str, Failur
     """The failure that each node has reported."""
     nodes = [decode(entry.value, NodeRecord) for key, entry in state.items() if key.startswith(run.keys.nodes)]
     return {node.name: node.failure for node in nodes if node.failure is not None}
-
-
-def round_of(state: Mapping[str, Entry], run: ControlledRun) -> RoundRecord:
-    round = decode_state(state[run.keys.state].value).round
-    assert round is not None
-    return round
 
 
 @pytest.fixture
@@ -104,7 +97,7 @@ async def test_the_root_cause_follows_failure_kind_and_store_order_not_clocks(
             return [worker.node for worker in others]
 
         first, second = await fail_in_this_order(1, ["raise ValueError('first')", "raise ValueError('second')"])
-        committed = round_of(await run.until(lambda state: round_of(state, run).number == 2), run)
+        committed = await run.committed_round(2)
         assert committed.cause == f"rank {rank_of(committed, first)} on {first}: ValueError: first (order.py:1)"
 
         first, second = await fail_in_this_order(2, [BROKEN_COLLECTIVE, "raise ValueError('what broke it')"])
@@ -168,8 +161,7 @@ async def test_a_failure_is_reported_with_its_reason_in_the_log_the_store_and_th
             assert reason in said
             assert end in said
             assert str(worker.pid) in said
-            state = await run.until(lambda state, round=round: round_of(state, run).number == round + 1)
-            assert reason in round_of(state, run).cause
+            assert reason in (await run.committed_round(round + 1)).cause
 
         [worker] = await run.round(5, world=1)
         worker.send("raise ValueError('\\udcff' + 'großes Pech 🧯' * 2000)")

@@ -73,46 +73,6 @@ async def test_two_agents_train_restart_together_and_succeed(line: list[str], pr
     }
 
 
-async def test_agents_join_and_leave_and_none_waits_in_a_finished_round(
-    line: list[str], program: Path, stop: Path
-) -> None:
-    nodes = [*line, "--nnodes=1:3", "--rdzv-conf=last_call_timeout=0,lease=2", "--max-restarts=9"]
-
-    def agent() -> Torchrun:
-        return Torchrun(*nodes, program, stop)
-
-    async with agent() as a:
-        await a.wait_until_training(world=1)
-        async with agent() as b, agent() as c:  # they join while the run trains
-            await asyncio.gather(*(each.wait_until_training(world=3) for each in (a, b, c)))
-            # One agent is killed while another one joins.
-            since = {each: len(each.lines) for each in (a, b)}
-            c.kill(signal.SIGKILL)
-            os.kill(await c.wait_until_training(world=3), signal.SIGKILL)  # torchrun's workers outlive it
-            async with agent() as d:
-                await asyncio.gather(
-                    d.wait_until_training(world=3),
-                    *(each.wait_until_training(world=3, since=seen) for each, seen in since.items()),
-                )
-                # The agent of rank 0 leaves.
-                since = {each: len(each.lines) for each in (b, d)}
-                a.kill(signal.SIGTERM)
-                await asyncio.gather(*(each.wait_until_training(world=2, since=seen) for each, seen in since.items()))
-                assert await a.code() != 0
-                # The next agent of rank 0 is killed.
-                rank = {
-                    each: int((await each.wait_for_line(r"rank (\d) of 2", since=seen))[1])
-                    for each, seen in since.items()
-                }
-                left, gone = sorted(rank, key=rank.__getitem__, reverse=True)
-                worker, seen = await gone.wait_until_training(world=2, since=since[gone]), len(left.lines)
-                gone.kill(signal.SIGKILL)
-                os.kill(worker, signal.SIGKILL)
-                await left.wait_until_training(world=1, since=seen)
-                stop.touch()
-                assert await left.code() == 0
-
-
 async def test_unsupported_options_are_refused_with_advice(line: list[str], program: Path, stop: Path) -> None:
     async with Torchrun(*line, "--nnodes=2", "--rdzv-conf=lesae=5", program, stop) as agent:
         assert await agent.code() == 1

@@ -142,23 +142,6 @@ async def test_an_error_of_etcd_has_its_message(status: str, answer: str, error:
             await connect(StoreSettings((endpoint,), version=2))
 
 
-async def test_a_key_with_invalid_fields_is_harmless() -> None:
-    node = '{"action": "get", "node": {"key": ["a"], "value": 7, "modifiedIndex": "x", "createdIndex": null}}'
-    async with fake_etcd(http("200 OK", node)) as endpoint:
-        store = EtcdV2Store(StoreSettings((endpoint,)))
-        with pytest.raises(StoreRefused, match="does not answer as etcd's API v2 does"):
-            await store.get("/a")
-        await store.close()
-
-
-async def test_a_watch_of_a_removed_directory_ends(store: Store, etcd: EtcdServer, prefix: str) -> None:
-    await store.put(prefix + "n/a", b"")
-    async with watching(store, prefix + "n/") as watch, aiohttp.ClientSession() as session:
-        async with session.delete(f"{etcd.url}/v2/keys{prefix}?recursive=true") as response:
-            assert response.status == 200
-        await ended(watch)
-
-
 async def test_a_finished_run_leaves_no_empty_directory(own_etcd: EtcdServer) -> None:
     async with own_etcd.connected() as store, aiohttp.ClientSession() as session:
         lasting, lease = RunLease(store, "run"), await store.grant(60)

@@ -417,21 +417,6 @@ def test_a_missing_etcd_is_reported_with_what_to_install(tmp_path: Path, monkeyp
         find_etcd(str(tmp_path))
 
 
-async def test_a_process_with_pdeathsig_dies_with_its_parent_and_keeps_its_process_id() -> None:
-    command = list(with_pdeathsig(["sleep", "1000"]))
-    script = f"import subprocess; print(subprocess.Popen({command!r}).pid, flush=True); input()"
-    # The command line names this process; another process starts it.
-    script = script.replace(repr(str(os.getpid())), "str(__import__('os').getpid())")
-    parent = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", script, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-    )
-    assert parent.stdout is not None
-    child = int(await parent.stdout.readline())
-    parent.kill()
-    await parent.wait()
-    assert await gone([child], within=60)
-
-
 async def test_a_process_with_pdeathsig_does_not_start_under_another_parent(tmp_path: Path) -> None:
     started = tmp_path / "started"
     command = [word if word != str(os.getpid()) else "1" for word in with_pdeathsig(["touch", str(started)])]

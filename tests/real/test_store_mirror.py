@@ -16,7 +16,7 @@ from kubernetes.aio.client import Configuration
 
 from elastic_operator.kubernetes.client import Api
 from elastic_operator.kubernetes.job_store import JobStores
-from elastic_operator.store_mirror import StoreMirror, store_at
+from elastic_operator.store_mirror import StoreMirror
 from tests.support.answering import answering
 from tests.support.certificates import make_certificates
 from tests.support.etcd import EtcdServer
@@ -34,10 +34,11 @@ from torchelastic.protocol import (
     encode,
     run_lease,
 )
-from torchelastic.store import StoreSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+
+    from torchelastic.store import StoreSettings
 
 pytestmark = pytest.mark.real
 
@@ -89,20 +90,6 @@ class Watched:
             task.cancel()
             await asyncio.wait([task])
         assert task.cancelled()
-
-
-@pytest.mark.parametrize(
-    ("written", "protocol", "endpoints"),
-    [
-        ("etcd", "http", ("etcd:2379",)),
-        ("http://a:1/", "http", ("a:1",)),
-        ("https://a,https://[::1]:9", "https", ("a:2379", "[::1]:9")),
-    ],
-)
-def test_the_operator_reads_an_endpoint_as_the_agents_do(
-    written: str, protocol: str, endpoints: tuple[str, ...]
-) -> None:
-    assert store_at(written) == StoreSettings(endpoints=endpoints, protocol=protocol)
 
 
 async def test_reports_about_the_past_are_read_and_wake_no_node(etcd: EtcdServer, run_id: str) -> None:

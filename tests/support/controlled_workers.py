@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tests.support.agents import PATIENCE, AgentProcess
 from tests.support.etcd import until_keys
-from torchelastic.protocol import OutcomeRecord, RunKeys, decode_state
+from torchelastic.protocol import OutcomeRecord, RoundRecord, RunKeys, decode_state
 from torchelastic.store import connect
 
 if TYPE_CHECKING:
@@ -194,6 +194,17 @@ class ControlledRun:
         """Follow the run's keys in the store until they meet a condition; returns the keys."""
         assert self._etcd is not None
         return await until_keys(self._etcd.settings, self.keys.root, condition)
+
+    async def committed_round(self, number: int) -> RoundRecord:
+        """Wait until the store has the round of this number; returns the round."""
+
+        def round_in(keys: Mapping[str, Entry]) -> RoundRecord | None:
+            round = decode_state(keys[self.keys.state].value).round if self.keys.state in keys else None
+            return round if round is not None and round.number == number else None
+
+        round = round_in(await self.until(round_in))
+        assert round is not None
+        return round
 
     async def outcome(self) -> OutcomeRecord:
         """Wait for the end of the run; returns its outcome."""

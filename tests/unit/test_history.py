@@ -380,19 +380,6 @@ def test_a_round_ends_when_its_workers_stop(clock: Clock, history: History) -> N
 
     assert [past.ended for past in history.record().rounds] == [CREATED + 20, 0]
 
-    history.enter(RunState.STARTING)
-    history.workers_started()
-    clock.seconds = 30
-    commit(history, round(3))  # while the second round trains
-    clock.seconds = 31
-    history.enter(RunState.STARTING)
-    history.workers_started()
-    clock.seconds = 40
-    history.round_broke()
-    clock.seconds = 45
-    commit(history, round(4))
-    assert [past.ended for past in history.record().rounds] == [CREATED + 20, CREATED + 30, CREATED + 40, 0]
-
 
 def test_if_all_nodes_die_the_last_write_ends_the_round_and_the_deaths_cause_the_next(clock: Clock) -> None:
     first = History(CREATED, clock=clock)

@@ -139,15 +139,6 @@ def test_a_failed_rendezvous_is_counted_once(agent: AgentMetrics) -> None:
 # -- series of the agent
 
 
-def test_the_state_of_the_workers_is_one_of_all(agent: AgentMetrics) -> None:
-    registry = agent.page()
-    agent.worker_state("trainer", "init")
-    agent.worker_state("trainer", "healthy")
-    states = page(registry).named("torchelastic_worker_state")
-    assert len(states) == 7
-    assert [dict(labels)["state"] for (_, labels), value in states.items() if value] == ["healthy"]
-
-
 @pytest.mark.parametrize(
     ("succeeded", "restarts", "outcome", "retries", "flakiness"),
     [

@@ -15,7 +15,7 @@ from tests.support.nodes import PATIENCE, Clients, NodeFactory, all_with
 from tests.support.ports import free_range
 from tests.support.views import failure
 from torchelastic.config.settings import RendezvousSettings
-from torchelastic.errors import StoreRefused, StoreUnavailable
+from torchelastic.errors import StoreUnavailable
 from torchelastic.protocol import (
     PROTOCOL_VERSION,
     LeaderRecord,
@@ -176,16 +176,6 @@ async def test_a_node_that_gives_up_waiting_for_the_store_frees_its_ports() -> N
             pass
 
 
-async def test_a_refusal_at_startup_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refuse(*_: object) -> None:
-        raise StoreRefused("etcd does not allow this user to use these keys: permission denied")
-
-    monkeypatch.setattr(MemoryStore, "get", refuse)
-    async with NodeFactory(Clients().connect, "run") as factory:
-        with pytest.raises(StoreRefused, match="permission denied"):
-            await factory.node("a")
-
-
 # -- nodes of another version
 
 
@@ -211,18 +201,6 @@ async def test_a_node_waits_for_nodes_of_another_version_and_continues_after_the
         round = await new.until_with("new")
         assert (round.number, round.protocol) == (5, PROTOCOL_VERSION)
     assert "old.1 leads, and this node cannot take part" in caplog.text
-
-
-async def test_a_size_of_another_protocol_version_is_ignored(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    clients = Clients()
-    size = SizeRecord(min=2, max=2, desired=2, generation=9, protocol=OTHER)
-    await clients.data.put(KEYS.size, encode(size))
-    async with NodeFactory(clients.connect, "run", lease=LEASE) as factory:
-        alone = await factory.node("alone", wanted=1)
-        assert (await alone.until_with("alone")).number == 1
-    assert f"ignoring {KEYS.size}: not a SizeRecord for us: another version" in caplog.text
 
 
 # -- a store that lost its data

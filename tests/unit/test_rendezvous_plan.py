@@ -9,13 +9,11 @@ import pytest
 
 from tests.support.views import SETTINGS, failure, members, next_round, node_id, outcome_of, peer, round, snapshot
 from torchelastic.protocol import (
-    PROTOCOL_VERSION,
     FailureKind,
     NodePhase,
     NoticeRecord,
     OutcomeRecord,
     OutcomeState,
-    ResumeRecord,
     RoundReason,
     RoundRecord,
     decode,
@@ -26,8 +24,6 @@ from torchelastic.rendezvous.policy.plan import MAX_KEPT_MESSAGE, Decision, Give
 if TYPE_CHECKING:
     from torchelastic.config.settings import RendezvousSettings
     from torchelastic.rendezvous.policy.membership import Membership, Peer
-
-LATER = 1000.0
 
 
 def formed(record: RoundRecord) -> tuple[int, list[str]]:
@@ -144,12 +140,6 @@ def test_the_next_round_has_these_members_without_a_charge(situation: Membership
 )
 def test_no_round_forms_yet(situation: Membership, hold: Hold) -> None:
     assert plan(situation, SETTINGS) == hold
-
-
-def test_a_node_with_another_protocol_version_is_excluded_and_named() -> None:
-    stranger = peer("b", protocol=PROTOCOL_VERSION + 1)
-    hold = delayed(plan(snapshot(peer("a"), stranger, low=2, wanted=2), SETTINGS))
-    assert "b cannot take part" in hold.why
 
 
 def test_new_nodes_that_arrive_together_join_in_one_round() -> None:
@@ -292,17 +282,6 @@ def test_a_final_exit_code_does_not_end_the_run_if_another_failure_explains_it()
     assert ended.failure == broken
 
 
-def test_an_uncharged_failure_restarts_the_workers_without_restarts_left() -> None:
-    settings = dataclasses.replace(SETTINGS, max_restarts=0)
-    here = (peer("a", round=3, failure=failure("a", number=3, free=True)), peer("b", round=3))
-    decision = next_round(
-        snapshot(*here, wanted=2, round=round(3, "a", "b", uncharged_restarts=4), failed_since=0.0), settings
-    )
-    assert members(decision) == ("a", "b")
-    assert (decision.restarts, decision.uncharged_restarts) == (0, 5)
-    assert decision.reason is RoundReason.WORKER_FAILED
-
-
 @pytest.mark.parametrize(("cause_is_free", "counted"), [(True, (2, 6)), (False, (3, 5))])
 def test_the_root_cause_decides_whether_a_restart_is_charged(cause_is_free: bool, counted: tuple[int, int]) -> None:
     cause = failure("a", number=3, free=cause_is_free)
@@ -358,15 +337,6 @@ def test_a_pause_and_the_round_after_it_count_once() -> None:
         assert uncharged_after(snapshot(*here, wanted=2, low=2, since=5, round=paused)) == count
 
 
-def test_a_resumed_run_continues_from_its_resume_record() -> None:
-    settings = dataclasses.replace(SETTINGS, resume=ResumeRecord(round=7, restarts=2, uncharged_restarts=5))
-    here = [peer(name, round=7, restarts=2, uncharged_restarts=5) for name in "ab"]
-    decision = next_round(snapshot(*here, wanted=2), settings)
-    assert (decision.number, decision.restarts, decision.uncharged_restarts) == (8, 2, 6)
-    knows_more = peer("c", round=9, restarts=3, uncharged_restarts=6)
-    assert isinstance(plan(snapshot(*here, knows_more, wanted=3), settings), GiveWay)
-
-
 @pytest.mark.parametrize("gone", [(), (peer("a", round=1, phase=NodePhase.LEAVING),)])
 def test_a_finished_node_can_leave_unless_it_serves_the_rounds_store(gone: tuple[Peer, ...]) -> None:
     done = frozenset({node_id("a")})
@@ -374,15 +344,6 @@ def test_a_finished_node_can_leave_unless_it_serves_the_rounds_store(gone: tuple
     assert delayed(plan(rest, SETTINGS)) == Hold()
     serving = dataclasses.replace(rest, round=round(1, "a", "b", store="10.0.0.97:30000"))
     assert members(next_round(serving)) == ("b",)
-
-
-def test_a_minimum_raised_above_the_present_nodes_pauses_the_run() -> None:
-    here = (peer("a", round=1), peer("b", round=1), peer("c", arrived=LATER))
-    decision = next_round(snapshot(*here, low=4, high=4, wanted=4, now=LATER, round=round(1, "a", "b")))
-    assert members(decision) == ()
-    assert decision.cause == (
-        "at least 4 nodes are wanted now; 3 nodes (a, b and c) of at least 4 are there; waiting for more"
-    )
 
 
 @pytest.mark.parametrize("stored", [None, round(1, "a", "b", restarts=1)])

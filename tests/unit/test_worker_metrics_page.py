@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,22 +136,6 @@ def test_rounds_leak_no_file_descriptors() -> None:
         metrics.begin({0: 0, 1: 1})
         open_after.append(sum(1 for _ in Path("/proc/self/fd").iterdir()))
     assert len(set(open_after)) == 1
-
-
-def test_dropped_values_are_counted_by_rank_and_logged_once(node: Node, caplog: pytest.LogCaptureFixture) -> None:
-    (worker,) = node.begin(0)
-    for wrong in ("high", None, [1]):
-        worker.add_value("loss", wrong)  # type: ignore[arg-type]
-    for wrong in (-1, math.nan, math.inf):
-        worker.add_value("samples", wrong)
-    worker.add_value("loss", math.nan)
-    node.begin(0)
-    name = "torchelastic_metrics_dropped_total"
-    page = node.page()
-    assert page.value(name, reason="not_a_number", rank="0") == 3
-    assert page.value(name, reason="negative", rank="0") == 1
-    assert page.value(name, reason="not_finite", rank="0") == 2
-    assert len(caplog.records) == 3
 
 
 def test_a_signal_handler_may_measure_a_new_name(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
