@@ -88,18 +88,6 @@ async def test_a_leaving_leaders_notice_is_delivered_by_the_next_leader(factory:
     assert (await all_with(*others)).cause == f"{leader.name} left"
 
 
-async def test_a_request_of_one_round_does_not_carry_over_and_expires(factory: NodeFactory) -> None:
-    a, b = [await factory.node(name) for name in "ab"]
-    await all_with(a, b)
-    await a.report(notice=0.2)
-    c = await factory.node("c")
-    await a.until_noticed()
-    assert (await all_with(a, b, c)).number == 2
-    d = await factory.node("d")
-    assert (await all_with(a, b, c, d)).number == 3
-    assert a.notices == []
-
-
 async def test_nodes_that_all_leave_are_released_when_the_last_has_saved(factory: NodeFactory) -> None:
     nodes = [await factory.node(name) for name in "abc"]
     round = await all_with(*nodes)

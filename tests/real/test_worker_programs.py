@@ -181,42 +181,6 @@ async def test_only_a_worker_with_other_library_paths_is_executed(
     assert (tmp_path / "logs/round_1/rank_1/output.log").read_text() == "False 1\n"
 
 
-MULTIPROCESSING = """
-import multiprocessing, sys
-from multiprocessing import shared_memory
-
-def square(queue, number):
-    queue.put(number * number)
-
-class Result:
-    def __init__(self, value):
-        self.value = value
-
-if __name__ == "__main__":
-    for method in ("fork", "spawn", "forkserver"):
-        context = multiprocessing.get_context(method)
-        queue = context.Queue()
-        process = context.Process(target=square, args=(queue, 7))
-        process.start()
-        print(method, queue.get(timeout=60))
-        process.join()
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        print(pool.map(abs, [-1, -2]), pool.apply_async(Result, [3]).get(timeout=60).value)
-    memory = shared_memory.SharedMemory(create=True, size=8)
-    memory.close()
-    memory.unlink()
-"""
-
-
-async def test_multiprocessing_works_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "many.py").write_text(MULTIPROCESSING)
-    monkeypatch.chdir(tmp_path)
-    assert (
-        await output_of(Program(ProgramKind.MODULE, ("many",)), tmp_path / "logs")
-        == "fork 49\nspawn 49\nforkserver 49\n[1, 2] 3\n"
-    )
-
-
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")

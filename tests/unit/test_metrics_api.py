@@ -68,19 +68,6 @@ def test_the_default_handler_serves_groups_without_their_own_handler() -> None:
     assert before <= own.received[0].timestamp <= time.time()
 
 
-def test_an_attached_handler_receives_all_values_until_it_is_detached(everything: Recorder) -> None:
-    own = Recorder()
-    metrics.put_metric("a", 1, "my_app")
-    metrics.configure(own, "my_app")
-    metrics.put_metric("b", 2, "my_app")
-    metrics.configure(metrics.NullMetricHandler())
-    metrics.put_metric("c", 3)
-    REGISTRY.detach(everything)
-    metrics.put_metric("d", 4)
-    assert everything.values == [("my_app", "a", 1), ("my_app", "b", 2), ("torchelastic", "c", 3)]
-    assert own.values == [("my_app", "b", 2)]
-
-
 def test_a_handler_that_raises_is_logged_once_and_blocks_nothing(
     everything: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -136,31 +136,6 @@ async def test_new_nodes_exclude_a_dead_member_whose_key_still_exists() -> None:
             assert between in ([], *([(dead.inner.node, *last)] for dead in (leader, other)))
 
 
-async def test_a_new_leader_waits_for_a_member_that_returns_late() -> None:
-    clients = Clients()
-    data = clients.data
-
-    async def comes_back(name: str) -> None:
-        size = SizeRecord(min=1, max=8)
-        record = NodeRecord(name=name, address="127.0.0.1", workers=1, size=size, store=40000, round=4)
-        await data.put(KEYS.node(f"{name}.1"), encode(record))
-
-    # All leases have expired while the store was unavailable, and the members are reconnecting.
-    members = (Member("a.1", "127.0.0.1", 1), Member("b.1", "127.0.0.1", 1))
-    await data.put(KEYS.state, encode(StateRecord(RoundRecord(number=4, members=members, store="127.0.0.1:40000"))))
-    async with NodeFactory(clients.connect, "run", lease=0.5, last_call_timeout=60.0) as factory:
-        c = await factory.node("c")
-        await c.inner.election.until_leader()
-        await comes_back("b")
-        while (leadership := c.inner.leader) is None:
-            await c.inner.run.changed.after(c.inner.run.changed.count)
-        while "b.1" not in leadership.membership.peers:
-            await c.inner.run.changed.after(c.inner.run.changed.count)
-        await comes_back("a")
-        round = await c.until_with("a", "b", "c")
-        assert (round.number, round.nodes[:2]) == (5, ("a.1", "b.1"))
-
-
 async def test_a_node_that_gives_up_waiting_for_the_store_frees_its_ports() -> None:
     store = MemoryStore()
     store.reachable = False
