@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.agents import PATIENCE, AgentProcess
-from tests.support.workers import eventually, text_of
+from tests.support.workers import poll_until, text_of
 from torchelastic.agent.workers.linux import read_table
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ async def test_an_agent_paused_during_its_exit_keeps_its_last_message_and_exit_c
     try:
         await text_of(tmp_path / "up")
         # When the processes that start workers have ended, the run has ended; only messages are left to be written.
-        await eventually(lambda: not [entry for entry in read_table().values() if entry.parent == agent.pid])
+        await poll_until(lambda: not [entry for entry in read_table().values() if entry.parent == agent.pid])
         assert json.loads(last_words.read_text())["reason"] == "WorkerFailed"
         agent.send_signal(signal.SIGTERM)
         agent.send_signal(signal.SIGINT)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.controlled_workers import ControlledRun
 from tests.support.links import cut, links_to
-from tests.support.workers import eventually
+from tests.support.workers import poll_until
 from torchelastic.protocol import LeaderRecord, decode
 
 if TYPE_CHECKING:
@@ -63,11 +63,11 @@ async def test_cut_connections_and_expired_leases_are_not_losses_and_a_dead_lead
 
         # The connections between healthy agents are cut.
         pid = agents[leading].pid
-        await eventually(lambda: len(links_to(pid, port)) == 2)
+        await poll_until(lambda: len(links_to(pid, port)) == 2)
         before = links_to(pid, port)
         for descriptor in before.values():
             cut(pid, descriptor)
-        await eventually(lambda: len(links_to(pid, port).keys() - before.keys()) == 2)
+        await poll_until(lambda: len(links_to(pid, port).keys() - before.keys()) == 2)
 
         # All leases end, although all agents live.
         assert await end_leases(etcd, run.keys.nodes) == 3

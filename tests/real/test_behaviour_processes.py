@@ -15,7 +15,17 @@ import pytest
 from tests.support.agents import until_gone
 from tests.support.controlled_workers import ControlledRun
 from tests.support.namespaces import first_process
-from tests.support.workers import TELL, WorkerRunner, eventually, exit_of, lives, started, text_of, titled, workers_of
+from tests.support.workers import (
+    TELL,
+    WorkerRunner,
+    lives,
+    next_exit,
+    poll_until,
+    start_workers,
+    text_of,
+    titled,
+    workers_of,
+)
 from torchelastic.agent.workers.linux import read_process, read_table
 from torchelastic.agent.workers.processes import python_code
 from torchelastic.config.settings import LogSettings, Program, ProgramKind
@@ -71,7 +81,7 @@ async def test_workers_and_their_processes_end_with_the_agent_even_after_its_hel
         families = [pid for worker in workers for pid in await worker.execute(WITHOUT_ENVIRONMENT)]
         [watchdog] = titled(agent.pid, "watchdog")
         os.kill(watchdog, signal.SIGKILL)
-        await eventually(lambda: titled(agent.pid, "watchdog") not in ([], [watchdog]))
+        await poll_until(lambda: titled(agent.pid, "watchdog") not in ([], [watchdog]))
         helpers = [entry.pid for entry in read_table().values() if entry.parent == agent.pid]
         [server] = titled(agent.pid, "fork server")
         os.kill(server, signal.SIGKILL)
@@ -118,7 +128,7 @@ async def test_an_agent_that_is_the_first_process_of_a_container_reaps_orphans_a
         [first] = [entry.pid for entry in read_table().values() if entry.parent == outside.pid]
         os.kill(first, signal.SIGTERM)
         await worker.wait_ended()
-        await eventually(lambda: read_process(first) is None)
+        await poll_until(lambda: read_process(first) is None)
         await outside.wait_for_line("SIGTERM: leaving the run")
         assert await outside.code() == 143
 
@@ -133,7 +143,7 @@ async def test_an_agent_in_a_program_ends_its_processes_and_no_other_children(tm
                 group = await runner.start(source, **leave)
                 family = json.loads(await runner.text_of("family"))
                 if leave:
-                    assert (await exit_of(group)).exit_code == 0
+                    assert (await next_exit(group)).exit_code == 0
                 else:
                     assert all(map(lives, family))
                 await group.stop(0)
@@ -154,10 +164,10 @@ async def test_a_command_ends_with_all_its_processes(tmp_path: Path, monkeypatch
     program = Program(ProgramKind.COMMAND, ("sh", "-c", "sleep 600 & echo $! > child.part; mv child.part child; wait"))
     monkeypatch.chdir(tmp_path)
     async with workers_of(program, LogSettings(tmp_path / "logs")) as workers:
-        group = await started(workers, {})
+        group = await start_workers(workers, {})
         child = int(await text_of(tmp_path / "child"))
         os.kill(group.workers[0].child.pid, signal.SIGKILL)
-        assert (await exit_of(group)).exit_code == -signal.SIGKILL
+        assert (await next_exit(group)).exit_code == -signal.SIGKILL
         await until_gone(child)
 
 

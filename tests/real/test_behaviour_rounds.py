@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.controlled_workers import TRAINING, ControlledRun
-from tests.support.workers import eventually, titled
+from tests.support.workers import poll_until, titled
 from torchelastic.protocol import Env, OutcomeRecord, OutcomeState, SizeRecord, encode
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ async def test_round_numbers_never_decrease_and_used_restarts_stay_used(tmp_path
         size = encode(SizeRecord(min=1, max=3, generation=1)).decode()
         async with run.agent("c", CONF, env={Env.SIZE: size}) as c:
             await c.wait_for_line("trying again")
-            await eventually(lambda: titled(c.pid, "spare"))  # so that it waits for etcd only
+            await poll_until(lambda: titled(c.pid, "spare"))  # so that it waits for etcd only
             assert [await worker.execute("answer = 'alive'") for worker in before] == ["alive"] * 2
             await own_etcd.start()
             after = await run.round(3, world=3)

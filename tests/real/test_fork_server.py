@@ -14,7 +14,7 @@ import pytest
 from tests.support.agents import MEETING, AgentProcess, until_gone
 from tests.support.memory_limit import memory_limit
 from tests.support.programs import script
-from tests.support.workers import LIMIT, eventually, exit_of, started, titled, workers_of
+from tests.support.workers import LIMIT, next_exit, poll_until, start_workers, titled, workers_of
 from torchelastic.agent.workers import fork_server
 from torchelastic.errors import StartError
 from torchelastic.protocol import ExitCode, TerminationMessage
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.real
 
 async def process_of(agent: int, title: str) -> int:
     """The living process of an agent with this title, once there is one."""
-    await eventually(lambda: titled(agent, title))
+    await poll_until(lambda: titled(agent, title))
     [pid] = titled(agent, title)
     return pid
 
@@ -58,15 +58,15 @@ async def test_a_fork_server_that_dies_during_imports_or_when_idle_is_replaced(
         await asyncio.sleep(0)  # so that the call waits for the killed fork server
         os.kill(first, signal.SIGKILL)
         await ready
-        group = await started(workers, {})
-        assert (await exit_of(group)).exit_code == 0
+        group = await start_workers(workers, {})
+        assert (await next_exit(group)).exit_code == 0
         await group.stop(0)
-        await eventually(lambda: len(titled(os.getpid(), "spare process")) == 2)
+        await poll_until(lambda: len(titled(os.getpid(), "spare process")) == 2)
         [second] = titled(os.getpid(), "fork server")
         os.kill(second, signal.SIGKILL)
-        await eventually(lambda: not titled(os.getpid(), "fork server"))
-        group = await started(workers, {}, round=2)
-        assert (await exit_of(group)).exit_code == 0
+        await poll_until(lambda: not titled(os.getpid(), "fork server"))
+        group = await start_workers(workers, {}, round=2)
+        assert (await next_exit(group)).exit_code == 0
         assert await process_of(os.getpid(), "fork server") not in {first, second}
     assert caplog.text.count("The fork server died") == 2
 
@@ -82,21 +82,21 @@ async def test_a_fork_server_that_dies_while_forking_or_cannot_be_replaced_fails
         await workers.ready()
         [first] = titled(os.getpid(), "fork server")
         os.kill(first, signal.SIGSTOP)
-        starting = asyncio.ensure_future(started(workers, *many))
+        starting = asyncio.ensure_future(start_workers(workers, *many))
         await asyncio.sleep(0)  # so that the processes were requested
         os.kill(first, signal.SIGKILL)
         group = await asyncio.wait_for(starting, LIMIT)
-        assert [(await exit_of(group)).exit_code for _ in many] == [0] * 5
+        assert [(await next_exit(group)).exit_code for _ in many] == [0] * 5
         await group.stop(0)
 
         os.kill(await process_of(os.getpid(), "fork server"), signal.SIGKILL)
-        await eventually(lambda: not titled(os.getpid(), "fork server"))
+        await poll_until(lambda: not titled(os.getpid(), "fork server"))
         with monkeypatch.context() as patch:
             patch.setattr(fork_server, "spawn", refused)
             with pytest.raises(StartError, match="the fork server cannot be started: Resource temporarily unavailable"):
-                await started(workers, *many, round=2)
-        group = await started(workers, *many, round=3)
-        assert [(await exit_of(group)).exit_code for _ in many] == [0] * 5
+                await start_workers(workers, *many, round=2)
+        group = await start_workers(workers, *many, round=3)
+        assert [(await next_exit(group)).exit_code for _ in many] == [0] * 5
 
 
 async def test_the_death_of_a_store_process_ends_the_round() -> None:
@@ -105,7 +105,7 @@ async def test_the_death_of_a_store_process_ends_the_round() -> None:
         os.kill(store, signal.SIGKILL)
         await agent.wait_for_line("round 2: .* the process that serves the round's TCPStore died")
         await agent.wait_for_line("round 2: started")
-        await eventually(lambda: titled(agent.pid, "store of the round") not in ([], [store]))
+        await poll_until(lambda: titled(agent.pid, "store of the round") not in ([], [store]))
         agent.kill(signal.SIGTERM)
         assert await agent.code() == ExitCode.LEFT
         assert not [line for line in agent.lines if "round 3" in line or "Traceback" in line]

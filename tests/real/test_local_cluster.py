@@ -20,7 +20,7 @@ from elastic_operator.local.etcd import find_etcd
 from elastic_operator.local.pdeathsig import with_pdeathsig
 from tests.support.etcd import until_keys
 from tests.support.local_runs import LocalRun, gone, manifest, processes_of, reasons, training
-from tests.support.workers import eventually
+from tests.support.workers import poll_until
 from torchelastic.protocol import KEY_ROOT, RunState
 from torchelastic.store import StoreSettings
 from torchelastic.store import connect as connect_store
@@ -122,7 +122,7 @@ async def test_an_interrupted_run_leaves_no_process_and_says_so(
     async with LocalRun(home, manifest(tmp_path, replicas=1)) as run:
         snapshot = await run.wait_until_training(1)
         log = Path(snapshot["pods"][0]["logDir"]) / "agent.log"
-        await eventually(lambda: f"round {snapshot['status']['round']}: started" in log.read_text())
+        await poll_until(lambda: f"round {snapshot['status']['round']}: started" in log.read_text())
         run.process.send_signal(number)
         assert await run.exit_code() == 130, run.output
         assert processes_of(home) == {}

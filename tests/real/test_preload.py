@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.agents import AgentProcess
 from tests.support.programs import output_of, script
-from tests.support.workers import LIMIT, exit_of, started, workers_of
+from tests.support.workers import LIMIT, next_exit, start_workers, workers_of
 from torchelastic.config.settings import LogSettings, Program, ProgramKind, StartMethod
 from torchelastic.errors import StartError
 from torchelastic.protocol import ExitCode
@@ -51,8 +51,8 @@ async def test_a_module_beside_the_program_is_imported_once_for_all_workers(
     program = script(tmp_path, TELLS_WHO_IMPORTED, preload=["model"])
     async with workers_of(program, LogSettings(tmp_path / "logs"), 2) as workers:
         await workers.ready()
-        group = await started(workers, {}, {"SET_BY_THE_MODEL": "the worker's"})
-        assert [(await exit_of(group)).exit_code for _ in range(2)] == [0, 0]
+        group = await start_workers(workers, {}, {"SET_BY_THE_MODEL": "the worker's"})
+        assert [(await next_exit(group)).exit_code for _ in range(2)] == [0, 0]
     logs = [(tmp_path / f"logs/round_1/rank_{rank}/output.log").read_text() for rank in range(2)]
     assert logs == ["True False yes 1\n", "True False the worker's 1\n"]
     assert capfd.readouterr().err.count("loading") == 1
@@ -134,8 +134,8 @@ async def test_modules_that_torch_imports_for_training_are_preloaded_for_later_w
         async with asyncio.timeout(LIMIT):
             while len(printed) < 2 or "True" not in printed[-1]:
                 round = len(printed) + 1
-                group = await started(workers, {}, round=round)
-                assert (await exit_of(group)).exit_code == 0
+                group = await start_workers(workers, {}, round=round)
+                assert (await next_exit(group)).exit_code == 0
                 await group.stop(0)
                 printed.append((tmp_path / f"logs/round_{round}/rank_0/output.log").read_text())
     as_by_hand = "None /set/by/the/program\n"

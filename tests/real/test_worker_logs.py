@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.workers import ANY_PROGRAM, eventually, exit_of, started, workers_of
+from tests.support.workers import ANY_PROGRAM, next_exit, poll_until, start_workers, workers_of
 from torchelastic.agent.logs import Console, LogPipe, WorkerOutput
 from torchelastic.config.settings import LogSettings, Streams
 
@@ -30,9 +30,9 @@ async def run(logs: LogSettings, folder: Path, source: str, count: int = 1) -> N
     program = folder / "program.py"
     program.write_text(source)
     async with workers_of(ANY_PROGRAM, logs, 2) as workers:
-        group = await started(workers, *[{"PROGRAM": str(program)}] * count)
+        group = await start_workers(workers, *[{"PROGRAM": str(program)}] * count)
         for _ in range(count):
-            await exit_of(group)
+            await next_exit(group)
         await group.stop(0)
 
 
@@ -72,7 +72,7 @@ async def test_the_last_output_of_a_worker_is_forwarded_to_a_slow_reader() -> No
     while not console.full:
         console.write(writing, b"x" * 1000 + b"\n")
     os.write(pipe.writing, b"first words\n")
-    await eventually(lambda: pipe.tail)  # from here on, the output is not read
+    await poll_until(lambda: pipe.tail)  # from here on, the output is not read
     os.write(pipe.writing, b"last words\n")
     output.handed_over()
     await output.drained(0)

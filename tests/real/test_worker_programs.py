@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.programs import by_hand, hand_command, output_of, run, script
-from tests.support.workers import exit_of, started, workers_of
+from tests.support.workers import next_exit, start_workers, workers_of
 from torchelastic.config.program import program_of_command
 from torchelastic.config.settings import LogSettings, Program, ProgramKind, StartMethod
 
@@ -175,8 +175,8 @@ async def test_only_a_worker_with_other_library_paths_is_executed(
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     source = "import sys; forked = 'torch' in sys.modules; import torch; print(forked, torch.get_num_threads())"
     async with workers_of(script(tmp_path, source), LogSettings(tmp_path / "logs"), 2) as workers:
-        group = await started(workers, {}, {"OMP_NUM_THREADS": "1"})
-        assert [(await exit_of(group)).exit_code for _ in range(2)] == [0, 0]
+        group = await start_workers(workers, {}, {"OMP_NUM_THREADS": "1"})
+        assert [(await next_exit(group)).exit_code for _ in range(2)] == [0, 0]
     assert (tmp_path / "logs/round_1/rank_0/output.log").read_text() == "True 2\n"
     assert (tmp_path / "logs/round_1/rank_1/output.log").read_text() == "False 1\n"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from tests.support.workers import TELL, WorkerRunner, exit_of
+from tests.support.workers import TELL, WorkerRunner, next_exit
 from torchelastic.protocol import FailureKind
 
 if TYPE_CHECKING:
@@ -59,14 +59,14 @@ async def test_a_convolutional_network_trains_with_threads_and_data_loader_worke
         dist.destroy_process_group()
         """
     )
-    ends = [await exit_of(group), await exit_of(group)]
+    ends = [await next_exit(group), await next_exit(group)]
     assert [(end.exit_code, end.explanation.message) for end in ends] == [(0, ""), (0, "")]
     assert "trained 2" in runner.log(0)
 
 
 async def test_workers_that_die_at_once_are_each_reported_once(runner: WorkerRunner) -> None:
     group = await runner.start("import os; os._exit(int(os.environ['RANK']) + 10)", 8)
-    ends = [await exit_of(group) for _ in range(8)]
+    ends = [await next_exit(group) for _ in range(8)]
     assert sorted(end.exit_code for end in ends) == list(range(10, 18))
 
 
@@ -125,7 +125,7 @@ dist.all_reduce(total)
     )
     await runner.text_of("met")
     os.kill(group.workers[1].child.pid, signal.SIGKILL)
-    first, second = await exit_of(group), await exit_of(group)
+    first, second = await next_exit(group), await next_exit(group)
     assert (first.rank, first.explanation.kind) == (1, FailureKind.PROGRAM)
     assert (second.rank, second.explanation.kind) == (0, FailureKind.COMMUNICATION)
     assert "program.py:" in second.explanation.message

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from tests.support.workers import exit_of, started, workers_of
+from tests.support.workers import next_exit, start_workers, workers_of
 from torchelastic.config.settings import LogSettings, Program, ProgramKind, StartMethod
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ def script(
 async def run(program: Program, folder: Path, env: Mapping[str, str] | None = None) -> tuple[WorkerExit, str]:
     """Run one worker to its end; returns its exit and its output."""
     async with workers_of(program, LogSettings(folder)) as workers:
-        group = await started(workers, env or {})
-        end = await exit_of(group)
+        group = await start_workers(workers, env or {})
+        end = await next_exit(group)
         await group.stop(0)
     return end, (folder / "round_1/rank_0/output.log").read_text()
 

@@ -47,7 +47,7 @@ def workers_of(
     return Workers(settings, owns_process=owns_process)
 
 
-async def started(
+async def start_workers(
     workers: Workers, *environments: Mapping[str, str], round: int = 1, listener: socket.socket | None = None
 ) -> WorkerGroup:
     """Start a round with a worker for each environment, to which its ranks are added."""
@@ -97,7 +97,7 @@ class WorkerRunner:
         program = here / "program.py"
         program.write_text(dedent(source))
         common = {"PROGRAM": str(program), "HERE": str(here), "WORLD_SIZE": str(count), **env}
-        self.group = await started(self.workers, *[common] * count, round=self.round, listener=listener)
+        self.group = await start_workers(self.workers, *[common] * count, round=self.round, listener=listener)
         return self.group
 
     async def start_with_store(self, source: str, count: int = 2, **env: str) -> WorkerGroup:
@@ -109,7 +109,7 @@ class WorkerRunner:
 
     async def end_of(self, source: str, **env: str) -> WorkerExit:
         """Run one worker to its end."""
-        return await exit_of(await self.start(source, **env))
+        return await next_exit(await self.start(source, **env))
 
     @property
     def here(self) -> Path:
@@ -137,7 +137,7 @@ def tell(name, text=""):
 """Source of a function that writes a file atomically, for :meth:`WorkerRunner.text_of`."""
 
 
-async def eventually(condition: Callable[[], object]) -> None:
+async def poll_until(condition: Callable[[], object]) -> None:
     """Poll until the condition holds; for files and exits of other processes, which cannot be awaited."""
     async with asyncio.timeout(LIMIT):
         while not condition():  # noqa: ASYNC110 - there is no event for it
@@ -146,11 +146,11 @@ async def eventually(condition: Callable[[], object]) -> None:
 
 async def text_of(path: Path) -> str:
     """Wait for a file, and return its text."""
-    await eventually(path.exists)
+    await poll_until(path.exists)
     return path.read_text()
 
 
-async def exit_of(group: WorkerGroup) -> WorkerExit:
+async def next_exit(group: WorkerGroup) -> WorkerExit:
     """Wait for the next exit of a worker."""
     async with asyncio.timeout(LIMIT):
         return await _exits[group].get()
