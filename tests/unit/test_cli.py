@@ -16,7 +16,7 @@ import yaml
 from elastic_operator.api.report import encode_report
 from elastic_operator.cli import main as cli
 from elastic_operator.reports.page import page
-from elastic_operator.views.jobs import description, table
+from elastic_operator.views.jobs import table
 from tests.support.cluster_objects import START
 from tests.support.reports import long, report
 from tests.support.snapshots import FOLDER, RUN, pod, snapshot, view
@@ -243,29 +243,6 @@ def test_a_wide_list_has_run_folder_and_the_addresses_of_a_few_pods() -> None:
 )
 def test_the_state_of_an_unfinished_run_is_how_it_ended(changes: dict[str, object], state: str) -> None:
     assert table([view(run=changes)], NOW)[1].split()[1] == state
-
-
-def test_a_description_has_status_pods_and_events() -> None:
-    status = {
-        "unchargedRestarts": 4,
-        "activeSince": "2023-11-14T22:13:20Z",
-        "lastFailure": {"message": "rank 1 was killed by SIGKILL", "time": "2023-11-14T22:14:00Z"},
-        "excludedNodes": ["node-3", "node-7"],
-    }
-    shown = view(status=status, spec={"activeDeadlineSeconds": 3600}, pods=[pod(0, "aaaaa")])
-    assert {
-        f"Run:             {RUN} (process 48100)",
-        "Restarts:        1 charged, 4 uncharged",
-        "Last Failure:    rank 1 was killed by SIGKILL (32s ago)",
-        "Deadline:        in 58m48s",
-        "Excluded Nodes:  node-3, node-7",
-        f"Checkpoints:     {FOLDER}/checkpoints",
-        "Etcd:            127.0.0.1:40123 (process 48105)",
-        "    Agent:    process 48200",
-        "    Ranks:    0",
-        f"    Logs:     {FOLDER}/logs/digits-0-aaaaa",
-        "  Warning   4s      PodDied   digits-2-ccccc was killed by SIGKILL.",
-    } <= {*description(shown, NOW)}
 
 
 # -- an output that cannot be written

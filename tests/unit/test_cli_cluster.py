@@ -281,13 +281,6 @@ def serving(index: int, suffix: str, **status: Any) -> dict[str, Any]:
     return made
 
 
-async def test_a_wide_list_has_the_addresses_of_the_metrics(server: FakeApiServer, terminal: Terminal) -> None:
-    server.add(serving(0, "aaaaa", podIP="10.1.2.3"))
-    for command in (["get"], ["get", "digits"], ["get", "-A"]):
-        header, line = (await terminal.run(*command, "-o", "wide")).out.splitlines()
-        assert (header.split()[-1], line.split()[-1]) == ("METRICS", "10.1.2.3:9464")
-
-
 def test_a_description_has_pods_events_and_conditions() -> None:
     words = '{"reason":"StoreUnavailable","message":"etcd does not answer","protocol":1}'
     pods = [

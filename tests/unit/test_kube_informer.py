@@ -214,13 +214,3 @@ async def test_if_nothing_can_be_listed_the_reason_is_logged_once(
         server.failing.clear()
         await informer.synced.wait()
         assert informer.problem == ""
-
-
-async def test_only_the_failed_list_is_retried(server: Server) -> None:
-    server.failing["deployments"] = 500
-    async with running_informer(server) as (informer, store):
-        await until(lambda: "500" in informer.problem)
-        server.failing.clear()
-        await informer.synced.wait()
-        assert server.lists.count("pods") == 1
-        assert store.keys

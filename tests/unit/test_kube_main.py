@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,7 +20,6 @@ from elastic_operator.resources.owned_objects import PodSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 IN_A_POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "POD_NAME": "operator-0", "POD_NAMESPACE": "elastic-system"}
 
@@ -111,36 +110,6 @@ def test_a_missing_kubeconfig_gives_one_sentence(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == (
         "elastic-operator: there is no kubeconfig /nowhere; check the path after --kubeconfig\n"
     )
-
-
-NO_CERTIFICATE = {"certificate-authority-data": "eA=="}
-NO_PROGRAM = {"exec": {"command": "/no/such/program", "apiVersion": "client.authentication.k8s.io/v1"}}
-
-
-@pytest.mark.usefixtures("own_logging")
-@pytest.mark.parametrize(
-    ("cluster", "user", "sentence"),
-    [
-        (NO_CERTIFICATE, {}, "elastic-operator: the certificates of the kubeconfig cannot be used: "),
-        ({}, NO_PROGRAM, " gives no credentials: [Errno 2] No such file or directory: '/no/such/program'"),
-        ({}, {"auth-provider": 5}, " cannot be used: "),
-    ],
-)
-def test_an_unusable_kubeconfig_gives_one_sentence(
-    cluster: dict[str, Any], user: dict[str, Any], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "config"
-    config = {
-        "current-context": "here",
-        "contexts": [{"name": "here", "context": {"cluster": "there", "user": "me"}}],
-        "clusters": [{"name": "there", "cluster": {"server": "https://127.0.0.1:1", **cluster}}],
-        "users": [{"name": "me", "user": user}],
-    }
-    path.write_text(json.dumps(config))
-    assert main([f"--kubeconfig={path}", "--listen=127.0.0.1:0"]) == 2
-    error_output = capsys.readouterr().err
-    assert sentence in error_output.splitlines()[-1]
-    assert "Traceback" not in error_output
 
 
 def a_record(message: str, level: int = logging.WARNING, *, error: bool = False) -> logging.LogRecord:

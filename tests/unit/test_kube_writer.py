@@ -19,88 +19,52 @@ from tests.support import cluster_objects
 from tests.support.answering import answering
 from tests.support.builders import UID
 from tests.support.cluster_objects import START
-from tests.support.object_server import NAMESPACE as TEAM
-from tests.support.object_server import ObjectServer
+from tests.support.object_server import NAMESPACE, ObjectServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from elastic_operator.kubernetes.client import Resource
 
-NAMESPACE = "default"
 
-
-class Server:
-    """Answers each deletion with a conflict, and lists one object.
-
-    Attributes:
-        has: the UID of the object; None for no object.
-        requests: the number of requests by method.
-    """
-
-    def __init__(self) -> None:
-        self.has: str | None = UID
-        self.requests: Counter[str] = Counter()
-
-    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        self.requests[request.method] += 1
-        if request.method == "DELETE":
-            status = {"kind": "Status", "reason": "Conflict", "message": "the object has been modified"}
-            return web.json_response(status, status=409)
-        assert request.query["fieldSelector"] == "metadata.name=digits"
-        items = [] if self.has is None else [an_object(self.has)]
-        return web.json_response({"metadata": {"resourceVersion": "9"}, "items": items})
-
-
-def an_object(uid: str) -> dict[str, Any]:
-    owner = {"apiVersion": ELASTIC_JOBS.api_version, "kind": "ElasticJob", "name": "digits", "uid": UID}
-    about = {"name": "digits", "namespace": NAMESPACE, "uid": uid, "resourceVersion": "3"}
-    return {"metadata": {**about, "ownerReferences": [{**owner, "controller": True}]}, "spec": {}, "status": {}}
+@pytest.fixture
+async def server() -> AsyncIterator[ObjectServer]:
+    async with ObjectServer() as server:
+        yield server
 
 
 @pytest.fixture
-def server() -> Server:
-    return Server()
-
-
-@pytest.fixture
-async def api(server: Server) -> AsyncIterator[Api]:
-    async with answering(server.answer) as configuration, Api(configuration) as api:
+async def api(server: ObjectServer) -> AsyncIterator[Api]:
+    async with Api(server.configuration) as api:
         yield api
-
-
-@pytest.fixture
-def store() -> Store:
-    store = Store(changed=lambda _key: None)
-    for resource in (PODS, SERVICES, ELASTIC_JOBS):
-        store.put(resource, an_object(UID))
-    return store
 
 
 @pytest.mark.parametrize("resource", [PODS, SERVICES], ids=lambda resource: resource.plural)
 async def test_a_conflict_on_deletion_does_not_mean_that_the_object_is_gone(
-    server: Server, api: Api, store: Store, resource: Resource
+    server: ObjectServer, api: Api, resource: Resource
 ) -> None:
+    store = Store(changed=lambda _key: None)
+    owner = {"apiVersion": ELASTIC_JOBS.api_version, "kind": "ElasticJob", "name": "digits", "uid": UID}
+    about = {"uid": UID, "ownerReferences": [{**owner, "controller": True}]}
+    store.put(resource, server.put(resource, "digits", metadata=about))
+    conflict = 409, "Conflict", "the object has been modified"
+    server.fault = lambda method, _path: conflict if method == "DELETE" else None
     writer = Writer(api, store)
     with pytest.raises(ApiError, match="has been modified"):
         await writer.delete(resource, NAMESPACE, "digits", UID)
     assert len(store.owned_by(resource, NAMESPACE, UID)) == 1
 
-    server.has = "a successor's"
+    server.put(resource, "digits", metadata={"uid": "a successor's"})
     await writer.delete(resource, NAMESPACE, "digits", UID)
     assert store.owned_by(resource, NAMESPACE, UID) == ()
-    assert server.requests == {"DELETE": 2, "GET": 2}
 
 
 @pytest.mark.parametrize("resource", [PODS, ELASTIC_JOBS], ids=lambda resource: resource.plural)
-async def test_a_successor_of_the_same_name_is_not_deleted(resource: Resource) -> None:
-    async with ObjectServer() as server, Api(server.configuration) as api:
-        store = Store(changed=lambda _key: None)
-        writer = Writer(api, store)
-        server.put(resource, "digits", metadata={"uid": "a successor's"})
-        await writer.delete(resource, TEAM, "digits", UID)
-        assert server.count_requests("DELETE", resource) == 1
-        assert server.get(resource, "digits")["metadata"]["uid"] == "a successor's"
+async def test_a_successor_of_the_same_name_is_not_deleted(server: ObjectServer, api: Api, resource: Resource) -> None:
+    server.put(resource, "digits", metadata={"uid": "a successor's"})
+    await Writer(api, Store(changed=lambda _key: None)).delete(resource, NAMESPACE, "digits", UID)
+    assert server.count_requests("DELETE", resource) == 1
+    assert server.get(resource, "digits")["metadata"]["uid"] == "a successor's"
 
 
 async def test_slow_writes_in_a_namespace_leave_connections_to_others() -> None:
@@ -112,11 +76,11 @@ async def test_slow_writes_in_a_namespace_leave_connections_to_others() -> None:
         most[kind] = max(most[kind], running[kind])
         await asyncio.sleep(0.01)
         running[kind] -= 1
-        return web.json_response({**an_object(UID), "kind": "Status"})
+        return web.json_response({**a_job(), "kind": "Status"})
 
     async with answering(answer) as configuration, Api(configuration) as api:
         writer = Writer(api, Store(changed=lambda _key: None))
-        statuses = (writer.write_status(an_object(UID), JobStatus()) for _ in range(100))
+        statuses = (writer.write_status(a_job(), JobStatus()) for _ in range(100))
         deletions = (writer.delete(PODS, NAMESPACE, "digits", UID) for _ in range(100))
         await asyncio.gather(*statuses, *deletions)
     assert most == {"jobs": 16, "pods": 64}, "of 96 connections"

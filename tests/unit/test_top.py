@@ -57,21 +57,6 @@ def test_a_rank_that_moved_is_shown_on_its_current_pod() -> None:
     assert metrics.ranks[1].steps is None
 
 
-def test_custom_metrics_are_found_by_group_and_name() -> None:
-    own = [
-        *own_gauge("train.loss", {0: 0.5}),
-        *own_counter("samples", {0: 64.0}),
-        *own_gauge("step of the group one.ms", {0: 0.25}, of="other"),
-    ]
-    metrics = combined(agent_page(0, own=own), agent_page(1, own=own_gauge("train.loss", {1: 0.25})))
-    assert [(each.group, each.name, each.kind, each.seconds) for each in metrics.custom] == [
-        ("my_app", "samples", "counter", False),
-        ("my_app", "train.loss", "gauge", False),
-        ("other", "step of the group one.ms", "gauge", True),
-    ]
-    assert metrics.custom[1].values == {0: 0.5, 1: 0.25}
-
-
 @pytest.mark.parametrize("page", ["<html>", "torchelastic_round{ 3", "torchelastic_round many\n", f"a 1 {'9' * 400}\n"])
 def test_an_invalid_page_gets_a_sentence(page: str) -> None:
     with pytest.raises(ClusterError, match="cannot be read as metrics"):

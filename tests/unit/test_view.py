@@ -51,18 +51,6 @@ def test_the_live_view_shows_state_progress_events_and_commands(width: int) -> N
         assert f"elasticjob {command}" in text
 
 
-def test_each_pod_has_a_line() -> None:
-    last_words = "etcd at 127.0.0.1:1 does not answer"
-    ended = pod(1, "bbbbb", phase="Failed", ended=NOW, exitCode=3, message=last_words)
-    lines = words(live_view(view()))
-    assert "POD PID STATE RANKS AGE" in lines
-    assert "digits-0-aaaaa 48200 training 0 1m12s" in lines
-    assert "digits-2-ddddd 48202 starting - 3s" in lines
-    assert "digits-2-ccccc - SIGKILL - 1m08s" in lines
-    lines = words(live_view(view(pods=[pod(0, "aaaaa"), ended])))
-    assert any(line.startswith("digits-1-bbbbb - failed (3) - 1m12s etcd at 127.0.0.1:1 does n") for line in lines)
-
-
 def test_events_have_the_time_since_the_start_and_steps_of_the_demo_a_mark() -> None:
     steps = [Step("start with 2 pods", "+", "4.1 s"), Step("scale to 3", ">"), Step("kill -9 a worker")]
     events = [event(3, "round 1: 2 workers."), event(3723, "round 2: 3 workers.")]

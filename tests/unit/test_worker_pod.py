@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from elastic_operator.api.spec import CheckpointSpec, EtcdSpec, GangScheduler, SchedulingSpec
 from elastic_operator.api.validation import AROUND, RESERVED, problem_of
 from elastic_operator.controller.model import NewPod
-from elastic_operator.resources.owned_objects import PodSettings
+from elastic_operator.resources.owned_objects import PodSettings, pod_group
 from elastic_operator.resources.worker_pod import GRACE, NOTICE, worker_pod
 from tests.support.builders import UID, a_job, size
 from torchelastic.config.settings import AgentSettings, RendezvousSettings
@@ -315,16 +315,25 @@ PLUGINS, VOLCANO = GangScheduler.SCHEDULER_PLUGINS, GangScheduler.VOLCANO
 
 
 @pytest.mark.parametrize(
-    ("gang", "scheduler", "mark"),
+    ("gang", "scheduler", "mark", "version", "more"),
     [
-        (PLUGINS, "scheduler-plugins-scheduler", ("labels", "scheduling.x-k8s.io/pod-group")),
-        (VOLCANO, "volcano", ("annotations", "scheduling.k8s.io/group-name")),
+        (
+            *(PLUGINS, "scheduler-plugins-scheduler", ("labels", "scheduling.x-k8s.io/pod-group")),
+            *("scheduling.x-k8s.io/v1alpha1", {}),
+        ),
+        (
+            *(VOLCANO, "volcano", ("annotations", "scheduling.k8s.io/group-name")),
+            *("scheduling.volcano.sh/v1beta1", {"queue": "team", "priorityClassName": "high"}),
+        ),
     ],
 )
-def test_the_pods_of_a_gang_name_the_scheduler_and_the_group(
-    gang: GangScheduler, scheduler: str, mark: tuple[str, str]
+def test_the_pods_of_a_gang_name_the_scheduler_and_the_group_which_has_the_policy_of_the_job(
+    gang: GangScheduler, scheduler: str, mark: tuple[str, str], version: str, more: dict[str, str]
 ) -> None:
-    pod = pod_of(scheduling=SchedulingSpec(gang=gang, priority_class="high"))
+    policy = SchedulingSpec(gang=gang, priority_class="high", queue="team")
+    group = pod_group(a_job(scheduling=policy), gang, 3)
+    assert (group["apiVersion"], group["spec"]) == (version, {"minMember": 3, **more})
+    pod = pod_of(scheduling=policy)
     assert (pod["spec"]["schedulerName"], pod["spec"]["priorityClassName"]) == (scheduler, "high")
     kind, key = mark
     assert pod["metadata"][kind][key] == "digits"
