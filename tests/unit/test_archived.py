@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_operator.api.legacy import modern
-from elastic_operator.api.spec import CleanPodPolicy, ElasticJobSpec, program_of, worker_container
+from elastic_operator.api.spec import CleanPodPolicy, ElasticJobSpec, modern, program_of, worker_container
 from elastic_operator.api.validation import problem_of
 from elastic_operator.controller.plan import plan
 from elastic_operator.kubernetes.backend import job_of

@@ -13,8 +13,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from elastic_operator.api.json_values import integer, mapping, shown
-from elastic_operator.api.legacy import WORKER, launcher_flags, program_is_launcher, starts_launcher
-from elastic_operator.api.spec import NEVER, program_of, user_env, worker_container
+from elastic_operator.api.spec import (
+    NEVER,
+    WORKER,
+    launcher_flags,
+    program_is_launcher,
+    program_of,
+    starts_launcher,
+    user_env,
+    worker_container,
+)
 from torchelastic.errors import SettingsError
 from torchelastic.protocol import Env
 from torchelastic.store.api import parse_endpoints

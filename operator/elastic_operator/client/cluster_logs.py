@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from elastic_operator.api.constants import worker_selector
 from elastic_operator.api.json_values import integer, rfc3339, text
-from elastic_operator.api.legacy import WORKER
+from elastic_operator.api.spec import WORKER
 from elastic_operator.api.status import JobState
 from elastic_operator.client.user_api import readable_errors
 from elastic_operator.controller.model import PodPhase

@@ -14,8 +14,7 @@ from prometheus_client.registry import Collector
 
 from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.json_values import integer, mapping, mappings, text
-from elastic_operator.api.legacy import modern
-from elastic_operator.api.spec import MANAGER
+from elastic_operator.api.spec import MANAGER, modern
 from elastic_operator.api.status import JobState
 from elastic_operator.controller.model import PodEnd, TerminationCause
 from elastic_operator.kubernetes.client import PODS

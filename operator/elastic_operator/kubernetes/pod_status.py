@@ -22,7 +22,7 @@ from elastic_operator.api.constants import (
     Reason,
 )
 from elastic_operator.api.json_values import at, integer, listing, mapping, mappings, text
-from elastic_operator.api.legacy import WORKER
+from elastic_operator.api.spec import WORKER
 from elastic_operator.controller.model import IncompatibleImage, Pod, PodPhase, TerminationCause
 from elastic_operator.kubernetes.client import with_hint
 from elastic_operator.resources.worker_pod import LAUNCHER

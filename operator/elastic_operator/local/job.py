@@ -14,8 +14,15 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace
 
 from elastic_operator.api.json_values import at, mapping, mappings, rfc3339
-from elastic_operator.api.legacy import WORKER, modern
-from elastic_operator.api.spec import MANAGER, CleanPodPolicy, ElasticJobSpec, FailurePolicy, SchedulingSpec
+from elastic_operator.api.spec import (
+    MANAGER,
+    WORKER,
+    CleanPodPolicy,
+    ElasticJobSpec,
+    FailurePolicy,
+    SchedulingSpec,
+    modern,
+)
 from elastic_operator.api.status import status_to_json
 from elastic_operator.api.validation import in_words, problem_of
 from elastic_operator.controller.model import Job

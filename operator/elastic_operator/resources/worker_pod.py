@@ -39,8 +39,15 @@ from elastic_operator.api.constants import (
     hostname,
 )
 from elastic_operator.api.json_values import integer, listing, mapping, mappings, rfc3339, text
-from elastic_operator.api.legacy import WORKER, launcher_flags
-from elastic_operator.api.spec import NEVER, FailureAction, mounted_folders, program_of, user_env
+from elastic_operator.api.spec import (
+    NEVER,
+    WORKER,
+    FailureAction,
+    launcher_flags,
+    mounted_folders,
+    program_of,
+    user_env,
+)
 from elastic_operator.api.validation import AROUND
 from elastic_operator.resources.owned_objects import (
     RESTRICTED,
