@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from elastic_operator.api.spec import GROUP, KIND, PLURAL, VERSION, ElasticJobSpec
+from elastic_operator.api.spec import GROUP, KIND, VERSION, ElasticJobSpec
 from elastic_operator.api.validation import in_words
 from elastic_operator.manifest import crd
 
@@ -98,24 +98,6 @@ BELOW_SPEC_AND_STATUS = {path: schema for path, schema in FIELDS.items() if re.m
 
 
 # The definition itself
-
-
-def test_the_names_of_the_kind_are_those_in_the_operator() -> None:
-    spec = crd.definition()["spec"]
-    assert (spec["group"], spec["names"]["kind"], spec["names"]["plural"]) == (GROUP, KIND, PLURAL)
-    assert spec["names"]["singular"] == "elasticjob"
-    assert spec["names"]["shortNames"] == ["ej"]
-    assert crd.definition()["metadata"]["name"] == f"{PLURAL}.{GROUP}"
-    assert [version["name"] for version in spec["versions"]] == [VERSION]
-
-
-def test_every_path_in_the_definition_is_a_declared_field() -> None:
-    version = crd.definition()["spec"]["versions"][0]
-    scale = version["subresources"]["scale"]
-    columns = [column["jsonPath"] for column in version["additionalPrinterColumns"]]
-    paths = [*scale.values(), *columns]
-    assert scale["specReplicasPath"] == ".spec.replicas"
-    assert {path for path in paths if not path.startswith(".metadata")} <= FIELDS.keys()
 
 
 def test_every_field_is_described() -> None:

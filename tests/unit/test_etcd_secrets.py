@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from aiohttp import web
 
-from elastic_operator.kubernetes.client import Api
+from elastic_operator.kubernetes.client import Api, Resource
 from elastic_operator.kubernetes.job_store import Credentials, JobStores
-from tests.support.answering import answering
 from tests.support.certificates import Certificates, make_certificates
+from tests.support.object_server import ObjectServer
 from torchelastic.errors import StoreRefused, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -74,36 +73,26 @@ def test_an_invalid_secret_is_explained(files: Certificates) -> None:
         assert "/proc/" not in str(refused.value)
 
 
-class Server:
-    """Serves one Secret, or answers with an error status."""
-
-    def __init__(self) -> None:
-        self.secret: dict[str, Any] = {}
-        self.status = 200
-        self.requests: list[str] = []
-
-    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        self.requests.append(f"{request.method} {request.path}")
-        status = {"kind": "Status", "reason": "X", "message": "words"}
-        return web.json_response(self.secret if self.status == 200 else status, status=self.status)
+SECRETS = Resource("", "v1", "secrets", "Secret")
 
 
 @pytest.fixture
-def server() -> Server:
-    return Server()
+async def server() -> AsyncIterator[ObjectServer]:
+    async with ObjectServer() as server:
+        yield server
 
 
 @pytest.fixture
-async def stores(server: Server) -> AsyncIterator[JobStores]:
-    async with answering(server.answer) as configuration, Api(configuration) as api:
+async def stores(server: ObjectServer) -> AsyncIterator[JobStores]:
+    async with Api(server.configuration) as api:
         yield JobStores(api, lambda _key: None, secret_namespaces=["team"])
 
 
-async def test_a_secret_is_read_on_every_call(server: Server, stores: JobStores, files: Certificates) -> None:
-    server.secret = a_secret(ca_crt=files.authority)
+async def test_a_secret_is_read_on_every_call(server: ObjectServer, stores: JobStores, files: Certificates) -> None:
+    server.put(SECRETS, "hub", **a_secret(ca_crt=files.authority))
     for _ in range(2):
         (await stores.read_secret("team", "hub")).close()
-    assert server.requests == ["GET /api/v1/namespaces/team/secrets/hub"] * 2
+    assert server.requests == [("GET", "/api/v1/namespaces/team/secrets/hub")] * 2
     assert stores.forbidden("team", "hub") is None
     assert "the Secret hub in the namespace other" in (stores.forbidden("other", "hub") or "")
 
@@ -117,8 +106,8 @@ async def test_a_secret_is_read_on_every_call(server: Server, stores: JobStores,
     ],
 )
 async def test_a_secret_that_cannot_be_read_is_reported(
-    server: Server, stores: JobStores, status: int, kind: type[Exception], words: str
+    server: ObjectServer, stores: JobStores, status: int, kind: type[Exception], words: str
 ) -> None:
-    server.status = status
+    server.fault = lambda _method, _path: (status, "X", "words")
     with pytest.raises(kind, match=words):
         await stores.read_secret("team", "hub")

@@ -11,8 +11,7 @@ import pytest
 from elastic_operator.api.constants import Reason
 from elastic_operator.api.status import JobStatus, status_to_json
 from elastic_operator.controller import messages
-from elastic_operator.controller.failures import pod_end
-from elastic_operator.controller.model import EtcdState, NewPod, Pod, PodEnd, PodPhase, TerminationCause
+from elastic_operator.controller.model import EtcdState, NewPod, Pod, PodPhase, TerminationCause
 from elastic_operator.errors import BadInput
 from elastic_operator.kubernetes.backend import job_of
 from elastic_operator.kubernetes.pod_status import pod_of, seconds
@@ -226,14 +225,6 @@ def test_a_pod_succeeds_only_if_its_worker_does() -> None:
     assert pod_of(an_object("Succeeded", worker(RUNNING))).phase is PodPhase.FAILED
 
 
-def test_the_end_of_a_pod_without_times_is_its_last_condition_change() -> None:
-    gone = {"type": "Ready", "status": "False", "lastTransitionTime": ENDED}
-    assert pod_of(an_object("Failed", conditions=[gone, SCHEDULED])).ended == AT_ENDED
-    assert pod_of(an_object("Failed", conditions=[])).ended is None
-    never = ended(128, "no", "StartError", startedAt="1970-01-01T00:00:00Z")
-    assert pod_of(an_object("Failed", worker(never))).started is None
-
-
 # Why a pod ended
 
 
@@ -317,12 +308,6 @@ def test_the_termination_cause_is_read_from_reasons_and_conditions(
     pod = pod_of(obj)
     assert pod.termination_cause is cause
     assert pod.reasons >= {text for text in (obj["status"].get("reason"),) if text}
-
-
-def test_a_pod_that_exceeds_its_own_limit_has_failed() -> None:
-    pod = pod_of(an_object("Failed", worker(ended(143, LEFT)), reason="Evicted", message=FULL))
-    assert (pod.message, pod.reasons) == (f"Evicted: {FULL}", frozenset({"Evicted", "Error"}))
-    assert pod_end(pod) is PodEnd.FAILED
 
 
 def test_a_silent_node_is_reported() -> None:
@@ -439,9 +424,7 @@ def test_an_image_without_the_agent_is_incompatible(obj: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     "state",
     [
-        ended(128, 'exec: "torchelastic-run": permission denied', "StartError"),
         ended(128, 'exec: "other": executable file not found in $PATH', "StartError"),
-        ended(1, 'exec: "torchelastic-run": executable file not found in $PATH'),
         ended(128, "mount of torchelastic-run-0-bcdfg: no such file or directory", "StartError"),
         waiting("ImagePullBackOff", 'image "torchelastic-run" not found'),
         RUNNING,

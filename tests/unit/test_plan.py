@@ -149,14 +149,6 @@ def test_etcd_error_is_reported() -> None:
     assert waiting.message.endswith("its etcd does not serve yet: no node takes it")
 
 
-def test_pods_deleted_while_unwanted_cause_no_back_off() -> None:
-    job = that_trained(a_job(replicas=3), desired=1)
-    gone = [pending(index, terminating=True, created=NOW - 0.5, failures=5, failed=NOW - 1) for index in (1, 2)]
-    assert [pod.failures for pod in plan(job, a_world(running(0), *gone), NOW).create] == [5, 5]
-    lost = [pending(index, terminating=True, created=NOW - 0.5) for index in (0, 1, 2)]
-    assert [pod.failures for pod in plan(job, a_world(*lost), NOW).create] == [1, 0, 0]
-
-
 def test_completion_time_in_the_future_delays_nothing() -> None:
     over = with_status(TRAINED, state=JobState.SUCCEEDED, completed=NOW + 3600)
     cleared = plan(over, a_world(running(0)), NOW)

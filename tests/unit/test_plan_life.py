@@ -146,18 +146,6 @@ def test_round_before_a_suspension_does_not_count_as_training() -> None:
     assert (trains.state, trains.world_size) == (JobState.RUNNING, 2)
 
 
-def test_invalid_spec_is_reported_while_suspended() -> None:
-    bad = that_is_suspended(a_job(suspend=True, env=({"name": "A"}, {"name": "A"})))
-    made = plan(bad, NO_STORE, NOW)
-    invalid = condition(made.status, ConditionType.INVALID)
-    assert (invalid.status, invalid.reason) == (True, Reason.SPEC_INVALID)
-    assert EventReason.REFUSED in messages_of(made)
-
-    assert made.status is not None
-    mended = plan(replace(that_is_suspended(a_job(suspend=True)), status=made.status), NO_STORE, NOW).status
-    assert condition(mended, ConditionType.INVALID).status is False
-
-
 # -- the applied spec
 
 

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_operator.api.spec import EtcdSpec
 from elastic_operator.api.status import JobState, status_from_json, status_to_json
 from elastic_operator.controller.model import Job, Observed, Plan
 from elastic_operator.controller.plan import plan
@@ -213,13 +212,6 @@ def test_record_from_before_the_suspension_is_ignored() -> None:
     timeline.record = former
     timeline.resume_job()
     timeline.assert_breakdown()
-
-
-def test_forbidden_store_makes_the_time_breakdown_unknown() -> None:
-    known = TimeBreakdown(until=NOW, seconds={RunState.SUSPENDED: 10.0})
-    job = with_status(with_spec_applied(a_job(etcd=EtcdSpec(endpoint="etcd:2379"))), time_breakdown=known)
-    status = plan(job, a_world(store_read=False, store_forbidden=True, outcome=success()), NOW + 30).status
-    assert status.time_breakdown is None
 
 
 def test_unrecorded_training_makes_the_time_breakdown_unknown() -> None:

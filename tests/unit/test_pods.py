@@ -126,30 +126,23 @@ def test_exit_code_rules_are_passed_to_the_agents(
     assert (env.get("PET_FINAL_EXIT_CODES"), env.get("PET_FREE_EXIT_CODES")) == (final, free)
 
 
-def test_rendezvous_settings_are_passed_to_the_agents(tmp_path: Path) -> None:
-    (script := tmp_path / "train.py").touch()
-    job = a_job(args=(str(script),), rendezvous=RendezvousSpec(30, 1200, 10))
-    settings = parsed_by_the_agent(job)
-
-    rendezvous = settings.rendezvous
-    assert (rendezvous.last_call_timeout, rendezvous.join_timeout, rendezvous.lease) == (30.0, 1200.0, 10.0)
-    assert "PET_RDZV_CONF" not in variables_of(a_job())
-    ports = variables_of(a_job(rendezvous=RendezvousSpec(ports=PortRange(20000, 20031))))
-    assert (ports["PET_PORT_RANGE"], "PET_RDZV_CONF" in ports) == ("20000-20031", False)
-
-
-def test_agent_parses_failure_rules_and_the_resume_record(tmp_path: Path) -> None:
+def test_agent_parses_failure_rules_rendezvous_settings_and_the_resume_record(tmp_path: Path) -> None:
     (script := tmp_path / "train.py").touch()
     rules = (exit_rule(FAIL, 3, 64, 65), exit_rule(IGNORE, 1, 3, negated=True))
-    job = a_job(args=(str(script),), failure_rules=rules, rendezvous=RendezvousSpec(ports=PortRange(20000, 20031)))
+    job = a_job(
+        args=(str(script),), failure_rules=rules, rendezvous=RendezvousSpec(30, 1200, 10, PortRange(20000, 20031))
+    )
     resumed = replace(POD, resume=ResumeRecord(round=12, restarts=3, uncharged_restarts=5))
     settings = parsed_by_the_agent(job, resumed)
 
     assert settings.final_exit_codes == {3, 64, 65}
     assert settings.free_exit_codes == {*range(1, 256)} - {1, 3, 64, 65}
-    assert settings.rendezvous.resume == ResumeRecord(round=12, restarts=3, uncharged_restarts=5)
-    assert settings.rendezvous.ports is not None
-    assert (settings.rendezvous.ports.first, settings.rendezvous.ports.last) == (20000, 20031)
+    rendezvous = settings.rendezvous
+    assert (rendezvous.last_call_timeout, rendezvous.join_timeout, rendezvous.lease) == (30.0, 1200.0, 10.0)
+    assert "PET_RDZV_CONF" not in variables_of(a_job())
+    assert rendezvous.resume == ResumeRecord(round=12, restarts=3, uncharged_restarts=5)
+    assert rendezvous.ports is not None
+    assert (rendezvous.ports.first, rendezvous.ports.last) == (20000, 20031)
 
 
 @pytest.mark.parametrize(("period", "grace"), [(None, 60), (120, 60), (120, 0), (80, 60), (100, 75)])

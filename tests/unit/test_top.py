@@ -15,7 +15,6 @@ from elastic_operator.views.job_metrics import (
     MetricsPage,
     RateTracker,
     Reading,
-    ScrapeForbidden,
     Tally,
     scrape,
 )
@@ -273,14 +272,6 @@ async def test_pods_that_hang_delay_no_others() -> None:
     assert ([page.pod for page in one], one_note) == (["a", "b"], ["hung-7: its agent does not answer in time"])
     assert ([page.pod for page in many], many_note) == (["z"], ["100 pods do not answer in time, hung-0 for one"])
     assert [[page.pod for page in pages] for pages, _ in leaders] == [[], ["a"], ["b"]]
-
-
-async def test_a_missing_permission_is_mentioned_once() -> None:
-    async def fetch(pod: PodView) -> str:
-        raise ScrapeForbidden(f"the agents' metrics cannot be read ({pod.name} is forbidden)")
-
-    [found] = await scrape([(pods("a", "b", "c"), fetch)])
-    assert found == ([], ["the agents' metrics cannot be read (a is forbidden)"])
 
 
 async def test_the_list_of_jobs_reads_the_leader_and_few_other_pods() -> None:
