@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from elastic_operator.api.constants import Reason
 from elastic_operator.api.spec import FailureAction
-from elastic_operator.api.status import JobState, LastFailure
+from elastic_operator.api.status import LastFailure
 from elastic_operator.controller import messages
 from elastic_operator.controller.model import PATIENCE, EndedPod, Pod, PodEnd, PodPhase, TerminationCause
 from torchelastic.protocol import ExitCode, FailureRecord, OutcomeState, RoundReason, TerminationMessage, shorten
@@ -210,11 +210,6 @@ class Completion:
     counts_pods: bool = False
     restarts: int = 0
     round: int = 0
-
-    @property
-    def state(self) -> JobState:
-        """Succeeded or failed."""
-        return JobState.SUCCEEDED if self.failure is None else JobState.FAILED
 
 
 def find_completion(snapshot: Snapshot, count: FailureCount) -> Completion | None:

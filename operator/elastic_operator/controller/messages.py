@@ -71,11 +71,11 @@ def _resumed(before: JobStatus) -> Iterator[JobEvent]:
 
 def _pods_ended(count: FailureCount, planned: PlannedPods | None = None, now: float = 0.0) -> Iterator[JobEvent]:
     successors: dict[str, str] = {}
-    for slot in planned.slots if planned is not None else ():
-        if slot.replaces is not None:
-            when = f" in {slot.due - now:.0f} s" if slot.due >= now + 1 else ""
+    for new in planned.missing if planned is not None else ():
+        if new.replaces is not None:
+            when = f" in {new.due - now:.0f} s" if new.due >= now + 1 else ""
             when = " once the store can be read" if planned is not None and planned.held else when
-            successors[slot.replaces.uid] = f"; a new pod takes its place{when}"
+            successors[new.replaces.uid] = f"; a new pod takes its place{when}"
     for each in count.ended:
         if (what := _pod_ended(each)) is not None:
             reason, how = what

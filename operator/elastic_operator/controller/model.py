@@ -343,7 +343,7 @@ def _store_wait(job: Job, observed: Observed) -> float:
 
 @dataclass(frozen=True, slots=True)
 class NewPod:
-    """A pod to create.
+    """A pod to create, now or later.
 
     Attributes:
         name: ``<job>-<index>-<suffix>``.
@@ -353,6 +353,8 @@ class NewPod:
         failed: when the last of them failed; None if none failed.
         resume: the earlier state of the run for its agent; None for a new run.
         excluded: nodes on which it must not run.
+        due: when it may be created; seconds since the Unix epoch.
+        replaces: the last pod of the index, if it still exists.
     """
 
     name: str
@@ -362,23 +364,6 @@ class NewPod:
     failed: float | None = None
     resume: ResumeRecord | None = None
     excluded: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class EmptySlot:
-    """An index without a live pod.
-
-    Attributes:
-        index: the index.
-        failures: the number of consecutive failures of its pods.
-        failed: when the last of them failed; None if none has failed.
-        due: when it may be filled; seconds since the Unix epoch.
-        replaces: the last pod of the index, if it still exists.
-    """
-
-    index: int
-    failures: int = 0
-    failed: float | None = None
     due: float = 0.0
     replaces: Pod | None = None
 
@@ -392,7 +377,7 @@ class PlannedPods:
         gone: UIDs of pods that have ended, terminate, or are deleted now; without those whose failure is pending.
         created: pods that are created now.
         remove: pods that are deleted now.
-        slots: the indices to fill, now or later.
+        missing: the pods that are created now or later.
         held: whether no pod is created because it is unknown whether the run has ended.
         size: the size that new pods are started with; None if no pod can be created.
         announce: the size to write into the store; None if that is not needed, or not possible now.
@@ -402,7 +387,7 @@ class PlannedPods:
     gone: frozenset[str]
     created: tuple[NewPod, ...] = ()
     remove: tuple[Pod, ...] = ()
-    slots: tuple[EmptySlot, ...] = ()
+    missing: tuple[NewPod, ...] = ()
     held: bool = False
     size: SizeRecord | None = None
     announce: SizeRecord | None = None

@@ -41,7 +41,6 @@ from elastic_operator.controller.failures import count_failures, find_completion
 from elastic_operator.controller.messages import completion_event, running_events, suspension_events
 from elastic_operator.controller.model import (
     PATIENCE,
-    EmptySlot,
     EtcdState,
     NewPod,
     Plan,
@@ -148,7 +147,7 @@ def _run(snapshot: Snapshot, count: FailureCount) -> Plan:
     planned = plan_pods(snapshot, count, breakdown)
     status = running_status(snapshot, count, planned, breakdown)
     has_objects = valid or bool(snapshot.live)
-    times = [count.next_due, *(slot.due for slot in planned.slots)]
+    times = [count.next_due, *(new.due for new in planned.missing)]
     if status.active is not None and spec.active_deadline is not None:
         deadline = status.active + spec.active_deadline
         times += [deadline, deadline + PATIENCE]  # then the deadline counts even if the store could not be read
@@ -273,21 +272,21 @@ def plan_pods(snapshot: Snapshot, count: FailureCount, breakdown: TimeBreakdown 
         by_use = sorted(staying, key=lambda pod: (pod.ready, -pod.index))
         yielding = tuple(by_use[: max(len(staying) - job.spec.min_replicas, 0)])
         staying = _without(staying, yielding)
-    slots = _empty_slots(snapshot, staying, surplus + yielding)
-    obsolete = [pod for pod in _obsolete(snapshot.ended, slots) if pod.uid not in count.pending]
     held = (snapshot.outcome_unknown or count.may_be_fatal) and observed.rejected is None
-    fillable = () if observed.rejected is not None or etcd_waits else slots
-    was_suspended = job.status.condition(ConditionType.SUSPENDED) is not None
     # Live pods know the run, and can write it to a store that lost it.
+    was_suspended = job.status.condition(ConditionType.SUSPENDED) is not None
     resume = None if staying and not was_suspended else _resume_record(job.status, breakdown)
-    new_pod = NewPod(name="", index=0, size=size, resume=resume, excluded=count.excluded_nodes)
-    due = () if held else [slot for slot in fillable if slot.due <= now]
+    new = NewPod(name="", index=0, size=size, resume=resume, excluded=count.excluded_nodes)
+    missing = _missing_pods(snapshot, staying, surplus + yielding, new)
+    obsolete = [pod for pod in _obsolete(snapshot.ended, missing) if pod.uid not in count.pending]
+    if observed.rejected is not None or etcd_waits:
+        missing = ()
     return PlannedPods(
         staying=staying,
         gone=gone.union([pod.uid for pod in surplus + yielding]),
-        created=_fill(snapshot, due, new_pod, was_suspended=was_suspended),
+        created=() if held else tuple([new for new in missing if new.due <= now]),
         remove=(*surplus, *yielding, *obsolete),
-        slots=fillable,
+        missing=missing,
         held=held,
         size=size,
         announce=announce,
@@ -350,47 +349,56 @@ def _surplus(live: Sequence[Pod], desired: int, announced: Sequence[str], unread
     return (*surplus, *staying[: max(len(staying) - max(desired, 0), 0)])
 
 
-def _empty_slots(snapshot: Snapshot, staying: Sequence[Pod], deleted: Iterable[Pod]) -> tuple[EmptySlot, ...]:
-    """Return the lowest empty indices, as many as pods are missing.
+def _missing_pods(
+    snapshot: Snapshot, staying: Sequence[Pod], deleted: Iterable[Pod], new: NewPod
+) -> tuple[NewPod, ...]:
+    """Return the missing pods, for the lowest empty indices, each with a name that no other pod has.
 
     Args:
         snapshot: the input of the plan.
         staying: the live pods that stay, of any index.
         deleted: live pods that are about to be deleted.
+        new: what the missing pods have in common.
     """
-    job = snapshot.job
+    job, stored = snapshot.job, snapshot.observed.size
     by_index: dict[int, list[Pod]] = {}
     for pod in (*snapshot.gone, *(replace(pod, terminating=True) for pod in deleted)):
         by_index.setdefault(pod.index, []).append(pod)
-    taken = {pod.index for pod in staying}
-    missing = max(snapshot.desired - len(staying), 0)
+    filled = {pod.index for pod in staying}
+    number = max(snapshot.desired - len(staying), 0)
     # Deleted pods with an index that is only needed now, because the job grows, were surplus.
     grown = max(snapshot.desired - job.status.desired, 0)
-    slots = []
-    for index in itertools.islice((index for index in itertools.count() if index not in taken), missing):
-        if (pods := by_index.get(index)) is None:
-            slots.append(EmptySlot(index))
-        else:
-            slots.append(_slot_of(_last(job, pods), snapshot.now, wanted=len(slots) < missing - grown))
-    return tuple(slots)
+    taken = {pod.name for pod in snapshot.observed.pods}.union(stored.draining if stored is not None else ())
+    # After a suspension names differ, because the last round may still name the former pods.
+    active = snapshot.now if job.status.active is None else job.status.active
+    first = "" if job.status.condition(ConditionType.SUSPENDED) is None else rfc3339(active)
+    missing: list[NewPod] = []
+    for index in itertools.islice((index for index in itertools.count() if index not in filled), number):
+        made = replace(new, index=index)
+        if (pods := by_index.get(index)) is not None:
+            made = _successor(made, _last(job, pods), snapshot.now, wanted=len(missing) < number - grown)
+        name = pod_name(job.name, job.uid, index, first if made.replaces is None else made.replaces.uid)
+        while name in taken:
+            name = pod_name(job.name, job.uid, index, name)
+        missing.append(replace(made, name=name))
+    return tuple(missing)
 
 
-def _slot_of(last: Pod, now: float, *, wanted: bool) -> EmptySlot:
-    """Return the slot of an index with this last pod."""
+def _successor(new: NewPod, last: Pod, now: float, *, wanted: bool) -> NewPod:
+    """Return the pod that replaces the last pod of its index."""
     began, ended = (_by_our_clock(time, last, now) for time in (last.started, last.ended))
     healthy_since = began if last.failed is None else min(began, last.failed + back_off(last.failures))
     was_healthy = (now if last.ended is None else ended) - healthy_since >= HEALTHY_TIME
     before = 0 if was_healthy else max(last.failures, 0)
     has_run = last.started is not None or last.exit_code is not None
     gave_way = has_run and (last.terminating or last.termination_cause is not None)
-    left = _left(last)
-    if left and (gave_way or not wanted):
-        return EmptySlot(last.index, before, last.failed if before else None, replaces=last)
+    if _left(last) and (gave_way or not wanted):
+        return replace(new, failures=before, failed=last.failed if before else None, replaces=last)
     failures = before + 1
     failed = began if last.ended is None else ended
     if failed > now:  # this clock is wrong
-        return EmptySlot(last.index, failures, now, now, last)
-    return EmptySlot(last.index, failures, failed, failed + back_off(failures), last)
+        return replace(new, failures=failures, failed=now, due=now, replaces=last)
+    return replace(new, failures=failures, failed=failed, due=failed + back_off(failures), replaces=last)
 
 
 def _last(job: Job, pods: list[Pod]) -> Pod:
@@ -415,13 +423,13 @@ def _left(pod: Pod) -> bool:
     return not pod.phase.ended or pod.exit_code in asked_to
 
 
-def _obsolete(ended: Sequence[Pod], slots: Sequence[EmptySlot]) -> tuple[Pod, ...]:
+def _obsolete(ended: Sequence[Pod], missing: Iterable[NewPod]) -> tuple[Pod, ...]:
     """Return the ended pods that are no longer needed.
 
     The last pod of an empty index is kept: its successor's name and back-off derive from it. A replaced pod with a
     running sidecar is not kept for its log.
     """
-    replaced = _without(ended, [slot.replaces for slot in slots if slot.replaces is not None])
+    replaced = _without(ended, [new.replaces for new in missing if new.replaces is not None])
     finished = [pod for pod in replaced if not pod.sidecars_running]
     finished.sort(key=lambda pod: (pod.ended or 0.0, pod.created, pod.name), reverse=True)
     kept = max(ENDED_PODS_KEPT - (len(ended) - len(replaced)), 0)
@@ -437,24 +445,6 @@ def _resume_record(status: JobStatus, breakdown: TimeBreakdown | None) -> Resume
         time_breakdown=breakdown,
     )
     return known if known != ResumeRecord() else None
-
-
-def _fill(
-    snapshot: Snapshot, slots: Iterable[EmptySlot], new_pod: NewPod, *, was_suspended: bool
-) -> tuple[NewPod, ...]:
-    """Return the pods for these slots, each with a name that no other pod has."""
-    job, stored = snapshot.job, snapshot.observed.size
-    taken = {pod.name for pod in snapshot.observed.pods}.union(stored.draining if stored is not None else ())
-    # After a suspension names differ, because the last round may still name the former pods.
-    active = snapshot.now if job.status.active is None else job.status.active
-    first = rfc3339(active) if was_suspended else ""
-    created = []
-    for slot in slots:
-        name = pod_name(job.name, job.uid, slot.index, first if slot.replaces is None else slot.replaces.uid)
-        while name in taken:
-            name = pod_name(job.name, job.uid, slot.index, name)
-        created.append(replace(new_pod, name=name, index=slot.index, failures=slot.failures, failed=slot.failed))
-    return tuple(created)
 
 
 def _without(pods: Iterable[Pod], others: Iterable[Pod]) -> tuple[Pod, ...]:

@@ -124,7 +124,7 @@ def finished_status(snapshot: Snapshot, count: FailureCount, completion: Complet
     trained = completion.round > 0 or (round is not None and bool(round.members))
     return replace(
         counted,
-        state=completion.state,
+        state=JobState.SUCCEEDED if completion.failure is None else JobState.FAILED,
         desired=before.desired or snapshot.desired,
         round=max(counted.round, completion.round),
         world_size=(round.world_size if round is not None else 0) or before.world_size,
@@ -354,12 +354,12 @@ def _missing(snapshot: Snapshot, planned: PlannedPods) -> str:
     if blocked is not None and not planned.created:
         parts.append(f"not all that the job needs can be created for now: {messages.clause(blocked)}")
     waits = []
-    for slot in planned.slots:
-        if slot.due > snapshot.now:
-            last, often = slot.replaces, messages.count(slot.failures, "time")
+    for new in planned.missing:
+        if new.due > snapshot.now:
+            last, often = new.replaces, messages.count(new.failures, "time")
             how = "was deleted" if last is not None and last.terminating and last.exit_code is None else "failed"
-            who = hostname(snapshot.job.name, slot.index)
-            waits.append(f"{who} {how} {often} in a row and is started again at {rfc3339(slot.due)}")
+            who = hostname(snapshot.job.name, new.index)
+            waits.append(f"{who} {how} {often} in a row and is started again at {rfc3339(new.due)}")
     parts.append(messages.listed(waits))
     if planned.held:
         parts += [_UNKNOWN, _HELD, _why_unread(snapshot.observed)]
