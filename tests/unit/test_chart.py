@@ -17,7 +17,7 @@ import pytest
 import yaml
 from packaging.version import Version
 
-from elastic_operator.kubernetes.main import LOG_FORMATS, LOG_LEVELS, Address, OperatorSettings, parse
+from elastic_operator.kubernetes.main import LOG_FORMATS, LOG_LEVELS, OperatorSettings, parse
 from elastic_operator.resources.owned_objects import PodSettings
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def test_the_operator_accepts_the_arguments_of_the_deployment() -> None:
         log_level="error",
         log_format="json",
         identity=settings.identity,
-        listen=Address("", 8080),
+        listen=("", 8080),
         in_pod=True,
     )
     assert "containerPort: 8080\n" in template("deployment.yaml")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from elastic_operator.kubernetes.main import (
-    Address,
     JsonLines,
     OperatorSettings,
     TextLines,
@@ -29,7 +28,7 @@ def test_without_flags_all_namespaces_are_watched_and_a_leader_is_elected() -> N
     assert settings == OperatorSettings(identity="operator-0", lease_namespace="elastic-system", in_pod=True)
     assert settings.namespaces == ()
     assert settings.leader_elect
-    assert settings.listen == Address("0.0.0.0", 8080)
+    assert settings.listen == ("0.0.0.0", 8080)
 
 
 def test_every_flag_becomes_a_setting() -> None:
@@ -46,7 +45,7 @@ def test_every_flag_becomes_a_setting() -> None:
         namespaces=("a", "b"),
         etcd_secrets_namespaces=("g", "h"),
         pods=PodSettings(etcd_image="my/etcd:1", agent_metrics_port=0),
-        listen=Address("::1", 9),
+        listen=("::1", 9),
         leader_elect=False,
         lease_namespace="c",
         lease_name="d",

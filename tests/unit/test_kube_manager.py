@@ -9,7 +9,7 @@ import pytest
 
 from elastic_operator.errors import BadInput
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, LEASES, PODS, Api
-from elastic_operator.kubernetes.main import Address, OperatorSettings
+from elastic_operator.kubernetes.main import OperatorSettings
 from elastic_operator.kubernetes.manager import Manager, http_server
 from elastic_operator.kubernetes.metrics import OperatorMetrics
 from tests.support.object_server import NAMESPACE, ObjectServer
@@ -22,7 +22,7 @@ async def test_a_leader_with_many_pending_requests_renews_its_lease() -> None:
     async with ObjectServer() as server, Api(server.configuration, NAMESPACE) as api:
         server.put(ELASTIC_JOBS, "one", spec=spec)
         stop = asyncio.Event()
-        manager = asyncio.create_task(Manager(OperatorSettings(listen=Address("127.0.0.1", 0)), api).run(stop))
+        manager = asyncio.create_task(Manager(OperatorSettings(listen=("127.0.0.1", 0)), api).run(stop))
         try:
             await server.wait_for(lambda: len(server.of_kind(PODS)) == 1)
             server.unanswered.add(PODS.path(NAMESPACE))
@@ -42,7 +42,7 @@ async def test_a_leader_with_many_pending_requests_renews_its_lease() -> None:
 async def test_an_address_in_use_is_reported_with_a_remedy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        web = http_server(Address("127.0.0.1", port), metrics=OperatorMetrics().page, unready=str)
+        web = http_server(("127.0.0.1", port), metrics=OperatorMetrics().page, unready=str)
         with pytest.raises(
             BadInput, match=rf"nothing can be served on 127\.0\.0\.1:{port}: .*; choose another address"
         ):

@@ -212,9 +212,9 @@ class Completion:
     round: int = 0
 
 
-def find_completion(snapshot: Snapshot, count: FailureCount) -> Completion | None:
+def find_completion(snapshot: Snapshot, failures: FailureCount) -> Completion | None:
     """Return how the job has ended; None if it has not."""
-    return _by_outcome(snapshot) or _by_exit_codes(snapshot, count) or _by_limits(snapshot, count)
+    return _by_outcome(snapshot) or _by_exit_codes(snapshot, failures) or _by_limits(snapshot, failures)
 
 
 def _by_outcome(snapshot: Snapshot) -> Completion | None:
@@ -228,8 +228,8 @@ def _by_outcome(snapshot: Snapshot) -> Completion | None:
     return Completion(reason=reason, failure=failure, restarts=outcome.restarts, round=outcome.round)
 
 
-def _by_exit_codes(snapshot: Snapshot, count: FailureCount) -> Completion | None:
-    ends = {each.end: each.pod for each in reversed(count.judged)}
+def _by_exit_codes(snapshot: Snapshot, failures: FailureCount) -> Completion | None:
+    ends = {each.end: each.pod for each in reversed(failures.judged)}
     if PodEnd.RUN_SUCCEEDED in ends:
         return Completion(reason=Reason.RUN_SUCCEEDED)
     if (failed := ends.get(PodEnd.RUN_FAILED)) is not None:
@@ -250,18 +250,18 @@ def _by_exit_codes(snapshot: Snapshot, count: FailureCount) -> Completion | None
     return None
 
 
-def _by_limits(snapshot: Snapshot, count: FailureCount) -> Completion | None:
+def _by_limits(snapshot: Snapshot, failures: FailureCount) -> Completion | None:
     """Return the completion by the failure policy, the backoff limit, or the deadline; None without one."""
     spec, status = snapshot.job.spec, snapshot.job.status
-    for each in count.ended:
+    for each in failures.ended:
         if is_fatal(each):
             rule = f"spec.failurePolicy.rules[{each.position}]"
             message = f"{each.pod.name} {messages.pod_death(each.pod)}, and {rule} fails the job then"
             return _failed(snapshot, Reason.POD_FAILURE_POLICY, message, each.pod, counts_pods=True)
-    charged = [each.pod for each in count.ended if each.charged]
-    if charged and count.pod_failures > spec.backoff_limit:
+    charged = [each.pod for each in failures.ended if each.charged]
+    if charged and failures.pod_failures > spec.backoff_limit:
         message = (
-            f"{messages.count(count.pod_failures, 'pod')} died by themselves, and backoffLimit allows "
+            f"{messages.count(failures.pod_failures, 'pod')} died by themselves, and backoffLimit allows "
             f"{spec.backoff_limit}; the last was {charged[-1].name}, which {messages.pod_death(charged[-1])}"
         )
         return _failed(snapshot, Reason.POD_FAILURES, message, charged[-1], counts_pods=True)

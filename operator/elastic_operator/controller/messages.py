@@ -34,24 +34,27 @@ _QUOTE_LIMIT: Final = 2048
 
 
 def running_events(
-    snapshot: Snapshot, status: JobStatus, count: FailureCount, planned: PlannedPods
+    snapshot: Snapshot, status: JobStatus, failures: FailureCount, planned: PlannedPods
 ) -> tuple[JobEvent, ...]:
     """Return the events of a job that is neither suspended nor finished, with its new status."""
-    before = snapshot.job.status
-    return (
-        *_resumed(before),
-        *_pods_ended(count, planned, snapshot.now),
-        *_obstacles(snapshot, status),
-        *_new_round(snapshot, status),
-        *_scaled(before, status),
-    )
+    before, events = snapshot.job.status, []
+    if before.state is JobState.SUSPENDED:
+        since = f" after round {before.round}" if before.round > 0 else ""
+        events.append(JobEvent(EventReason.RESUMED, f"resumed{since}"))
+    events += _pods_ended(failures, planned, snapshot.now)
+    events += _obstacles(snapshot, status)
+    events += _new_round(snapshot, status)
+    if before.desired not in (0, status.desired):
+        pods = count(status.desired, "pod")
+        events.append(JobEvent(EventReason.SCALED, f"scaled from {before.desired} to {pods}"))
+    return tuple(events)
 
 
-def suspension_events(before: JobStatus, status: JobStatus, count: FailureCount) -> tuple[JobEvent, ...]:
+def suspension_events(before: JobStatus, status: JobStatus, failures: FailureCount) -> tuple[JobEvent, ...]:
     """Return the events of a suspended job."""
     had_pods = ": its pods are asked to leave" if before.replicas else ""
     suspended = [JobEvent(EventReason.SUSPENDED, f"suspended{had_pods}")] if before.state is not status.state else []
-    return (*_pods_ended(count), *suspended, *_spec_rejected(_news(before, status)))
+    return (*_pods_ended(failures), *suspended, *_spec_rejected(_news(before, status)))
 
 
 def completion_event(status: JobStatus) -> JobEvent:
@@ -63,25 +66,19 @@ def completion_event(status: JobStatus) -> JobEvent:
     return JobEvent(EventReason.FAILED, f"failed: {why}", warning=True)
 
 
-def _resumed(before: JobStatus) -> Iterator[JobEvent]:
-    if before.state is JobState.SUSPENDED:
-        since = f" after round {before.round}" if before.round > 0 else ""
-        yield JobEvent(EventReason.RESUMED, f"resumed{since}")
-
-
-def _pods_ended(count: FailureCount, planned: PlannedPods | None = None, now: float = 0.0) -> Iterator[JobEvent]:
+def _pods_ended(failures: FailureCount, planned: PlannedPods | None = None, now: float = 0.0) -> Iterator[JobEvent]:
     successors: dict[str, str] = {}
     for new in planned.missing if planned is not None else ():
         if new.replaces is not None:
             when = f" in {new.due - now:.0f} s" if new.due >= now + 1 else ""
             when = " once the store can be read" if planned is not None and planned.held else when
             successors[new.replaces.uid] = f"; a new pod takes its place{when}"
-    for each in count.ended:
+    for each in failures.ended:
         if (what := _pod_ended(each)) is not None:
             reason, how = what
             message = f"{each.pod.name} {how}{successors.get(each.pod.uid, '')}"
             yield JobEvent(reason, message, warning=reason is EventReason.POD_DIED)
-    for node, pod in count.newly_excluded:
+    for node, pod in failures.newly_excluded:
         message = f"later pods keep away from the node {node}, where {pod.name} {pod_death(pod)}"
         yield JobEvent(EventReason.NODE_EXCLUDED, message, warning=True)
 
@@ -159,12 +156,6 @@ def _new_round(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
         because = f": {round.cause}" if round.cause else ""
         message = f"round {round.number} with world size {round.world_size}{because}"
         yield JobEvent(EventReason.ROUND, message, warning=failed)
-
-
-def _scaled(before: JobStatus, status: JobStatus) -> Iterator[JobEvent]:
-    if before.desired not in (0, status.desired):
-        pods = count(status.desired, "pod")
-        yield JobEvent(EventReason.SCALED, f"scaled from {before.desired} to {pods}")
 
 
 def pod_death(pod: Pod) -> str:

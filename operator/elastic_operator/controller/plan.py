@@ -116,14 +116,14 @@ def plan(job: Job, observed: Observed, now: float) -> Plan:
         snapshot = replace(snapshot, job=replace(job, spec=job.spec.with_applied(applied)), applied=applied)
     else:
         snapshot = _with_spec_in_effect(snapshot, is_resumed=is_resumed)
-    count = count_failures(snapshot)
-    completion = find_completion(snapshot, count)
+    failures = count_failures(snapshot)
+    completion = find_completion(snapshot, failures)
     if completion is not None:
-        status = finished_status(snapshot, count, completion)
+        status = finished_status(snapshot, failures, completion)
         return replace(_clean_up(snapshot, status), events=(completion_event(status),))
     if suspended:
-        return _suspend(snapshot, count, read_until)
-    return _run(snapshot, count)
+        return _suspend(snapshot, failures, read_until)
+    return _run(snapshot, failures)
 
 
 def _with_spec_in_effect(snapshot: Snapshot, *, is_resumed: bool) -> Snapshot:
@@ -138,24 +138,24 @@ def _with_spec_in_effect(snapshot: Snapshot, *, is_resumed: bool) -> Snapshot:
     return replace(snapshot, job=job, applied=applied, changes=changed_fields(spec, applied))
 
 
-def _run(snapshot: Snapshot, count: FailureCount) -> Plan:
+def _run(snapshot: Snapshot, failures: FailureCount) -> Plan:
     """Bring the job to its size; if its spec is invalid, running pods continue, and nothing is created."""
     spec, before, observed = snapshot.job.spec, snapshot.job.status, snapshot.observed
     valid, breakdown = snapshot.job.problem is None, before.time_breakdown
     if valid and before.active is None and before.condition(ConditionType.SUSPENDED) is not None:
         breakdown = breakdown_at_change(snapshot.job, observed, snapshot.now)  # it is resumed
-    planned = plan_pods(snapshot, count, breakdown)
-    status = running_status(snapshot, count, planned, breakdown)
+    planned = plan_pods(snapshot, failures, breakdown)
+    status = running_status(snapshot, failures, planned, breakdown)
     has_objects = valid or bool(snapshot.live)
-    times = [count.next_due, *(new.due for new in planned.missing)]
+    times = [failures.next_due, *(new.due for new in planned.missing)]
     if status.active is not None and spec.active_deadline is not None:
         deadline = status.active + spec.active_deadline
         times += [deadline, deadline + PATIENCE]  # then the deadline counts even if the store could not be read
     return Plan(
         replicas=snapshot.desired if valid and spec.replicas is None else None,
         status=_unless_the_same(before, status, planned.staying),
-        events=running_events(snapshot, status, count, planned),
-        ended=count.ended,
+        events=running_events(snapshot, status, failures, planned),
+        ended=failures.ended,
         # Without pods to create, the etcd is kept while it may be needed, but not created.
         etcd=(valid and observed.rejected is None)
         or observed.etcd is not EtcdState.ABSENT
@@ -169,22 +169,22 @@ def _run(snapshot: Snapshot, count: FailureCount) -> Plan:
     )
 
 
-def _suspend(snapshot: Snapshot, count: FailureCount, read_until: float | None) -> Plan:
+def _suspend(snapshot: Snapshot, failures: FailureCount, read_until: float | None) -> Plan:
     """Delete all objects of a suspended job, or of a job that was resumed before its pods were gone.
 
     The store stays while agents may need it to leave, and until the operator has read whether the run has ended.
     """
     job, now, observed = snapshot.job, snapshot.now, snapshot.observed
-    unread = not snapshot.unfinished and (read_until is not None or bool(count.pending))
+    unread = not snapshot.unfinished and (read_until is not None or bool(failures.pending))
     stopped = not snapshot.unfinished and not unread
-    status = suspended_status(snapshot, count, unread=unread)
-    pods = tuple([pod for pod in snapshot.live + snapshot.ended if pod.uid not in count.pending])
-    times = [read_until, count.next_due, now + _AT_ONCE if stopped and not job.spec.suspend else None]
+    status = suspended_status(snapshot, failures, unread=unread)
+    pods = tuple([pod for pod in snapshot.live + snapshot.ended if pod.uid not in failures.pending])
+    times = [read_until, failures.next_due, now + _AT_ONCE if stopped and not job.spec.suspend else None]
     return Plan(
         report=report_of(job, status, observed) if stopped and has_news(observed) else None,
         status=_unless_the_same(job.status, status),
-        events=suspension_events(job.status, status, count),
-        ended=count.ended,
+        events=suspension_events(job.status, status, failures),
+        ended=failures.ended,
         etcd=observed.etcd is not EtcdState.ABSENT and not stopped,
         remove=pods,
         wake_at=_next_time(times, now),
@@ -250,18 +250,18 @@ def _next_time(times: Iterable[float | None], now: float) -> float | None:
     return min((time for time in times if time is not None and time > now), default=None)
 
 
-def plan_pods(snapshot: Snapshot, count: FailureCount, breakdown: TimeBreakdown | None) -> PlannedPods:
+def plan_pods(snapshot: Snapshot, failures: FailureCount, breakdown: TimeBreakdown | None) -> PlannedPods:
     """Plan the size of the job: announce it to the agents, delete surplus pods, fill empty indices.
 
     If no pods can be made of the spec, the job does not change.
 
     Args:
         snapshot: the input of the plan.
-        count: the pods that ended.
+        failures: the pods that ended.
         breakdown: the job's time breakdown up to its last resumption.
     """
     job, observed, now = snapshot.job, snapshot.observed, snapshot.now
-    gone = frozenset([each.pod.uid for each in count.judged])
+    gone = frozenset([each.pod.uid for each in failures.judged])
     if job.problem is not None:
         return PlannedPods(staying=snapshot.live, gone=gone)
     size, announce, surplus = _settle_size(snapshot)
@@ -272,13 +272,13 @@ def plan_pods(snapshot: Snapshot, count: FailureCount, breakdown: TimeBreakdown 
         by_use = sorted(staying, key=lambda pod: (pod.ready, -pod.index))
         yielding = tuple(by_use[: max(len(staying) - job.spec.min_replicas, 0)])
         staying = _without(staying, yielding)
-    held = (snapshot.outcome_unknown or count.may_be_fatal) and observed.rejected is None
+    held = (snapshot.outcome_unknown or failures.may_be_fatal) and observed.rejected is None
     # Live pods know the run, and can write it to a store that lost it.
     was_suspended = job.status.condition(ConditionType.SUSPENDED) is not None
     resume = None if staying and not was_suspended else _resume_record(job.status, breakdown)
-    new = NewPod(name="", index=0, size=size, resume=resume, excluded=count.excluded_nodes)
+    new = NewPod(name="", index=0, size=size, resume=resume, excluded=failures.excluded_nodes)
     missing = _missing_pods(snapshot, staying, surplus + yielding, new)
-    obsolete = [pod for pod in _obsolete(snapshot.ended, missing) if pod.uid not in count.pending]
+    obsolete = [pod for pod in _obsolete(snapshot.ended, missing) if pod.uid not in failures.pending]
     if observed.rejected is not None or etcd_waits:
         missing = ()
     return PlannedPods(

@@ -48,7 +48,7 @@ _HELD: Final = "no pod is started until it can be read"
 
 def running_status(
     snapshot: Snapshot,
-    count: FailureCount,
+    failures: FailureCount,
     planned: PlannedPods,
     breakdown: TimeBreakdown | None,
 ) -> JobStatus:
@@ -69,7 +69,7 @@ def running_status(
     trains = started is not None and enough and (world_size > 0 or unheard)
     writes_replicas = job.problem is None and job.spec.replicas is None
     status = replace(
-        _counted(snapshot, count, planned.gone),
+        _counted(snapshot, failures, planned.gone),
         state=JobState.RUNNING if trains else JobState.PENDING if started is None else JobState.WAITING,
         observed_generation=job.generation + (1 if writes_replicas else 0),
         replicas=len(planned.staying) + (len(planned.created) if observed.blocked is None else 0),
@@ -84,22 +84,22 @@ def running_status(
     return replace(status, conditions=running_conditions(snapshot, status, planned))
 
 
-def suspended_status(snapshot: Snapshot, count: FailureCount, *, unread: bool) -> JobStatus:
+def suspended_status(snapshot: Snapshot, failures: FailureCount, *, unread: bool) -> JobStatus:
     """Return the status of a job that is suspended.
 
     Args:
         snapshot: the input of the plan.
-        count: the pods that ended.
+        failures: the pods that ended.
         unread: whether its store must be read before it may be deleted.
     """
     job, before = snapshot.job, snapshot.job.status
     stopping = bool(snapshot.unfinished)
-    gone = frozenset([pod.uid for pod in snapshot.gone + snapshot.live if pod.uid not in count.pending])
+    gone = frozenset([pod.uid for pod in snapshot.gone + snapshot.live if pod.uid not in failures.pending])
     breakdown = before.time_breakdown
     if not (stopping or unread or before.suspended):
         breakdown = breakdown_at_suspension(job, snapshot.observed, snapshot.now)
     return replace(
-        _counted(snapshot, count, gone),
+        _counted(snapshot, failures, gone),
         state=JobState.SUSPENDED,
         observed_generation=job.generation,
         desired=0,
@@ -114,13 +114,13 @@ def suspended_status(snapshot: Snapshot, count: FailureCount, *, unread: bool) -
     )
 
 
-def finished_status(snapshot: Snapshot, count: FailureCount, completion: Completion) -> JobStatus:
+def finished_status(snapshot: Snapshot, failures: FailureCount, completion: Completion) -> JobStatus:
     """Return the status of a job that has just finished; the clean-up sets the number of its pods."""
     before, round, now = snapshot.job.status, snapshot.observed.round, snapshot.now
-    counted = _counted(snapshot, count, frozenset())
+    counted = _counted(snapshot, failures, frozenset())
     failure = completion.failure
-    if failure is None and not any(each.charged for each in count.ended):
-        failure = count.last_failure
+    if failure is None and not any(each.charged for each in failures.ended):
+        failure = failures.last_failure
     trained = completion.round > 0 or (round is not None and bool(round.members))
     return replace(
         counted,
@@ -129,7 +129,7 @@ def finished_status(snapshot: Snapshot, count: FailureCount, completion: Complet
         round=max(counted.round, completion.round),
         world_size=(round.world_size if round is not None else 0) or before.world_size,
         restarts=max(counted.restarts, completion.restarts),
-        pod_failures=count.pod_failures if completion.counts_pods else before.pod_failures,
+        pod_failures=failures.pod_failures if completion.counts_pods else before.pod_failures,
         started=now if before.started is None and trained else before.started,
         completed=now,
         time_breakdown=breakdown_at_change(snapshot.job, snapshot.observed, now),
@@ -146,7 +146,7 @@ def unreadable_status(job: Job, problem: str, now: float) -> JobStatus:
     return replace(before, observed_generation=job.generation, conditions=(*others, *invalid))
 
 
-def _counted(snapshot: Snapshot, count: FailureCount, gone: frozenset[str]) -> JobStatus:
+def _counted(snapshot: Snapshot, failures: FailureCount, gone: frozenset[str]) -> JobStatus:
     """Return the status with its counters, none of which ever decreases."""
     before, round = snapshot.job.status, snapshot.observed.round
     return replace(
@@ -155,10 +155,10 @@ def _counted(snapshot: Snapshot, count: FailureCount, gone: frozenset[str]) -> J
         round=max(before.round, round.number if round is not None else 0),
         restarts=max(before.restarts, round.restarts if round is not None else 0),
         uncharged_restarts=max(before.uncharged_restarts, round.uncharged_restarts if round is not None else 0),
-        pod_failures=count.pod_failures,
+        pod_failures=failures.pod_failures,
         counted_pod_uids=gone,
-        last_failure=count.last_failure,
-        excluded_nodes=count.excluded_nodes,
+        last_failure=failures.last_failure,
+        excluded_nodes=failures.excluded_nodes,
     )
 
 

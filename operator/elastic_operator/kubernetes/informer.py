@@ -136,7 +136,8 @@ class Informer:
             try:
                 if resource == ELASTIC_JOBS:  # without its pods, a job would seem to have none
                     await self._until_listed(namespace)
-                version = await self._list(resource, namespace)
+                    await self._list_pod_groups(namespace)
+                version = await self._list_into_store(resource, namespace, _WATCHED[resource])
             except ClusterError as error:
                 if isinstance(error, ApiError) and error.not_found:
                     raise
@@ -152,11 +153,6 @@ class Informer:
         while not others <= self._listed:
             self._progress.clear()
             await self._progress.wait()
-
-    async def _list(self, resource: Resource, namespace: str | None) -> str:
-        if resource == ELASTIC_JOBS:
-            await self._list_pod_groups(namespace)
-        return await self._list_into_store(resource, namespace, _WATCHED[resource])
 
     async def _list_pod_groups(self, namespace: str | None) -> None:
         for group in POD_GROUPS.values():

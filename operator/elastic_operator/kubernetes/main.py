@@ -43,19 +43,6 @@ LOG_FORMATS: Final = ("text", "json")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """An address to listen on.
-
-    Attributes:
-        host: an IP address or a host name; empty for all addresses.
-        port: the port; 0 for any free port.
-    """
-
-    host: str
-    port: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorSettings:
     """The settings of the operator's process.
@@ -64,7 +51,7 @@ class OperatorSettings:
         namespaces: the namespaces of the jobs; empty for all.
         etcd_secrets_namespaces: the namespaces in which it may read the Secrets with credentials for etcd.
         pods: defaults for the pods of all jobs.
-        listen: the address of /healthz, /readyz and /metrics.
+        listen: the host and the port of /healthz, /readyz and /metrics; without a host, all addresses.
         leader_elect: whether it acts only while it holds the lease, so that several copies may run.
         lease_namespace: the namespace of the lease; None for the operator's own namespace.
         lease_name: the name of the lease.
@@ -79,7 +66,7 @@ class OperatorSettings:
     namespaces: tuple[str, ...] = ()
     etcd_secrets_namespaces: tuple[str, ...] = ()
     pods: PodSettings = field(default_factory=PodSettings)
-    listen: Address = Address("0.0.0.0", 8080)  # noqa: S104 - probes and Prometheus come from other hosts
+    listen: tuple[str, int] = ("0.0.0.0", 8080)  # noqa: S104 - probes and Prometheus come from other hosts
     leader_elect: bool = True
     lease_namespace: str | None = None
     lease_name: str = "elastic-operator"
@@ -218,12 +205,12 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _address(text: str) -> Address:
+def _address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not colon or (":" in host and not bracketed) or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, such as 0.0.0.0:8080 or [::]:8080")
-    return Address(host[1:-1] if bracketed else host, int(port))
+    return (host[1:-1] if bracketed else host), int(port)
 
 
 class TextLines(logging.Formatter):

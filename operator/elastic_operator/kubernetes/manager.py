@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from elastic_operator.api.spec import Json
     from elastic_operator.controller.model import Pod
     from elastic_operator.kubernetes.client import Api
-    from elastic_operator.kubernetes.main import Address, OperatorSettings
+    from elastic_operator.kubernetes.main import OperatorSettings
 
 
 _log: Final = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ _TIMEOUT: Final = 3.0
 
 @contextlib.asynccontextmanager
 async def http_server(
-    listen: Address,
+    listen: tuple[str, int],
     *,
     metrics: Callable[[str], tuple[bytes, str]],
     unready: Callable[[], str],
@@ -55,7 +55,7 @@ async def http_server(
     """Serve /healthz, /readyz and /metrics; yield the port.
 
     Args:
-        listen: the address; without a host, all IPv4 and IPv6 addresses.
+        listen: the host and the port; without a host, all IPv4 and IPv6 addresses.
         metrics: returns the page and its content type for an Accept header.
         unready: returns why the operator is not ready, as a sentence.
 
@@ -70,16 +70,17 @@ async def http_server(
         wrong = unready() if request.path == "/readyz" else ""
         return web.Response(text=f"{wrong or 'ok'}\n", status=503 if wrong else 200)
 
+    host, port = listen
     app = web.Application()
     app.add_routes([web.get(path, answer) for path in ("/healthz", "/readyz", "/metrics")])
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
         try:
-            await web.TCPSite(runner, listen.host or None, listen.port).start()
+            await web.TCPSite(runner, host or None, port).start()
         except OSError as error:
             raise BadInput(
-                f"nothing can be served on {listen.host}:{listen.port}: {error.strerror or error}; choose another "
+                f"nothing can be served on {host}:{port}: {error.strerror or error}; choose another "
                 "address with --listen"
             ) from None
         yield int(runner.addresses[0][1])

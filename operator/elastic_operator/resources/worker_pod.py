@@ -66,7 +66,7 @@ from torchelastic.protocol import PROTOCOL_VERSION, Env, encode
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from elastic_operator.api.spec import AppliedSpec, ElasticJobSpec, FailureRule, Json
+    from elastic_operator.api.spec import AppliedSpec, FailureRule, Json
     from elastic_operator.controller.model import Job, NewPod
     from elastic_operator.resources.owned_objects import PodSettings
 
@@ -116,17 +116,6 @@ def restricted(context: object) -> object:
 
 _NAME: Final = "metadata.name"
 """The field that identifies a node; the label with its host name may differ."""
-
-
-def schedule(pod: dict[str, Any], spec: ElasticJobSpec, *, excluded: Collection[str] = ()) -> None:
-    """Complete the spec of a worker's pod; the template's own values take precedence."""
-    tolerate_silent_node(pod, spec.node_loss)
-    scheduler = scheduler_of(spec.scheduling)
-    for field, value in (("schedulerName", scheduler), ("priorityClassName", spec.scheduling.priority_class)):
-        if value and pod.get(field) is None:
-            pod[field] = value
-    if excluded:
-        _exclude(pod, excluded)
 
 
 def _exclude(pod: dict[str, Any], nodes: Collection[str]) -> None:
@@ -218,7 +207,14 @@ def _spec(job: Job, new: NewPod, settings: PodSettings, store: str, given: objec
     if not isinstance(pod, dict):
         return pod
     pod |= {"restartPolicy": NEVER, "hostname": hostname(job.name, new.index)}
-    schedule(pod, job.spec, excluded=new.excluded)
+    tolerate_silent_node(pod, job.spec.node_loss)
+    scheduling = {
+        "schedulerName": scheduler_of(job.spec.scheduling),
+        "priorityClassName": job.spec.scheduling.priority_class,
+    }
+    pod |= {field: value for field, value in scheduling.items() if value and pod.get(field) is None}
+    if new.excluded:
+        _exclude(pod, new.excluded)
     containers = pod.get("containers")
     if containers is None or isinstance(containers, list):
         pod["containers"] = _containers(containers or [], _worker_in(pod, job, new, settings, store))
