@@ -9,12 +9,14 @@ from prometheus_client import generate_latest
 
 from torchelastic.metrics import series
 from torchelastic.metrics.exposition import families_of
-from torchelastic.metrics.series import COUNTER, GAUGE, Series, Source, user_series
+
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from prometheus_client import CollectorRegistry
+
+    from torchelastic.metrics.series import Series
 
     Row = tuple[Series, dict[str, str], Sequence[float]]
     """A series, its labels and its words."""
@@ -67,17 +69,6 @@ def agent_page(
     job = {"job_namespace": "team", "elasticjob": "digits"}
     families = families_of((one, {**labels, **job}, words) for one, labels, words in [*rows, *own])
     return generate_latest(cast("CollectorRegistry", SimpleNamespace(collect=lambda: families))).decode()
-
-
-def own_gauge(name: str, values: Mapping[int, float], *, of: str = "my_app") -> list[Row]:
-    """A gauge that the program defines, by rank."""
-    return [(user_series(Source(of, name, GAUGE)), {"rank": str(rank)}, (value,)) for rank, value in values.items()]
-
-
-def own_counter(name: str, values: Mapping[int, float]) -> list[Row]:
-    """A counter that the program defines, by rank."""
-    one = user_series(Source("my_app", name, COUNTER))
-    return [(one, {"rank": str(rank)}, (value,)) for rank, value in values.items()]
 
 
 def _words(family: Series, values: tuple[float, int]) -> list[float]:

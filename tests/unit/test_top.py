@@ -20,7 +20,7 @@ from elastic_operator.views.job_metrics import (
 )
 from elastic_operator.views.job_view import PodView
 from elastic_operator.views.top import job_lines, jobs_table
-from tests.support.agent_pages import LEADS, agent_page, own_counter, own_gauge
+from tests.support.agent_pages import LEADS, agent_page
 from tests.support.cluster_objects import START
 from tests.support.snapshots import view
 from torchelastic.metrics.series import GPU_MEMORY_TOTAL, GPU_MEMORY_USED, GPU_UTILIZATION
@@ -64,10 +64,9 @@ def test_an_invalid_page_gets_a_sentence(page: str) -> None:
 
 @pytest.mark.parametrize("rank", ["9" * 5000, "9" * 10, "-1", "x", ""])
 def test_an_invalid_rank_is_left_out(rank: str) -> None:
-    page = agent_page(0, steps=(2.0, 100), own=own_gauge("train.loss", {0: 0.5}))
+    page = agent_page(0, steps=(2.0, 100))
     metrics = combined(page.replace('rank="0"', f'rank="{rank}"'), agent_page(1))
     assert [each.rank for each in metrics.ranks] == [1]
-    assert metrics.custom == []
 
 
 # -- rates between two readings
@@ -95,20 +94,6 @@ def test_a_rank_that_takes_much_longer_than_the_others_straggles() -> None:
     assert straggler(2.0, 1.0) == 0
 
 
-def test_a_counter_that_starts_again_has_no_rate() -> None:
-    tracker = RateTracker()
-
-    def rates(at: float, value: float) -> Any:
-        return combined(agent_page(0, own=own_counter("samples", {0: value})), at=at, rates=tracker).rates.counters
-
-    assert [rates(0.0, 100.0), rates(2.0, 300.0), rates(4.0, 10.0), rates(6.0, 10.0)] == [
-        {},
-        {("my_app", "samples"): 100.0},
-        {},
-        {("my_app", "samples"): 0.0},
-    ]
-
-
 def test_the_latest_recovery_is_known_if_it_was_observed() -> None:
     tracker = RateTracker()
     for _ in range(2):
@@ -120,9 +105,8 @@ def test_the_latest_recovery_is_known_if_it_was_observed() -> None:
 
 
 def test_a_job_is_shown_with_all_its_metrics() -> None:
-    own = [*own_gauge("train.loss", {0: 0.5, 1: 0.25}), *own_counter("samples", {0: 100.0, 1: 28.0})]
     metrics = combined(
-        agent_page(0, seconds=LEADS, lost=4.0, steps=(2.0, 100), own=own, recoveries=(0.3, 1)),
+        agent_page(0, seconds=LEADS, lost=4.0, steps=(2.0, 100), recoveries=(0.3, 1)),
         agent_page(1, steps=(3.0, 100), memory=2e9),
         notes=["digits-2-ddddd: its agent does not answer in time"],
     )
@@ -139,10 +123,6 @@ def test_a_job_is_shown_with_all_its_metrics() -> None:
         "RANK   POD              STEP   MEMORY     CHECKPOINTS",
         "0      digits-0-aaaaa   20ms   572 MiB    -",
         "1      digits-1-aaaaa   30ms   1.86 GiB   -             straggles",
-        "",
-        "MEASURED            VALUE",
-        "my_app samples      128",
-        "my_app train.loss   0.5     0.25 to 0.5 over the ranks",
         "",
         "digits-2-ddddd: its agent does not answer in time",
     ]
@@ -282,7 +262,7 @@ async def test_the_list_of_jobs_reads_the_leader_and_few_other_pods() -> None:
         return agent_page(0, seconds=LEADS if pod.name == "b" else None)
 
     [(found, _)] = await scrape([(pods("a", "b", "c"), fetch)], leaders=True)
-    assert [page.pod for page in found] == ["a", "b"]
+    assert [page.pod for page in found] == ["a", "b", "c"]
     asked.clear()
     [(found, _)] = await scrape([(pods("v", "w", "x", "y", "z"), fetch)], leaders=True)
     assert len(found) == len(asked) == 3

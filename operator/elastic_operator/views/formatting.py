@@ -79,13 +79,6 @@ def percent(ratio: float) -> str:
     return f"{value:.1f} %" if 0 < value < 99.95 else f"{value:.0f} %"
 
 
-def number(value: float) -> str:
-    """Format a measured value with its significant digits."""
-    if math.isfinite(value) and value == int(value) and abs(value) < 1e9:
-        return str(int(value))
-    return f"{value:.4g}" if math.isfinite(value) else str(value)
-
-
 def printed(line: str) -> str:
     """Return the visible part of a line: the text after the last carriage return, without escape sequences."""
     visible = _ESCAPES.sub("", line).rstrip("\r\n").rpartition("\r")[2]

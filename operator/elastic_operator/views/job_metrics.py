@@ -22,8 +22,6 @@ from torchelastic.protocol import RunState
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
-    from prometheus_client import Metric
-
     from elastic_operator.views.job_view import JobView, PodView
 
     Fetch = Callable[[PodView], Awaitable[str]]
@@ -47,9 +45,6 @@ _MAX_LABEL: Final = 60
 _MAX_REASON: Final = 100
 _MAX_VALUE: Final = 2**53
 """Maximum of a value; negative and larger values are left out."""
-_CUSTOM_HELP: Final = " of the group "
-_CUSTOM_HELP_END: Final = ", as the program measures it."
-"""The help text of a program's own metric is the name, the first text, the group, and the second text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +68,6 @@ class MetricsPage:
 
     Attributes:
         pod: name of the agent's pod.
-        custom: the families of the program's own metrics.
 
     Raises:
         ClusterError: the text is invalid.
@@ -81,7 +75,6 @@ class MetricsPage:
 
     def __init__(self, pod: str, text: str) -> None:
         self.pod = pod
-        self.custom: list[Metric] = []
         self._samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
         lines = (
             line
@@ -92,11 +85,9 @@ class MetricsPage:
             for family in text_fd_to_metric_families(cast("TextIO", lines)):
                 for name, labels, value, *_ in family.samples:
                     number = float(str(value))  # the parser returns some values as int, even larger ones than any float
-                    if 0 <= number <= _MAX_VALUE or not name.startswith("torchelastic_"):
+                    if 0 <= number <= _MAX_VALUE:
                         shown = {key: formatting.printed(label)[:_MAX_LABEL] for key, label in labels.items()}
                         self._samples.setdefault(name, []).append((shown, number))
-                if family.documentation.endswith(_CUSTOM_HELP_END) and _CUSTOM_HELP in family.documentation:
-                    self.custom.append(family)
         except (ValueError, IndexError, KeyError, OverflowError) as error:
             reason = formatting.shortened(str(error), _MAX_REASON)
             raise ClusterError(f"what it shows cannot be read as metrics{reason and f' ({reason})'}") from None
@@ -127,16 +118,6 @@ class RankMetrics(NamedTuple):
     steps: Tally | None
     memory: float | None
     checkpoints: Tally | None
-
-
-class CustomMetric(NamedTuple):
-    """A gauge, counter or histogram of the program, by rank; ``seconds`` says whether its unit is seconds."""
-
-    group: str
-    name: str
-    kind: str
-    seconds: bool
-    values: Mapping[int, float | Tally]
 
 
 class Reading:
@@ -185,7 +166,6 @@ class Reading:
         self.goodput = goodput(self.seconds, self.lost)
         self.recoveries = _recoveries(self.pages)
         self.ranks = _ranks(self.pages)
-        self.custom = _custom(self.pages)
         self.rates = rates.update(self)
 
 
@@ -234,67 +214,34 @@ def _ranks(pages: Iterable[MetricsPage]) -> list[RankMetrics]:
     return sorted(living or found.values(), key=lambda each: each.rank)
 
 
-def _custom(pages: Iterable[MetricsPage]) -> list[CustomMetric]:
-    found: dict[tuple[str, str, str, bool], dict[int, float | Tally]] = {}
-    for page in pages:
-        for family in page.custom:
-            name, _, group = family.documentation.removesuffix(_CUSTOM_HELP_END).rpartition(_CUSTOM_HELP)
-            values: Mapping[str, float | Tally] = (
-                page.tallies(family.name, "rank")
-                if family.type == "histogram"
-                else page.by_label(f"{family.name}_total" if family.type == "counter" else family.name, "rank")
-            )
-            if by_rank := {int(rank): value for rank, value in values.items() if _is_rank(rank)}:
-                found.setdefault((group, name, family.type, family.name.endswith("_seconds")), {}).update(by_rank)
-    return [CustomMetric(*which, dict(sorted(values.items()))) for which, values in sorted(found.items())]
-
-
 class RateTracker:
     """The rates at the latest reading.
 
     Attributes:
         steps: mean seconds per step by rank, since the last reading in which one ended.
         recoveries: seconds of the latest recovery by cause, if it was observed.
-        counters: growth per second of the program's own counters, by group and name.
         straggler: the rank whose steps take much longer than the others'.
     """
 
     def __init__(self) -> None:
         self.steps: Mapping[int, float] = {}
         self.recoveries: dict[str, float] = {}
-        self.counters: Mapping[tuple[str, str], float] = {}
         self.straggler: int | None = None
-        self._time: float | None = None
+        self._started = False
         self._last: dict[tuple[str, object], tuple[Tally, float | None]] = {}
-        self._totals: dict[tuple[str, str], float] = {}
 
     def update(self, metrics: Reading) -> Self:
         """Take a reading."""
         for cause, tally in metrics.recoveries.items():
             mean = self._mean(("recovery", cause), tally)
-            if self._time is None and tally.count > 1:  # the duration of the latest of several is unknown
+            if not self._started and tally.count > 1:  # the duration of the latest of several is unknown
                 self._last["recovery", cause] = tally, None
             elif mean is not None:
                 self.recoveries[cause] = mean
         means = {each.rank: self._mean((each.pod, each.rank), each.steps) for each in metrics.ranks if each.steps}
         self.steps = {rank: mean for rank, mean in means.items() if mean is not None}
         self.straggler = _straggler(self.steps)
-        passed = metrics.now - self._time if self._time is not None else 0.0
-        before, self._totals = (
-            self._totals,
-            {
-                (each.group, each.name): sum(value for value in each.values.values() if isinstance(value, float))
-                for each in metrics.custom
-                if each.kind == "counter"
-            },
-        )
-        # A counter that became smaller started again, in another pod.
-        self.counters = {
-            key: (total - before[key]) / passed
-            for key, total in self._totals.items()
-            if passed > 0 and key in before and before[key] <= total
-        }
-        self._time = metrics.now
+        self._started = True
         return self
 
     def _mean(self, key: tuple[str, object], now: Tally) -> float | None:
@@ -330,30 +277,25 @@ async def scrape(
 
     Args:
         jobs: the pods of each job, and a function that fetches their pages.
-        leaders: whether to fetch only the page of the leader: usually the oldest pod, or else one of a few others.
+        leaders: whether to fetch only the pages of the oldest pods, one of which usually leads.
         timeout: seconds for all requests.
     """
     gate, deadline = asyncio.Semaphore(_CONCURRENCY), asyncio.get_running_loop().time() + timeout
 
-    async def read(pod: PodView, fetch: Fetch, limit: float) -> MetricsPage | ClusterError | TimeoutError:
+    async def read(pod: PodView, fetch: Fetch) -> MetricsPage | ClusterError | TimeoutError:
         try:
-            async with asyncio.timeout_at(deadline), gate, asyncio.timeout(limit):
+            async with asyncio.timeout_at(deadline), gate, asyncio.timeout(timeout / 2):
                 return MetricsPage(pod.name, await fetch(pod))
         except (ClusterError, TimeoutError) as error:
             return error
 
     async def read_job(pods: Sequence[PodView], fetch: Fetch) -> tuple[list[MetricsPage], list[str]]:
         serving = [pod for pod in pods if pod.metrics_url and not pod.over]
-        found: dict[str, MetricsPage | ClusterError | TimeoutError] = {}
         if leaders:
-            for pod in sorted(serving, key=lambda pod: pod.created)[:_MAX_LEADER_CANDIDATES]:
-                page = found[pod.name] = await read(pod, fetch, timeout / _MAX_LEADER_CANDIDATES)
-                if isinstance(page, MetricsPage) and _job_seconds(page):
-                    break
-        else:
-            serving.sort(key=lambda pod: (pod.index, pod.name))
-            read_all = await asyncio.gather(*(read(pod, fetch, timeout / 2) for pod in serving))
-            found = dict(zip((pod.name for pod in serving), read_all, strict=True))
+            serving = sorted(serving, key=lambda pod: pod.created)[:_MAX_LEADER_CANDIDATES]
+        serving.sort(key=lambda pod: (pod.index, pod.name))
+        pages = await asyncio.gather(*(read(pod, fetch) for pod in serving))
+        found = dict(zip((pod.name for pod in serving), pages, strict=True))
         return [page for page in found.values() if isinstance(page, MetricsPage)], _notes(found)
 
     return await asyncio.gather(*(read_job(*job) for job in jobs))

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Final
 from elastic_operator.controller.messages import count
 from elastic_operator.views import formatting
 from elastic_operator.views.formatting import percent, short_duration
-from elastic_operator.views.job_metrics import Tally
 from torchelastic.protocol import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from elastic_operator.views.job_metrics import CustomMetric, Reading
+    from elastic_operator.views.job_metrics import Reading
 
 STATE_COLORS: Final[Mapping[str, str]] = {
     RunState.TRAINING: "green",
@@ -38,7 +37,6 @@ def job_lines(reading: Reading) -> list[str]:
         *_recoveries(reading),
         *_ranks(reading),
         *_gpus(reading),
-        *_custom(reading),
         *(["", *notes] if notes else []),
     ]
 
@@ -103,7 +101,7 @@ def _time(reading: Reading) -> Iterator[str]:
 def _recoveries(reading: Reading) -> list[str]:
     last = reading.rates.recoveries
     rows = [
-        (cause.replace("_", " "), formatting.number(tally.count), _seconds(tally.mean), _seconds(last.get(cause)))
+        (cause.replace("_", " "), f"{tally.count:.0f}", _seconds(tally.mean), _seconds(last.get(cause)))
         for cause, tally in reading.recoveries.items()
     ]
     return _table(("RECOVERIES AFTER", "COUNT", "MEAN", "LAST"), rows, "cause")
@@ -136,31 +134,6 @@ def _gpus(reading: Reading) -> list[str]:
             memory = " of ".join(formatting.size(each[gpu]) for each in (used, total) if gpu in each)
             rows.append((gpu, page.pod, memory or "-", percent(busy[gpu]) if gpu in busy else "-"))
     return _table(("GPU", "POD", "MEMORY", "BUSY"), rows, "GPU")
-
-
-def _custom(reading: Reading) -> list[str]:
-    rows = [
-        (
-            formatting.printed(f"{each.group} {each.name}")[:60],
-            *_custom_value(each, reading.rates.counters.get((each.group, each.name))),
-        )
-        for each in reading.custom
-    ]
-    return _table(("MEASURED", "VALUE", ""), rows, "name")
-
-
-def _custom_value(metric: CustomMetric, rate: float | None) -> tuple[str, str]:
-    """Return a metric's value over all ranks, and a remark."""
-    written = short_duration if metric.seconds else formatting.number
-    tallies = [value for value in metric.values.values() if isinstance(value, Tally)]
-    if tallies:
-        total = sum(tallies, Tally(0.0, 0.0))
-        return "-" if total.mean is None else written(total.mean), f"mean of {total.count:.0f}"
-    values = [value for value in metric.values.values() if isinstance(value, float)]
-    if metric.kind == "counter":
-        return written(sum(values)), "" if rate is None else f"{formatting.number(rate)} in a second"
-    differ = any(value != values[0] for value in values)
-    return written(values[0]), f"{written(min(values))} to {written(max(values))} over the ranks" if differ else ""
 
 
 def _seconds(value: float | None) -> str:
