@@ -10,7 +10,6 @@ from prometheus_client import generate_latest
 from torchelastic.metrics import series
 from torchelastic.metrics.exposition import families_of
 
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 

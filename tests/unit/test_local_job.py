@@ -164,18 +164,17 @@ def test_each_unsupported_field_is_named() -> None:
     hint = "valueFrom (set TOKEN in the environment of elasticjob)"
     assert list(unsupported_fields(spec)) == [
         f"env[TOKEN].{hint}",
-        "managedBy (a job here is managed by `elasticjob run`)",
-        "ttlSecondsAfterFinished (a run's directory stays)",
-        "cleanPodPolicy (no process outlives its run, and all logs stay)",
-        "schedulingPolicy.gang",
-        "schedulingPolicy.queue",
-        "rendezvous.ports (all pods share this machine's)",
+        "managedBy",
+        "cleanPodPolicy",
         "nodeLossSeconds",
         "disruptionBudget",
-        "metricsPort (each pod takes a free one)",
+        "metricsPort",
+        "ttlSecondsAfterFinished",
+        "schedulingPolicy",
+        "rendezvous.ports",
+        "checkpoint.volume",
         "etcd.tlsSecret",
         "etcd.image",
-        "checkpoint.volume (checkpoints are in the run's directory)",
         "failurePolicy.rules[1].onPodReasons",
         "failurePolicy.rules[2].onPodConditions",
         "template.spec.nodeSelector",
@@ -190,7 +189,7 @@ def test_the_fields_of_an_archived_manifest_have_their_current_names(file: Path)
     worker = {"replicas": 2, "template": {"kind": "Pod", "spec": {"restartPolicy": "Never", "containers": [container]}}}
     live = live_of(file, image=None, args=None, replicaSpecs={"Worker": worker}, RunPolicy={"cleanPodPolicy": "All"})
     assert list(unsupported_fields(live.manifest["spec"])) == [
-        "cleanPodPolicy (no process outlives its run, and all logs stay)",
+        "cleanPodPolicy",
         "template.spec.containers[worker].resources",
     ]
     assert live.job.spec.desired == 2

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from elastic_operator.cli.run import choose_view
 from elastic_operator.errors import ElasticJobError
-from elastic_operator.local.view import LiveView, PlainView, Step, outcome, own_command, render
+from elastic_operator.local.view import LiveView, Step, View, outcome, own_command, render
 from elastic_operator.views import formatting
 from tests.support.cluster_objects import START
 from tests.support.snapshots import FOLDER, KILLED, RUN, event, pod, snapshot, view
@@ -106,7 +106,7 @@ class Plain:
 
     def __init__(self) -> None:
         self.output = io.StringIO()
-        self.shown = PlainView(self.output, "elasticjob", lambda: NOW)
+        self.shown = View(self.output, "elasticjob", lambda: NOW)
 
     def printed(self) -> list[str]:
         lines = self.output.getvalue().splitlines()
@@ -173,15 +173,15 @@ class Terminal(io.StringIO):
     ("plain", "environ", "output", "kind"),
     [
         (False, {"TERM": "xterm"}, Terminal(), LiveView),
-        (False, {"TERM": "xterm"}, io.StringIO(), PlainView),
-        (True, {"TERM": "xterm"}, Terminal(), PlainView),
-        (False, {"TERM": "xterm", "NO_COLOR": "1"}, Terminal(), PlainView),
-        (False, {"TERM": "dumb"}, Terminal(), PlainView),
-        (False, {}, Terminal(), PlainView),
+        (False, {"TERM": "xterm"}, io.StringIO(), View),
+        (True, {"TERM": "xterm"}, Terminal(), View),
+        (False, {"TERM": "xterm", "NO_COLOR": "1"}, Terminal(), View),
+        (False, {"TERM": "dumb"}, Terminal(), View),
+        (False, {}, Terminal(), View),
     ],
 )
 def test_a_terminal_gets_the_live_view(plain: bool, environ: dict[str, str], output: io.StringIO, kind: type) -> None:
-    assert isinstance(choose_view(plain=plain, command="elasticjob", output=output, environ=environ), kind)
+    assert type(choose_view(plain=plain, command="elasticjob", output=output, environ=environ)) is kind
 
 
 def test_the_suggested_commands_work_in_the_next_terminal(tmp_path: Path) -> None:

@@ -61,10 +61,10 @@ def choose_view(*, plain: bool, command: str, output: TextIO, environ: Mapping[s
         output: where to show it.
         environ: NO_COLOR and TERM=dumb ask for plain lines.
     """
-    from elastic_operator.local.view import LiveView, PlainView
+    from elastic_operator.local.view import LiveView, View
 
     if plain or environ.get("NO_COLOR") or environ.get("TERM", "dumb") == "dumb" or not output.isatty():
-        return PlainView(output, command)
+        return View(output, command)
     from rich.console import Console
 
     return LiveView(Console(file=output, highlight=False), command)

@@ -43,19 +43,16 @@ _POD_FIELDS: Final = frozenset(
     }
 )
 _CONTAINER_FIELDS: Final = frozenset({"name", "image", "command", "args", "env", "securityContext"})
-_NO_EFFECT: Final = (
-    ("managedBy", MANAGER, " (a job here is managed by `elasticjob run`)"),
-    ("ttlSecondsAfterFinished", None, " (a run's directory stays)"),
-    ("cleanPodPolicy", CleanPodPolicy.RUNNING, " (no process outlives its run, and all logs stay)"),
-    *((f"schedulingPolicy.{field}", None, "") for field in ("gang", "schedulerName", "queue", "priorityClassName")),
-    ("rendezvous.ports", None, " (all pods share this machine's)"),
-    ("nodeLossSeconds", 15, ""),
-    ("disruptionBudget", False, ""),
-    ("metricsPort", 0, " (each pod takes a free one)"),
-    *((f"etcd.{field}", None, "") for field in ("tlsSecret", "image", "resources", "storage")),
-    ("checkpoint.volume", None, " (checkpoints are in the run's directory)"),
-)
-"""Fields without effect, each with the value that has no effect on a cluster either, and the reason."""
+_NO_EFFECT: Final = {
+    "managedBy": MANAGER,
+    "cleanPodPolicy": CleanPodPolicy.RUNNING,
+    "nodeLossSeconds": 15,
+    "disruptionBudget": False,
+    "metricsPort": 0,
+    **dict.fromkeys(("ttlSecondsAfterFinished", "schedulingPolicy", "rendezvous.ports", "checkpoint.volume")),
+    **dict.fromkeys(("etcd.tlsSecret", "etcd.image", "etcd.resources", "etcd.storage")),
+}
+"""Fields without effect, each with the value that has no effect on a cluster either."""
 
 
 class LiveJob:
@@ -163,9 +160,7 @@ def unsupported_fields(spec: Json) -> Iterator[str]:
     """Yield the paths below ``spec`` of the fields without effect; an archived spec is converted first."""
     spec = modern(spec)
     yield from _values_from("env", spec.get("env"))
-    for path, neutral, why in _NO_EFFECT:
-        if at(spec, *path.split(".")) not in (None, neutral):
-            yield path + why
+    yield from (path for path, neutral in _NO_EFFECT.items() if at(spec, *path.split(".")) not in (None, {}, neutral))
     for position, rule in enumerate(mappings(spec.get("failurePolicy"), "rules")):
         fields = ("onPodReasons", "onPodConditions")
         yield from (f"failurePolicy.rules[{position}].{field}" for field in fields if field in rule)

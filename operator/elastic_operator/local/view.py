@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TextIO
+from typing import IO, TYPE_CHECKING, Final
 
 from rich.console import Group
 from rich.constrain import Constrain
@@ -120,9 +120,10 @@ def event_text(event: EventView) -> str:
 
 
 class View(contextlib.AbstractContextManager["View"]):
-    """Shows a job while it runs; a context manager, which restores the terminal.
+    """Shows a job while it runs: prints a line for each change, with the time of day.
 
     Args:
+        output: the file that the lines are written to.
         command: how to call ``elasticjob``.
         clock: seconds since the Unix epoch.
 
@@ -131,40 +132,19 @@ class View(contextlib.AbstractContextManager["View"]):
         steps: the steps of the demo.
     """
 
-    def __init__(self, command: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, output: IO[str], command: str, clock: Callable[[], float] = time.time) -> None:
         self.command = command
         self.clock = clock
         self.job: JobView | None = None
         self.steps: Sequence[Step] = ()
-
-    def on_snapshot(self, job: JobView) -> None:
-        """Show that the job has changed."""
-        self.job = job
-
-    def on_steps(self, steps: Sequence[Step]) -> None:
-        """Show that a step of the demo has begun or ended."""
-        self.steps = tuple(steps)
-
-    def on_ending(self, sentence: str) -> None:
-        """Show that the run is ending."""
-
-    def say_outcome(self, code: int) -> None:
-        """Print how the run has ended, after the view has ended."""
-
-    def __exit__(self, *_: object) -> None:
-        """Restore the terminal."""
-
-
-class PlainView(View):
-    """Prints a line for each change, with the time of day."""
-
-    def __init__(self, output: TextIO, command: str, clock: Callable[[], float] = time.time) -> None:
-        super().__init__(command, clock)
         self._output = output
         self._said_progress = 0.0
 
+    def __exit__(self, *_: object) -> None:
+        """End the view."""
+
     def on_snapshot(self, job: JobView) -> None:
-        """Print what has changed."""
+        """Show what has changed in the job."""
         before, self.job = self.job, job
         if before is None:
             self._say(*(f"{label}: {formatting.home_relative(path)}" for label, path in paths(job)))
@@ -184,18 +164,18 @@ class PlainView(View):
             self._say(f"| {line}")
 
     def on_steps(self, steps: Sequence[Step]) -> None:
-        """Print which step of the demo begins, and the result of each."""
+        """Show which step of the demo begins, and the result of each."""
         for step in steps:
             if step.mark and step not in self.steps:
                 self._say(f"--- {step.title}" if step.mark == NOW else f"--- {step.title}: {step.result}")
-        super().on_steps(steps)
+        self.steps = tuple(steps)
 
     def on_ending(self, sentence: str) -> None:
-        """Print that the run is ending."""
+        """Show that the run is ending."""
         self._say(sentence)
 
     def say_outcome(self, code: int) -> None:
-        """Print how the run has ended."""
+        """Print how the run has ended, after the view has ended."""
         if self.job is not None:
             self._say(*outcome(self.job, self.clock(), code, self.command))
 
@@ -207,10 +187,10 @@ class PlainView(View):
 
 
 class LiveView(View):
-    """The live view of a job on a terminal."""
+    """Shows a job on a terminal; restores the terminal at its end."""
 
     def __init__(self, console: Console, command: str, clock: Callable[[], float] = time.time) -> None:
-        super().__init__(command, clock)
+        super().__init__(console.file, command, clock)
         self._console = console
         self._ending = ""
         self._live = Live(
@@ -222,9 +202,13 @@ class LiveView(View):
 
     def on_snapshot(self, job: JobView) -> None:
         """Show the job from the next repaint on."""
-        super().on_snapshot(job)
+        self.job = job
         if not self._live.is_started:
             self._live.start(refresh=True)  # not before: an error about bad input belongs on the normal screen
+
+    def on_steps(self, steps: Sequence[Step]) -> None:
+        """Show the steps from the next repaint on."""
+        self.steps = tuple(steps)
 
     def on_ending(self, sentence: str) -> None:
         """Show that the run is ending."""
