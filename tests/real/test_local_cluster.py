@@ -319,6 +319,7 @@ async def test_a_run_on_an_external_etcd_removes_its_keys_and_names_unsupported_
         ({"command": ["no-such-program"]}, "There is no command no-such-program"),
         ({"command": None, "args": ["--nproc-per-node=many", "x.py"]}, "many"),
         ({"env": [{"name": "PET_RDZV_ID", "value": "mine"}]}, "PET_RDZV_ID is the operator's to set"),
+        ({"args": ["x.py", "a\0b"]}, "no process can be started with these arguments and variables"),
     ],
 )
 async def test_a_job_that_cannot_run_locally_is_refused_before_anything_starts(

@@ -103,11 +103,6 @@ _FLAGS_OF_OPERATOR: Final = {
 
 _INSTEAD_OF_TRAINING: Final = frozenset({"h", "help", "version"})
 
-_LONGEST: Final = 131_071
-"""Linux' limit in bytes for one argument, or for one variable with its name."""
-
-_TOO_LONG: Final = f"it may have {_LONGEST} bytes, and no NUL; put the value into a file"
-
 _LARGEST: Final = 512 << 10
 """Bytes of a spec. etcd takes 1.5 MiB in one request, which holds the spec and the applied spec of the status."""
 
@@ -163,8 +158,6 @@ def _program_problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
             yield f"the flag {written} in args makes the agent print something and end; remove it"
         if flag.name in _FLAGS_OF_OPERATOR:
             yield f"the flag {written} in args is the operator's to set; {_instead(_FLAGS_OF_OPERATOR[flag.name])}"
-    for word in filter(_is_unstartable, (*command, *args)):
-        yield f"no program can be started with the argument {shown(word)}: {_TOO_LONG}"
 
 
 def _variable_problems(spec: ElasticJobSpec) -> Iterator[str]:
@@ -176,21 +169,12 @@ def _variable_problems(spec: ElasticJobSpec) -> Iterator[str]:
             yield f"the environment variable {name} is the operator's to set; {_instead(name)}"
         if name in seen:
             yield f"the environment variable {name} is given twice; remove one of the two"
-        if "=" in name:
-            yield f"{shown(name)} is not a valid name of an environment variable; remove the equals sign"
-        if _is_unstartable(f"{name}={entry.get('value') or ''}"):  # the value may be a secret
-            yield f"no program can be started with the environment variable {name}: {_TOO_LONG}"
         seen.add(name)
 
 
 def _instead(variable: str) -> str:
     """Return the alternative to a variable or its flag."""
     return f"use {_FIELD_OF[variable]} instead" if variable in _FIELD_OF else "remove it"
-
-
-def _is_unstartable(word: str) -> bool:
-    """Return whether no program can be started with this argument, or this variable with its name."""
-    return "\0" in word or (len(word) > _LONGEST // 4 and len(word.encode(errors="replace")) > _LONGEST)
 
 
 def _template_problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:

@@ -95,16 +95,19 @@ async def check_program(job: Job, *, run: RunDir, base: Path, environ: Mapping[s
     """
     pod = NewPod(job.name, 0, SizeRecord(min=job.spec.min_replicas, max=job.spec.max_replicas))
     command = pod_command(job, pod, f"{_LOOPBACK}:1", run=run, base=base, environ=environ)
-    process = await asyncio.create_subprocess_exec(
-        *_LAUNCHER,
-        "--check",
-        *command.argv[len(_LAUNCHER) :],
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        env={name: value for name, value in command.env.items() if name != "TORCHELASTIC_TERMINATION_LOG"},
-        cwd=command.cwd,
-    )
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *_LAUNCHER,
+            "--check",
+            *command.argv[len(_LAUNCHER) :],
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            env={name: value for name, value in command.env.items() if name != "TORCHELASTIC_TERMINATION_LOG"},
+            cwd=command.cwd,
+        )
+    except (OSError, ValueError) as error:  # an argument or a variable is too long, or has a NUL
+        raise BadInput(f"no process can be started with these arguments and variables: {error}") from None
     try:
         _, said = await process.communicate()
     finally:

@@ -2,8 +2,7 @@
 
 ``crds/elasticjob.yaml``, which the package contains as ``elasticjob.yaml``, is the only definition of the spec and the
 status. Defaults, schema and CEL rules are read from it. jsonschema checks the schema, with Kubernetes' keywords in
-addition to its own. Only the types of the metadata are checked. Rules in CEL are in
-:mod:`elastic_operator.manifest.cel`.
+addition to its own, and celpy evaluates the rules in CEL. Only the types of the metadata are checked.
 """
 
 from __future__ import annotations
@@ -12,11 +11,16 @@ import copy
 import difflib
 import functools
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
+import celpy
 import yaml
+from celpy import celtypes
+from celpy.adapter import json_to_cel
+from celpy.evaluation import CELEvalError
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 from jsonschema.validators import extend
@@ -25,6 +29,10 @@ from elastic_operator.api.json_values import shown
 from elastic_operator.api.spec import GROUP, KIND, VERSION, Json
 from elastic_operator.api.validation import Location, Problem
 from torchelastic.protocol import shorten
+
+if TYPE_CHECKING:
+    from celpy.celtypes import Value
+    from celpy.evaluation import Context, Result
 
 Schema = Mapping[str, Any]
 _Errors = Iterator[ValidationError]
@@ -52,6 +60,7 @@ _INT_OR_STRING: Final = {"type": ["integer", "string"], "minimum": -(2**63), "ma
 """An API server has no integers beyond 64 bits, and celpy fails on them."""
 
 _MAX_SENTENCE: Final = 300
+_OLD_SELF: Final = re.compile(r"\boldSelf\b")
 
 
 @functools.cache
@@ -100,14 +109,12 @@ def validate(manifest: Json, *, old: Json | None = None) -> list[Problem]:
     unknown = [each for each in unknown_fields(job, _whole_schema()) if each.location[:-1] not in wrong]
     if problems := [*unknown, *violated]:
         return problems
-    from elastic_operator.manifest.cel import broken_rules  # slow to import, and most commands do not validate
-
     job.pop("status", None)
     if old is None:
-        return list(broken_rules(job, schema()))
+        return list(_broken_rules(job, schema(), None))
     if "status" in old:
         job["status"] = old["status"]
-    return list(broken_rules(job, schema(), apply_defaults(old)))
+    return list(_broken_rules(job, schema(), apply_defaults(old)))
 
 
 def _misnamed(manifest: Json) -> Iterator[Problem]:
@@ -216,3 +223,72 @@ def _sentence(error: ValidationError) -> str:
     if error.validator == "type" and "string" in error.validator_value and isinstance(error.instance, int | float):
         return f"{shown(error.instance)} is not a text; write it in quotes"
     return shorten(error.message, _MAX_SENTENCE)
+
+
+def _broken_rules(value: object, schema: Schema, old: object, location: Location = ()) -> Iterator[Problem]:
+    """Yield the CEL rules that a valid value with its defaults breaks, here and below.
+
+    A rule sees the declared fields of its value as ``self``. A rule that names ``oldSelf`` compares it with the value
+    before the change, and is skipped if there is none, unless it says ``optionalOldSelf: true``; then ``oldSelf`` is an
+    optional value with ``hasValue()`` and ``value()``. Rules for items of lists must not name ``oldSelf``.
+    """
+    if value is None:
+        return
+    if rules := schema.get("x-kubernetes-validations"):
+        converted, before = _cel(value, schema), None if old is None else _cel(old, schema)
+        for rule in rules:
+            if not _holds(rule, converted, before):
+                at = tuple(step for step in rule.get("fieldPath", "").split(".") if step)
+                yield Problem((*location, *at), rule["message"])
+    if isinstance(value, Mapping):
+        for key, below in value.items():
+            old_field = old.get(key) if isinstance(old, Mapping) else None
+            yield from _broken_rules(below, field_schema(schema, key), old_field, (*location, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _broken_rules(item, schema.get("items", {}), None, (*location, index))
+
+
+def _holds(rule: Mapping[str, Any], value: Value, old: Value | None) -> bool:
+    """Return whether the value keeps the rule; a rule that cannot be evaluated is broken."""
+    variables = {"self": value}
+    if _OLD_SELF.search(rule["rule"]):
+        if rule.get("optionalOldSelf"):
+            variables["oldSelf"] = celtypes.ListType([] if old is None else [old])
+        elif old is not None:
+            variables["oldSelf"] = old
+        else:
+            return True
+    try:
+        return bool(_program(rule["rule"])(variables))
+    except CELEvalError:
+        return False
+
+
+@functools.cache
+def _program(rule: str) -> Callable[[Context], Value]:
+    environment = celpy.Environment()
+    functions = {"hasValue": _has_value, "value": _optional_value}
+    return environment.program(environment.compile(rule), functions=functions).evaluate
+
+
+def _has_value(optional: Result) -> Result:
+    """Return whether the optional value is there; celpy passes errors on as values."""
+    return celtypes.BoolType(len(optional) > 0) if isinstance(optional, celtypes.ListType) else optional
+
+
+def _optional_value(optional: Result) -> Result:
+    """Return the optional value, or an error as a value: celpy evaluates both sides of an ``&&``."""
+    if not isinstance(optional, celtypes.ListType):
+        return optional
+    return optional[0] if optional else CELEvalError("there is no old value")
+
+
+def _cel(value: object, schema: Schema) -> Value:
+    """Return the declared part of a value in CEL's types."""
+    if isinstance(value, Mapping):
+        known = {key: field_schema(schema, key) for key in value if value[key] is not None}
+        return celtypes.MapType({celtypes.StringType(k): _cel(value[k], below) for k, below in known.items() if below})
+    if isinstance(value, list):
+        return celtypes.ListType([_cel(item, schema.get("items", {})) for item in value])
+    return json_to_cel(cast("str | int | float | bool", value))
