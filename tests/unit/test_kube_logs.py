@@ -10,11 +10,10 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_operator.client import cluster_logs
+from elastic_operator.client import LogSelector, cluster_logs
 from elastic_operator.client.cluster_logs import AGENT, ClusterLogs, PodLog
 from elastic_operator.client.user_api import connect
 from elastic_operator.errors import NotFound
-from elastic_operator.views.log_selector import LogSelector
 from tests.support.cluster_objects import died, job, pod
 from tests.support.fake_api_server import FakeApiServer
 

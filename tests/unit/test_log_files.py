@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from elastic_operator.client import LogSelector
+from elastic_operator.client.local_logs import follow_logs, print_logs
 from elastic_operator.errors import NotFound
-from elastic_operator.local.log_files import follow_logs, print_logs
-from elastic_operator.views.log_selector import LogSelector
 
 if TYPE_CHECKING:
     from collections.abc import Callable

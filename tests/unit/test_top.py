@@ -11,15 +11,16 @@ from elastic_operator.cli.top import Screen
 from elastic_operator.client import ScrapedJob
 from elastic_operator.errors import ClusterError
 from elastic_operator.views import formatting
-from elastic_operator.views.job_metrics import (
+from elastic_operator.views.job_view import PodView
+from elastic_operator.views.top import (
     MetricsPage,
     RateTracker,
     Reading,
     Tally,
+    job_lines,
+    jobs_table,
     scrape,
 )
-from elastic_operator.views.job_view import PodView
-from elastic_operator.views.top import job_lines, jobs_table
 from tests.support.agent_pages import LEADS, agent_page
 from tests.support.cluster_objects import START
 from tests.support.snapshots import view

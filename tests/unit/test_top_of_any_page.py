@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_operator.errors import ClusterError
-from elastic_operator.views.job_metrics import MAX_PAGE, MetricsPage, RateTracker, Reading
-from elastic_operator.views.top import job_lines, jobs_table
+from elastic_operator.views.top import MAX_PAGE, MetricsPage, RateTracker, Reading, job_lines, jobs_table
 from tests.support.agent_pages import LEADS, agent_page
 from tests.support.cluster_objects import START
 from tests.support.snapshots import view

@@ -164,8 +164,8 @@ def _describe(client: JobClient, arguments: argparse.Namespace) -> str:
 
 
 def _logs(client: JobClient, arguments: argparse.Namespace) -> str:
+    from elastic_operator.client import LogSelector
     from elastic_operator.errors import BadInput
-    from elastic_operator.views.log_selector import LogSelector
 
     if arguments.agent and (arguments.rank is not None or arguments.round is not None):
         raise BadInput("an agent speaks for all ranks and rounds: leave out --agent, or --rank and --round")

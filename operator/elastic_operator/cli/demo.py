@@ -14,20 +14,20 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from elastic_operator.client import LogSelector
 from elastic_operator.client.local import LocalJobs
+from elastic_operator.client.local_logs import log_files
 from elastic_operator.controller import messages
 from elastic_operator.errors import BadInput, ElasticJobError
-from elastic_operator.local.log_files import log_files
 from elastic_operator.local.runner import run_job
 from elastic_operator.local.view import DONE, FAILED, NOW, Step
 from elastic_operator.views import formatting
 from elastic_operator.views.job_view import JobView
-from elastic_operator.views.log_selector import LogSelector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from elastic_operator.local.log_files import LogFile
+    from elastic_operator.client.local_logs import LogFile
     from elastic_operator.local.run import RunRequest
     from elastic_operator.local.view import View
     from elastic_operator.views.job_view import PodView

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from elastic_operator.cli.options import Commands, JobClient
-    from elastic_operator.views.job_metrics import RateTracker, Reading
+    from elastic_operator.views.top import RateTracker, Reading
 
 _INTERVAL: Final = 2.0
 """Seconds between two readings."""
@@ -69,7 +69,7 @@ class Screen:
 
     def read(self) -> None:
         """Take a reading."""
-        from elastic_operator.views.job_metrics import RateTracker, Reading
+        from elastic_operator.views.top import RateTracker, Reading
 
         self.readings = [
             Reading(job, pages, time.time(), self._rates.setdefault((job.namespace, job.name), RateTracker()), notes)

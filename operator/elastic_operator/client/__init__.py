@@ -5,13 +5,17 @@ Every method raises an :class:`~elastic_operator.errors.ElasticJobError` whose m
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from elastic_operator.errors import NotFound
+from elastic_operator.views.formatting import rank_list
 
-    from elastic_operator.views.job_metrics import MetricsPage
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from elastic_operator.views.job_view import JobView
+    from elastic_operator.views.top import MetricsPage
 
     Tell = Callable[[str], object]
     """Receives sentences for the user that are not part of the output."""
@@ -31,3 +35,41 @@ def still_running(name: str, state: str) -> str:
         f"the job {name} is still {state}: its report is written when it has ended or is suspended; "
         f"`elasticjob top {name}` shows how it trains"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LogSelector:
+    """Which lines of a job's logs to print.
+
+    Attributes:
+        rank: only this rank.
+        pod: only this pod.
+        agents: the agents' own logs instead of the workers'.
+        round: only this round; None for the current one and, when following, the next ones.
+        tail: only the last lines of each rank; None for all.
+        follow: print new lines until the job has ended.
+    """
+
+    rank: int | None = None
+    pod: str | None = None
+    agents: bool = False
+    round: int | None = None
+    tail: int | None = None
+    follow: bool = False
+
+    @property
+    def single_source(self) -> bool:
+        """Whether all lines come from one rank or agent, so that they need no label."""
+        return self.rank is not None or (self.agents and self.pod is not None)
+
+    def check(self, ranks: Mapping[int, set[int]], round: int) -> None:
+        """Check that the selected rank exists in a round; ``ranks`` are those with logs, by round.
+
+        Raises:
+            NotFound: there is no such log; the message says which logs there are.
+        """
+        if round not in ranks:
+            raise NotFound(f"there is no log of round {round}; there are logs of rounds {rank_list(sorted(ranks))}")
+        if self.rank is not None and self.rank not in ranks[round]:
+            there = rank_list(sorted(ranks[round]))
+            raise NotFound(f"there is no rank {self.rank} in round {round}; it has ranks {there}")

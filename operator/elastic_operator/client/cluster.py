@@ -18,8 +18,8 @@ from elastic_operator.client.user_api import readable_errors
 from elastic_operator.errors import BadInput, ClusterError, NotFound
 from elastic_operator.kubernetes.client import CONFIG_MAPS, ELASTIC_JOBS, EVENTS, PODS, ApiError
 from elastic_operator.kubernetes.pod_status import event_time, pod_of
-from elastic_operator.views.job_metrics import MAX_PAGE, ScrapeForbidden, scrape
 from elastic_operator.views.job_view import EventView, JobView, PodView, RunView
+from elastic_operator.views.top import MAX_PAGE, ScrapeForbidden, scrape
 from torchelastic.protocol import bracketed
 
 if TYPE_CHECKING:
@@ -28,11 +28,10 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from elastic_operator.api.spec import Json
-    from elastic_operator.client import Tell
+    from elastic_operator.client import LogSelector, Tell
     from elastic_operator.client.user_api import UserApi
     from elastic_operator.kubernetes.client import Resource
-    from elastic_operator.views.job_metrics import Fetch
-    from elastic_operator.views.log_selector import LogSelector
+    from elastic_operator.views.top import Fetch
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")

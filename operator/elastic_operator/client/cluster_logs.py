@@ -39,10 +39,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 
     from elastic_operator.api.spec import Json
-    from elastic_operator.client import Tell
+    from elastic_operator.client import LogSelector, Tell
     from elastic_operator.client.user_api import UserApi
     from elastic_operator.controller.model import Pod
-    from elastic_operator.views.log_selector import LogSelector
 
 AGENT: Final = -1
 """The rank of the agent's own lines."""

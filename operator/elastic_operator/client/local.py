@@ -25,9 +25,8 @@ from elastic_operator.views.job_view import EventView, JobView
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from elastic_operator.client import Tell
+    from elastic_operator.client import LogSelector, Tell
     from elastic_operator.views.job_view import PodView
-    from elastic_operator.views.log_selector import LogSelector
 
 _TIMEOUT: Final = 10.0
 
@@ -80,7 +79,7 @@ class LocalJobs:
         """Read the metrics of all agents of a job; for None, of the leader of each job."""
         import asyncio
 
-        from elastic_operator.views.job_metrics import scrape
+        from elastic_operator.views.top import scrape
 
         jobs = self.jobs() if name is None else [self.describe(name)]
         read = asyncio.run(scrape([(_live_pods(job), _fetch) for job in jobs], leaders=name is None))
@@ -88,7 +87,7 @@ class LocalJobs:
 
     def logs(self, name: str, selector: LogSelector, write: Callable[[bytes], object]) -> bool:
         """Write a job's logs."""
-        from elastic_operator.local.log_files import follow_logs, print_logs
+        from elastic_operator.client.local_logs import follow_logs, print_logs
 
         job = self.describe(name)
         logs = Path(job.run.logs)

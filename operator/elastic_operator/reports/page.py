@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from elastic_operator.controller import messages
 from elastic_operator.views import formatting
-from elastic_operator.views.job_metrics import goodput
+from elastic_operator.views.top import goodput
 from torchelastic.protocol import RoundReason, RunState
 
 if TYPE_CHECKING:

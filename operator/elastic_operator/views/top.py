@@ -1,19 +1,52 @@
-"""The output of ``elasticjob top``: one job in detail, or a table of jobs."""
+"""``elasticjob top``: fetch the metrics that a job's agents serve, combine them, and show one job or a table of jobs.
+
+Each agent serves one page; the page of the leader also has the metrics of the whole job. A page may be missing, come
+from another version or hold anything that a program measures: missing values are None. A reading takes at most a few
+seconds: agents that have not answered by then are left out.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import asyncio
+import io
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Final, NamedTuple, Self, TextIO, TypeVar, cast
+
+from prometheus_client.parser import text_fd_to_metric_families
 
 from elastic_operator.controller.messages import count
+from elastic_operator.errors import ClusterError
 from elastic_operator.views import formatting
 from elastic_operator.views.formatting import percent, short_duration
 from torchelastic.protocol import RunState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
-    from elastic_operator.views.job_metrics import Reading
+    from elastic_operator.views.job_view import JobView, PodView
 
+    Fetch = Callable[[PodView], Awaitable[str]]
+    """Fetches a pod's page; raises ClusterError."""
+
+Default = TypeVar("Default")
+
+STRAGGLER_RATIO: Final = 1.1
+"""A rank straggles if its steps take this many times the median of the others."""
+MAX_PAGE: Final = 8 << 20
+"""Maximum size of a page in bytes; 16 workers with a hundred histograms and a thousand other metrics need 6 MiB."""
+TIMEOUT: Final = 4.0
+"""Seconds for all agents together; one agent may take half of this time."""
+_CONCURRENCY: Final = 64
+_MAX_LEADER_CANDIDATES: Final = 3
+
+_MAX_LINE: Final = 2048
+"""Maximum length of a line: parsing takes quadratic time; an agent's longest lines have 1200 characters."""
+_IGNORED_SUFFIXES: Final = ("_bucket", "_created")
+_MAX_LABEL: Final = 60
+_MAX_REASON: Final = 100
+_MAX_VALUE: Final = 2**53
+"""Maximum of a value; negative and larger values are left out."""
 STATE_COLORS: Final[Mapping[str, str]] = {
     RunState.TRAINING: "green",
     RunState.RESTORING: "cyan",
@@ -26,6 +59,273 @@ STATE_COLORS: Final[Mapping[str, str]] = {
 """The states in the order in which they are shown."""
 _SEPARATOR: Final = "   "
 _MAX_ROWS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Sum and count of a histogram."""
+
+    total: float
+    count: float
+
+    @property
+    def mean(self) -> float | None:
+        """The mean; None without a value."""
+        return self.total / self.count if self.count > 0 else None
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(self.total + other.total, self.count + other.count)
+
+
+class MetricsPage:
+    """The metrics of one agent, parsed from Prometheus' text format.
+
+    Attributes:
+        pod: name of the agent's pod.
+
+    Raises:
+        ClusterError: the text is invalid.
+    """
+
+    def __init__(self, pod: str, text: str) -> None:
+        self.pod = pod
+        self._samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+        lines = (
+            line
+            for line in io.StringIO(text)
+            if len(line) <= _MAX_LINE and not line.partition("{")[0].endswith(_IGNORED_SUFFIXES)
+        )
+        try:
+            for family in text_fd_to_metric_families(cast("TextIO", lines)):
+                for name, labels, value, *_ in family.samples:
+                    number = float(str(value))  # the parser returns some values as int, even larger ones than any float
+                    if 0 <= number <= _MAX_VALUE:
+                        shown = {key: formatting.printed(label)[:_MAX_LABEL] for key, label in labels.items()}
+                        self._samples.setdefault(name, []).append((shown, number))
+        except (ValueError, IndexError, KeyError, OverflowError) as error:
+            reason = formatting.shortened(str(error), _MAX_REASON)
+            raise ClusterError(f"what it shows cannot be read as metrics{reason and f' ({reason})'}") from None
+
+    def value(self, name: str, default: Default) -> float | Default:
+        """Return the value of this name, the smallest if there are several."""
+        return min((value for _, value in self._samples.get(name, ())), default=default)
+
+    def by_label(self, name: str, label: str, **only: str) -> dict[str, float]:
+        """Return the values of this name whose labels include ``only``, by the value of a label."""
+        return {
+            labels.get(label, ""): value
+            for labels, value in self._samples.get(name, ())
+            if all(labels.get(key) == wanted for key, wanted in only.items())
+        }
+
+    def tallies(self, name: str, label: str, **only: str) -> dict[str, Tally]:
+        """Return the histograms of this name whose labels include ``only``, by the value of a label."""
+        sums, counts = (self.by_label(f"{name}_{part}", label, **only) for part in ("sum", "count"))
+        return {key: Tally(sums[key], counts[key]) for key in sums.keys() & counts.keys()}
+
+
+class RankMetrics(NamedTuple):
+    """Metrics of one worker; ``memory`` in bytes, the others in seconds."""
+
+    rank: int
+    pod: str
+    steps: Tally | None
+    memory: float | None
+    checkpoints: Tally | None
+
+
+class Reading:
+    """A job at a moment, with the metrics of its agents; unknown values are None or empty.
+
+    Args:
+        job: the job.
+        pages: the pages of its agents.
+        now: the moment, in seconds since the Unix epoch.
+        rates: the rates of the previous reading; they are updated with this reading.
+        notes: sentences about what is missing.
+
+    Attributes:
+        seconds: the job's time by run state.
+        lost: seconds of training that no checkpoint holds.
+        restarts: restarts of workers that are charged to ``maxRestarts``; ``uncharged_restarts`` are not.
+        recoveries: duration of recoveries by cause.
+    """
+
+    def __init__(
+        self, job: JobView, pages: Iterable[MetricsPage], now: float, rates: RateTracker, notes: Sequence[str] = ()
+    ) -> None:
+        self.job, self.now, self.notes = job, now, notes
+        # If several agents have the same metric, the value of the latest round is correct.
+        self.pages = sorted(pages, key=lambda page: page.value("torchelastic_round", 0))
+        latest = self.pages[-1] if self.pages else MetricsPage("", "")
+        leader = max(self.pages, key=lambda page: sum(_job_seconds(page).values()), default=latest)
+        restarts = leader.by_label("torchelastic_job_restarts_total", "charged")
+        self.round = int(latest.value("torchelastic_round", 0)) or job.status.round
+        self.world_size = int(latest.value("torchelastic_world_size", job.status.world_size))
+        self.nodes = leader.value("torchelastic_job_nodes", None)
+        self.desired_nodes = leader.value("torchelastic_job_wanted_nodes", None)
+        self.restarts = int(restarts.get("yes", job.status.restarts))
+        self.uncharged_restarts = int(restarts.get("no", job.status.uncharged_restarts))
+        self.remaining_restarts = latest.value("torchelastic_remaining_restarts", None)
+        self.seconds: Mapping[str, float] = _job_seconds(leader)
+        self.lost = leader.value("torchelastic_job_lost_seconds_total", None)
+        kept = job.status.time_breakdown
+        # While pods run, the status has the values from before the last resumption.
+        if not self.seconds and kept is not None and (job.status.finished or job.status.suspended):
+            since = max(0.0, now - kept.until) if job.state == "Suspended" and kept.until else 0.0
+            suspended = kept.seconds.get(RunState.SUSPENDED, 0.0) + since
+            self.seconds = {str(state): spent for state, spent in kept.seconds.items()}
+            self.seconds |= {str(RunState.SUSPENDED): suspended} if suspended else {}
+            self.lost = kept.lost
+        self.goodput = goodput(self.seconds, self.lost)
+        self.recoveries = _recoveries_of(self.pages)
+        self.ranks = _ranks_of(self.pages)
+        self.rates = rates.update(self)
+
+
+def _is_rank(label: str) -> bool:
+    return label.isdecimal() and len(label) <= 9
+
+
+def goodput(seconds: Mapping[str, float], lost: float | None) -> float | None:
+    """Return the ratio of preserved training time to total time (by run state); None if no time has passed."""
+    total = sum(seconds.values())
+    return min(1.0, max(0.0, seconds.get(RunState.TRAINING, 0.0) - (lost or 0.0)) / total) if total > 0 else None
+
+
+def _job_seconds(page: MetricsPage) -> dict[str, float]:
+    return page.by_label("torchelastic_job_seconds_total", "state")
+
+
+def _recoveries_of(pages: Iterable[MetricsPage]) -> dict[str, Tally]:
+    """Return the recoveries by cause: every node counts each, so take the largest count and the common mean."""
+    found: dict[str, list[Tally]] = {}
+    for page in pages:
+        for cause, tally in page.tallies("torchelastic_recovery_duration_seconds", "cause").items():
+            if tally.count > 0:
+                found.setdefault(cause, []).append(tally)
+    recoveries = {}
+    for cause, tallies in sorted(found.items()):
+        most, total = max(each.count for each in tallies), sum(tallies, Tally(0.0, 0.0))
+        recoveries[cause] = Tally(total.total / total.count * most, most)
+    return recoveries
+
+
+def _ranks_of(pages: Iterable[MetricsPage]) -> list[RankMetrics]:
+    found: dict[int, RankMetrics] = {}
+    for page in pages:
+        steps = page.tallies("torchelastic_operation_duration_seconds", "rank", operation="train_step")
+        memory = page.by_label("torchelastic_worker_memory_bytes", "rank")
+        checkpoints = page.tallies("torchelastic_checkpoint_write_latency_seconds", "rank")
+        for rank in filter(_is_rank, steps.keys() | memory.keys() | checkpoints.keys()):
+            # A pod keeps the counters of a rank that has moved to another pod.
+            known = found.get(int(rank))
+            if rank in memory or known is None or known.memory is None:
+                found[int(rank)] = RankMetrics(
+                    int(rank), page.pod, steps.get(rank), memory.get(rank), checkpoints.get(rank)
+                )
+    living = [rank for rank in found.values() if rank.memory is not None]
+    return sorted(living or found.values(), key=lambda each: each.rank)
+
+
+class RateTracker:
+    """The rates at the latest reading.
+
+    Attributes:
+        steps: mean seconds per step by rank, since the last reading in which one ended.
+        recoveries: seconds of the latest recovery by cause, if it was observed.
+        straggler: the rank whose steps take much longer than the others'.
+    """
+
+    def __init__(self) -> None:
+        self.steps: Mapping[int, float] = {}
+        self.recoveries: dict[str, float] = {}
+        self.straggler: int | None = None
+        self._started = False
+        self._last: dict[tuple[str, object], tuple[Tally, float | None]] = {}
+
+    def update(self, metrics: Reading) -> Self:
+        """Take a reading."""
+        for cause, tally in metrics.recoveries.items():
+            mean = self._mean(("recovery", cause), tally)
+            if not self._started and tally.count > 1:  # the duration of the latest of several is unknown
+                self._last["recovery", cause] = tally, None
+            elif mean is not None:
+                self.recoveries[cause] = mean
+        means = {each.rank: self._mean((each.pod, each.rank), each.steps) for each in metrics.ranks if each.steps}
+        self.steps = {rank: mean for rank, mean in means.items() if mean is not None}
+        self.straggler = _straggler(self.steps)
+        self._started = True
+        return self
+
+    def _mean(self, key: tuple[str, object], now: Tally) -> float | None:
+        """Return the mean of the values by which a histogram last grew."""
+        before, mean = self._last.get(key, (None, None))
+        if before is None or now.count < before.count:
+            mean = now.mean
+        elif now.count > before.count:
+            mean = (now.total - before.total) / (now.count - before.count)
+        self._last[key] = now, mean
+        return mean
+
+
+def _straggler(steps: Mapping[int, float]) -> int | None:
+    if len(steps) < 2:
+        return None
+    slowest = max(steps, key=lambda rank: steps[rank])
+    others = median(seconds for rank, seconds in steps.items() if rank != slowest)
+    return slowest if steps[slowest] > STRAGGLER_RATIO * others else None
+
+
+class ScrapeForbidden(ClusterError):  # noqa: N818 - as PermissionError
+    """The user may not read the metrics of any pod."""
+
+
+async def scrape(
+    jobs: Sequence[tuple[Sequence[PodView], Fetch]],
+    *,
+    leaders: bool = False,
+    timeout: float = TIMEOUT,  # noqa: ASYNC109 - for all requests together
+) -> list[tuple[list[MetricsPage], list[str]]]:
+    """Fetch the pages of all pods of each job; return them and a sentence for each problem.
+
+    Args:
+        jobs: the pods of each job, and a function that fetches their pages.
+        leaders: whether to fetch only the pages of the oldest pods, one of which usually leads.
+        timeout: seconds for all requests.
+    """
+    gate, deadline = asyncio.Semaphore(_CONCURRENCY), asyncio.get_running_loop().time() + timeout
+
+    async def read(pod: PodView, fetch: Fetch) -> MetricsPage | ClusterError | TimeoutError:
+        try:
+            async with asyncio.timeout_at(deadline), gate, asyncio.timeout(timeout / 2):
+                return MetricsPage(pod.name, await fetch(pod))
+        except (ClusterError, TimeoutError) as error:
+            return error
+
+    async def read_job(pods: Sequence[PodView], fetch: Fetch) -> tuple[list[MetricsPage], list[str]]:
+        serving = [pod for pod in pods if pod.metrics_url and not pod.over]
+        if leaders:
+            serving = sorted(serving, key=lambda pod: pod.created)[:_MAX_LEADER_CANDIDATES]
+        serving.sort(key=lambda pod: (pod.index, pod.name))
+        pages = await asyncio.gather(*(read(pod, fetch) for pod in serving))
+        found = dict(zip((pod.name for pod in serving), pages, strict=True))
+        return [page for page in found.values() if isinstance(page, MetricsPage)], _notes(found)
+
+    return await asyncio.gather(*(read_job(*job) for job in jobs))
+
+
+def _notes(found: Mapping[str, MetricsPage | ClusterError | TimeoutError]) -> list[str]:
+    notes = [str(error) for error in found.values() if isinstance(error, ScrapeForbidden)][:1]
+    for name, error in found.items():
+        if isinstance(error, ClusterError) and not isinstance(error, ScrapeForbidden):
+            notes.append(f"{name}: {error}")
+    late = [name for name, error in found.items() if isinstance(error, TimeoutError)]
+    if len(late) == 1:
+        notes.append(f"{late[0]}: its agent does not answer in time")
+    elif late:
+        notes.append(f"{len(late)} pods do not answer in time, {late[0]} for one")
+    return notes
 
 
 def job_lines(reading: Reading) -> list[str]:

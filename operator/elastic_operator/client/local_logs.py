@@ -11,8 +11,8 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from elastic_operator.client import LogSelector
 from elastic_operator.errors import NotFound
-from elastic_operator.views.log_selector import LogSelector
 
 if TYPE_CHECKING:
     from collections.abc import Callable
