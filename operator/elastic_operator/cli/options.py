@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from elastic_operator.client.cluster import ClusterJobs
     from elastic_operator.client.local import LocalJobs
@@ -87,6 +87,11 @@ def open_client(arguments: argparse.Namespace) -> JobClient:
         os.environ, kubeconfig=arguments.kubeconfig, context=arguments.context, namespace=arguments.namespace
     )
     return ClusterJobs(connection, tell, all_namespaces=all_namespaces)
+
+
+def is_terminal(output: TextIO, environ: Mapping[str, str]) -> bool:
+    """Return whether the output is a terminal that can show a live view; NO_COLOR and TERM=dumb ask for plain lines."""
+    return not environ.get("NO_COLOR") and environ.get("TERM", "dumb") != "dumb" and output.isatty()
 
 
 def tell(sentence: str) -> None:

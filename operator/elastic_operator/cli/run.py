@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, TextIO
 
-from elastic_operator.cli.options import add_command
+from elastic_operator.cli.options import add_command, is_terminal
 
 if TYPE_CHECKING:
     import argparse
@@ -53,17 +53,10 @@ def add_to(commands: Commands) -> None:
 
 
 def choose_view(*, plain: bool, command: str, output: TextIO, environ: Mapping[str, str]) -> View:
-    """Return the live view if the output is a terminal that can show it, else plain lines.
-
-    Args:
-        plain: the user wants plain lines.
-        command: how to call ``elasticjob``.
-        output: where to show it.
-        environ: NO_COLOR and TERM=dumb ask for plain lines.
-    """
+    """Return the live view if the output is a terminal that can show it, else plain lines."""
     from elastic_operator.local.view import LiveView, View
 
-    if plain or environ.get("NO_COLOR") or environ.get("TERM", "dumb") == "dumb" or not output.isatty():
+    if plain or not is_terminal(output, environ):
         return View(output, command)
     from rich.console import Console
 

@@ -9,7 +9,7 @@ import time
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.cli.options import add_cluster_flags, add_command, open_client, tell
+from elastic_operator.cli.options import add_cluster_flags, add_command, is_terminal, open_client, tell
 
 if TYPE_CHECKING:
     import argparse
@@ -121,7 +121,7 @@ def _execute(arguments: argparse.Namespace) -> int:
 
 def _console() -> Console | None:
     """Return the terminal; None if the output is not one, or cannot be updated."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb" or not sys.stdout.isatty():
+    if not is_terminal(sys.stdout, os.environ):
         return None
     try:
         from rich.console import Console

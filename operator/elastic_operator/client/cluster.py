@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import re
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 from urllib.parse import urlsplit
@@ -13,13 +12,13 @@ from elastic_operator.api.constants import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, r
 from elastic_operator.api.json_values import integer, mappings, text
 from elastic_operator.api.report import REPORT_KEY
 from elastic_operator.client import ScrapedJob, still_running
-from elastic_operator.client.cluster_logs import ClusterLogs, is_finished
+from elastic_operator.client.cluster_logs import ClusterLogs, is_finished, uid_of
 from elastic_operator.client.user_api import readable_errors
 from elastic_operator.errors import BadInput, ClusterError, NotFound
 from elastic_operator.kubernetes.client import CONFIG_MAPS, ELASTIC_JOBS, EVENTS, PODS, ApiError
 from elastic_operator.kubernetes.pod_status import event_time, pod_of
 from elastic_operator.views.job_view import EventView, JobView, PodView, RunView
-from elastic_operator.views.top import MAX_PAGE, ScrapeForbidden, scrape
+from elastic_operator.views.top import MAX_PAGE, scrape
 from torchelastic.protocol import bracketed
 
 if TYPE_CHECKING:
@@ -40,9 +39,6 @@ _NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _SEE_LIST: Final = "`elasticjob get` with the same flags lists the existing jobs"
 _POLL_INTERVAL: Final = 1.0
 """Seconds between two checks for objects that a deletion has left."""
-_SLOW_DELETION: Final = 10
-"""Number of checks after which the user is told which objects are left."""
-_MAX_NAMES: Final = 5
 
 
 def _blocking(
@@ -101,7 +97,7 @@ class ClusterJobs:
         """Return a job with its pods and events."""
         job = await self._job(name)
         pods = await self._list(PODS, labels=worker_selector(name))
-        events = await self._list(EVENTS, fields=f"involvedObject.uid={_uid(job)}")
+        events = await self._list(EVENTS, fields=f"involvedObject.uid={uid_of(job)}")
         return view_of(job, pods, events)
 
     @_blocking
@@ -131,7 +127,7 @@ class ClusterJobs:
         )
         with readable_errors(missing):
             kept = await self._api.get(CONFIG_MAPS, self._api.namespace, report_name(name))
-        if not _belongs(kept, _uid(job)):
+        if not _belongs(kept, uid_of(job)):
             raise NotFound(missing)
         return text(kept, "data", REPORT_KEY).encode(), ""
 
@@ -148,7 +144,7 @@ class ClusterJobs:
     @_blocking
     async def delete(self, name: str, *, wait: bool) -> None:
         """Delete a job; if ``wait``, return when all its pods are gone."""
-        uid = _uid(await self._job(name))
+        uid = uid_of(await self._job(name))
         with self._readable_errors(name):
             await self._api.delete(ELASTIC_JOBS, self._api.namespace, name, uid=uid)
             if wait:
@@ -199,9 +195,8 @@ class ClusterJobs:
                 page = await self._api.from_pod(namespace, pod.name, url.port or 0, url.path, most=MAX_PAGE)
             except ApiError as error:
                 if error.status in (401, 403):
-                    raise ScrapeForbidden(
-                        f"the agents' metrics cannot be read ({error.message}); grant yourself `get` on pods/proxy, "
-                        "unless the pod itself refuses"
+                    raise ClusterError(
+                        "its metrics cannot be read; grant yourself `get` on pods/proxy, unless the pod itself refuses"
                     ) from None
                 raise ClusterError(f"its agent does not answer ({error.message})") from None
             return page.decode(errors="replace")
@@ -218,17 +213,12 @@ class ClusterJobs:
 
     async def _wait_until_gone(self, name: str, uid: str) -> None:
         """Wait until the job with this UID and its pods are gone, as far as the user may see them."""
-        for look in itertools.count():
+        while True:
             jobs, _ = await self._api.list(ELASTIC_JOBS, self._api.namespace, name=name)
             pods = await self._list(PODS, labels=f"{LABEL_JOB}={name}", tell=lambda _: None)
-            left = [each["metadata"]["name"] for each in jobs if _uid(each) == uid]
             # A new job of the same name has pods of its own.
-            left += [each["metadata"]["name"] for each in pods if _belongs(each, uid)]
-            if not left:
+            if not any(uid_of(each) == uid for each in jobs) and not any(_belongs(each, uid) for each in pods):
                 return
-            if look == _SLOW_DELETION:
-                more = f" and {len(left) - _MAX_NAMES} more" if len(left) > _MAX_NAMES else ""
-                self._tell(f"waiting until these are gone: {', '.join(left[:_MAX_NAMES])}{more}")
             await asyncio.sleep(_POLL_INTERVAL)
 
     def _readable_errors(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -272,10 +262,6 @@ def _event(obj: Json) -> EventView:
 
 def _key(obj: Json) -> tuple[str, str]:
     return str(obj["metadata"]["namespace"]), str(obj["metadata"]["name"])
-
-
-def _uid(obj: Json) -> str:
-    return str(obj["metadata"]["uid"])
 
 
 def _belongs(dependent: Json, uid: str) -> bool:

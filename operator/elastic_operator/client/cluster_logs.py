@@ -343,7 +343,7 @@ class ClusterLogs:
         for log in logs:
             if log.stream is None and not log.whole:
                 log.stream = streams.create_task(self._stream(log))
-        goes_on = any(_uid(each) == _uid(self._job) and not is_finished(each) for each in jobs)
+        goes_on = any(uid_of(each) == uid_of(self._job) and not is_finished(each) for each in jobs)
         if not goes_on or (self._selector.pod is not None and logs):
             return all(log.ended for log in logs)
         return self._selector.round is not None and self._round > self._selector.round
@@ -387,7 +387,8 @@ def _is_gone(error: ClusterError) -> bool:
     return isinstance(error, ApiError) and error.status in (400, 404)
 
 
-def _uid(obj: Json) -> str:
+def uid_of(obj: Json) -> str:
+    """Return the UID of an object."""
     return str(obj["metadata"]["uid"])
 
 

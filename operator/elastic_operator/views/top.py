@@ -277,10 +277,6 @@ def _straggler(steps: Mapping[int, float]) -> int | None:
     return slowest if steps[slowest] > STRAGGLER_RATIO * others else None
 
 
-class ScrapeForbidden(ClusterError):  # noqa: N818 - as PermissionError
-    """The user may not read the metrics of any pod."""
-
-
 async def scrape(
     jobs: Sequence[tuple[Sequence[PodView], Fetch]],
     *,
@@ -316,16 +312,15 @@ async def scrape(
 
 
 def _notes(found: Mapping[str, MetricsPage | ClusterError | TimeoutError]) -> list[str]:
-    notes = [str(error) for error in found.values() if isinstance(error, ScrapeForbidden)][:1]
-    for name, error in found.items():
-        if isinstance(error, ClusterError) and not isinstance(error, ScrapeForbidden):
-            notes.append(f"{name}: {error}")
-    late = [name for name, error in found.items() if isinstance(error, TimeoutError)]
-    if len(late) == 1:
-        notes.append(f"{late[0]}: its agent does not answer in time")
-    elif late:
-        notes.append(f"{len(late)} pods do not answer in time, {late[0]} for one")
-    return notes
+    """Return each problem once, with the first of its pods."""
+    pods: dict[str, list[str]] = {}
+    for name, page in found.items():
+        if not isinstance(page, MetricsPage):
+            pods.setdefault(str(page) or "its agent does not answer in time", []).append(name)
+    return [
+        f"{first} and {count(len(others), 'more pod')}: {problem}" if others else f"{first}: {problem}"
+        for problem, (first, *others) in pods.items()
+    ]
 
 
 def job_lines(reading: Reading) -> list[str]:
