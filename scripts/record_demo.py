@@ -26,7 +26,7 @@ from xml.sax.saxutils import escape
 from rich.console import Console
 from rich.text import Text
 
-from elastic_operator.cli.demo import perform
+from elastic_operator.cli.run import perform
 from elastic_operator.local.run import RunRequest
 from elastic_operator.local.run_dir import home_dir
 from elastic_operator.local.view import NOW, LiveView, render

@@ -220,7 +220,7 @@ def test_all_jobs_have_a_line_each() -> None:
     ("seconds", "written"),
     [
         *((0, "0s"), (0.000421, "0.421ms"), (0.0123, "12.3ms"), (0.9999, "1s"), (1.52, "1.52s"), (59.9, "59.9s")),
-        *((125, "2m05s"), (-0.5, "-500ms"), (float("inf"), "inf")),
+        (125, "2m05s"),
     ],
 )
 def test_short_durations_have_three_digits(seconds: float, written: str) -> None:

@@ -1,4 +1,4 @@
-"""The commands that show or change a job: ``elasticjob get``, ``describe``, ``logs``, ``scale`` and so on."""
+"""The commands that run, show or change a job: ``elasticjob run``, ``get``, ``logs``, ``scale`` and so on."""
 
 from __future__ import annotations
 
@@ -17,6 +17,26 @@ if TYPE_CHECKING:
 
     from elastic_operator.cli.options import Commands, JobClient
 
+_RUN = """\
+Run the ElasticJob of a manifest on this machine until it has ended. Ctrl-C ends it.
+
+examples:
+  elasticjob run examples/digits.yaml
+  elasticjob run --resume digits-20260102-101500-3fa2 examples/digits.yaml
+
+While the job runs, saving the changed file does what `kubectl apply` would.
+Exit codes: 0 succeeded, 1 failed, 2 bad input, 3 deleted, 130 interrupted.
+"""
+_DEMO = """\
+Run a job, scale it up, kill a worker, kill an agent and scale it back, until it has succeeded.
+At the end a table says what happened and how long each recovery took.
+
+examples:
+  elasticjob demo                        with examples/digits.yaml
+  elasticjob demo --plain my-job.yaml    with a job of your own, in plain lines
+
+Exit codes: 0 every step had its effect and the job succeeded, 1 otherwise, 2 bad input, 3 deleted, 130 interrupted.
+"""
 _GET = """\
 List the jobs on this machine: all running jobs, and the latest run of each that has ended;
 or the jobs on a cluster.
@@ -24,7 +44,7 @@ or the jobs on a cluster.
 examples:
   elasticjob get                   all running jobs, and the latest run of each that has ended
   elasticjob get digits -o yaml    one job as kubectl would show it
-  elasticjob get -o wide           also where each job's agents show metrics, and the run's folder
+  elasticjob get -o wide           also each job's round, run and folder
   elasticjob get --all             every run that left a folder
   elasticjob get -n team           the jobs in a namespace of kubectl's current cluster
   elasticjob get -A                the jobs in all its namespaces
@@ -91,6 +111,17 @@ examples:
 
 def add_to(commands: Commands) -> None:
     """Declare the commands."""
+    run = add_command(commands, "run", _run, "run a job on this machine until it has ended", _RUN)
+    run.add_argument("file", metavar="FILE", help="the manifest, the same that `kubectl apply` takes")
+    run.add_argument("--resume", metavar="RUN", help="continue an earlier run: its folder and its checkpoints")
+    run.set_defaults(demo=False)
+    demo = add_command(commands, "demo", _run, "see a job scaled, killed and recovering", _DEMO)
+    demo.add_argument("file", nargs="?", default="examples/digits.yaml", metavar="FILE", help="default: %(default)s")
+    demo.set_defaults(demo=True, resume=None)
+    for parser in (run, demo):
+        parser.add_argument(
+            "--plain", action="store_true", help="plain lines and no live view (default without a terminal)"
+        )
     add = functools.partial(_add, commands)
     get = add("get", _get, "list jobs", _GET, every=True)
     get.add_argument("-o", "--output", choices=("wide", "json", "yaml"), help="more columns, or the whole objects")
@@ -142,6 +173,12 @@ def _add(
         parser.add_argument("name", metavar="NAME", help=which)
     add_cluster_flags(parser, all_namespaces=every)
     return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from elastic_operator.cli.run import execute
+
+    return execute(arguments)
 
 
 def _get(client: JobClient, arguments: argparse.Namespace) -> str:

@@ -63,8 +63,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    from elastic_operator.cli import commands as others
-    from elastic_operator.cli import run, top
+    from elastic_operator.cli import commands, top
     from elastic_operator.cli.options import add_command
 
     whole: argparse.ArgumentParser = _Parser(
@@ -74,12 +73,10 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    commands = whole.add_subparsers(title="commands", metavar="COMMAND")
-    for group in (run, others, top):
-        group.add_to(commands)
-    add_command(
-        commands, "version", _version, "print the version", "Print the version of elasticjob, Python and torch."
-    )
+    added = whole.add_subparsers(title="commands", metavar="COMMAND")
+    for group in (commands, top):
+        group.add_to(added)
+    add_command(added, "version", _version, "print the version", "Print the version of elasticjob, Python and torch.")
     return whole
 
 

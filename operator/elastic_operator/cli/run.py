@@ -1,79 +1,64 @@
-"""``elasticjob run`` and ``elasticjob demo``: run one job on this machine."""
+"""``elasticjob run`` and ``elasticjob demo``: one job on this machine, from its manifest to its exit code.
+
+The name, the control socket, the etcd and the pods of a run exist while :func:`run_job` runs. If the process is killed,
+the kernel kills the others (:mod:`elastic_operator.local.pdeathsig`).
+
+The demo scales a job up, kills a worker and an agent, and scales the job back. It measures the time from a step to the
+first line that rank 0 prints in the next round. ``examples/digits.py`` prints that line after it has loaded its
+checkpoint and trains again.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import os
+import shutil
+import signal
 import sys
-from typing import TYPE_CHECKING, TextIO
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TextIO
 
-from elastic_operator.cli.options import add_command, is_terminal
+from rich.console import Console
+
+from elastic_operator.api.validation import Problem, problem_of
+from elastic_operator.cli.options import is_terminal
+from elastic_operator.client import LogSelector
+from elastic_operator.client.local import LocalJobs
+from elastic_operator.client.local_logs import log_files
+from elastic_operator.controller import messages
+from elastic_operator.errors import BadInput, ElasticJobError
+from elastic_operator.local.etcd import find_etcd
+from elastic_operator.local.job import LiveJob
+from elastic_operator.local.processes import check_program
+from elastic_operator.local.run import LocalRun, RunRequest, begin_end, manifest_text, on_signals
+from elastic_operator.local.run_dir import create_run, home_dir, lock_name, reopen_run, replace_file
+from elastic_operator.local.view import DONE, FAILED, NOW, LiveView, Step, View, own_command
+from elastic_operator.manifest.loader import load_checked
+from elastic_operator.views import formatting
+from elastic_operator.views.job_view import JobView
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from elastic_operator.cli.options import Commands
-    from elastic_operator.local.view import View
+    from elastic_operator.client.local_logs import LogFile
+    from elastic_operator.local.run_dir import RunDir
+    from elastic_operator.views.job_view import EndView, PodView
 
-_RUN = """\
-Run the ElasticJob of a manifest on this machine until it has ended. Ctrl-C ends it.
-
-examples:
-  elasticjob run examples/digits.yaml
-  elasticjob run --resume digits-20260102-101500-3fa2 examples/digits.yaml
-
-While the job runs, saving the changed file does what `kubectl apply` would.
-Exit codes: 0 succeeded, 1 failed, 2 bad input, 3 deleted, 130 interrupted.
-"""
-_DEMO = """\
-Run a job, scale it up, kill a worker, kill an agent and scale it back, until it has succeeded.
-At the end a table says what happened and how long each recovery took.
-
-examples:
-  elasticjob demo                        with examples/digits.yaml
-  elasticjob demo --plain my-job.yaml    with a job of your own, in plain lines
-
-Exit codes: 0 every step had its effect and the job succeeded, 1 otherwise, 2 bad input, 3 deleted, 130 interrupted.
-"""
+_RECOVERY_LIMIT: Final = 180.0
+"""Seconds; with a cold disk the first import of torch alone can take half a minute."""
+_SUCCESS_LIMIT: Final = 900.0
+_PAUSE: Final = 2.0
+"""Seconds before a step in which training visibly goes on, and has time for a checkpoint."""
+_POLL_INTERVAL: Final = 0.02
 
 
-def add_to(commands: Commands) -> None:
-    """Declare the commands."""
-    run = add_command(commands, "run", _execute, "run a job on this machine until it has ended", _RUN)
-    run.add_argument("file", metavar="FILE", help="the manifest, the same that `kubectl apply` takes")
-    run.add_argument("--resume", metavar="RUN", help="continue an earlier run: its folder and its checkpoints")
-    run.set_defaults(demo=False)
-    demo = add_command(commands, "demo", _execute, "see a job scaled, killed and recovering", _DEMO)
-    demo.add_argument("file", nargs="?", default="examples/digits.yaml", metavar="FILE", help="default: %(default)s")
-    demo.set_defaults(demo=True, resume=None)
-    for parser in (run, demo):
-        parser.add_argument(
-            "--plain", action="store_true", help="plain lines and no live view (default without a terminal)"
-        )
-
-
-def choose_view(*, plain: bool, command: str, output: TextIO, environ: Mapping[str, str]) -> View:
-    """Return the live view if the output is a terminal that can show it, else plain lines."""
-    from elastic_operator.local.view import LiveView, View
-
-    if plain or not is_terminal(output, environ):
-        return View(output, command)
-    from rich.console import Console
-
-    return LiveView(Console(file=output, highlight=False), command)
-
-
-def _execute(arguments: argparse.Namespace) -> int:
-    import asyncio
-    from pathlib import Path
-
-    from elastic_operator.cli.demo import perform
-    from elastic_operator.local.run import RunRequest
-    from elastic_operator.local.run_dir import home_dir
-    from elastic_operator.local.runner import run_job
-    from elastic_operator.local.view import own_command
-    from elastic_operator.manifest.loader import load_checked
-
+def execute(arguments: argparse.Namespace) -> int:
+    """Run the job of ``elasticjob run`` or ``elasticjob demo``; return the exit code."""
     request = RunRequest(
         manifest=load_checked(Path(arguments.file)),
         home=home_dir(os.environ),
@@ -90,3 +75,264 @@ def _execute(arguments: argparse.Namespace) -> int:
     view.say_outcome(outcome)
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return code
+
+
+def choose_view(*, plain: bool, command: str, output: TextIO, environ: Mapping[str, str]) -> View:
+    """Return the live view if the output is a terminal that can show it, else plain lines."""
+    if plain or not is_terminal(output, environ):
+        return View(output, command)
+    return LiveView(Console(file=output, highlight=False), command)
+
+
+async def run_job(
+    request: RunRequest, *, on_snapshot: Callable[[JobView], object], on_ending: Callable[[str], object]
+) -> int:
+    """Run a job on this machine until it has ended. This must be awaited in the main thread.
+
+    Args:
+        request: the parameters of the run.
+        on_snapshot: called when the run has changed, at most ten times a second, and once more at the end.
+        on_ending: called with a sentence when its pods are about to be ended.
+
+    Returns:
+        0 succeeded, 1 failed, 3 deleted, 130 interrupted.
+
+    Raises:
+        BadInput: the job cannot run here (exit code 2); nothing is left running.
+    """
+    manifest, now = request.manifest, time.time()
+    if problem := problem_of(manifest.spec):
+        raise BadInput(f"{manifest.source.path}: {problem}")
+    end: asyncio.Future[EndView] = asyncio.get_running_loop().create_future()
+    on_signals(lambda: begin_end(end, "interrupted"))
+    with lock_name(request.home, manifest.name) as name:
+        if request.resume is None:
+            files = create_run(request.home, manifest.name, now)
+        else:
+            files = reopen_run(request.home, request.resume, manifest.name)
+        print(f"run {files.run_id}, process {os.getpid()}", end="", file=name, flush=True)
+        live = LiveJob(manifest, uid=str(uuid.uuid4()), created=now)
+        _log_to(files.log)
+        preparing = asyncio.ensure_future(_prepare(request, files, live))
+        end.add_done_callback(lambda _: preparing.cancel())
+        await asyncio.wait((preparing,))
+        if (preparing.cancelled() or preparing.exception()) and request.resume is None:  # nothing was started
+            shutil.rmtree(files.path, ignore_errors=True)
+        if preparing.cancelled():
+            ending = end.result()
+        else:
+            run = LocalRun(request, files, live, preparing.result(), end)
+            ending = await run.main(name, on_snapshot, on_ending)
+    if ending.how == "badInput":
+        raise BadInput(ending.message)
+    return ending.exit_code
+
+
+async def _prepare(request: RunRequest, files: RunDir, live: LiveJob) -> Path | None:
+    """Check that the job can run here; return the program of its etcd, or None if the manifest names one.
+
+    Raises:
+        BadInput: the job cannot run here.
+    """
+    source, spec = request.manifest.source, request.manifest.spec
+    replace_file(files.manifest, manifest_text(source))
+    try:
+        await check_program(live.job, run=files, base=source.path.absolute().parent, environ=request.environ)
+    except BadInput as error:
+        sentence, field = str(error), "command" if spec.command else "args"
+        if sentence.startswith("PET_NPROC_PER_NODE="):
+            sentence, field = sentence.removeprefix("PET_NPROC_PER_NODE="), "nprocPerNode"
+        raise source.bad_input([Problem(("spec", field), sentence)]) from None
+    return find_etcd(request.environ.get("PATH")) if spec.etcd.endpoint is None else None
+
+
+def _log_to(file: Path) -> None:
+    """Log to a file, because the view uses the terminal."""
+    try:
+        logging.basicConfig(filename=file, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    except OSError as error:
+        raise BadInput(f"cannot write {file}: {error.strerror}") from None
+
+
+class Resumed(NamedTuple):
+    """Training continues: the round, its number of workers, and the seconds since the step began."""
+
+    round: int
+    workers: int
+    seconds: float
+
+
+async def perform(request: RunRequest, view: View) -> tuple[int, int, list[str]]:
+    """Run a job and perform the steps of the demo.
+
+    Returns:
+        The exit code of the run; the exit code of the demo, 1 if a step failed; and the lines of a table of the steps.
+
+    Raises:
+        BadInput: the job cannot run, or cannot be scaled as the demo requires.
+    """
+    demo = _Demo(view, request)
+    playing = asyncio.create_task(demo.play())
+    try:
+        code = await run_job(request, on_snapshot=demo.on_snapshot, on_ending=view.on_ending)
+        succeeded = await playing
+    finally:
+        playing.cancel()
+        await asyncio.wait([playing])
+    return code, code if succeeded else 1, ["", *formatting.columns(demo.rows, " ")]
+
+
+class _Demo:
+    """Watches a run, and performs the steps."""
+
+    def __init__(self, view: View, request: RunRequest) -> None:
+        small, large = _sizes(request.manifest.job["spec"])
+        self._view = view
+        self._client = LocalJobs(home=request.home)
+        # Each step: its title, what is done, and with how many pods training then goes on; the last one waits.
+        self._script: list[tuple[str, Callable[[], str], int]] = [
+            (f"start with {small} pods", str, small),
+            (f"scale to {large}", lambda: self._scale_to(large), large),
+            ("kill -9 a worker", self._kill_worker, large),
+            ("kill -9 an agent", self._kill_agent, large),
+            (f"scale back to {small}", lambda: self._scale_to(small), small),
+            ("success", str, 0),
+        ]
+        self._steps = [Step(title) for title, _, _ in self._script]
+        self._job = JobView()
+        self.rows: list[tuple[str, ...]] = [("STEP", "ROUND", "WORKERS", "TRAINS AFTER", "")]
+
+    def on_snapshot(self, job: JobView) -> None:
+        """Note that the job has changed."""
+        self._job = job
+        self._view.on_snapshot(job)
+
+    async def play(self) -> bool:
+        """Perform the steps, and end the job if one fails; return whether none failed before the user ended the run."""
+        for number, (title, act, pods) in enumerate(self._script):
+            try:
+                if number and pods:
+                    until = time.monotonic() + _PAUSE
+                    await self._until(lambda: time.monotonic() > until, what="the next step")  # noqa: B023
+                self._mark(number, NOW)
+                before, since = self._job.status.round, time.monotonic()
+                note = await asyncio.to_thread(act)
+                resumed = await self._resumed(since, before, pods) if pods else []
+                note = note if pods else await self._success()
+            except ElasticJobError as failure:
+                self._mark(number, FAILED, str(failure))
+                self.rows.append((title, "-", "-", "failed", str(failure)))
+                if (ended := self._job.run.ended) is None and not self._job.status.finished:
+                    with contextlib.suppress(ElasticJobError):  # it is ending by itself
+                        await asyncio.to_thread(self._client.delete, self._job.run.id)
+                return ended is not None and ended.how in ("deleted", "interrupted")
+            summary = [f"{each.seconds:.1f} s" for each in resumed[:1]]
+            summary += [f"{messages.count(each.workers, 'worker')} after {each.seconds:.1f} s" for each in resumed[1:]]
+            self._mark(number, DONE, ", ".join(summary) or note)
+            cells = [(str(each.round), str(each.workers), f"{each.seconds:.2f} s") for each in resumed]
+            first, *others = cells or [("-", "-", "-")]
+            self.rows += [(title, *first, note), *(("", *other, "") for other in others)]
+        return True
+
+    def _scale_to(self, pods: int) -> str:
+        self._client.scale(self._job.run.id, pods)
+        return ""
+
+    def _kill_worker(self) -> str:
+        rank = self._job.status.world_size - 1
+        file = self._rank_file(rank)
+        pid = _writer(file.path) if file is not None else None
+        if pid is None:
+            raise ElasticJobError(f"the process of rank {rank} was not found")
+        os.kill(pid, signal.SIGKILL)
+        return f"rank {rank}, process {pid}"
+
+    def _kill_agent(self) -> str:
+        # The loss of rank 0's agent is the hardest: it leads, and serves the store of the round.
+        for pod in self._training_pods:
+            if pod.pid:
+                os.kill(pod.pid, signal.SIGKILL)
+                return f"pod {pod.name}"
+        raise ElasticJobError("no agent that could be killed was found")
+
+    # Conditions that the steps wait for
+
+    @property
+    def _training_pods(self) -> list[PodView]:
+        """The pods of the current round, in rank order."""
+        return sorted((pod for pod in self._job.living_pods if pod.ranks), key=lambda pod: pod.ranks or ())
+
+    def _rank_file(self, rank: int) -> LogFile | None:
+        """Return the log file of a rank in its latest round."""
+        files = log_files(Path(self._job.run.logs), LogSelector(rank)) if self._job.run.logs else []
+        return files[-1] if files else None
+
+    async def _until(self, holds: Callable[[], bool], *, what: str, limit: float = _RECOVERY_LIMIT) -> None:
+        """Wait until a condition holds.
+
+        Raises:
+            ElasticJobError: the condition did not hold within ``limit`` seconds, or the job ended first.
+        """
+        try:
+            async with asyncio.timeout(limit):
+                while not holds():
+                    if self._job.status.finished or self._job.run.ended is not None:
+                        state = self._job.status.state
+                        raise ElasticJobError(f"the job ended ({state}) while the demo waited for {what}")
+                    await asyncio.sleep(_POLL_INTERVAL)
+        except TimeoutError:
+            raise ElasticJobError(f"{what} did not come within {limit:.0f} s") from None
+
+    async def _resumed(self, since: float, before: int, pods: int) -> list[Resumed]:
+        """Return when training went on after round ``before``: first of all, and with this number of pods."""
+        first_lines: dict[int, float] = {}
+        found: list[Resumed] = []
+
+        def resumed() -> bool:
+            status, file = self._job.status, self._rank_file(0)
+            # The file of a round may appear before the snapshot with that round; the time of the line counts.
+            if file is not None and file.round not in first_lines and b"\n" in file.path.read_bytes():
+                first_lines[file.round] = time.monotonic()
+            begun = first_lines.get(status.round)
+            if status.round <= before or begun is None:
+                return False
+            if not found or len(self._training_pods) == pods:
+                found.append(Resumed(status.round, status.world_size, begun - since))
+            return len(self._training_pods) == pods
+
+        what = f"training with {messages.count(pods, 'pod')} in a round after {before}"
+        await self._until(resumed, what=what)
+        return found if found[0].round != found[-1].round else found[:1]
+
+    async def _success(self) -> str:
+        """Return the last line of a job that has succeeded."""
+        await self._until(lambda: self._job.status.finished, limit=_SUCCESS_LIMIT, what="the end of training")
+        if self._job.status.state != "Succeeded":
+            raise ElasticJobError(f"the job {self._job.status.state.lower()}: {self._job.status.what_failed}")
+        return formatting.printed(self._job.progress.line) if self._job.progress else "the job succeeded"
+
+    def _mark(self, number: int, mark: str, result: str = "") -> None:
+        self._steps[number] = Step(self._script[number][0], mark, result)
+        self._view.on_steps(self._steps)
+
+
+def _sizes(spec: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the number of pods at first, and the larger one in between."""
+    most, least = spec["maxReplicas"], max(spec["minReplicas"], 2)
+    small = min(spec.get("replicas") or most, most - 1)
+    if small < least:
+        raise BadInput(
+            "the demo scales a job of at least 2 pods up by one and back: spec.maxReplicas must be at least "
+            f"{least + 1}, not {most}"
+        )
+    return small, small + 1
+
+
+def _writer(output: Path) -> int | None:
+    """Return the process whose standard output is this file: the worker, which is older than its children."""
+    found = []
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if process.name.isdecimal() and (process / "fd" / "1").samefile(output):
+                found.append(int(process.name))
+    return min(found, default=None)

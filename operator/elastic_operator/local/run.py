@@ -203,8 +203,8 @@ class LocalRun:
 
         Args:
             name: the lock on the job's name, to be released when the run has ended.
-            on_snapshot: see :func:`run_job`.
-            on_ending: see :func:`run_job`.
+            on_snapshot: see :func:`elastic_operator.cli.run.run_job`.
+            on_ending: see :func:`elastic_operator.cli.run.run_job`.
 
         Raises:
             BadInput: the control socket cannot be created; nothing was started.

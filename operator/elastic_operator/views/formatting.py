@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 import signal
@@ -41,17 +40,11 @@ def since(moment: float | None, now: float) -> str:
 
 def short_duration(seconds: float) -> str:
     """Format a duration that may be below a second: 0s, 0.42ms, 12.3ms, 1.52s, 48s, 2m05s."""
-    if not math.isfinite(seconds):
-        return str(seconds)
-    if seconds < 0:
-        return f"-{short_duration(-seconds)}"
     if seconds >= 60:
         return duration(seconds)
     if seconds >= 1:
         return f"{seconds:.3g}s"
-    if seconds == 0:
-        return "0s"
-    return f"{seconds * 1000:.3g}ms" if seconds * 1000 < 999.5 else "1s"
+    return f"{seconds * 1000:.3g}ms" if 0 < seconds < 0.9995 else f"{seconds:.0f}s"
 
 
 def clock(seconds: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from elastic_operator.controller.messages import count
 from elastic_operator.views.formatting import activity, columns, duration, printed, rank_list, since
@@ -13,8 +12,6 @@ if TYPE_CHECKING:
 
     from elastic_operator.views.job_view import JobView, PodView
 
-_MAX_ADDRESSES = 3
-"""Maximum number of addresses in a row; `elasticjob describe` shows all."""
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
@@ -34,26 +31,17 @@ def table(jobs: Sequence[JobView], now: float, *, wide: bool = False, namespaces
             "AGE": since(job.created, now),
             "ROUND": str(status.round),
             "WORLD": str(status.world_size),
-            "METRICS": _metrics_addresses(job) or "-",
             "RUN": job.run.id,
             "FOLDER": job.run.directory,
         }
         rows.append(row)
     hidden = set() if namespaces else {"NAMESPACE"}
     if not wide:
-        hidden |= {"ROUND", "WORLD", "METRICS", "RUN", "FOLDER"}
-    if all(row["METRICS"] == "-" for row in rows):
-        hidden.add("METRICS")
+        hidden |= {"ROUND", "WORLD", "RUN", "FOLDER"}
     if not any(row["RUN"] for row in rows):
         hidden |= {"RUN", "FOLDER"}
     titles = [title for title in rows[0] if title not in hidden]
     return columns([titles, *([row[title] for title in titles] for row in rows)])
-
-
-def _metrics_addresses(job: JobView) -> str:
-    urls = [pod.metrics_url for pod in job.living_pods if pod.metrics_url]
-    shown = ",".join(urlsplit(url).netloc for url in urls[:_MAX_ADDRESSES])
-    return f"{shown}+{len(urls) - _MAX_ADDRESSES}" if len(urls) > _MAX_ADDRESSES else shown
 
 
 def objects(jobs: Sequence[JobView], form: str, *, single: bool) -> str:
