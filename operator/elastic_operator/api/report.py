@@ -36,7 +36,8 @@ from torchelastic.protocol import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from elastic_operator.api.spec import Json
+    from torchelastic.protocol import PastRound
 
 REPORT_KEY: Final = "report.json"
 """The key in the ConfigMap, and the name of the file."""
@@ -81,35 +82,14 @@ class Report:
     rested: tuple[float, ...] = ()
 
 
-def report_to_json(report: Report) -> dict[str, Any]:
-    """Return the report as a document, of any length; see :func:`encode_report`."""
+def encode_report(report: Report, limit: int = REPORT_LIMIT) -> bytes:
+    """Return the report as text of at most ``limit`` bytes; its sentences are shortened if necessary."""
     whole = to_json(report)
     job = {key: whole.pop(key) for key in _OF_JOB if key in whole}
     history = whole.pop("history")
-    return {"job": job, **whole, "rounds": history["rounds"], "omitted": report.history.omitted}
-
-
-def report_from_json(document: Mapping[str, Any]) -> Report:
-    """Return the report in a document.
-
-    Raises:
-        BadInput: the document is not a report.
-    """
-    job = document.get("job")
-    if not isinstance(job, dict):
-        raise BadInput("not the report of a job: it does not name the job")
-    history = {"created": job.get("created") or "1970-01-01T00:00:00Z", "rounds": document.get("rounds", [])}
-    others = {key: document[key] for key in ("timeBreakdown", "rested", "outcome") if key in document}
-    try:
-        return from_json({**job, "history": history, **others}, Report)
-    except BadInput as error:
-        raise BadInput(f"not the report of a job: {error}") from None
-
-
-def encode_report(report: Report, limit: int = REPORT_LIMIT) -> bytes:
-    """Return the report as text of at most ``limit`` bytes; its sentences are shortened if necessary."""
+    document = {"job": job, **whole, "rounds": history["rounds"], "omitted": report.history.omitted}
     longest = _LONGEST_TEXT
-    while len(text := _text_of(report, longest)) > limit and longest > _SHORTEST_TEXT:
+    while len(text := _text_of(document, longest)) > limit and longest > _SHORTEST_TEXT:
         longest //= 2
     return text
 
@@ -122,9 +102,12 @@ def decode_report(text: str | bytes) -> Report:
     """
     try:
         document = msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        job = msgspec.convert(document.get("job"), dict[str, Any])
+        history = {"created": job.get("created") or "1970-01-01T00:00:00Z", "rounds": document.get("rounds", [])}
+        others = {key: document[key] for key in ("timeBreakdown", "rested", "outcome") if key in document}
+        return from_json({**job, "history": history, **others}, Report)
+    except (BadInput, msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise BadInput(f"not the report of a job: {error}") from None
-    return report_from_json(document)
 
 
 def merged(kept: Report | None, report: Report) -> Report:
@@ -138,30 +121,24 @@ def merged(kept: Report | None, report: Report) -> Report:
         return report
     by_number = {round.number: round for round in (*kept.history.rounds, *report.history.rounds)}
     rounds = tuple(by_number[number] for number in sorted(by_number))
-    history = HistoryRecord(created=report.created, rounds=rounds)
     return replace(
         report,
         time_breakdown=report.time_breakdown if report.time_breakdown is not None else kept.time_breakdown,
-        history=bounded(history, HISTORY_LIMIT),
+        history=HistoryRecord(created=report.created, rounds=_bounded(rounds)),
         outcome=report.outcome if report.outcome is not None else kept.outcome,
         rested=tuple(sorted({*kept.rested, *report.rested})[-HISTORY_LIMIT:]),
     )
 
 
-def bounded(history: HistoryRecord, limit: int) -> HistoryRecord:
-    """Return the history with at most this many rounds: the first half of them, and the last ones."""
-    rounds = history.rounds
-    excess = len(rounds) - limit
-    if excess <= 0:
-        return history
-    first = limit // 2
-    return HistoryRecord(created=history.created, rounds=rounds[:first] + rounds[first + excess :])
+def _bounded(rounds: tuple[PastRound, ...]) -> tuple[PastRound, ...]:
+    """Return at most HISTORY_LIMIT rounds: the first half of them, and the last ones."""
+    excess, first = len(rounds) - HISTORY_LIMIT, HISTORY_LIMIT // 2
+    return rounds if excess <= 0 else rounds[:first] + rounds[first + excess :]
 
 
-def _text_of(report: Report, longest: int) -> bytes:
+def _text_of(document: Json, longest: int) -> bytes:
     """Return the report as text; a lone surrogate in a program's message becomes a question mark."""
-    document = _shortened(report_to_json(report), longest)
-    return json.dumps(document, ensure_ascii=False, indent=1).encode(errors="replace")
+    return json.dumps(_shortened(document, longest), ensure_ascii=False, indent=1).encode(errors="replace")
 
 
 def _shortened(value: object, longest: int) -> object:
