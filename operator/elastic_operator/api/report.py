@@ -105,7 +105,7 @@ def decode_report(text: str | bytes) -> Report:
         job = msgspec.convert(document.get("job"), dict[str, Any])
         history = {"created": job.get("created") or "1970-01-01T00:00:00Z", "rounds": document.get("rounds", [])}
         others = {key: document[key] for key in ("timeBreakdown", "rested", "outcome") if key in document}
-        return from_json({**job, "history": history, **others}, Report)
+        return from_json(job | others | {"history": history}, Report)
     except (BadInput, msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise BadInput(f"not the report of a job: {error}") from None
 

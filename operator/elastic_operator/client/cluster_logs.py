@@ -104,15 +104,11 @@ class PodLog:
         """Return a round; an unknown round is the one before the first round in the log."""
         return round or min(self.ranks, default=current + 1) - 1
 
-    @property
-    def since(self) -> str | None:
-        """The time from which to read the log again; None for its beginning."""
-        return rfc3339(int(self._last[0]) - _MAX_DISORDER) if self._latest else None
-
-    def resume(self) -> None:
-        """Prepare for reading the log again from :attr:`since` on: all lines up to the last known one are skipped."""
+    def resume(self) -> str | None:
+        """Return the time from which to read the log again, None for its beginning; known lines will be skipped."""
         self._partial = b""
         self._resuming = self._latest > 0
+        return rfc3339(int(self._last[0]) - _MAX_DISORDER) if self._resuming else None
 
     def feed(self, piece: bytes) -> Iterator[LogLine]:
         """Yield the lines that this piece completes."""
@@ -231,8 +227,7 @@ class ClusterLogs:
         self, log: PodLog, take: Callable[[PodLog, Iterable[LogLine]], None], *, follow: bool = False
     ) -> None:
         """Read a log from the position of the last read."""
-        log.resume()
-        pieces = self._api.log(self._namespace, log.pod, WORKER, follow=follow, since=log.since)
+        pieces = self._api.log(self._namespace, log.pod, WORKER, follow=follow, since=log.resume())
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 take(log, log.feed(piece))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
@@ -24,11 +25,11 @@ from elastic_operator.api.spec import (
     modern,
 )
 from elastic_operator.api.status import status_to_json
-from elastic_operator.api.validation import in_words, problem_of
+from elastic_operator.api.validation import Problem, in_words, problem_of
 from elastic_operator.controller.model import Job
 from elastic_operator.errors import BadInput
 from elastic_operator.manifest import crd
-from elastic_operator.manifest.loader import check_change
+from elastic_operator.manifest.loader import with_defaults
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,10 +97,26 @@ class LiveJob:
             BadInput: the result is not valid, or the job is over or cannot follow the change.
         """
         self._check_alive()
-        named = self._applied.data["spec"]
-        kept = {name: value for name, value in self.manifest["spec"].items() if named.get(name) is None}
-        live = {**self.manifest, "status": status_to_json(self.job.status)}
-        changed = check_change(file, live=live, kept=kept)
+        live, data = self.manifest, dict(file.data)
+        if isinstance(metadata := data.get("metadata"), Mapping):
+            data["metadata"] = {"namespace": live["metadata"]["namespace"], **metadata}
+        if isinstance(spec := data.get("spec"), Mapping):
+            named = self._applied.data["spec"]
+            kept = {name: value for name, value in live["spec"].items() if named.get(name) is None}
+            data["spec"] = {**kept, **{name: value for name, value in spec.items() if value is not None}}
+        if problems := crd.validate(data, old={**live, "status": status_to_json(self.job.status)}):
+            raise file.bad_input(problems)
+        changed = with_defaults(file, data)
+        same = {
+            ("metadata", "name"): changed.name == self.job.name,
+            ("metadata", "namespace"): changed.namespace == self.job.namespace,
+            ("spec", "etcd", "endpoint"): changed.spec.etcd.endpoint == self.job.spec.etcd.endpoint,
+        }
+        sentence = (
+            "cannot be set, changed or removed while the job exists; undo that, or delete the job and run it again"
+        )
+        if problems := [Problem(location, sentence) for location, is_same in same.items() if not is_same]:
+            raise file.bad_input(problems)
         self._applied = file
         return self._take(changed.job)
 

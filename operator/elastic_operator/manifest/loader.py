@@ -193,40 +193,11 @@ def load_checked(path: Path) -> ElasticJobManifest:
     manifest = load(path)
     if problems := crd.validate(manifest.data):
         raise manifest.bad_input(problems)
-    return _checked(manifest, manifest.data)
+    return with_defaults(manifest, manifest.data)
 
 
-def check_change(manifest: Manifest, *, live: Json, kept: Json) -> ElasticJobManifest:
-    """Return an existing job after a change of its file.
-
-    Args:
-        manifest: the changed file.
-        live: the job's object, with its status.
-        kept: fields of the spec that do not change if the file does not name them.
-
-    Raises:
-        BadInput: an API server would refuse the change, or the run cannot follow it.
-    """
-    data = dict(manifest.data)
-    if isinstance(metadata := data.get("metadata"), Mapping):
-        data["metadata"] = {"namespace": live["metadata"]["namespace"], **metadata}
-    if isinstance(spec := data.get("spec"), Mapping):
-        data["spec"] = {**kept, **{key: value for key, value in spec.items() if value is not None}}
-    if problems := crd.validate(data, old=live):
-        raise manifest.bad_input(problems)
-    changed, before = _checked(manifest, data), ElasticJobSpec.of(live["spec"])
-    same = {
-        ("metadata", "name"): changed.name == live["metadata"]["name"],
-        ("metadata", "namespace"): changed.namespace == live["metadata"]["namespace"],
-        ("spec", "etcd", "endpoint"): changed.spec.etcd.endpoint == before.etcd.endpoint,
-    }
-    sentence = "cannot be set, changed or removed while the job exists; undo that, or delete the job and run it again"
-    if problems := [Problem(location, sentence) for location, kept_as_it_is in same.items() if not kept_as_it_is]:
-        raise manifest.bad_input(problems)
-    return changed
-
-
-def _checked(manifest: Manifest, data: Json) -> ElasticJobManifest:
+def with_defaults(manifest: Manifest, data: Json) -> ElasticJobManifest:
+    """Return the job of a file, whose object has passed every check."""
     job = crd.apply_defaults(data)
     if not job["metadata"].get("namespace"):
         job["metadata"]["namespace"] = DEFAULT_NAMESPACE
