@@ -16,7 +16,7 @@ from elastic_operator.reports.page import page
 from elastic_operator.views.jobs import table
 from tests.support.cluster_objects import START
 from tests.support.reports import long, report
-from tests.support.snapshots import FOLDER, RUN, pod, snapshot, view
+from tests.support.snapshots import FOLDER, RUN, snapshot, view
 
 if TYPE_CHECKING:
     from pathlib import Path
