@@ -7,39 +7,57 @@ a compare-and-swap writes one verdict: all nodes have arrived, or a node has rec
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
+import dataclasses
 import datetime as dt
+import logging
 import os
+import secrets
 import socket
 import sys
+import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.config.flags import OPERATOR_VARIABLES, CommandLine, from_variables, read_conf
 from torchelastic.config.parsing import Given
 from torchelastic.config.rendezvous import read_node
 from torchelastic.config.settings import NodeSettings
-from torchelastic.protocol import FailureKind, FailureRecord, NodePhase, OutcomeState
+from torchelastic.protocol import (
+    FailureKind,
+    FailureRecord,
+    NodePhase,
+    NodeRecord,
+    OutcomeRecord,
+    OutcomeState,
+    RoundRecord,
+)
 from torchelastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-from torchelastic.rendezvous.node_thread import Ended, NodeThread
+from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted
+from torchelastic.rendezvous.run_state import cancel
+from torchelastic.store import connect_within
 from torchelastic.store.api import split_endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # not listed in its __all__
 
     from torchelastic.rendezvous.api import RendezvousParameters
-    from torchelastic.rendezvous.node_thread import NodeStatus
+
+logger = logging.getLogger(__name__)
 
 NO_LIMIT: Final = 1_000_000
 """A limit that no run reaches."""
@@ -48,6 +66,8 @@ OUTCOME_TIMEOUT: Final = 10.0
 """Seconds that a node whose workers have succeeded waits for the workers of the other nodes."""
 
 _LEFT: Final = "This node has left the run."
+_STOP_TIMEOUT: Final = 5.0
+"""Seconds to wait for the end of the thread."""
 _STORE_TIMEOUT: Final = dt.timedelta(seconds=60)
 _CONNECT_TIMEOUT: Final = dt.timedelta(seconds=3)
 _POLL_INTERVAL: Final = 0.02
@@ -60,8 +80,31 @@ _CONFIRMED, _VERDICT = "torchelastic/confirmed", "torchelastic/verdict"
 _ALL, _LATER = "all have come", "a later round has come"
 
 
+@dataclass(frozen=True, slots=True)
+class _Status:
+    """The status of a node.
+
+    Attributes:
+        serial: counts the rounds that the node received: a round number can be repeated with other members.
+        record: the last round.
+        server: the server of the round's store, if this node serves it.
+        partitioned: whether the node reaches neither store nor peers, and must not train before the next round.
+        outcome: the outcome of the run.
+        error: why the node cannot continue.
+    """
+
+    serial: int = 0
+    record: RoundRecord = field(default_factory=lambda: RoundRecord(number=0))
+    server: TCPStore | None = None
+    partitioned: bool = False
+    outcome: OutcomeRecord | None = None
+    error: BaseException | None = None
+
+
 class ElasticRendezvousHandler(RendezvousHandler):
     """A node of a run, for blocking callers. A node that leaves never closes the run for other nodes.
+
+    A thread takes part in the run and publishes the status of the node, for which the callers wait.
 
     Args:
         parameters: the rendezvous parameters, of torch's type or ours.
@@ -74,14 +117,21 @@ class ElasticRendezvousHandler(RendezvousHandler):
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self.settings = read_settings(parameters, os.environ)
+        self.settings = _settings_of(parameters)
         self._backend = parameters.backend
-        self._node: NodeThread | None = None
-        self._given: NodeStatus | None = None
+        self._node_id = f"{self.settings.node_name}.{secrets.token_hex(4)}"
+        self._status = _Status()
+        self._changed = threading.Condition()
+        self._given: _Status | None = None
         self._since = 0.0
         # The previous store serves workers of nodes that have not received the new round yet.
         self._stores: deque[TCPStore] = deque(maxlen=2)
         self._closed = False
+        self._leaves = False
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._living: asyncio.Task[None]
+        self._node: RendezvousNode
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for a round that has this node as a member and at which all its nodes have arrived.
@@ -95,19 +145,17 @@ class ElasticRendezvousHandler(RendezvousHandler):
         """
         if self._closed:
             raise RendezvousClosedError(_LEFT)
-        node = self._node = self._node or self._started()
-        try:
-            seen = 0
-            if self._given is not None:
-                seen = self._given.serial
-                self._report_failure(node, self._given, "its workers have failed or were stopped", FailureKind.PROGRAM)
-            while True:
-                status = node.next(seen)
-                seen = status.serial
-                if (store := self._meet(node, status)) is not None:
-                    return self._info(node, status, store)
-        except Ended as end:
-            raise self._explained(end) from None
+        if self._thread is None:
+            self._start()
+        seen = 0
+        if self._given is not None:
+            seen = self._given.serial
+            self._report_failure(self._given, "its workers have failed or were stopped", FailureKind.PROGRAM)
+        while True:
+            status = self._wait_for_round_after(seen)
+            seen = status.serial
+            if self._node_id in status.record.nodes and (store := self._meet(status)) is not None:
+                return self._info(status, store)
 
     def num_nodes_waiting(self) -> int:
         """Return the number of waiting nodes, or 1 if the round is about to change for another reason.
@@ -115,21 +163,18 @@ class ElasticRendezvousHandler(RendezvousHandler):
         Raises:
             RendezvousConnectionError: the store refuses this node permanently.
         """
-        if self._node is None or self._given is None:
+        status, given = self._status, self._given
+        if self._closed or given is None:
             return 0
-        status = self._node.status
         if status.outcome is not None or status.partitioned:
             return 1
-        try:
-            if not self._node.is_over(self._given.serial):
-                return 0
-        except Ended as end:
-            raise self._explained(end) from None
-        return max(1, len(set(status.record.nodes).difference(self._given.record.nodes)))
+        if not self._is_over(given):
+            return 0
+        return max(1, len(set(status.record.nodes).difference(given.record.nodes)))
 
     def is_closed(self) -> bool:
         """Return whether the run has ended, or this node has left it."""
-        return self._closed or (self._node is not None and self._node.status.outcome is not None)
+        return self._closed or self._status.outcome is not None
 
     def set_closed(self) -> None:
         """Leave the run; the other nodes continue."""
@@ -158,31 +203,58 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     # -- joining
 
-    def _started(self) -> NodeThread:
-        node = NodeThread(self.settings, _serve)
-        node.start()
-        atexit.register(self.set_closed)  # the only call if a signal ends the agent
-        return node
+    def _wait_for_round_after(self, serial: int, *, timeout: float | None = None) -> _Status:
+        """Wait for a round after this serial, or for the timeout; return the last status.
 
-    def _meet(self, node: NodeThread, status: NodeStatus) -> TCPStore | None:
+        Raises:
+            RendezvousError: the run is over, or this node cannot continue.
+        """
+
+        def is_later() -> bool:
+            status = self._status
+            if status.outcome is not None or status.error is not None:
+                raise self._why_ended(status)
+            return status.serial > serial
+
+        with self._changed:
+            self._changed.wait_for(is_later, timeout)
+            return self._status
+
+    def _is_over(self, status: _Status, *, timeout: float = 0.0) -> bool:
+        """Return whether a later round has started, or starts within the timeout; raise as for the next round."""
+        return self._wait_for_round_after(status.serial, timeout=timeout).serial > status.serial
+
+    def _why_ended(self, status: _Status) -> RendezvousError:
+        outcome = status.outcome
+        if self._closed:
+            return RendezvousClosedError(_LEFT)
+        if outcome is None:
+            return RendezvousConnectionError(f"{status.error}")
+        if outcome.state is OutcomeState.SUCCEEDED:
+            return RendezvousClosedError("The run has succeeded already: there is nothing left to be done.")
+        if outcome.failure is None:
+            return RendezvousTimeoutError(outcome.message)
+        return RendezvousClosedError(f"The run has failed: {outcome.message}")
+
+    def _meet(self, status: _Status) -> TCPStore | None:
         """Return the round's store after all its nodes have arrived; None if a later round starts first."""
         from torch.distributed import DistError
 
         try:
-            store: TCPStore | None = status.server or self._connected(node, status)
+            store = status.server or self._connected(status)
             if store is None:
                 return None
             self._stores.append(store)
-            if _all_arrived(store, node, status):
+            if self._all_arrived(store, status):
                 return store
             why = "not all nodes have come to the round"
         except (OSError, DistError) as error:
             why = f"the round's store is gone: {error}".partition("\n")[0]
-        if not node.is_over(status.serial, timeout=_LOST_AFTER):
-            self._report_failure(node, status, why, FailureKind.COMMUNICATION)
+        if not self._is_over(status, timeout=_LOST_AFTER):
+            self._report_failure(status, why, FailureKind.COMMUNICATION)
         return None
 
-    def _connected(self, node: NodeThread, status: NodeStatus) -> TCPStore | None:
+    def _connected(self, status: _Status) -> TCPStore | None:
         """Return the round's store on another node; None if a later round starts first."""
         from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined] # not in its __all__
 
@@ -194,7 +266,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT.total_seconds()).close()
                 store = TCPStore(host, port, None, is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT)
             except (OSError, DistError):
-                if node.is_over(status.serial, timeout=_POLL_INTERVAL):
+                if self._is_over(status, timeout=_POLL_INTERVAL):
                     return None
                 if time.monotonic() > deadline:
                     raise
@@ -202,71 +274,157 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 store.set_timeout(_STORE_TIMEOUT)
                 return store
 
-    def _info(self, node: NodeThread, status: NodeStatus, store: TCPStore) -> RendezvousInfo:
+    def _all_arrived(self, store: TCPStore, status: _Status) -> bool:
+        """Wait until all nodes of a round have arrived; return False if a node leaves or receives a later round first.
+
+        Nodes arrive in two steps: a node that dies while it waits for the last node does not take the second step.
+        """
+
+        def veto() -> bytes:
+            verdict: bytes = store.compare_set(_VERDICT, "", _LATER)
+            return verdict
+
+        nodes = len(status.record.members)
+        try:
+            for step, over in ((_ARRIVED, _ARRIVED_ALL), (_CONFIRMED, _VERDICT)):
+                if store.add(step, 1) == nodes:
+                    store.compare_set(over, "", _ALL)
+                while not (store.check([over]) or store.check([_VERDICT])):
+                    if self._is_over(status, timeout=_POLL_INTERVAL):
+                        veto()
+            verdict: bytes = store.get(_VERDICT)
+        except RendezvousError:  # this node leaves, so others must not wait for it, unless all have arrived already
+            verdict = veto()
+            if verdict.decode() != _ALL:
+                raise
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                veto()
+            raise
+        return verdict.decode() == _ALL
+
+    def _info(self, status: _Status, store: TCPStore) -> RendezvousInfo:
         self._given = status
         self._since = time.monotonic()
         os.environ["TORCHELASTIC_ROUND"] = str(status.record.number)  # workers inherit it from the agent
         return RendezvousInfo(
             store=store,
-            rank=status.record.nodes.index(node.node),
+            rank=status.record.nodes.index(self._node_id),
             world_size=len(status.record.members),
             bootstrap_store_info=RendezvousStoreInfo(*split_endpoint(status.record.store)),
         )
 
     # -- leaving
 
-    def _report_failure(self, node: NodeThread, status: NodeStatus, message: str, kind: FailureKind) -> None:
-        if node.status.serial != status.serial or node.status.partitioned:
+    def _report_failure(self, status: _Status, message: str, kind: FailureKind) -> None:
+        if self._status.serial != status.serial or self._status.partitioned:
             return
         failure = FailureRecord(
             round=status.record.number,
-            rank=status.record.nodes.index(node.node),
+            rank=status.record.nodes.index(self._node_id),
             local_rank=0,
-            node=node.node,
+            node=self._node_id,
             exit_code=1,
             kind=kind,
             host=self.settings.address,
             message=message,
             uptime=round(time.monotonic() - self._since, 3),
         )
-        node.report(status.record.number, failure=failure)
-
-    def _explained(self, end: Ended) -> Exception:
-        outcome = end.outcome
-        if self._closed:
-            return RendezvousClosedError(_LEFT)
-        if outcome is None:
-            return RendezvousConnectionError(str(end))
-        if outcome.state is OutcomeState.SUCCEEDED:
-            return RendezvousClosedError("The run has succeeded already: there is nothing left to be done.")
-        if outcome.failure is None:
-            return RendezvousTimeoutError(outcome.message)
-        return RendezvousClosedError(f"The run has failed: {outcome.message}")
+        self._call(lambda: self._node.report(status.record.number, failure=failure))
 
     def _end(self, *, succeeded: bool) -> None:
-        node, self._node = self._node, None
+        thread, self._thread = self._thread, None
         self._closed = True
-        if node is None:
+        if thread is None:
             return
         atexit.unregister(self.set_closed)
-        if succeeded and self._given is not None:
-            node.report(self._given.record.number, phase=NodePhase.DONE)
-            with contextlib.suppress(Ended):
-                node.is_over(self._given.serial, timeout=OUTCOME_TIMEOUT)
-        node.stop(leave=node.status.outcome is None)
+        if succeeded and (given := self._given) is not None:
+            self._call(lambda: self._node.report(given.record.number, phase=NodePhase.DONE))
+            with contextlib.suppress(RendezvousError):
+                self._is_over(given, timeout=OUTCOME_TIMEOUT)
+        self._leaves = self._status.outcome is None
+        self._call(self._living.cancel)
+        thread.join(_STOP_TIMEOUT)
         self._stores.clear()
 
+    # -- the thread
 
-def read_settings(parameters: RendezvousParameters, environ: Mapping[str, str]) -> NodeSettings:
-    """Return the settings of a node, parsed from its parameters like the flags of ``torchelastic-run``.
+    def _start(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._living = self._loop.create_task(self._take_part())
+        thread = threading.Thread(target=self._run, name="torchelastic: rendezvous", daemon=True)
+        thread.start()
+        self._thread = thread
+        atexit.register(self.set_closed)  # the only call if a signal ends the agent
 
-    Args:
-        parameters: the parameters of the handler; torch's type has the same attributes.
-        environ: has the operator's variables.
+    def _call(self, function: Callable[[], object]) -> None:
+        """Call a function in the thread, unless it has ended."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function)
 
-    Raises:
-        SettingsError: a parameter is invalid; the message says what to change.
-    """
+    def _run(self) -> None:
+        error: BaseException = RendezvousClosedError(_LEFT)
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(asyncio.wait_for(self._living, None))
+        except BaseException as raised:  # noqa: BLE001 - raised in the threads that wait
+            error = raised
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        self._update(error=error)
+
+    def _update(self, **changes: Any) -> None:  # noqa: ANN401 - any field of the status
+        with self._changed:
+            self._status = dataclasses.replace(self._status, **changes)
+            self._changed.notify_all()
+
+    async def _take_part(self) -> None:
+        settings = self.settings
+        async with contextlib.AsyncExitStack() as stack:
+            store = await connect_within(settings.rendezvous.join_timeout, settings.store)
+            stack.push_async_callback(store.close)
+            self._node = node = RendezvousNode(
+                store,
+                settings.rendezvous,
+                node=self._node_id,
+                record=NodeRecord(
+                    name=settings.node_name,
+                    address=settings.address,
+                    workers=1,  # torch's agent does not report how many workers it has
+                    size=settings.rendezvous.size,
+                    topology_key=settings.place,
+                ),
+            )
+            await stack.enter_async_context(node)
+            following = asyncio.create_task(self._follow(node))
+            try:
+                await asyncio.wait((following, node.failed), return_when=asyncio.FIRST_COMPLETED)
+                await (following if following.done() else node.failed)
+            finally:
+                await cancel(following)
+                if self._leaves:
+                    await node.leave()
+
+    async def _follow(self, node: RendezvousNode) -> None:
+        while True:
+            match await node.events.get():
+                case RoundStarted(record, listener):
+                    logger.info("round %d: %s", record.number, record.cause)
+                    server = None
+                    if listener is not None:
+                        with listener:  # if this is cancelled before the thread has begun
+                            server = await asyncio.to_thread(_serve, listener)
+                    self._update(serial=self._status.serial + 1, record=record, server=server, partitioned=False)
+                    if record.members:
+                        node.history.workers_started()  # approximately now
+                case Partitioned():
+                    self._update(partitioned=True)
+                case OutcomeRecord() as outcome:
+                    self._update(outcome=outcome)
+
+
+def _settings_of(parameters: RendezvousParameters) -> NodeSettings:
+    """Parse the parameters like the flags of ``torchelastic-run``."""
     flags = {
         "rdzv-backend": parameters.backend,
         "rdzv-endpoint": parameters.endpoint,
@@ -280,7 +438,7 @@ def read_settings(parameters: RendezvousParameters, environ: Mapping[str, str]) 
     # torchrun adds the rank for its own handlers.
     conf = read_conf("--rdzv-conf", [pair for pair in parameters.config.items() if pair[0] != "rank"])
     given = {name: Given(f"--{name}", text, between=" ") for name, text in flags.items() if text}
-    line = CommandLine({**from_variables(environ, OPERATOR_VARIABLES), **given, **conf})
+    line = CommandLine({**from_variables(os.environ, OPERATOR_VARIABLES), **given, **conf})
     return NodeSettings(**read_node(line))
 
 
@@ -298,33 +456,3 @@ def _serve(listener: socket.socket) -> TCPStore:
         master_listen_fd=listener.detach(),
         timeout=_STORE_TIMEOUT,
     )
-
-
-def _all_arrived(store: TCPStore, node: NodeThread, status: NodeStatus) -> bool:
-    """Wait until all nodes of a round have arrived; return False if a node leaves or receives a later round first.
-
-    Nodes arrive in two steps: a node that dies while it waits for the last node does not take the second step.
-    """
-
-    def veto() -> bytes:
-        verdict: bytes = store.compare_set(_VERDICT, "", _LATER)
-        return verdict
-
-    nodes = len(status.record.members)
-    try:
-        for step, over in ((_ARRIVED, _ARRIVED_ALL), (_CONFIRMED, _VERDICT)):
-            if store.add(step, 1) == nodes:
-                store.compare_set(over, "", _ALL)
-            while not (store.check([over]) or store.check([_VERDICT])):
-                if node.is_over(status.serial, timeout=_POLL_INTERVAL):
-                    veto()
-        verdict: bytes = store.get(_VERDICT)
-    except Ended:  # this node leaves, so the others must not wait for it, unless all have arrived already
-        verdict = veto()
-        if verdict.decode() != _ALL:
-            raise
-    except BaseException:
-        with contextlib.suppress(RuntimeError):
-            veto()
-        raise
-    return verdict.decode() == _ALL
