@@ -19,7 +19,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.errors import LeaseLost, StoreUnavailable
-from torchelastic.protocol import PROTOCOL_VERSION, LeaderRecord, encode, other_version
+from torchelastic.protocol import PROTOCOL_VERSION, LeaderRecord, encode
 from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, Verdict, hold_connection, probe
 from torchelastic.rendezvous.run_state import cancel
 from torchelastic.store import Backoff
@@ -57,6 +57,7 @@ class LeaderElection:
     Attributes:
         candidacy: this node's part.
         connected: whether this node is connected to the leader.
+        last_connected: the last leader to which this node was connected; None if there was none.
         dead_leader: the last leader whose connection has shown that it is dead; None if there was none.
         took_expired_at: when this node took the lead from a leader whose lease had expired, but which may still be
             alive; otherwise None.
@@ -65,6 +66,7 @@ class LeaderElection:
     def __init__(self, run: RunStateWatch, registration: NodeRegistration, address: str) -> None:
         self.candidacy = Candidacy.ACTIVE
         self.connected = False
+        self.last_connected: str | None = None
         self.dead_leader: str | None = None
         self.took_expired_at: float | None = None
         self._run = run
@@ -72,14 +74,7 @@ class LeaderElection:
         self._lease = run.settings.lease
         self._registration = registration
         self._address = address
-        self._last_connected: str | None = None
-        self._warned_of: str | None = None
         self._yields_until = 0.0
-
-    @property
-    def connections_work(self) -> bool:
-        """Whether this node was ever connected to a leader, so the network allows connections."""
-        return self._last_connected is not None
 
     @property
     def is_leader(self) -> bool:
@@ -229,12 +224,8 @@ class LeaderElection:
                 backoff.reset()
                 await changed.after(seen)
                 continue
-            if leader.protocol != PROTOCOL_VERSION and leader.node != self._warned_of:
-                self._warned_of = leader.node
-                version = other_version(leader.protocol)
-                logger.warning("%s leads, and this node cannot take part: %s", leader.node, version)
             verdict = await self._hold(leader)
-            if verdict is Verdict.DEAD and self._last_connected == leader.node:
+            if verdict is Verdict.DEAD and self.last_connected == leader.node:
                 if self._run.outcome is None:
                     logger.info("the leader %s is dead: it refuses its connection", leader.node)
                 self.dead_leader = leader.node
@@ -255,7 +246,7 @@ class LeaderElection:
     def peer_connected(self, node: str) -> None:
         """Note that this node is connected to the leader."""
         self.connected = True
-        self._last_connected = node
+        self.last_connected = node
 
     def peer_lost(self, node: str) -> None:
         """Note that the connection to the leader is lost."""
