@@ -116,22 +116,18 @@ class EtcdServers:
             exchange: as in :meth:`ask`; may be repeated.
 
         Raises:
-            StoreError: the exchange failed, or the servers speak http instead of https or the reverse.
+            StoreError: the exchange failed, or a server speaks http instead of https or the reverse.
         """
-
-        async def checked(endpoint: str) -> None:
-            try:
-                await exchange(endpoint)
-            except NotAuthorized:
-                return  # other keys may be allowed
-            except StoreError as error:
+        try:
+            await self.ask(exchange, repeatable=True)
+        except NotAuthorized:
+            pass  # other keys may be allowed
+        except StoreError as error:
+            for endpoint in self.endpoints:
                 if protocol := await self._other_protocol(endpoint):
-                    raise StoreRefused(
-                        f"etcd at {endpoint} speaks {protocol} only: write {protocol}:// before the address"
-                    ) from error
-                raise
-
-        await self.ask(checked, repeatable=True)
+                    wanted = f"etcd at {endpoint} speaks {protocol} only: write {protocol}:// before the address"
+                    raise StoreRefused(wanted) from error
+            raise
 
     @contextlib.asynccontextmanager
     async def request(
