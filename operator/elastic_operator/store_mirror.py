@@ -152,7 +152,8 @@ class StoreMirror:
         """
         if (store := self._store) is not None:  # which may change at any await
             await self._lease(store).end()
-            await store.delete_prefix(self._keys.root)
+            for entry in (await store.list(self._keys.root)).entries:  # of nodes that are still registered
+                await store.delete(entry.key)
 
     def _lease(self, store: Store) -> RunLease:
         return RunLease(store, self._run_id, ttl=self._ttl)

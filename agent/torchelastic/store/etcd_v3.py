@@ -116,10 +116,6 @@ class EtcdV3Store:
         """See :meth:`Store.delete <torchelastic.store.api.Store.delete>`."""
         await self._call("/v3/kv/deleterange", {"key": _encoded(key)})
 
-    async def delete_prefix(self, prefix: str) -> None:
-        """See :meth:`Store.delete_prefix <torchelastic.store.api.Store.delete_prefix>`."""
-        await self._call("/v3/kv/deleterange", _below(prefix))
-
     async def grant(self, ttl: float, *, lease: int = 0) -> int:
         """See :meth:`Store.grant <torchelastic.store.api.Store.grant>`."""
         message = {"TTL": max(math.ceil(ttl), 1), "ID": lease}
@@ -197,22 +193,14 @@ class EtcdV3Store:
         answer = await self._call("/v3/kv/range", message, repeatable=True, at=at, limit=limit)
         return answer.header.revision
 
-    async def _call(
-        self,
-        path: str,
-        message: dict[str, Any],
-        *,
-        repeatable: bool = False,
-        at: str | None = None,
-        limit: float | None = None,
-    ) -> _Answer:
-        """Send one message and return the answer; for the last arguments and errors see :meth:`EtcdServers.ask`."""
+    async def _call(self, path: str, message: dict[str, Any], **options: Any) -> _Answer:  # noqa: ANN401
+        """Send one message and return the answer; for the options and errors see :meth:`EtcdServers.ask`."""
         body = msgspec.json.encode(message)  # bytes as base64
 
         async def exchange(endpoint: str) -> _Answer:
             return _understood(endpoint, await self._authorized(endpoint, path, body))
 
-        return await self._servers.ask(exchange, repeatable=repeatable, at=at, limit=limit)
+        return await self._servers.ask(exchange, **options)
 
     async def _authorized(self, endpoint: str, path: str, body: bytes) -> bytes:
         """Return the answer to a message; get a token if the server asks for one, or for another one."""
