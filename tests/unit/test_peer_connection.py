@@ -16,8 +16,8 @@ from torchelastic.config.settings import RendezvousSettings
 from torchelastic.errors import NoPortFree
 from torchelastic.protocol import NodeRecord, SizeRecord
 from torchelastic.rendezvous import peer_connection
-from torchelastic.rendezvous.node import RendezvousNode
-from torchelastic.rendezvous.peer_connection import PeerServer, Verdict, hold_connection, listen, probe, run_digest
+from torchelastic.rendezvous.node import RendezvousNode, listen
+from torchelastic.rendezvous.peer_connection import PeerServer, Verdict, hold_connection, probe, run_digest
 from torchelastic.store import MemoryStore
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Observer:
 @asynccontextmanager
 async def serving(node: str = "a.1", run: str = "run") -> AsyncIterator[tuple[PeerServer, Observer]]:
     observer = Observer()
-    server = PeerServer(run=run, node=node, host="127.0.0.1")
+    server = PeerServer(run=run, node=node, listener=listen("127.0.0.1"))
     server.observer = observer
     server.start()
     try:
@@ -116,7 +116,7 @@ async def test_a_connection_accepted_while_the_server_closes_is_closed(
     turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_connection, "GREETING_TIMEOUT", 600.0)
-    server = PeerServer(run="run", node="a.1", host="127.0.0.1")
+    server = PeerServer(run="run", node="a.1", listener=listen("127.0.0.1"))
     with socket.create_connection(("127.0.0.1", server.port)) as early:
         early.setblocking(False)
         server.start()

@@ -7,14 +7,16 @@ the state of its workers to it. The agent does not need to know which node leads
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import msgspec
 
-from torchelastic.errors import MalformedRecord, StoreError
+from torchelastic.errors import MalformedRecord, NoPortFree, StoreError
 from torchelastic.protocol import (
     NodePhase,
     NodeRecord,
@@ -29,12 +31,11 @@ from torchelastic.protocol import (
 from torchelastic.rendezvous.history import History, HistoryWriter
 from torchelastic.rendezvous.leader import Leader
 from torchelastic.rendezvous.leader_election import LeaderElection
-from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, PeerServer, listen
+from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, PeerServer
 from torchelastic.rendezvous.run_state import NodeRegistration, RunStateWatch, cancel, remove_finished_run
 from torchelastic.store.client import RETRY_MIN, NodeStore
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
     from types import TracebackType
 
@@ -46,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 LEAVE_TIMEOUT: Final = 2.0
 """Maximum time in seconds for a node to delete its key; after that, the key expires with the lease."""
+
+BACKLOG: Final = 4096
+"""Connections that may wait to be accepted, when a thousand nodes connect at once."""
 
 STORE_SHARE: Final = 0.75
 """Fraction of the timeout of :meth:`RendezvousNode.is_current` for the store; the rest is for a peer."""
@@ -196,10 +200,11 @@ class RendezvousNode:
         self.run = RunStateWatch(node, settings, cast("Store", NodeStore(store, answered)))
         self._offer = StorePortOffer(record.address, settings.ports)
         try:
-            self.server = PeerServer(run=settings.run_id, node=node, host=record.address, ports=settings.ports)
+            listener = listen(record.address, settings.ports)
         except BaseException:
             self._offer.close()
             raise
+        self.server = PeerServer(run=settings.run_id, node=node, listener=listener)
         resume = settings.resume
         record = msgspec.structs.replace(
             record,
@@ -485,3 +490,41 @@ class RendezvousNode:
                     await self.run.changed.after(self.run.changed.count, timeout=RETRY_MIN)
                 return True
         return False
+
+
+def listen(host: str, ports: PortRange | None = None, *, after: int = 0) -> socket.socket:
+    """Return a listening socket on a free port of this address, or of all addresses if it is not this machine's own.
+
+    A pod may be known to its peers by an address that only a gateway in front of it has.
+
+    Args:
+        host: the address.
+        ports: the only ports that may be taken; None for any.
+        after: the port that must not be taken again; the search begins after it.
+
+    Raises:
+        OSError: no socket can be created.
+        NoPortFree: none of these ports is free.
+    """
+    try:
+        info = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        return _listening(info[0], info[4], ports, after)
+    except OSError:
+        return _listening(socket.AF_INET, ("", 0), ports, after)
+
+
+def _listening(
+    family: int, address: tuple[str | int, ...] | tuple[int, bytes], ports: PortRange | None, after: int
+) -> socket.socket:
+    for port in (0,) if ports is None else ports.after(after):
+        try:
+            listener = socket.create_server((address[0], port, *address[2:]), family=family, backlog=BACKLOG)
+            listener.setblocking(False)
+            return listener
+        except OSError as error:
+            if ports is None or error.errno != errno.EADDRINUSE:
+                raise
+    raise NoPortFree(
+        f"No port of --port-range {ports} is free on this node: give it a wider range, or see what else listens there "
+        "(ss -tlnp); each agent on a host needs up to 4 of them at a time."
+    )

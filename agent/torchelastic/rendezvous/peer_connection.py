@@ -13,27 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import errno
 import hashlib
 import socket
 from collections import Counter
 from contextlib import AsyncExitStack, suppress
-from typing import TYPE_CHECKING, Annotated, Final, Protocol
+from typing import Annotated, Final, Protocol
 
 import msgspec
 
-from torchelastic.errors import MalformedRecord, NoPortFree
+from torchelastic.errors import MalformedRecord
 from torchelastic.protocol import decode, encode
 from torchelastic.rendezvous.run_state import cancel
 
-if TYPE_CHECKING:
-    from torchelastic.config.settings import PortRange
-
 LINE_LIMIT: Final = 2048
 """Maximum length of a line in bytes; a longer line closes the connection."""
-
-BACKLOG: Final = 4096
-"""Connections that may wait to be accepted, when a thousand nodes connect at once."""
 
 DIGEST_BYTES: Final = 16
 
@@ -88,21 +81,17 @@ class PeerServer:
     Args:
         run: the run's id; connections of other runs are refused.
         node: this node's id.
-        host: the address on which to listen.
-        ports: the only ports on which it may listen; None for any.
+        listener: the listening socket, which the server closes.
 
     Attributes:
         observer: is notified of connections; None for no observer.
-
-    Raises:
-        NoPortFree: none of these ports is free.
     """
 
-    def __init__(self, *, run: str, node: str, host: str, ports: PortRange | None = None) -> None:
+    def __init__(self, *, run: str, node: str, listener: socket.socket) -> None:
         self.observer: ConnectionObserver | None = None
         self._greeting = _Greeting(run=run_digest(run), node=node)
         self._connections: Counter[str] = Counter()
-        self._listener = listen(host, ports)
+        self._listener = listener
         self._serving: set[asyncio.Task[None]] = set()
 
     @property
@@ -249,41 +238,3 @@ async def _close(writer: asyncio.StreamWriter) -> None:
     writer.close()
     with suppress(OSError):
         await writer.wait_closed()
-
-
-def listen(host: str, ports: PortRange | None = None, *, after: int = 0) -> socket.socket:
-    """Return a listening socket on a free port of this address, or of all addresses if it is not this machine's own.
-
-    A pod may be known to its peers by an address that only a gateway in front of it has.
-
-    Args:
-        host: the address.
-        ports: the only ports that may be taken; None for any.
-        after: the port that must not be taken again; the search begins after it.
-
-    Raises:
-        OSError: no socket can be created.
-        NoPortFree: none of these ports is free.
-    """
-    try:
-        info = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        return _listening(info[0], info[4], ports, after)
-    except OSError:
-        return _listening(socket.AF_INET, ("", 0), ports, after)
-
-
-def _listening(
-    family: int, address: tuple[str | int, ...] | tuple[int, bytes], ports: PortRange | None, after: int
-) -> socket.socket:
-    for port in (0,) if ports is None else ports.after(after):
-        try:
-            listener = socket.create_server((address[0], port, *address[2:]), family=family, backlog=BACKLOG)
-            listener.setblocking(False)
-            return listener
-        except OSError as error:
-            if ports is None or error.errno != errno.EADDRINUSE:
-                raise
-    raise NoPortFree(
-        f"No port of --port-range {ports} is free on this node: give it a wider range, or see what else listens there "
-        "(ss -tlnp); each agent on a host needs up to 4 of them at a time."
-    )
