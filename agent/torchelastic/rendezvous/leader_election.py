@@ -82,10 +82,6 @@ class LeaderElection:
         leader = self._run.leader.record
         return leader is not None and leader.node == self._node and self.candidacy is not Candidacy.WITHDRAWN
 
-    async def until_leader(self) -> None:
-        """Wait until this node leads."""
-        await self._run.changed.until(lambda: self.is_leader)
-
     async def until_replaced(self, node: str) -> None:
         """Wait until another node leads, or this node has withdrawn; an expired lease does not count."""
 

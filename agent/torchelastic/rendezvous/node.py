@@ -433,7 +433,7 @@ class RendezvousNode:
     async def _lead(self) -> None:
         """Lead each time that this node is elected."""
         while True:
-            await self.election.until_leader()
+            await self.run.changed.until(lambda: self.election.is_leader)
             self.server.observer = self.leader = Leader(self.run, self.election, self.server, self.history)
             leading = asyncio.create_task(self.leader.run())
             # An expired lease does not end the leadership. If all leases expire because the store is away, the leader
