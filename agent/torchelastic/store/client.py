@@ -63,7 +63,7 @@ async def connect(settings: StoreSettings) -> Store:
         StoreRefused: a server answers, but does not have the requested API, or refuses the credentials.
     """
     # An agent starts its fork server before it spends its own time on an HTTP client.
-    from torchelastic.store.etcd_http import WrongApi
+    from torchelastic.store.etcd_errors import WrongApi
     from torchelastic.store.etcd_v3 import EtcdV3Store
 
     if settings.version == 2:

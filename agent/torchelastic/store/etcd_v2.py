@@ -13,9 +13,9 @@ lease              known to the clients that granted it; its keys have its time 
 watch              one request for each change, which waits for it; between quiet ones the server is asked for its index
 =================  ====================================================================================================
 
-python-etcd writes the requests and reads the answers, and :mod:`torchelastic.store.etcd_http` sends them: python-etcd
-itself blocks, and repeats requests that failed. v2 keeps the last 1,000 changes of the whole store, so a watch that
-falls behind has to list again. Folders whose keys have expired stay, empty.
+python-etcd writes the requests and reads the answers, and :class:`~torchelastic.store.etcd_v3.EtcdServers` sends them:
+python-etcd itself blocks, and repeats requests that failed. v2 keeps the last 1,000 changes of the whole store, so a
+watch that falls behind has to list again. Folders whose keys have expired stay, empty.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ import msgspec
 from torchelastic.errors import LeaseLost, StoreError, StoreRefused, StoreUnavailable
 from torchelastic.protocol import KEY_ROOT
 from torchelastic.store.api import Change, Entry, Listing
-from torchelastic.store.etcd_http import EtcdServers, NotAuthorized, WrongApi, unexpected
+from torchelastic.store.etcd_errors import NotAuthorized, WrongApi, unexpected
+from torchelastic.store.etcd_v3 import EtcdServers
 
 if TYPE_CHECKING:
     import builtins

@@ -10,6 +10,8 @@ A watch is a stream on which etcd may send nothing for ten minutes. A broken wat
 - The kernel watches the stream's own connection (keep-alive and TCP_USER_TIMEOUT), which finds a cut path.
 - A proxy may answer for a server that it has lost. So a watch that stays quiet for long is made again from the next
   revision on; no change is lost or reported twice.
+
+The adapter for the API v2 reaches its servers by :class:`EtcdServers`, too.
 """
 
 from __future__ import annotations
@@ -18,36 +20,182 @@ import asyncio
 import contextlib
 import math
 import socket
-from typing import TYPE_CHECKING, Any, Final
+import ssl
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import aiohttp
 import msgspec
+from yarl import URL
 
-from torchelastic.errors import LeaseLost, StoreError, StoreRefused, StoreUnavailable
+from torchelastic.errors import LeaseLost, SettingsError, StoreError, StoreRefused, StoreUnavailable
 from torchelastic.store.api import Change, Entry, Listing
-from torchelastic.store.etcd_http import (
-    EtcdServers,
+from torchelastic.store.etcd_errors import (
+    Fault,
+    LeaseExists,
     NotAuthorized,
+    TokenRefused,
+    Unreached,
     WrongApi,
+    broken,
     is_transient,
+    other_protocol,
+    refused,
     shown,
     unexpected,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
-
-    import aiohttp
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 
     from torchelastic.store.api import StoreSettings
+
+_Result = TypeVar("_Result")
 
 QUIET_CHECKS: Final = 12
 """Number of consecutive probes without an event after which a watch is created again: every 30 s by default."""
 
-_TRANSIENT_CODES: Final = frozenset({1, 2, 4, 8, 10, 13, 14})
-"""gRPC's canceled, unknown, deadline exceeded, resource exhausted, aborted, internal, unavailable."""
 
-_TOKEN_REFUSED: Final = ("invalid auth token", "revision of auth store is old", "user name is empty")
-"""etcd's messages about a missing or expired token."""
+class EtcdServers:
+    """HTTP to the servers of one etcd cluster, on connections that are kept open and shared.
+
+    Servers are tried in turn, and one that failed is asked last. A request moves on to the next server if it never
+    reached the first, or if it is safe to repeat.
+
+    Args:
+        settings: the addresses and credentials of the servers.
+
+    Raises:
+        SettingsError: a file with certificates cannot be used.
+    """
+
+    def __init__(self, settings: StoreSettings) -> None:
+        self._settings = settings
+        self._order = list(settings.endpoints)
+        self._tls = _tls_context(settings)
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """The servers, in the order in which they are asked."""
+        return tuple(self._order)
+
+    async def ask(
+        self,
+        exchange: Callable[[str], Awaitable[_Result]],
+        *,
+        repeatable: bool = False,
+        at: str | None = None,
+        limit: float | None = None,
+    ) -> _Result:
+        """Return the result of an exchange with one server.
+
+        Args:
+            exchange: called with the server.
+            repeatable: whether the exchange is safe to repeat, so that another server may be asked after a failure.
+            at: ask this server only.
+            limit: seconds for the whole call; None for the request timeout.
+
+        Raises:
+            StoreUnavailable: no server answered in time.
+        """
+        clock = asyncio.get_running_loop()
+        deadline = clock.time() + (limit or self._settings.request_timeout)
+        endpoints = (at,) if at else self.endpoints
+        for number, endpoint in enumerate(endpoints, 1):
+            seconds = max(deadline - clock.time(), 0.0) / (len(endpoints) - number + 1 if repeatable else 1)
+            try:
+                try:
+                    async with asyncio.timeout(seconds):
+                        return await exchange(endpoint)
+                except TimeoutError as error:
+                    raise StoreUnavailable(f"etcd at {endpoint} gave no answer within {seconds:.3g} seconds") from error
+            except StoreUnavailable as error:
+                self._order.remove(endpoint)
+                self._order.append(endpoint)
+                if number < len(endpoints) and (repeatable or isinstance(error, Unreached)):
+                    continue
+                if number == 1:
+                    raise
+                asked = ", ".join(endpoints[:number])
+                raise StoreUnavailable(
+                    f"none of the etcd servers {asked} answers; the last failure: {error}"
+                ) from error
+        raise AssertionError("there is at least one endpoint")
+
+    async def check(self, exchange: Callable[[str], Awaitable[object]]) -> None:
+        """Check that a server can be used.
+
+        Args:
+            exchange: as in :meth:`ask`; may be repeated.
+
+        Raises:
+            StoreError: the exchange failed, or a server speaks http instead of https or the reverse.
+        """
+        try:
+            await self.ask(exchange, repeatable=True)
+        except NotAuthorized:
+            pass  # other keys may be allowed
+        except StoreError as error:
+            for endpoint in self.endpoints:
+                if protocol := await other_protocol(endpoint, self._settings.protocol):
+                    wanted = f"etcd at {endpoint} speaks {protocol} only: write {protocol}:// before the address"
+                    raise StoreRefused(wanted) from error
+            raise
+
+    @contextlib.asynccontextmanager
+    async def request(
+        self,
+        method: str,
+        endpoint: str,
+        path: str,
+        *,
+        body: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request and yield the answer; read the answer within the block.
+
+        Args:
+            method: the HTTP method.
+            endpoint: the server.
+            path: the path, and perhaps a query, quoted.
+            body: the body of the request.
+            headers: additional headers.
+
+        Raises:
+            StoreUnavailable: the server cannot be reached, or the connection broke.
+            StoreRefused: the server cannot be trusted, or does not speak HTTP.
+        """
+        self._raise_if_closed()
+        if self._session is None:  # here and not in __init__, because it belongs to the running loop
+            connector = aiohttp.TCPConnector(limit=0, ssl=self._tls or True)
+            timeout = aiohttp.ClientTimeout(connect=self._settings.request_timeout / len(self._order))
+            jar = aiohttp.DummyCookieJar()
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=jar)
+            # Otherwise aiohttp repeats PUT and DELETE, and the repetition of a successful compare-and-swap fails.
+            self._session._retry_connection = False  # noqa: SLF001 - aiohttp has no other switch for it
+        url = URL(f"{self._settings.protocol}://{endpoint}{path}", encoded=True)
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **(headers or {})}
+        try:
+            # A redirect would take the credentials along.
+            request = self._session.request(method, url, data=body or None, headers=headers, allow_redirects=False)
+            async with request as response:
+                yield response
+        except (aiohttp.ClientError, RuntimeError) as error:
+            self._raise_if_closed()
+            if isinstance(error, aiohttp.ClientError):
+                raise broken(endpoint, error) from error
+            raise
+
+    async def close(self) -> None:
+        """Close all connections; requests that still wait for an answer raise StoreUnavailable."""
+        self._closed = True
+        if self._session is not None:
+            await self._session.close()
+
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise StoreUnavailable("the connection to etcd has been closed")
 
 
 class EtcdV3Store:
@@ -123,7 +271,7 @@ class EtcdV3Store:
             try:
                 # Repeatable: a lease whose id got lost ends by itself.
                 return (await self._call("/v3/lease/grant", message, repeatable=True)).lease
-            except _LeaseExists:
+            except LeaseExists:
                 with contextlib.suppress(LeaseLost):  # it has just ended: then it can be granted
                     await self.keep_alive(lease)
                     return lease
@@ -131,8 +279,8 @@ class EtcdV3Store:
     async def keep_alive(self, lease: int) -> None:
         """See :meth:`Store.keep_alive <torchelastic.store.api.Store.keep_alive>`."""
         answer = await self._call("/v3/lease/keepalive", {"ID": lease}, repeatable=True)
-        if isinstance(answer.error, _Fault):
-            raise _meaning("etcd", answer.error)
+        if isinstance(answer.error, Fault):
+            raise refused("etcd", answer.error)
         if answer.result is None or answer.result.ttl == 0:
             raise LeaseLost(f"lease {lease:x} has ended")
 
@@ -207,7 +355,7 @@ class EtcdV3Store:
         token = self._token
         try:
             return await self._post(endpoint, path, body)
-        except _TokenRefused:
+        except TokenRefused:
             if self._settings.username is None:
                 raise
         async with self._authenticating:
@@ -256,15 +404,7 @@ class _Event(msgspec.Struct, frozen=True):
     type: str = "PUT"
 
 
-class _Fault(msgspec.Struct, frozen=True):
-    """An error; within a stream, etcd before 3.6 calls the code ``grpc_code``."""
-
-    message: str = ""
-    code: int = 0
-    grpc_code: int = 0
-
-
-class _Answer(_Fault, frozen=True):
+class _Answer(Fault, frozen=True):
     """The fields of etcd's answers that are read. Each answer has some of them; in a stream, inside ``result``."""
 
     header: _Header = _Header()
@@ -278,16 +418,8 @@ class _Answer(_Fault, frozen=True):
     cancel_reason: str = ""
     compact_revision: int = 0
     events: tuple[_Event, ...] = ()
-    error: str | _Fault | None = None
+    error: str | Fault | None = None
     result: _Answer | None = None
-
-
-class _TokenRefused(StoreRefused):
-    """The server requires a token, or a new one."""
-
-
-class _LeaseExists(StoreRefused):
-    """A lease of this id exists already."""
 
 
 class _Stream:
@@ -318,11 +450,11 @@ class _Stream:
         line = _understood(self._endpoint, bytes(self._pending[:end]))
         del self._pending[: end + 1]
         answer = line.result or _Answer()
-        fault = line.error if isinstance(line.error, _Fault) else None
+        fault = line.error if isinstance(line.error, Fault) else None
         if answer.canceled and not answer.compact_revision:
-            fault = _Fault(answer.cancel_reason or "the watch was canceled")
+            fault = Fault(answer.cancel_reason or "the watch was canceled")
         if fault is not None:
-            raise _meaning(f"etcd at {self._endpoint}", fault, transient=answer.canceled)
+            raise refused(f"etcd at {self._endpoint}", fault, transient=answer.canceled)
         return answer
 
 
@@ -339,35 +471,11 @@ def _refusal(endpoint: str, path: str, status: int, body: bytes) -> StoreError:
         answer = msgspec.json.decode(body, type=_Answer, strict=False)
     except msgspec.DecodeError:
         answer = _Answer()
-    fault = answer.error if isinstance(answer.error, _Fault) else answer
+    fault = answer.error if isinstance(answer.error, Fault) else answer
     if fault.message:
-        return _meaning(f"etcd at {endpoint}", fault, transient=is_transient(status))
+        return refused(f"etcd at {endpoint}", fault, transient=is_transient(status))
     lacking = "its JSON gateway (etcd 3.4 or later has it, with --enable-grpc-gateway=true)"
     return unexpected(endpoint, path, status, body, lacking=lacking)
-
-
-def _meaning(where: str, fault: _Fault, *, transient: bool = False) -> StoreError:
-    """Convert an error of etcd to an error of the store.
-
-    Args:
-        where: the server, for example "etcd at host:port".
-        fault: the error.
-        transient: whether the HTTP status indicates a temporary error.
-    """
-    said = fault.message.removeprefix("etcdserver: ")
-    if "requested lease not found" in said:
-        return LeaseLost(f"{where} knows no such lease any more")
-    if "lease already exists" in said:
-        return _LeaseExists(f"{where} has a lease of this id already")
-    if any(sign in said for sign in _TOKEN_REFUSED):
-        return _TokenRefused(f"{where} wants a user name and a password: {said}")
-    if "authentication failed" in said:
-        return StoreRefused(f"{where} does not accept the user name and password")
-    if "permission denied" in said:
-        return NotAuthorized(f"{where} does not allow this user to use these keys: permission denied")
-    if transient or (fault.code or fault.grpc_code) in _TRANSIENT_CODES:
-        return StoreUnavailable(f"{where} cannot answer now: {said}")
-    return StoreRefused(f"{where} refuses: {said}")
 
 
 def _break_if_peer_is_silent(response: aiohttp.ClientResponse, limit: float) -> None:
@@ -381,6 +489,24 @@ def _break_if_peer_is_silent(response: aiohttp.ClientResponse, limit: float) -> 
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, seconds)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit * 1000))
+
+
+def _tls_context(settings: StoreSettings) -> ssl.SSLContext | None:
+    """Return the TLS context of the settings; None for plain HTTP."""
+    if settings.protocol != "https":
+        return None
+    try:
+        context = ssl.create_default_context(cafile=settings.ca_cert)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"the CA certificate {settings.ca_cert} for etcd cannot be used: {error}") from error
+    if settings.cert:
+        try:
+            # An empty password instead of none, or a key with a password would ask for it on the terminal.
+            context.load_cert_chain(settings.cert, settings.key, password="")
+        except (OSError, ValueError) as error:
+            pair = f"{settings.cert} with the key {settings.key or settings.cert}"
+            raise SettingsError(f"the client certificate {pair} for etcd cannot be used: {error}") from error
+    return context
 
 
 def _encoded(key: str) -> bytes:

@@ -1,0 +1,143 @@
+"""The errors of etcd's servers: what a failed connection, or an unexpected answer, means to the user of a store."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+from typing import Final
+
+import aiohttp
+import msgspec
+
+from torchelastic.errors import LeaseLost, StoreError, StoreRefused, StoreUnavailable
+
+_PROBE_LIMIT: Final = 1.0
+"""Seconds for finding out why a server does not answer."""
+
+_SHOWN: Final = 200
+"""Maximum number of characters of an unexpected answer in a message."""
+
+_TRANSIENT_CODES: Final = frozenset({1, 2, 4, 8, 10, 13, 14})
+"""gRPC's canceled, unknown, deadline exceeded, resource exhausted, aborted, internal, unavailable."""
+
+_TOKEN_REFUSED: Final = ("invalid auth token", "revision of auth store is old", "user name is empty")
+"""etcd's messages about a missing or expired token."""
+
+
+class Unreached(StoreUnavailable):
+    """The request never reached the server, so it was not carried out."""
+
+
+class WrongApi(StoreRefused):
+    """The server answers, but does not speak the requested API of etcd."""
+
+
+class NotAuthorized(StoreRefused):
+    """The user may not use these keys."""
+
+
+class TokenRefused(StoreRefused):
+    """The server requires a token, or a new one."""
+
+
+class LeaseExists(StoreRefused):
+    """A lease of this id exists already."""
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """An error message of etcd 3; within a stream, etcd before 3.6 calls the code ``grpc_code``."""
+
+    message: str = ""
+    code: int = 0
+    grpc_code: int = 0
+
+
+def is_transient(status: int) -> bool:
+    """Return whether a later attempt may succeed after an answer with this HTTP status."""
+    return status >= 500 or status in {408, 425, 429}
+
+
+def unexpected(endpoint: str, path: str, status: int, body: bytes, *, lacking: str) -> StoreError:
+    """Return the error for an answer that is not etcd's; ``lacking`` names the feature that an etcd there lacks."""
+    if is_transient(status):
+        return StoreUnavailable(f"etcd at {endpoint} answers with status {status}: {shown(body)}")
+    found = f"{path} gives status {status}, {shown(body)}"
+    return WrongApi(f"what listens at {endpoint} is not etcd, or etcd without {lacking}: {found}")
+
+
+def shown(body: bytes) -> str:
+    """Return the beginning of an unexpected answer as text on one line."""
+    text = " ".join(body[: 4 * _SHOWN].decode("utf-8", "replace").split())
+    return repr(text[:_SHOWN]) if text else "nothing"
+
+
+def refused(where: str, fault: Fault, *, transient: bool = False) -> StoreError:
+    """Return the error for an error message of etcd 3.
+
+    Args:
+        where: the server, for example "etcd at host:port".
+        fault: the error message.
+        transient: whether the HTTP status indicates a temporary error.
+    """
+    said = fault.message.removeprefix("etcdserver: ")
+    if "requested lease not found" in said:
+        return LeaseLost(f"{where} knows no such lease any more")
+    if "lease already exists" in said:
+        return LeaseExists(f"{where} has a lease of this id already")
+    if any(sign in said for sign in _TOKEN_REFUSED):
+        return TokenRefused(f"{where} wants a user name and a password: {said}")
+    if "authentication failed" in said:
+        return StoreRefused(f"{where} does not accept the user name and password")
+    if "permission denied" in said:
+        return NotAuthorized(f"{where} does not allow this user to use these keys: permission denied")
+    if transient or (fault.code or fault.grpc_code) in _TRANSIENT_CODES:
+        return StoreUnavailable(f"{where} cannot answer now: {said}")
+    return StoreRefused(f"{where} refuses: {said}")
+
+
+def broken(endpoint: str, error: aiohttp.ClientError) -> StoreError:
+    """Return the error for a failed exchange with a server."""
+    where = f"etcd at {endpoint}"
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        cause = error.certificate_error
+        said = cause.verify_message if isinstance(cause, ssl.SSLCertVerificationError) else str(cause)
+        return StoreRefused(f"the certificate of {where} cannot be trusted: {said}")
+    if isinstance(error, aiohttp.ClientOSError) and "[SSL:" in str(error) and "EOF" not in str(error):
+        reason = str(error).partition("[SSL:")[2].partition("]")[0].strip()
+        return StoreRefused(f"no TLS connection to {where} can be made: {reason}")
+    if isinstance(error, aiohttp.ClientConnectorError):
+        state = "cannot be found" if isinstance(error.os_error, socket.gaierror) else "does not answer"
+        return Unreached(f"{where} {state}: {_reason(error.os_error)}")
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return Unreached(f"{where} does not answer: no connection in time")
+    if isinstance(error, aiohttp.ClientResponseError):
+        return WrongApi(f"what listens at {endpoint} does not speak HTTP: {' '.join(error.message.split())}")
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return StoreUnavailable(f"{where} closed the connection instead of answering")
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return StoreUnavailable(f"{where} closed the connection within an answer")
+    reason = _reason(error) if isinstance(error, aiohttp.ClientOSError) else str(error) or type(error).__name__
+    return StoreUnavailable(f"the connection to {where} broke: {reason}")
+
+
+def _reason(error: OSError) -> str:
+    if error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno).lower()
+    return error.strerror or str(error) or "connection reset"
+
+
+async def other_protocol(endpoint: str, protocol: str) -> str | None:
+    """Return the protocol that a server speaks instead of this one; None if it speaks this one or does not answer."""
+    other = "https" if protocol == "http" else "http"
+    timeout = aiohttp.ClientTimeout(total=_PROBE_LIMIT)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(f"{other}://{endpoint}/version", ssl=False, allow_redirects=False) as answer,
+        ):
+            return other if other == "https" or answer.status == 200 else None
+    except aiohttp.ClientError as error:
+        return other if "ALERT" in str(error) else None  # it refuses a client without a certificate
+    except TimeoutError:
+        return None
