@@ -41,26 +41,20 @@ class ChangeSignal:
 
     def __init__(self) -> None:
         self.count = 0
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._next = asyncio.Event()
 
     def send(self) -> None:
         """Announce a change."""
         self.count += 1
-        for future in self._waiting:
-            if not future.done():
-                future.set_result(None)
+        self._next.set()
+        self._next = asyncio.Event()
 
     async def after(self, seen: int, *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - waking is the point
         """Wait until :attr:`count` differs from ``seen``, or the timeout has passed; return the count."""
         if self.count == seen:
-            future = asyncio.get_running_loop().create_future()
-            self._waiting.add(future)
-            try:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(timeout):
-                        await future
-            finally:
-                self._waiting.discard(future)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._next.wait()
         return self.count
 
     async def until(self, condition: Callable[[], bool]) -> None:
