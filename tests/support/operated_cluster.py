@@ -26,16 +26,14 @@ if TYPE_CHECKING:
 NAME = "digits"
 
 _PATIENCE = 30.0
+_ETCD_PATIENCE = 0.5
 
 _READY = [{"type": kind, "status": "True"} for kind in ("Ready", "ContainersReady")]
 _RUNS = {"name": "worker", "ready": True, "state": {"running": {"startedAt": MADE}}}
 
 
 class OperatedCluster:
-    """An operator without watches; runs within ``async with``.
-
-    Args:
-        patience: seconds before an unreachable etcd is reported.
+    """An operator without watches, which soon reports an unreachable etcd; runs within ``async with``.
 
     Attributes:
         server: the API server.
@@ -44,8 +42,7 @@ class OperatedCluster:
         backend: the backend of its reconciler.
     """
 
-    def __init__(self, *, patience: float = 0.5) -> None:
-        self._patience = patience
+    def __init__(self) -> None:
         self._looked = asyncio.Event()
         self._last_look = 0.0
 
@@ -55,7 +52,7 @@ class OperatedCluster:
             api = self.api = await stack.enter_async_context(Api(self.server.configuration))
             store = self.store = Store(changed=self._on_change, pod_deleted=self._on_pod_deleted)
             writer = await stack.enter_async_context(Writer(api, store))
-            stores = JobStores(api, self._on_change, patience=self._patience, managed_patience=self._patience)
+            stores = JobStores(api, self._on_change, patience=_ETCD_PATIENCE, managed_patience=_ETCD_PATIENCE)
             self.backend = KubernetesBackend(
                 api=api,
                 store=store,
@@ -84,11 +81,8 @@ class OperatedCluster:
     def run_pods(self) -> None:
         """Make all pods run."""
         for pod in self.server.of_kind(PODS):
-            self.run_pod(pod["metadata"]["name"])
-
-    def run_pod(self, name: str) -> None:
-        """Make a pod run."""
-        self.change(PODS, name, status={"phase": "Running", "conditions": _READY, "containerStatuses": [_RUNS]})
+            status = {"phase": "Running", "conditions": _READY, "containerStatuses": [_RUNS]}
+            self.change(PODS, pod["metadata"]["name"], status=status)
 
     def set_etcd_status(self, **status: Any) -> None:
         """Set the status of the Deployment of the job's etcd."""

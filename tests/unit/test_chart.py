@@ -205,10 +205,3 @@ def test_the_documentation_lists_every_value_and_its_default() -> None:
             value = value[name]
         if path != "resources":
             assert documented == f"`{value if value and isinstance(value, str) else json.dumps(value)}`", path
-
-
-def test_the_files_named_in_the_notes_exist() -> None:
-    notes = template("NOTES.txt")
-    for file in ("examples/digits.yaml", "Dockerfile.operator", "Dockerfile.agent", "docs/cluster.md"):
-        assert file in notes
-        assert (ROOT / file).is_file(), file

@@ -79,6 +79,12 @@ def test_pod_names_are_deterministic() -> None:
     assert successor.name != died(1).name
 
 
+def test_new_pod_does_not_reuse_the_name_of_a_draining_pod() -> None:
+    gone = pod_name(NAME, UID, 1, "")
+    [new] = plan(TRAINED, a_world(running(0), size=size(2, generation=3, draining=(gone,))), NOW).create
+    assert new.name != gone
+
+
 def test_back_off_starts_over_after_a_healthy_time() -> None:
     job = that_trained(a_job(replicas=2))
     earlier = died(1, failures=3, created=NOW - 100, ended=NOW - 80)

@@ -143,6 +143,13 @@ CASES = {
         removes=[1],
         state=JobState.RUNNING,
     ),
+    "a draining pod is replaced although another pod has gone": Case(
+        TRAINED,
+        a_world(running(0), running(1), size=size(2, generation=3, draining=(running(1).name,))),
+        removes=[1],
+        creates=[1],
+        state=JobState.RUNNING,
+    ),
     "a job that has lost all pods waits until its store was read": Case(
         TRAINED, a_world(store_read=False), state=JobState.WAITING
     ),
