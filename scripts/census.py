@@ -26,13 +26,19 @@ ROOT: Final = Path(__file__).parents[1]
 PACKAGES: Final = {"agent": ROOT / "agent/torchelastic", "operator": ROOT / "operator/elastic_operator"}
 
 _TRACER: Final = """
-import builtins, os, sys, threading, time
+import enum, os, sys, threading, time
 _ROOTS = tuple(os.environ["CENSUS_ROOTS"].split(":"))
 _LOG = os.environ["CENSUS_LOG"]
 _last = None
 _depth = 0
 _walk = []
 _names = set()
+
+def _is_part(value):
+    if isinstance(value, (dict, list, tuple)) and value:
+        value = next(iter(value.values() if isinstance(value, dict) else value))
+    kind = type(value)
+    return kind.__module__.startswith(("elastic_operator.", "torchelastic.")) and not issubclass(kind, enum.Enum)
 
 def _write(*words):
     log = os.open(_LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -58,7 +64,7 @@ def _profile(frame, event, arg):
         if event == "call" and (not _walk or _walk[-1] != file):
             _walk.append(file)
         if event == "return":
-            _names.update(name for name in frame.f_locals if not name.startswith("."))
+            _names.update(name for name, value in frame.f_locals.items() if name[0] != "." and _is_part(value))
         if event == "return" and is_plan:
             _depth = 0
             _write("plan", "|".join(_walk), "|".join(sorted(_names)))
@@ -95,7 +101,11 @@ class Trace:
         return sorted(found)
 
     def plans(self) -> list[tuple[list[str], list[str]]]:
-        """For each call of ``plan()``, the files in the order in which it enters them, and the names of values."""
+        """For each call of ``plan()``, the files in the order in which it enters them, and the names of a job's parts.
+
+        These are the names of local variables with an object of the project's own types, or a collection of them: the
+        job, its spec and status, pods, the parts of a plan. Numbers, times, texts, flags and enums do not count.
+        """
         plans = [line.split(" ") for line in self.lines if line.startswith("plan ")]
         return [(files.split("|"), names.split("|")) for _, files, names in plans]
 

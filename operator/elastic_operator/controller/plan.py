@@ -231,18 +231,18 @@ def _clean_up(snapshot: Snapshot, status: JobStatus) -> Plan:
     )
 
 
-def _unless_the_same(before: JobStatus, after: JobStatus, staying: Iterable[Pod] = ()) -> JobStatus | None:
+def _unless_the_same(before: JobStatus, status: JobStatus, staying: Iterable[Pod] = ()) -> JobStatus | None:
     """Return the status to write; None if it has no relevant change.
 
     The removal of UIDs of deleted pods can wait for the next write, and so can the first size generation. The removal
     of the UID of an existing pod cannot wait: its failure would not be counted.
     """
-    remembered = after.counted_pod_uids <= before.counted_pod_uids and not any(
+    remembered = status.counted_pod_uids <= before.counted_pod_uids and not any(
         pod.uid in before.counted_pod_uids for pod in staying
     )
-    generation = after.size_generation if before.size_generation else 0
-    same = replace(after, counted_pod_uids=before.counted_pod_uids, size_generation=generation) == before
-    return None if remembered and same else after
+    generation = status.size_generation if before.size_generation else 0
+    same = replace(status, counted_pod_uids=before.counted_pod_uids, size_generation=generation) == before
+    return None if remembered and same else status
 
 
 def _next_time(times: Iterable[float | None], now: float) -> float | None:
