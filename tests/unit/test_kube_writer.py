@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
-from elastic_operator.api.constants import EventReason
+from elastic_operator.api.constants import Reason
 from elastic_operator.api.status import JobStatus
 from elastic_operator.controller.model import JobEvent
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, SERVICES, Api, ApiError
@@ -86,7 +86,7 @@ async def test_slow_writes_in_a_namespace_leave_connections_to_others() -> None:
     assert most == {"jobs": 16, "pods": 64}, "of 96 connections"
 
 
-NEWS = JobEvent(EventReason.SCALED, "scaled from 2 to 3 pods")
+NEWS = JobEvent(Reason.SCALED, "scaled from 2 to 3 pods")
 
 
 def a_job(version: str = "7") -> dict[str, Any]:
@@ -101,9 +101,9 @@ def test_the_same_event_has_the_same_name_and_another_one_has_another() -> None:
 
     assert name(a_job(), NEWS) == name(a_job(), NEWS)
     assert name(a_job(), NEWS) != name(a_job("8"), NEWS)
-    assert name(a_job(), NEWS) != name(a_job(), JobEvent(EventReason.SCALED, "scaled from 3 to 4 pods"))
+    assert name(a_job(), NEWS) != name(a_job(), JobEvent(Reason.SCALED, "scaled from 3 to 4 pods"))
 
 
 def test_a_long_message_of_an_event_is_shortened_to_what_an_api_server_accepts() -> None:
-    event = event_object(a_job(), JobEvent(EventReason.POD_DIED, "x" * 5000, warning=True), identity="x", now=START)
+    event = event_object(a_job(), JobEvent(Reason.POD_DIED, "x" * 5000, warning=True), identity="x", now=START)
     assert (event["type"], len(event["message"])) == ("Warning", 1024)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace as replaced
 
-from elastic_operator.api.constants import ConditionType, EventReason, Reason, pod_name
+from elastic_operator.api.constants import ConditionType, Reason, pod_name
 from elastic_operator.api.spec import FailureAction
 from elastic_operator.api.status import JobState, LastFailure
 from elastic_operator.controller.messages import MESSAGE_LIMIT
@@ -52,8 +52,8 @@ STRANGER = IncompatibleImage(Reason.PROTOCOL_MISMATCH, "the agent in the image s
 TRAINED = that_trained(a_job(replicas=2))
 
 
-def messages_of(made: Plan) -> dict[EventReason, str]:
-    return {EventReason(event.reason): event.message for event in made.events}
+def messages_of(made: Plan) -> dict[Reason, str]:
+    return {Reason(event.reason): event.message for event in made.events}
 
 
 @pytest.mark.parametrize(("there", "goes"), [(None, 2), (a_round(running(1), running(2)), 0)])
@@ -192,7 +192,7 @@ def test_failure_names_its_root_cause() -> None:
     assert condition(made.status, ConditionType.FINISHED).message == cause
     assert condition(made.status, ConditionType.FAILED).reason == Reason.RUN_FAILED
     assert made.status.last_failure == LastFailure(cause, pod="digits-2", rank=3, exit_code=1, time=NOW)
-    assert messages_of(made) == {EventReason.FAILED: f"failed: {cause}"}
+    assert messages_of(made) == {Reason.FAILED: f"failed: {cause}"}
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_failure_quotes_the_pod_that_caused_it(pods: tuple[Pod, ...], reason: Re
     failed = condition(made.status, ConditionType.FAILED)
 
     assert (failed.reason, failed.message) == (reason, message)
-    assert messages_of(made) == {EventReason.FAILED: f"failed: {message}"}
+    assert messages_of(made) == {Reason.FAILED: f"failed: {message}"}
     assert made.status.pod_failures == 0
 
 
@@ -295,7 +295,7 @@ def test_blocked_pods_are_reported_once() -> None:
     assert waiting.message == f"1 of at least 2 pods is ready; {hindered}"
     assert degraded.message == f"1 of 2 pods ready; {hindered}"
     assert waiting.reason == degraded.reason == Reason.RESOURCES_BLOCKED
-    assert messages_of(made) == {EventReason.RESOURCES_BLOCKED: "pods cannot be created for now: exceeded quota: pods"}
+    assert messages_of(made) == {Reason.RESOURCES_BLOCKED: "pods cannot be created for now: exceeded quota: pods"}
     assert made.status.replicas == 1
 
     again = plan(replace(job, status=made.status), replace(world, blocked="exceeded quota: pods, again"), NOW)
@@ -336,7 +336,7 @@ def test_blocked_objects_are_reported_while_all_pods_train() -> None:
         (True, Reason.RESOURCES_BLOCKED, "a foreign Service is called digits-etcd"),
         (True, Reason.BUDGET_REJECTED, "no right"),
     ]
-    assert messages_of(made)[EventReason.RESOURCES_BLOCKED].endswith("for now: a foreign Service is called digits-etcd")
+    assert messages_of(made)[Reason.RESOURCES_BLOCKED].endswith("for now: a foreign Service is called digits-etcd")
     assert made.status is not None
     mended = plan(
         replace(TRAINED, status=made.status), replace(world, blocked=None, disruption_budget_error=None), NOW
@@ -354,8 +354,8 @@ def test_rejected_pods_are_reported_once() -> None:
         "1 of 2 pods ready; no more pods are created from this spec, which the cluster rejects"
     )
     assert messages_of(made) == {
-        EventReason.POD_DIED: f"{died(1).name} was killed by SIGKILL",
-        EventReason.REFUSED: f"the spec is invalid, and no pod is created from it: {words}",
+        Reason.POD_DIED: f"{died(1).name} was killed by SIGKILL",
+        Reason.REFUSED: f"the spec is invalid, and no pod is created from it: {words}",
     }
     assert made.status is not None
     same = plan(replace(TRAINED, status=made.status), a_world(running(0), died(1), rejected=f"{words}."), NOW)
@@ -416,7 +416,7 @@ def test_events_of_ended_pods_name_the_successor() -> None:
 )
 def test_event_says_how_a_pod_died(dead: Pod, how: str) -> None:
     made = plan(TRAINED, a_world(running(0), dead), NOW)
-    assert messages_of(made)[EventReason.POD_DIED].startswith(f"{dead.name} {how}; ")
+    assert messages_of(made)[Reason.POD_DIED].startswith(f"{dead.name} {how}; ")
 
 
 def test_event_of_a_pod_whose_init_container_failed() -> None:
@@ -424,7 +424,7 @@ def test_event_of_a_pod_whose_init_container_failed() -> None:
     made = plan(TRAINED, a_world(running(0), died(1, None, init_exit_code=7, message=said, ended=NOW)), NOW)
 
     words = f"{died(1).name} did not start: {said}"
-    assert messages_of(made)[EventReason.POD_DIED].startswith(f"{words}; ")
+    assert messages_of(made)[Reason.POD_DIED].startswith(f"{words}; ")
     assert made.status.last_failure == LastFailure(words, pod=died(1).name, exit_code=7, time=NOW)
 
 
@@ -432,7 +432,7 @@ def test_pods_removed_by_the_plan_are_not_reported_as_deleted() -> None:
     job = with_status(that_trained(a_job(replicas=1, generation=2)), desired=2)
     world = a_world(running(0), running(1))
     first = plan(job, world, NOW)
-    assert messages_of(first) == {EventReason.SCALED: "scaled from 2 to 1 pod"}
+    assert messages_of(first) == {Reason.SCALED: "scaled from 2 to 1 pod"}
 
     assert first.status is not None
     after = a_world(running(0), terminating(1), size=first.size)
@@ -446,9 +446,9 @@ def test_new_round_event_names_the_cause() -> None:
     later = a_round(*pods, number=2, cause=cause, restarts=1, reason=RoundReason.WORKER_FAILED)
     failed = plan(TRAINED, a_world(*pods, round=later), NOW)
 
-    assert messages_of(scaled) == {EventReason.ROUND: "round 2 with world size 2: digits-1 joined"}
+    assert messages_of(scaled) == {Reason.ROUND: "round 2 with world size 2: digits-1 joined"}
     assert [event.warning for event in scaled.events] == [False]
-    assert messages_of(failed) == {EventReason.ROUND: f"round 2 with world size 2: {cause}"}
+    assert messages_of(failed) == {Reason.ROUND: f"round 2 with world size 2: {cause}"}
     assert [event.warning for event in failed.events] == [True]
     assert (failed.status.restarts, failed.status.last_failure) == (1, LastFailure(cause, time=NOW))
 
@@ -476,20 +476,20 @@ def test_later_event_is_not_reported_as_the_failure() -> None:
 
     failed = "rank 3 on digits-1-abcde exited with ValueError: no"
     assert messages_of(made) == {
-        EventReason.WORKER_FAILED: failed,
-        EventReason.ROUND: "round 3 with world size 2: digits-1 joined",
+        Reason.WORKER_FAILED: failed,
+        Reason.ROUND: "round 3 with world size 2: digits-1 joined",
     }
     assert [event.warning for event in made.events] == [True, False]
     assert made.status.last_failure.message == failed
 
     unknown = plan(TRAINED, a_world(*pods, round=replaced(after, failure=None)), NOW)
-    assert messages_of(unknown) == {EventReason.ROUND: "round 3 with world size 2: digits-1 joined"}
+    assert messages_of(unknown) == {Reason.ROUND: "round 3 with world size 2: digits-1 joined"}
     assert (unknown.status.restarts, unknown.status.last_failure) == (1, None)
 
 
 def test_round_without_members_is_a_pause() -> None:
     made = plan(TRAINED, a_world(running(0), running(1), round=a_round(number=2, cause="digits-1 died")), NOW)
 
-    assert messages_of(made) == {EventReason.PAUSED: "no pod trains now: digits-1 died"}
+    assert messages_of(made) == {Reason.PAUSED: "no pod trains now: digits-1 died"}
     assert made.status.state is JobState.WAITING
     assert condition(made.status, ConditionType.RUNNING).message == "digits-1 died"

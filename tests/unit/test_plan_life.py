@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from elastic_operator.api.constants import ConditionType, EventReason, Reason
+from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.spec import (
     EtcdSpec,
     FailureAction,
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 NO_STORE = replace(a_world(store_read=False), etcd=EtcdState.ABSENT)
 
 
-def messages_of(made: Plan) -> dict[EventReason, str]:
-    return {EventReason(event.reason): event.message for event in made.events}
+def messages_of(made: Plan) -> dict[Reason, str]:
+    return {Reason(event.reason): event.message for event in made.events}
 
 
 def apply_status(job: Job, world: Observed) -> Job:
@@ -69,7 +69,7 @@ def test_suspension_is_reported_step_by_step() -> None:
     stopping = plan(job, a_world(running(0), running(1)), NOW)
     first = condition(stopping.status, ConditionType.SUSPENDED)
     assert (first.status, first.reason, first.message) == (False, Reason.STOPPING, "the pods are terminating")
-    assert messages_of(stopping) == {EventReason.SUSPENDED: "suspended: its pods are asked to leave"}
+    assert messages_of(stopping) == {Reason.SUSPENDED: "suspended: its pods are asked to leave"}
     assert (stopping.status.replicas, stopping.status.ready_replicas, stopping.status.active) == (0, 0, None)
     assert stopping.status.desired == 0
     assert stopping.status.applied_spec == job.status.applied_spec
@@ -161,7 +161,7 @@ def test_changed_applied_fields_require_a_restart_which_is_reported_once() -> No
     waiting = condition(made.status, ConditionType.RESTART_REQUIRED)
     assert (waiting.status, waiting.reason) == (True, Reason.SPEC_CHANGED)
     assert waiting.message.startswith(told_so)
-    assert messages_of(made)[EventReason.RESTART_REQUIRED] == waiting.message
+    assert messages_of(made)[Reason.RESTART_REQUIRED] == waiting.message
     assert [pod.index for pod in made.create] == [1]
     assert with_applied_spec(after, made).spec.args == ("old.py",)
     assert plan(apply_status(after, world), world, NOW).events == ()
@@ -219,15 +219,15 @@ def test_events_name_the_termination_cause() -> None:
     made = plan(job, a_world(*pods), NOW)
 
     assert {(event.reason, event.message) for event in made.events} == {
-        (EventReason.POD_DIED, f"{pods[0].name} ran out of memory; a new pod takes its place"),
-        (EventReason.POD_DISRUPTED, f"{pods[2].name} was preempted; a new pod takes its place"),
-        (EventReason.POD_DISRUPTED, f"{pods[3].name} was lost with its node node-9; a new pod takes its place"),
+        (Reason.POD_DIED, f"{pods[0].name} ran out of memory; a new pod takes its place"),
+        (Reason.POD_DISRUPTED, f"{pods[2].name} was preempted; a new pod takes its place"),
+        (Reason.POD_DISRUPTED, f"{pods[3].name} was lost with its node node-9; a new pod takes its place"),
         (
-            EventReason.POD_DISRUPTED,
+            Reason.POD_DISRUPTED,
             f"{pods[1].name} was evicted: The node was low on resource: memory; a new pod takes its place",
         ),
         (
-            EventReason.POD_DISRUPTED,
+            Reason.POD_DISRUPTED,
             f"{pods[4].name} was turned away by its node node-7: the resource cpu is short; a new pod takes its place",
         ),
     }
@@ -241,7 +241,7 @@ def test_failure_policy_is_named_in_messages() -> None:
     ignores = (on_reasons(FailureAction.IGNORE, "OOMKilled"),)
     made = plan(that_trained(a_job(failure_rules=ignores)), a_world(running(0), out_of_memory(1)), NOW)
     assert messages_of(made) == {
-        EventReason.POD_DIED: f"{out_of_memory(1).name} ran out of memory, which the failure policy ignores; a new pod "
+        Reason.POD_DIED: f"{out_of_memory(1).name} ran out of memory, which the failure policy ignores; a new pod "
         "takes its place"
     }
     assert made.status.last_failure is None
@@ -250,7 +250,7 @@ def test_failure_policy_is_named_in_messages() -> None:
     made = plan(that_trained(a_job(failure_rules=fails)), a_world(running(0), out_of_memory(1)), NOW)
     why = f"{out_of_memory(1).name} ran out of memory, and spec.failurePolicy.rules[1] fails the job then"
     assert condition(made.status, ConditionType.FAILED).message == why
-    assert messages_of(made) == {EventReason.FAILED: f"failed: {why}"}
+    assert messages_of(made) == {Reason.FAILED: f"failed: {why}"}
 
 
 @pytest.mark.parametrize(
@@ -320,9 +320,7 @@ def test_unusable_store_is_a_condition_and_pods_are_created() -> None:
     unreachable = condition(made.status, ConditionType.STORE_UNREACHABLE)
     assert (unreachable.status, unreachable.reason) == (True, Reason.UNREACHABLE)
     assert unreachable.message == "etcd:2379 cannot be reached: connection refused"
-    assert messages_of(made) == {
-        EventReason.STORE_UNREACHABLE: f"the operator cannot use the store: {unreachable.message}"
-    }
+    assert messages_of(made) == {Reason.STORE_UNREACHABLE: f"the operator cannot use the store: {unreachable.message}"}
     assert [pod.index for pod in made.create] == [0, 1]
 
     with_pods = replace(world, pods=(pending(0), pending(1)))

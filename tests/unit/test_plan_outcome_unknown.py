@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from elastic_operator.api.constants import ConditionType, EventReason, Reason
+from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.spec import EtcdSpec, FailureAction
 from elastic_operator.api.status import JobState
 from elastic_operator.controller.model import PATIENCE, IncompatibleImage, with_applied_spec
@@ -43,7 +43,7 @@ def apply_plan(job: Job, world: Observed, now: float) -> tuple[Job, Plan]:
     return (job if applied.status is None else replace(job, status=applied.status)), applied
 
 
-def reasons(applied: Plan) -> list[EventReason]:
+def reasons(applied: Plan) -> list[Reason]:
     return [event.reason for event in applied.events]
 
 
@@ -75,7 +75,7 @@ def test_job_resumed_before_it_is_suspended_stops_first() -> None:
 
     job, resumed_plan = apply_plan(job, UNREADABLE, suspended_plan.wake_at)
     assert [pod.index for pod in resumed_plan.create] == [0, 1]
-    assert reasons(resumed_plan) == [EventReason.RESUMED, EventReason.STORE_UNREACHABLE]
+    assert reasons(resumed_plan) == [Reason.RESUMED, Reason.STORE_UNREACHABLE]
     assert with_applied_spec(job, resumed_plan).spec.etcd == NEW
 
 

@@ -72,7 +72,7 @@ class ConditionType(enum.StrEnum):
 
 
 class Reason(enum.StrEnum):
-    """Why a condition has its value."""
+    """Why a condition has its value, and reasons of events; the last ones only for runs on this machine."""
 
     TRAINING = "Training"
     STARTING = "Starting"
@@ -87,7 +87,7 @@ class Reason(enum.StrEnum):
     SPEC_INVALID = "SpecInvalid"
     SPEC_VALID = "SpecValid"
     REFUSED = "Refused"
-    """The cluster rejects the pods or the etcd of this spec; the message quotes it."""
+    """The cluster rejects the pods or the etcd of this spec, or a running job does not follow a changed manifest."""
     RESOURCES_BLOCKED = "ResourcesBlocked"
     """The cluster does not accept objects for now, because of a quota, a policy or a permission."""
     RUN_SUCCEEDED = "RunSucceeded"
@@ -120,11 +120,6 @@ class Reason(enum.StrEnum):
     """The image of the pods has no ``torchelastic-run``."""
     PROTOCOL_MISMATCH = "ProtocolMismatch"
     """The agent in the image speaks another version of the protocol than this operator."""
-
-
-class EventReason(enum.StrEnum):
-    """Reasons of events."""
-
     STARTED = "Started"
     ROUND = "Round"
     """Another set of pods trains; the message says why."""
@@ -133,8 +128,6 @@ class EventReason(enum.StrEnum):
     PAUSED = "Paused"
     """Too few nodes are left to train."""
     SCALED = "Scaled"
-    SUSPENDED = "Suspended"
-    RESUMED = "Resumed"
     NODE_EXCLUDED = "NodeExcluded"
     """The failure policy excludes a node for later pods."""
     RESTART_REQUIRED = "RestartRequired"
@@ -145,19 +138,10 @@ class EventReason(enum.StrEnum):
     """A pod was deleted by another client; the message quotes its termination message."""
     POD_DISRUPTED = "PodDisrupted"
     """A pod was preempted, evicted, not admitted, or lost with its node."""
-    REFUSED = "Refused"
-    """See :attr:`Reason.REFUSED`."""
-    RESOURCES_BLOCKED = "ResourcesBlocked"
-    """The cluster does not accept pods for now; see :attr:`Reason.RESOURCES_BLOCKED`."""
     REPORT_NOT_KEPT = "ReportNotKept"
     """The report of the run is lost, because its ConfigMap cannot be created."""
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
-
-
-class LocalReason(enum.StrEnum):
-    """Additional reasons of events, for runs on this machine."""
-
     UNSUPPORTED_FIELDS = "UnsupportedFields"
     """Some fields of the manifest have no effect when pods are processes."""
     ETCD_DIED = "EtcdDied"
@@ -167,8 +151,6 @@ class LocalReason(enum.StrEnum):
     STORE_BACK = "StoreBack"
     APPLIED = "Applied"
     """The manifest's file has changed, and so has the job."""
-    REFUSED = "Refused"
-    """The manifest's file has changed in a way that a running job does not follow."""
     NOT_RECORDED = "NotRecorded"
     """The run's folder cannot be written any more."""
     INTERRUPTED = "Interrupted"

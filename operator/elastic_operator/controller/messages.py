@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.api.constants import ConditionType, EventReason, Reason
+from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.status import JobState
 from elastic_operator.controller.model import JobEvent, PodEnd, TerminationCause
 from torchelastic.protocol import ExitCode, RoundReason, TerminationMessage, shorten
@@ -40,20 +40,20 @@ def running_events(
     before, events = snapshot.job.status, []
     if before.state is JobState.SUSPENDED:
         since = f" after round {before.round}" if before.round > 0 else ""
-        events.append(JobEvent(EventReason.RESUMED, f"resumed{since}"))
+        events.append(JobEvent(Reason.RESUMED, f"resumed{since}"))
     events += _pods_ended(failures, planned, snapshot.now)
     events += _obstacles(snapshot, status)
     events += _new_round(snapshot, status)
     if before.desired not in (0, status.desired):
         pods = count(status.desired, "pod")
-        events.append(JobEvent(EventReason.SCALED, f"scaled from {before.desired} to {pods}"))
+        events.append(JobEvent(Reason.SCALED, f"scaled from {before.desired} to {pods}"))
     return tuple(events)
 
 
 def suspension_events(before: JobStatus, status: JobStatus, failures: FailureCount) -> tuple[JobEvent, ...]:
     """Return the events of a suspended job."""
     had_pods = ": its pods are asked to leave" if before.replicas else ""
-    suspended = [JobEvent(EventReason.SUSPENDED, f"suspended{had_pods}")] if before.state is not status.state else []
+    suspended = [JobEvent(Reason.SUSPENDED, f"suspended{had_pods}")] if before.state is not status.state else []
     return (*_pods_ended(failures), *suspended, *_spec_rejected(_news(before, status)))
 
 
@@ -61,9 +61,9 @@ def completion_event(status: JobStatus) -> JobEvent:
     """Return the event of a job that has finished."""
     if status.state is JobState.SUCCEEDED:
         restarts = count(status.restarts, "restart")
-        return JobEvent(EventReason.SUCCEEDED, f"succeeded in round {status.round} after {restarts}")
+        return JobEvent(Reason.SUCCEEDED, f"succeeded in round {status.round} after {restarts}")
     why = status.last_failure.message if status.last_failure is not None else ""
-    return JobEvent(EventReason.FAILED, f"failed: {why}", warning=True)
+    return JobEvent(Reason.FAILED, f"failed: {why}", warning=True)
 
 
 def _pods_ended(failures: FailureCount, planned: PlannedPods | None = None, now: float = 0.0) -> Iterator[JobEvent]:
@@ -77,28 +77,28 @@ def _pods_ended(failures: FailureCount, planned: PlannedPods | None = None, now:
         if (what := _pod_ended(each)) is not None:
             reason, how = what
             message = f"{each.pod.name} {how}{successors.get(each.pod.uid, '')}"
-            yield JobEvent(reason, message, warning=reason is EventReason.POD_DIED)
+            yield JobEvent(reason, message, warning=reason is Reason.POD_DIED)
     for node, pod in failures.newly_excluded:
         message = f"later pods keep away from the node {node}, where {pod.name} {pod_death(pod)}"
-        yield JobEvent(EventReason.NODE_EXCLUDED, message, warning=True)
+        yield JobEvent(Reason.NODE_EXCLUDED, message, warning=True)
 
 
-def _pod_ended(ended: EndedPod) -> tuple[EventReason, str] | None:
+def _pod_ended(ended: EndedPod) -> tuple[Reason, str] | None:
     """Return the event of a pod that ended; None without one."""
     pod = ended.pod
     if ended.charged:
-        return EventReason.POD_DIED, pod_death(pod)
+        return Reason.POD_DIED, pod_death(pod)
     if ended.end is PodEnd.FAILED:
-        return EventReason.POD_DIED, f"{pod_death(pod)}, which the failure policy ignores"
+        return Reason.POD_DIED, f"{pod_death(pod)}, which the failure policy ignores"
     if ended.end not in (PodEnd.LEFT, PodEnd.DISRUPTED):
         return None
     if pod.termination_cause is not None:
-        return EventReason.POD_DISRUPTED, pod_disruption(pod)
+        return Reason.POD_DISRUPTED, pod_disruption(pod)
     if ended.end is PodEnd.DISRUPTED:
-        return EventReason.POD_DIED, pod_death(pod)
+        return Reason.POD_DIED, pod_death(pod)
     if pod.terminating:
-        return EventReason.POD_DELETED, "was deleted"
-    return EventReason.POD_LEFT, "was asked to leave"
+        return Reason.POD_DELETED, "was deleted"
+    return Reason.POD_LEFT, "was asked to leave"
 
 
 def _obstacles(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
@@ -107,23 +107,23 @@ def _obstacles(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
     news = _news(before, status)
     yield from _spec_rejected(news)
     if (changes := news.get(ConditionType.RESTART_REQUIRED)) is not None:
-        yield JobEvent(EventReason.RESTART_REQUIRED, changes)
+        yield JobEvent(Reason.RESTART_REQUIRED, changes)
     if (budget := news.get(ConditionType.DISRUPTION_BUDGET_FAILED)) is not None:
-        yield JobEvent(EventReason.RESOURCES_BLOCKED, budget, warning=True)
+        yield JobEvent(Reason.RESOURCES_BLOCKED, budget, warning=True)
     if blocked is not None and _is_blocked(status) and not _is_blocked(before):
         what = "pods cannot" if status.replicas < status.desired else "not all that the job needs can"
         message = f"{what} be created for now: {clause(blocked)}"
-        yield JobEvent(EventReason.RESOURCES_BLOCKED, message, warning=True)
+        yield JobEvent(Reason.RESOURCES_BLOCKED, message, warning=True)
     unreachable = news.get(ConditionType.STORE_UNREACHABLE)
     if unreachable is not None and not before.holds(ConditionType.STORE_UNREACHABLE):
         message = f"the operator cannot use the store: {unreachable}"
-        yield JobEvent(EventReason.STORE_UNREACHABLE, message, warning=True)
+        yield JobEvent(Reason.STORE_UNREACHABLE, message, warning=True)
 
 
 def _spec_rejected(news: Mapping[str, str]) -> Iterator[JobEvent]:
     if (problem := news.get(ConditionType.INVALID)) is not None:
         message = f"the spec is invalid, and no pod is created from it: {problem}"
-        yield JobEvent(EventReason.REFUSED, message, warning=True)
+        yield JobEvent(Reason.REFUSED, message, warning=True)
 
 
 def _news(before: JobStatus, status: JobStatus) -> dict[str, str]:
@@ -145,17 +145,17 @@ def _new_round(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
     charged = round.restarts > before.restarts
     failed = charged and round.reason is RoundReason.WORKER_FAILED
     if charged and not failed and round.failure is not None:
-        yield JobEvent(EventReason.WORKER_FAILED, worker_failure(round.failure), warning=True)
+        yield JobEvent(Reason.WORKER_FAILED, worker_failure(round.failure), warning=True)
     if not round.members:
         message = f"no pod trains now: {round.cause or 'too few nodes are there'}"
-        yield JobEvent(EventReason.PAUSED, message, warning=True)
+        yield JobEvent(Reason.PAUSED, message, warning=True)
     elif before.started is None:
         pods = count(len(round.members), "pod")
-        yield JobEvent(EventReason.STARTED, f"training started with {pods} and world size {status.world_size}")
+        yield JobEvent(Reason.STARTED, f"training started with {pods} and world size {status.world_size}")
     else:
         because = f": {round.cause}" if round.cause else ""
         message = f"round {round.number} with world size {round.world_size}{because}"
-        yield JobEvent(EventReason.ROUND, message, warning=failed)
+        yield JobEvent(Reason.ROUND, message, warning=failed)
 
 
 def pod_death(pod: Pod) -> str:

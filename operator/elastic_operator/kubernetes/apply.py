@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from elastic_operator.api.constants import EventReason, report_name
+from elastic_operator.api.constants import Reason, report_name
 from elastic_operator.api.json_values import mapping
 from elastic_operator.api.report import encode_report
 from elastic_operator.controller import messages
@@ -174,7 +174,7 @@ class Applier:
         except (Rejected, Blocked) as error:
             why = f"what is known of its run cannot be kept in the ConfigMap {report_name(job.name)}: {error}"
             _log.warning("%s: %s", record.key, why)
-            self.writer.event(record.body, JobEvent(EventReason.REPORT_NOT_KEPT, why, warning=True))
+            self.writer.event(record.body, JobEvent(Reason.REPORT_NOT_KEPT, why, warning=True))
         except ClusterError as error:
             return str(error)
         record.report = digest

@@ -17,7 +17,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.api.constants import LocalReason
+from elastic_operator.api.constants import Reason
 from elastic_operator.controller.model import EtcdState, JobEvent
 from elastic_operator.errors import BadInput
 from elastic_operator.local.pdeathsig import with_pdeathsig
@@ -152,7 +152,7 @@ class EtcdProcess:
                 self.ready.set()
                 self._changed()
                 if self.restarts:
-                    self._tell(JobEvent(LocalReason.ETCD_RESTARTED, f"etcd serves again (process {process.pid})"))
+                    self._tell(JobEvent(Reason.ETCD_RESTARTED, f"etcd serves again (process {process.pid})"))
                 code = await dead
             finally:
                 self.ready.clear()
@@ -164,7 +164,7 @@ class EtcdProcess:
                     await process.wait()
         how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
         sentence = f"etcd (process {process.pid}) {how}; it is restarted, and training goes on meanwhile"
-        self._tell(JobEvent(LocalReason.ETCD_DIED, sentence, warning=True))
+        self._tell(JobEvent(Reason.ETCD_DIED, sentence, warning=True))
         return True
 
     def _command(self) -> Sequence[str]:

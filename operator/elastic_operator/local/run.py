@@ -20,7 +20,7 @@ import msgspec
 import yaml
 from watchfiles import awatch
 
-from elastic_operator.api.constants import ConditionType, LocalReason, Reason
+from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.report import decode_report, encode_report, merged
 from elastic_operator.api.status import Condition, JobState, status_to_json
 from elastic_operator.controller.model import EtcdState, JobEvent, Observed, Plan, PodPhase, with_applied_spec
@@ -210,7 +210,7 @@ class LocalRun:
             BadInput: the control socket cannot be created; nothing was started.
         """
         if warning := warning_of(self._live.manifest["spec"]):
-            self._warn(LocalReason.UNSUPPORTED_FIELDS, warning)
+            self._warn(Reason.UNSUPPORTED_FIELDS, warning)
         async with control_server(self, self._files), self._tasks as tasks:
             self._write_record(self.snapshot())
             tasks.create_task(self._each_snapshot(_VIEW_INTERVAL, on_snapshot))
@@ -409,7 +409,7 @@ class LocalRun:
         if self._mirror.readable and self._store_away:
             self._store_away = False
             if self._etcd is None:
-                self._tell(JobEvent(LocalReason.STORE_BACK, "the store can be reached again"))
+                self._tell(JobEvent(Reason.STORE_BACK, "the store can be reached again"))
         self._changed()
 
     def _on_store_away(self, sentence: str) -> None:
@@ -417,7 +417,7 @@ class LocalRun:
             return
         self._store_away = True
         if self._etcd is None:
-            self._warn(LocalReason.STORE_AWAY, sentence)
+            self._warn(Reason.STORE_AWAY, sentence)
         else:  # the job's own etcd reports its death itself
             self._changed()
 
@@ -427,7 +427,7 @@ class LocalRun:
         self._events.append(EventView(time.time(), str(event.reason), event.message, event.warning))
         self._changed()
 
-    def _warn(self, reason: LocalReason, sentence: str) -> None:
+    def _warn(self, reason: Reason, sentence: str) -> None:
         self._tell(JobEvent(reason, sentence, warning=True))
 
     async def _each_snapshot(self, interval: float, take: Callable[[JobView], object]) -> None:
@@ -452,7 +452,7 @@ class LocalRun:
         except OSError as error:
             if path not in self._unwritten:
                 self._unwritten.add(path)
-                self._warn(LocalReason.NOT_RECORDED, f"{path} cannot be written: {error.strerror}")
+                self._warn(Reason.NOT_RECORDED, f"{path} cannot be written: {error.strerror}")
 
     async def _follow_manifest(self) -> None:
         """Apply the manifest's file whenever it is saved."""
@@ -463,18 +463,18 @@ class LocalRun:
                 if path.exists():
                     self._apply_file()
         except OSError as error:
-            self._warn(LocalReason.REFUSED, f"changes of {path} will not be seen: {error.strerror or error}")
+            self._warn(Reason.REFUSED, f"changes of {path} will not be seen: {error.strerror or error}")
 
     def _apply_file(self) -> None:
         try:
             file = load(self._manifest_path)
             changed = self._live.apply(file)
         except BadInput as error:
-            self._warn(LocalReason.REFUSED, f"not applied: {error}")
+            self._warn(Reason.REFUSED, f"not applied: {error}")
             return
         if changed:
             self._write(self._files.manifest, manifest_text(file))
-            self._tell(JobEvent(LocalReason.APPLIED, f"{self._manifest_path.name} was applied"))
+            self._tell(JobEvent(Reason.APPLIED, f"{self._manifest_path.name} was applied"))
 
     async def _follow_output(self) -> None:
         """Make a snapshot when the program prints."""
