@@ -223,7 +223,8 @@ def _by_outcome(snapshot: Snapshot) -> Completion | None:
         return None
     failure, reason = None, Reason.RUN_SUCCEEDED
     if outcome.state is not OutcomeState.SUCCEEDED:
-        failure = failure_of(messages.run_failure(outcome), outcome.failure, snapshot.now)
+        why = messages.worker_failure(outcome.failure) if outcome.failure else "the agents gave no reason"
+        failure = failure_of(outcome.message or why, outcome.failure, snapshot.now)
         reason = Reason.RUN_FAILED
     return Completion(reason=reason, failure=failure, restarts=outcome.restarts, round=outcome.round)
 

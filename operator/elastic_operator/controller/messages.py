@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from elastic_operator.api.status import JobStatus
     from elastic_operator.controller.failures import FailureCount
     from elastic_operator.controller.model import EndedPod, PlannedPods, Pod, Snapshot
-    from torchelastic.protocol import FailureRecord, OutcomeRecord
+    from torchelastic.protocol import FailureRecord
 
 MESSAGE_LIMIT: Final = 8192
 """Maximum length of a condition's message in characters; the CRD allows a few more."""
@@ -199,13 +199,6 @@ def last_message(pod: Pod) -> str:
         return message.message or (worker_failure(message.failure) if message.failure else message.reason)
     lines = [line.strip() for line in str(message or "").splitlines() if line.strip()]
     return shorten(lines[-1], _LAST_LINE_LIMIT) if lines else ""
-
-
-def run_failure(outcome: OutcomeRecord) -> str:
-    """Return why a run failed."""
-    if outcome.message:
-        return outcome.message
-    return worker_failure(outcome.failure) if outcome.failure else "the agents gave no reason"
 
 
 def worker_failure(failure: FailureRecord) -> str:

@@ -178,6 +178,8 @@ def running_conditions(snapshot: Snapshot, status: JobStatus, planned: PlannedPo
         ConditionType.WAITING: waiting,
         ConditionType.DEGRADED: _degraded(observed, status, missing),
     }
+    has_changed = "has changed" if len(snapshot.changes) == 1 else "have changed"
+    change = f"{messages.listed(snapshot.changes)} {has_changed}; suspend the job and resume it to apply the change"
     budget_ok = Reason.BUDGET_CREATED if snapshot.job.spec.disruption_budget else Reason.NOT_REQUESTED
     # These are set when they first become true, and kept from then on.
     rare: dict[str, tuple[Reason, str | None, Reason]] = {
@@ -185,7 +187,7 @@ def running_conditions(snapshot: Snapshot, status: JobStatus, planned: PlannedPo
         ConditionType.SUSPENDED: (Reason.SUSPENDED, None, Reason.RESUMED),
         ConditionType.RESTART_REQUIRED: (
             Reason.SPEC_CHANGED,
-            _restart_required(snapshot.changes),
+            change if snapshot.changes else None,
             Reason.SPEC_IN_EFFECT,
         ),
         ConditionType.STORE_UNREACHABLE: (
@@ -321,13 +323,6 @@ def _degraded(observed: Observed, status: JobStatus, missing: str) -> Value:
     there = f"{status.ready_replicas} of {messages.count(status.desired, 'pod')} ready"
     reason = Reason.BELOW_DESIRED if observed.blocked is None else Reason.RESOURCES_BLOCKED
     return (True, reason, _clauses(there, missing))
-
-
-def _restart_required(changes: Sequence[str]) -> str | None:
-    if not changes:
-        return None
-    has = "has" if len(changes) == 1 else "have"
-    return f"{messages.listed(changes)} {has} changed; suspend the job and resume it to apply the change"
 
 
 def _clauses(*parts: str) -> str:

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -379,19 +379,14 @@ class WatchSession:
             await session.close()
 
 
-class _EmptyList:
+class _EmptyList(contextlib.nullcontext[None]):
     """A response that is a list without items."""
 
     status: Final = 200
 
     def __init__(self, version: str) -> None:
+        super().__init__()
         self._version = version
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
 
     async def json(self) -> Json:
         """Return the body."""

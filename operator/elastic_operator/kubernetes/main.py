@@ -24,9 +24,6 @@ from elastic_operator.resources.owned_objects import AGENT_METRICS_PORT, ETCD_IM
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from elastic_operator.kubernetes.client import Api
-
-
 BAD_INPUT: Final = 2
 """The exit code for invalid input."""
 
@@ -276,6 +273,7 @@ def _exit(_number: int, _frame: object) -> NoReturn:
 
 
 async def _run(settings: OperatorSettings) -> None:
+    from elastic_operator.kubernetes.client import Api
     from elastic_operator.kubernetes.manager import Manager
 
     gc.freeze()  # the modules stay
@@ -288,16 +286,9 @@ async def _run(settings: OperatorSettings) -> None:
             loop.add_signal_handler(number, stop.set)
 
     handle_signals()
-    async with await _connection(settings) as api:
+    connect = Api.in_cluster() if settings.in_pod else Api.from_kubeconfig(settings.kubeconfig, settings.context)
+    async with await connect as api:
         await Manager(settings, api, handle_signals).run(stop)
-
-
-async def _connection(settings: OperatorSettings) -> Api:
-    from elastic_operator.kubernetes.client import Api
-
-    if settings.in_pod:
-        return await Api.in_cluster()
-    return await Api.from_kubeconfig(settings.kubeconfig, settings.context)
 
 
 if __name__ == "__main__":

@@ -178,14 +178,15 @@ class Manager:
     def _register_metrics(self) -> None:
         metrics = self._metrics
         metrics.gauge("elastic_operator_leader", "Whether this copy is the leader.", lambda: float(self._is_leader()))
-        metrics.gauge("elastic_operator_queue_depth", "Jobs in the queue.", self._queue_depth)
+        metrics.gauge(
+            "elastic_operator_queue_depth",
+            "Jobs in the queue.",
+            lambda: self._reconciler.depth if self._reconciler else 0,
+        )
         for resource in (ELASTIC_JOBS, PODS):
             count = functools.partial(self._store.count, resource)
             metrics.gauge(f"elastic_operator_{resource.plural}", "How many of them the operator knows.", count)
         metrics.registry.register(JobCollector(self._jobs, self._is_leader))
-
-    def _queue_depth(self) -> float:
-        return 0 if self._reconciler is None else self._reconciler.depth
 
     def _is_leader(self) -> bool:
         return self._reconciler is not None

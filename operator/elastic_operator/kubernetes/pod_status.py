@@ -351,6 +351,8 @@ def pod_of(body: Json) -> Pod:
     port = _number(text(annotations, ANNOTATION_METRICS_PORT)) or 0
     message = last_message(body, worker) if phase.ended else None
     failed_init = _failed_init_container(body) if phase.ended and worker.terminated is None else None
+    label = text(body, "metadata", "labels", LABEL_INDEX)
+    from_name = text(body, "metadata", "name").rpartition("-")[0].rpartition("-")[2]
     waiting = ""
     if phase is PodPhase.PENDING:
         waiting = why_waiting(body)
@@ -359,7 +361,7 @@ def pod_of(body: Json) -> Pod:
     return Pod(
         name=text(body, "metadata", "name"),
         uid=text(body, "metadata", "uid"),
-        index=_index(body),
+        index=next((number for number in map(_number, (label, from_name)) if number is not None), 0),
         phase=phase,
         ready=worker.ready,
         terminating=is_leaving(body),
@@ -454,14 +456,6 @@ def _ended(pod: Json, worker: ContainerState) -> float | None:
         return seconds(mapping(pod, "metadata").get("deletionTimestamp"))
     changes = (seconds(entry.get("lastTransitionTime")) for entry in mappings(pod, "status", "conditions"))
     return max((time for time in changes if time is not None), default=None)
-
-
-def _index(pod: Json) -> int:
-    """Return the pod's index from its label, or else from its name."""
-    index = _number(text(pod, "metadata", "labels", LABEL_INDEX))
-    if index is None:
-        index = _number(text(pod, "metadata", "name").rpartition("-")[0].rpartition("-")[2])
-    return index or 0
 
 
 def _number(digits: str) -> int | None:

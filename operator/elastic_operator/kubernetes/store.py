@@ -161,15 +161,11 @@ class Store:
                 del homes[home]
 
     def _notify(self, resource: Resource, body: Json) -> None:
+        about, owner = body["metadata"], owner_of(body)
         if resource == ELASTIC_JOBS:
-            self._changed(key_of(body))
-        elif (owner := owner_of(body)) is not None:
-            self._changed(f"{body['metadata']['namespace']}/{owner.name}")
-
-
-def key_of(job: Json) -> str:
-    """Return the key of a job: ``namespace/name``."""
-    return f"{job['metadata']['namespace']}/{job['metadata']['name']}"
+            self._changed(f"{about['namespace']}/{about['name']}")
+        elif owner is not None:
+            self._changed(f"{about['namespace']}/{owner.name}")
 
 
 def version_of(body: Json) -> int:
