@@ -165,17 +165,6 @@ _AS_WRITTEN: Final = {
     **{f"--{name}": flag for flag in _BY_NAME.values() for name in (flag.name, flag.name.replace("-", "_"))},
     **{f"-{flag.short}": flag for flag in _BY_NAME.values() if flag.short},
 }
-_UNSUPPORTED: Final = (
-    "duplicate-stderr-filters duplicate-stdout-filters event-log-handler local-ranks-filter log-line-prefix-template "
-    "numa-binding print-completion signals-to-handle virtual-local-rank"
-)
-NOT_HERE: Final = dict.fromkeys(_UNSUPPORTED.split(), "it is not supported") | {
-    "run-path": "the program is always __main__",
-    "use-env": "LOCAL_RANK is always in the workers' environment",
-    "logs-specs": "use --log-dir, --redirects and --tee",
-    "shutdown-timeout": "use --stop-grace",
-}
-"""Flags of torchrun that are not accepted, and why."""
 
 
 class CommandLine:
@@ -223,7 +212,8 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     try:
         options, program = getopt.getopt(argv, f"h{''.join(short)}", [*long, "help", "version"])
     except getopt.GetoptError as error:
-        raise SettingsError(_explained(f"{'-' if len(error.opt) == 1 else '--'}{error.opt}")) from None
+        # A long flag of one letter is an ambiguous abbreviation.
+        raise SettingsError(_explained(f"{'--' if '--' in error.msg else '-'}{error.opt}")) from None
     for written, value in options:
         if (known := _AS_WRITTEN.get(written)) is None:
             _parser().parse_args([written])
@@ -265,11 +255,12 @@ def _pairs(conf: Given) -> list[tuple[str, str]]:
 
 def _explained(written: str) -> str:
     """Return why a flag cannot be used in this way."""
-    if (flag := _AS_WRITTEN.get(written)) is not None:
-        return f"{written} needs a value: {flag.metavar}." if flag.metavar else f"{written} takes no value."
+    flag = _AS_WRITTEN.get(written)
+    if flag is not None and flag.metavar:
+        return f"{written} needs a value: {flag.metavar}."
+    if flag is not None or written in {"--help", "--version"}:
+        return f"{written} takes no value."
     name = written.lstrip("-").replace("_", "-")
-    if (why := NOT_HERE.get(name)) is not None:
-        return f"{written} is a flag of torchrun that {PROGRAM_NAME} does not have: {why}. Leave it out."
     hint = _similar(name, [*_BY_NAME], "--") or f"{PROGRAM_NAME} --help lists all flags."
     return f"There is no flag {written}. {hint} (Flags of your own program go after its name.)"
 
