@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.programs import by_hand, hand_command, output_of, run, script
-from tests.support.workers import next_exit, start_workers, workers_of
-from torchelastic.config.program import program_of_command
-from torchelastic.config.settings import LogSettings, Program, ProgramKind, StartMethod
+from torchelastic.config.main import program_of_command
+from torchelastic.config.settings import Program, ProgramKind, StartMethod
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -167,18 +166,6 @@ async def test_a_worker_with_interpreter_flags_is_executed(tmp_path: Path) -> No
     path = script(tmp_path, "import sys; print(sys.flags.dev_mode, sys._xoptions, 'torch' in sys.modules)").argv[0]
     program = program_of_command(["python", "-X", "dev", path])
     assert await output_of(program, tmp_path / "logs") == "True {'dev': True} False\n"
-
-
-async def test_only_a_worker_with_other_library_paths_is_executed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    source = "import sys; forked = 'torch' in sys.modules; import torch; print(forked, torch.get_num_threads())"
-    async with workers_of(script(tmp_path, source), LogSettings(tmp_path / "logs"), 2) as workers:
-        group = await start_workers(workers, {}, {"OMP_NUM_THREADS": "1"})
-        assert [(await next_exit(group)).exit_code for _ in range(2)] == [0, 0]
-    assert (tmp_path / "logs/round_1/rank_0/output.log").read_text() == "True 2\n"
-    assert (tmp_path / "logs/round_1/rank_1/output.log").read_text() == "False 1\n"
 
 
 @pytest.fixture

@@ -16,29 +16,46 @@ import logging
 import os
 import re
 import shutil
+import socket
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic import machine
 from torchelastic.config import flags
-from torchelastic.config.parsing import integer
-from torchelastic.config.rendezvous import read_node
-from torchelastic.config.settings import AgentSettings, LogSettings, Program, ProgramKind, StartMethod, Streams
+from torchelastic.config.parsing import Given, integer
+from torchelastic.config.settings import (
+    AgentSettings,
+    LogSettings,
+    NodeSettings,
+    Program,
+    ProgramKind,
+    RendezvousSettings,
+    StartMethod,
+    Streams,
+)
 from torchelastic.errors import SettingsError
-from torchelastic.protocol import PROTOCOL_VERSION, Env
+from torchelastic.protocol import PROTOCOL_VERSION, Env, SizeRecord
+from torchelastic.store.api import StoreSettings, parse_endpoints
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torchelastic.config.flags import CommandLine
-    from torchelastic.config.parsing import Given
-    from torchelastic.protocol import SizeRecord
 
 _log: Final = logging.getLogger(__name__)
 
 _MAX_WORKERS: Final = 10_000
+
+BACKENDS: Final[Mapping[str, int | None]] = {"torchelastic": None, "etcd": None, "etcd-v3": 3, "etcd-v2": 2}
+"""The names of our rendezvous, and the version of etcd's API that a name selects."""
+
+_NAME_AN_ETCD: Final = "leave the flag out, and name an etcd with --rdzv-endpoint unless there is only one node"
+_INSTEAD: Final = {
+    "c10d": f"this agent does not support torch's own rendezvous; {_NAME_AN_ETCD}",
+    "static": f"the nodes agree on ranks and addresses by themselves; {_NAME_AN_ETCD}",
+}
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
@@ -87,6 +104,76 @@ def _warn_of_ignored(line: CommandLine, size: SizeRecord) -> None:
         )
 
 
+def read_node(line: CommandLine) -> dict[str, Any]:
+    """Return the settings of the node, by the fields of :class:`NodeSettings`.
+
+    Raises:
+        SettingsError: a value is invalid, or the store or the id of a run of several nodes is missing.
+    """
+    size = line.values.get("size") or line.values.get("nnodes") or SizeRecord(min=1, max=1, desired=1)
+    standalone = line.values.get("standalone", False)
+    store = None if standalone else _read_store(line)
+    if store is None and size.max > 1:
+        raise SettingsError(
+            f"A run of up to {size.max} nodes needs an etcd where they meet: name it with --rdzv-endpoint HOST:2379"
+            f"{', and leave out --standalone, which is a run of one node' * standalone}."
+        )
+    rules = line.settings(RendezvousSettings) | {"size": size}
+    if "run_id" not in rules and size.max > 1:
+        raise SettingsError(
+            "--rdzv-id is missing: nodes with the same id train together, so a run of several nodes needs one that no "
+            "other run on this etcd has, for example --rdzv-id digits-7."
+        )
+    given = line.settings(NodeSettings)
+    address = given.get("address") or ("127.0.0.1" if store is None else machine.own_address(store.endpoints))
+    # Only an address that the user chose selects an interface.
+    chosen = "address" in given and line.given["local-addr"].source != Env.NODE_ADDRESS
+    return {
+        "node_name": socket.gethostname(),
+        "place": machine.host_id(),
+        **given,
+        "rendezvous": RendezvousSettings(**{"run_id": os.urandom(16).hex(), **rules}),
+        "store": store,
+        "address": address,
+        "interface": machine.interface_of(address) if chosen else "",
+    }
+
+
+def _read_store(line: CommandLine) -> StoreSettings | None:
+    """Return the settings of the store; None if no endpoint is given."""
+    backend = line.given.get("rdzv-backend", Given("", "torchelastic"))
+    if (name := backend.text.strip().lower().replace("_", "-")) not in BACKENDS:
+        instead = "unknown rendezvous; leave the flag out to use etcd"
+        raise backend.refused(_INSTEAD.get(name, instead))
+    if (endpoint := line.given.get("rdzv-endpoint")) is None:
+        return None
+    try:
+        written, endpoints = parse_endpoints(endpoint.text)
+    except SettingsError as error:
+        # The message shows the invalid part only, because the text may contain a password.
+        raise endpoint.refused(str(error), secret=True) from None
+    values = line.values
+    files = values.get("tls", {}) | {key: values[key] for key in ("cacert", "cert", "key") if key in values}
+    protocol = values.get("protocol") or written or ("https" if files else "http")
+    if protocol != (written or protocol):
+        raise line.given["protocol"].refused(f"{endpoint.source} says {written}://; leave one of the two out")
+    if files and protocol == "http":
+        raise SettingsError(f"{', '.join(files)} in --rdzv-conf: certificates need protocol=https.")
+    for one, other in (("key", "cert"), ("username", "password"), ("password", "username")):
+        if one in values and other not in {*values, *files}:
+            raise line.given[one].refused(f"{one} needs {other} beside it", secret=True)
+    return StoreSettings(
+        endpoints=endpoints,
+        protocol=protocol,
+        ca_cert=files.get("cacert"),
+        cert=files.get("cert"),
+        key=files.get("key"),
+        username=values.get("username"),
+        password=values.get("password"),
+        version=BACKENDS[name],
+    )
+
+
 def _workers(line: CommandLine, environ: Mapping[str, str]) -> int:
     """Return the number of workers of this node."""
     if (given := line.given.get("nproc-per-node")) is None:
@@ -110,14 +197,31 @@ def _program(line: CommandLine) -> Program:
     if is_command and is_module:
         raise SettingsError("--no-python and --module cannot be combined: a module is always Python.")
     if is_command:
-        # Imported here, because only this form needs it.
-        from torchelastic.config.program import program_of_command
-
         program = dataclasses.replace(program_of_command(argv), start_method=method)
     else:
         program = Program(ProgramKind.MODULE if is_module else ProgramKind.SCRIPT, argv, method)
     _check_exists(program, is_command=is_command)
     return dataclasses.replace(program, preload=line.values.get("preload", ()))
+
+
+def program_of_command(argv: Sequence[str], start_method: StartMethod = StartMethod.FORK_SERVER) -> Program:
+    """Return the program that a command line starts.
+
+    ``python x.py …`` and ``python -m x …`` are Python programs. Anything else is a command, including an
+    interpreter with flags and any other interpreter.
+    """
+    command, *rest = argv
+    if rest and _is_this_python(command):
+        if rest[0] == "-m" and len(rest) > 1:
+            return Program(ProgramKind.MODULE, tuple(rest[1:]), start_method)
+        if not rest[0].startswith("-"):
+            return Program(ProgramKind.SCRIPT, tuple(rest), start_method)
+    return Program(ProgramKind.COMMAND, tuple(argv), start_method)
+
+
+def _is_this_python(command: str) -> bool:
+    names = ("python", "python3", f"python3.{sys.version_info.minor}")
+    return command in names or ("/" in command and Path(command) == Path(sys.executable))
 
 
 def _check_exists(program: Program, *, is_command: bool) -> None:

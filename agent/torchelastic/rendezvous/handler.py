@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.config.flags import OPERATOR_VARIABLES, CommandLine, from_variables, read_conf
+from torchelastic.config.main import read_node
 from torchelastic.config.parsing import Given
-from torchelastic.config.rendezvous import read_node
 from torchelastic.config.settings import NodeSettings
 from torchelastic.protocol import (
     FailureKind,

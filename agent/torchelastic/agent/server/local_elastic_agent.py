@@ -28,9 +28,8 @@ from torchelastic.agent.function_call import call_of, read_results, write_call
 from torchelastic.agent.server.api import ProcessFailure, RunResult, WorkerSpec, WorkerState
 from torchelastic.agent.workers.pool import Workers
 from torchelastic.config import parsing
-from torchelastic.config.main import read_logs
+from torchelastic.config.main import program_of_command, read_logs
 from torchelastic.config.parsing import Given
-from torchelastic.config.program import program_of_command
 from torchelastic.config.settings import AgentSettings, Program, ProgramKind
 from torchelastic.errors import SettingsError
 from torchelastic.metrics.agent import AgentMetrics

@@ -12,14 +12,15 @@ import contextlib
 import json
 import logging
 import os
+import pkgutil
 import socket
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.agent.failures import OUT_OF_MEMORY
 from torchelastic.agent.workers.processes import python_code, spawn
-from torchelastic.config.program import search_path
 from torchelastic.errors import StartError
 
 if TYPE_CHECKING:
@@ -54,6 +55,38 @@ DESCRIPTOR_LIMIT: Final = 250
 def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
     """Send one message."""
     socket.send_fds(connection, [json.dumps(message).encode()], list(descriptors))
+
+
+def python_command(
+    kind: str, argv: Sequence[str], environment: Mapping[str, str]
+) -> tuple[list[str], Mapping[str, str]]:
+    """Return the command and environment of a script or module in a new interpreter, with unbuffered output."""
+    module = ["-m"] if kind == "module" else []
+    return [sys.executable, *module, *argv], {"PYTHONUNBUFFERED": "1", **environment}
+
+
+def search_path(kind: str, name: str) -> str:
+    """Return the folder or archive in which a program looks for modules first; empty if there is none.
+
+    Args:
+        kind: ``script`` or ``module``.
+        name: the name of the script or module.
+    """
+    if kind == "module":
+        return "" if sys.flags.safe_path else str(Path.cwd())
+    if is_container(name):
+        return absolute(name)
+    return "" if sys.flags.safe_path else str(Path(name).resolve().parent)
+
+
+def is_container(name: str) -> bool:
+    """Return whether this is a folder or an archive, which Python runs by its ``__main__``."""
+    return pkgutil.get_importer(name) is not None
+
+
+def absolute(name: str) -> str:
+    """Return the absolute path as the interpreter computes it, with its dots."""
+    return str(Path.cwd()) if name == "." else os.path.join(os.getcwd(), name)  # noqa: PTH109, PTH118
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,10 +32,18 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torchelastic.training  # noqa: F401 - a signal handler may need it while the program imports it
 from torchelastic.agent.failures import record_exception, record_message
-from torchelastic.agent.workers.fork_server import CONTROL, DESCRIPTOR_LIMIT, MESSAGE_LIMIT, send
+from torchelastic.agent.workers.fork_server import (
+    CONTROL,
+    DESCRIPTOR_LIMIT,
+    MESSAGE_LIMIT,
+    absolute,
+    is_container,
+    python_command,
+    search_path,
+    send,
+)
 from torchelastic.agent.workers.linux import close_fds, set_parent_death_signal, set_title
 from torchelastic.agent_socket import METRICS_FILE
-from torchelastic.config.program import absolute, is_container, python_command, search_path
 from torchelastic.metrics import worker as worker_metrics
 
 if TYPE_CHECKING:

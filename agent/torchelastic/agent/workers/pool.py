@@ -1,7 +1,7 @@
 """The worker pool: starts the workers and the TCPStore of each round.
 
 Workers are forked from the fork server. A worker then executes a command or a new interpreter if the program is not
-Python, if ``--start-method exec`` is given, or if a new interpreter would see another environment than the fork.
+Python, if ``--start-method exec`` is given, or if the program needs what only a new interpreter has.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -22,11 +23,10 @@ from typing import TYPE_CHECKING, Final, Self
 from torchelastic.agent.failures import ERROR_FILE, Explanation, WorkerExit, explain
 from torchelastic.agent.logs import Console, make_folder, open_output
 from torchelastic.agent.workers import hang
-from torchelastic.agent.workers.fork_server import ForkServer
+from torchelastic.agent.workers.fork_server import ForkServer, python_command
 from torchelastic.agent.workers.linux import TREE_MARK
 from torchelastic.agent.workers.processes import Reaper, Watchdog
 from torchelastic.agent_socket import CHANNEL, HEARTBEAT_FILE, METRICS_FILE
-from torchelastic.config.program import changed_imports, python_command, reason_to_execute
 from torchelastic.config.settings import ProgramKind, StartMethod
 from torchelastic.errors import SettingsError, StartError
 from torchelastic.machine import interface_variables
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torchelastic.agent.logs import WorkerOutput
     from torchelastic.agent.workers.fork_server import ForkedProcess
     from torchelastic.agent.workers.processes import Child
-    from torchelastic.config.settings import AgentSettings
+    from torchelastic.config.settings import AgentSettings, Program
     from torchelastic.metrics.worker_collector import WorkerMemory, WorkerMetrics
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,27 @@ _CONSOLE_PATIENCE: Final = 5.0
 
 _CONSOLE_LIMIT: Final = 20.0
 """Seconds after which the remaining output is dropped at the end if its reader is slow."""
+
+_READ_AT_IMPORT: Final = (
+    *("ACC_", "GOMP_", "KMP_", "OMP_"),  # OpenMP
+    *("OPENBLAS_", "GOTO_", "NPY_", "VECLIB_", "NUMEXPR_", "MKL_", "DNNL_", "MKLDNN_", "ONEDNN_"),  # below numpy, torch
+    *("PYTORCH_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
+)
+"""Prefixes of variables that torch and its libraries read when they are imported."""
+
+_READ_AT_USE: Final = ("TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME", "TORCH_EXTENSIONS_DIR")
+"""Exceptions: prefixes of variables that torch reads at each use."""
+
+_OF_THE_COMPILER: Final = ("TORCHDYNAMO_", "TORCHINDUCTOR_")
+"""Prefixes of variables that torch reads when it imports its compiler, which is later than its own import."""
+
+_STARTED_WITH_INTERPRETER: Final = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
+"""Variables that ask for a tool that only starts with an interpreter."""
+
+_ASSIGNMENT: Final = re.compile(
+    r"\benviron(?:\[|\.setdefault\(|\.update\(\{?)\s*[\"']?(?P<name>[A-Z][A-Z0-9_]+)[\"']?\s*(?:\]\s*=[^=]|[,:]|=[^=])"
+)
+_IMPORTS_TORCH: Final = re.compile(r"^\s*(?:import|from)\s+torch\b", re.MULTILINE)
 
 
 @dataclass(slots=True, eq=False)
@@ -211,7 +232,6 @@ class Workers:
         self._reaper = Reaper(owns_process=owns_process)
         self._stack = contextlib.AsyncExitStack()
         self._group: WorkerGroup | None = None
-        self._reported_changes: set[str] = set()
         self.scratch: Path
         self.metrics: WorkerMetrics | None = None
 
@@ -259,7 +279,7 @@ class Workers:
     def _make_fork_server(self) -> ForkServer:
         program = self._settings.program
         self._executed = program.kind is ProgramKind.COMMAND or program.start_method is StartMethod.EXEC
-        if not self._executed and (reason := reason_to_execute(program)):
+        if not self._executed and (reason := _reason_to_execute(program, self._base)):
             self._executed = True
             logger.warning("%s: each worker starts a new interpreter, which takes longer than a fork.", reason)
         if self._executed and program.preload:
@@ -380,18 +400,10 @@ class Workers:
         kind, argv = self._settings.program.kind, self._settings.program.argv
         if kind is ProgramKind.COMMAND:
             return "command", {"argv": argv, "environment": environment}
-        if self._executed or self._differs(environment):
+        if self._executed:
             command, environment = python_command(kind.value, argv, environment)
             return "command", {"argv": command, "environment": environment}
         return "worker", {"kind": kind.value, "argv": argv, "environment": environment}
-
-    def _differs(self, environment: Mapping[str, str]) -> bool:
-        """Return whether a new interpreter with this environment differs from a fork."""
-        changed = changed_imports(self._base, environment)
-        if new := [name for name in changed if name not in self._reported_changes]:
-            self._reported_changes.update(new)
-            logger.warning("Workers start a new interpreter: it reads %s when it starts.", ", ".join(new))
-        return bool(changed)
 
 
 def _serve_store(process: ForkedProcess, listener: socket.socket) -> None:
@@ -409,3 +421,27 @@ def _temporary_folder() -> Path:
             f"there is no folder for temporary files: {error.strerror}. Mount a writable one at /tmp, or name one in "
             "TMPDIR."
         ) from None
+
+
+def _reason_to_execute(program: Program, environment: Mapping[str, str]) -> str:
+    """Return why the workers of a Python program need a new interpreter; empty if they can be forked."""
+    if started := [name for name in _STARTED_WITH_INTERPRETER if name in environment]:
+        return f"{started[0]} is set"
+    name = program.argv[0]
+    if program.kind is ProgramKind.SCRIPT and name.endswith(".pyc"):
+        return f"{name} is compiled"
+    path = Path(name) if program.kind is ProgramKind.SCRIPT else Path(f"{name.replace('.', '/')}.py")
+    try:
+        source = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    before_torch = _IMPORTS_TORCH.split(source, maxsplit=1)[0]
+    names = {match["name"] for match in _ASSIGNMENT.finditer(before_torch)}
+    names |= {match["name"] for match in _ASSIGNMENT.finditer(source) if match["name"].startswith(_OF_THE_COMPILER)}
+    names = {*filter(_is_read_at_import, names)}
+    return f"{path.name} sets {', '.join(sorted(names))}, which torch reads when it is imported" if names else ""
+
+
+def _is_read_at_import(name: str) -> bool:
+    """Return whether torch or one of its libraries reads this variable only when it is imported."""
+    return name.startswith(_READ_AT_IMPORT) and not name.startswith(_READ_AT_USE)
