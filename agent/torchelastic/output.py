@@ -14,10 +14,7 @@ A role other than the default one precedes the rank: ``[evaluator rank 1] …``.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import Final
 
 DEFAULT_ROLE: Final = "default"
 
@@ -32,17 +29,15 @@ ROUND_LINE: Final = re.compile(
 """A message of an agent about a round; with ``ranks`` when its workers have started, whose output follows."""
 
 
-def worker_prefix(rank: int, role: str = DEFAULT_ROLE) -> str:
-    """Return the prefix of a worker's lines."""
-    return f"[rank {rank}] " if role == DEFAULT_ROLE else f"[{role} rank {rank}] "
+STARTED: Final = "round %d: started %s of a world of %d"
+"""The message that the workers of a round have started: its number, their ranks, and the world size."""
+
+
+def rank_label(role: str) -> str:
+    """Return the words before the rank in a worker's lines."""
+    return "rank" if role == DEFAULT_ROLE else f"{role} rank"
 
 
 def log_format(node: str) -> str:
     """Return the format of an agent's messages for :mod:`logging`."""
     return f"%(asctime)s [{node.replace('%', '%%')}] %(message)s"
-
-
-def started(round: int, ranks: Sequence[int], world_size: int) -> str:
-    """Return the message that the workers of a round have started."""
-    listed = ", ".join(str(rank) for rank in ranks)
-    return f"round {round}: started rank{'' if len(ranks) == 1 else 's'} {listed} of a world of {world_size}"

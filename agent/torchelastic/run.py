@@ -22,7 +22,7 @@ from torchelastic.protocol import Env, ExitCode, TerminationMessage, encode_term
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchelastic.agent.agent import ExitStatus
+    from torchelastic.agent.failures import ExitStatus
     from torchelastic.agent.workers.pool import Workers
     from torchelastic.config.settings import AgentSettings
     from torchelastic.metrics.agent import AgentMetrics
@@ -99,7 +99,7 @@ async def _take_part(stack: AsyncExitStack, settings: AgentSettings) -> ExitStat
             0 if workers.metrics is None else await _serve_metrics(stack, metrics, settings, workers, workers.metrics)
         )
     except SettingsError as error:
-        from torchelastic.agent.agent import ExitStatus
+        from torchelastic.agent.failures import ExitStatus
 
         return ExitStatus.by_error(error)
     return await Agent(settings, metrics).run(workers, port)

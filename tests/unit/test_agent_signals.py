@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchelastic.agent.events import SignalledFirst, Signals
+from torchelastic.agent.agent import SignalledFirst, Signals
 
 
 async def test_nothing_begins_after_the_signal_that_ends_it() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchelastic.agent.agent import ExitStatus
+from torchelastic.agent.failures import ExitStatus
 from torchelastic.errors import LeaseLost, NoPortFree, SettingsError, StoreRefused, StoreUnavailable
 from torchelastic.protocol import ExitCode
 

@@ -17,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from prometheus_client.registry import Collector
 
 from tests.support.scraping import Page
-from torchelastic.agent.agent import RoundTimes
 from torchelastic.errors import LeaseLost, StoreRefused, StoreUnavailable
 from torchelastic.metrics.agent import AgentMetrics
 from torchelastic.metrics.api import MetricRegistry
@@ -126,13 +125,12 @@ def operations(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
 
 def test_a_failed_rendezvous_is_counted_once(agent: AgentMetrics) -> None:
     registry = agent.page()
-    times = RoundTimes(agent)
-    times.waited(succeeded=False)
+    agent.waited(succeeded=False)
     assert operations(registry) == {}
-    times.waits()
-    times.waits()
+    agent.waits()
+    agent.waits()
     for _ in range(2):
-        times.waited(succeeded=False)
+        agent.waited(succeeded=False)
     assert operations(registry) == {("rendezvous", "failure"): 1}
 
 

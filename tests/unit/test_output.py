@@ -6,15 +6,15 @@ import logging
 
 import pytest
 
-from torchelastic.output import ROUND_LINE, TIME_FORMAT, WORKER_LINE, log_format, started, worker_prefix
+from torchelastic.output import ROUND_LINE, STARTED, TIME_FORMAT, WORKER_LINE, log_format, rank_label
 
 
 @pytest.mark.parametrize(
-    ("role", "prefix"),
-    [("default", "[rank 12] "), ("trainer", "[trainer rank 12] "), ("my role", "[my role rank 12] ")],
+    ("role", "label"), [("default", "rank"), ("trainer", "trainer rank"), ("my role", "my role rank")]
 )
-def test_a_workers_line_starts_with_its_role_and_rank(role: str, prefix: str) -> None:
-    assert worker_prefix(12, role) == prefix
+def test_a_workers_line_starts_with_its_role_and_rank(role: str, label: str) -> None:
+    assert rank_label(role) == label
+    prefix = f"[{label} 12] "
     match = WORKER_LINE.match(f"{prefix}loss 0.3 [rank 7] ".encode())
     assert match is not None
     assert (int(match["rank"]), match.end()) == (12, len(prefix))
@@ -23,7 +23,7 @@ def test_a_workers_line_starts_with_its_role_and_rank(role: str, prefix: str) ->
 @pytest.mark.parametrize("node", ["digits-0-x4k2p", "100%s"])
 @pytest.mark.parametrize(("ranks", "said"), [([3], "rank 3"), ([4, 5], "ranks 4, 5")])
 def test_an_agent_logs_the_round_and_ranks_that_it_starts(node: str, ranks: list[int], said: str) -> None:
-    record = logging.LogRecord("torchelastic", logging.INFO, "", 0, "%s", (started(7, ranks, 8),), None)
+    record = logging.LogRecord("torchelastic", logging.INFO, "", 0, STARTED, (7, said, 8), None)
     line = logging.Formatter(log_format(node), TIME_FORMAT).format(record)
     assert line.endswith(f" [{node}] round 7: started {said} of a world of 8")
     match = ROUND_LINE.fullmatch(line.encode())

@@ -9,27 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import signal
 import time
 from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
-from torchelastic.agent.events import (
-    LEAVING_SIGNALS,
-    CauseOverdue,
-    RendezvousFailed,
-    RequestsChanged,
-    Signalled,
-    SignalledFirst,
-    Signals,
-    StoreServerEnded,
-    WorkerEnded,
-)
-from torchelastic.agent.failures import OUT_OF_MEMORY, failure_of_node, failure_of_worker, in_full
+from torchelastic.agent.failures import OUT_OF_MEMORY, ExitStatus, failure_of_node, failure_of_worker, in_full
 from torchelastic.agent.worker_socket import WorkerSocket
 from torchelastic.agent_socket import CHANNEL
-from torchelastic.errors import NoPortFree, SettingsError, StartError, StoreError, StoreRefused
-from torchelastic.output import started
+from torchelastic.errors import NoPortFree, SettingsError, StartError, StoreError
+from torchelastic.output import STARTED
 from torchelastic.protocol import (
     ExitCode,
     FailureKind,
@@ -40,7 +31,6 @@ from torchelastic.protocol import (
     OutcomeRecord,
     OutcomeState,
     RunState,
-    TerminationMessage,
 )
 from torchelastic.rendezvous.history import History
 from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted, worker_environments
@@ -48,10 +38,10 @@ from torchelastic.rendezvous.policy.plan import CAUSE_WINDOW, REPORT_WINDOW, roo
 from torchelastic.store import connect_within
 
 if TYPE_CHECKING:
-    import signal
-    from collections.abc import Coroutine, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from types import TracebackType
 
-    from torchelastic.agent.events import AgentEvent
+    from torchelastic.agent.failures import WorkerExit
     from torchelastic.agent.workers.pool import WorkerGroup, Workers
     from torchelastic.config.settings import AgentSettings
     from torchelastic.metrics.agent import AgentMetrics
@@ -59,89 +49,117 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
+LEAVING_SIGNALS: Final = {signal.SIGTERM: ExitCode.LEFT, signal.SIGINT: ExitCode.INTERRUPTED}
+"""The signals that ask an agent to leave, with the agent's exit codes."""
+
 LEAVE_TIMEOUT: Final = 0.5
 """Seconds after which a leaving node assumes that no leader will form a round without it."""
 
 
 @dataclass(frozen=True, slots=True)
-class ExitStatus:
-    """How an agent ended: its exit code, and the termination message with the reason."""
+class WorkerEnded:
+    """A worker of a round has ended."""
 
-    code: ExitCode
-    message: TerminationMessage
-
-    @classmethod
-    def because(cls, code: ExitCode, reason: str, message: str, *, round: int = 0) -> ExitStatus:
-        """Return the status of an agent whose end was not caused by a worker."""
-        return cls(code, TerminationMessage(reason=reason, message=message, round=round))
-
-    @classmethod
-    def by_error(cls, error: BaseException | None) -> ExitStatus:
-        """Return the status of an agent that cannot take part; ``error`` is None if the rendezvous just ended.
-
-        An unreachable store and a refusal of the store have different exit codes.
-        """
-        match error:
-            case SettingsError() | StartError():
-                return cls.because(ExitCode.BAD_INPUT, "BadInput", f"{error}")
-            case NoPortFree():
-                return cls.because(ExitCode.NO_PORT, "NoPortFree", f"{error}")
-            case StoreRefused():
-                return cls.because(ExitCode.BROKEN, "StoreRefused", f"{error}")
-            case StoreError():
-                return cls.because(ExitCode.STORE, "StoreUnavailable", f"{error}")
-        said = "the rendezvous ended by itself" if error is None else str(error) or type(error).__name__
-        return cls.because(ExitCode.BROKEN, "Defect", said)
-
-    @classmethod
-    def with_the_run(cls, outcome: OutcomeRecord) -> ExitStatus:
-        """Return the status of an agent whose run has ended."""
-        if outcome.state is OutcomeState.SUCCEEDED:
-            return cls.because(ExitCode.SUCCEEDED, "Succeeded", "", round=outcome.round)
-        reason = "WorkerFailed" if outcome.failure is not None else "TooFewNodes"
-        return cls(
-            ExitCode.FAILED,
-            TerminationMessage(reason=reason, message=outcome.message, round=outcome.round, failure=outcome.failure),
-        )
+    round: int
+    exit: WorkerExit
 
 
-class RoundTimes:
-    """Measures the time from one round to the next on this node, under torch's names for the steps.
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """A failure has waited for its cause, or the process that serves the TCPStore has ended: do this work now."""
 
-    torch's agent waits in the rendezvous. Our agent waits from the end of its workers until a round that includes its
-    node begins.
+    work: Callable[[], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsChanged:
+    """The workers ask for other notices than before, or have answered one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousFailed:
+    """This node can no longer take part."""
+
+    error: BaseException | None
+
+
+class SignalledFirst(Exception):  # noqa: N818 - control flow within the agent
+    """A signal came before the work was done."""
+
+
+class Signals:
+    """Listens to the signals that ask the agent to leave; a context manager, after which they are ignored.
+
+    Args:
+        received: called for each signal.
+        listen: False to handle only the signals that are passed to :meth:`take`.
+
+    Attributes:
+        number: the first signal; SIGTERM before it.
+        first: set by the first signal.
+        hurry: set by the second signal, which asks the agent to end at once.
     """
 
-    def __init__(self, metrics: AgentMetrics) -> None:
-        self._metrics = metrics
-        self._waits_since: float | None = None
-        self._without_workers_since = 0.0
+    def __init__(self, received: Callable[[signal.Signals], None], *, listen: bool = True) -> None:
+        self._received = received
+        self._numbers = LEAVING_SIGNALS if listen else ()
+        self.number = signal.SIGTERM
+        self.first = asyncio.Event()
+        self.hurry = asyncio.Event()
 
-    def waits(self) -> None:
-        """Note that this node has no workers to run."""
-        self._waits_since = self._waits_since or time.monotonic()
+    def __enter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        for number in self._numbers:
+            loop.add_signal_handler(number, self.take, number)
+        return self
 
-    def waited(self, *, succeeded: bool) -> None:
-        """Note that a round begins with this node as a member, or that no round will begin."""
-        now = time.monotonic()
-        if succeeded:
-            self._without_workers_since = self._waits_since = self._waits_since or now
-        if self._waits_since is not None:
-            self._metrics.took("SimpleElasticAgent._rendezvous", now - self._waits_since, succeeded=succeeded)
-            self._waits_since = None
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        for number in self._numbers:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)  # a late one must not prevent the termination message
 
-    def started(self, broken_at: float | None, *, succeeded: bool) -> None:
-        """Note that the workers of the round were started, or cannot be started.
+    async def unless_first(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Do the work, unless a signal comes first.
 
-        Args:
-            broken_at: when the end of the previous round was noticed, on the monotonic clock; None for the first round.
-            succeeded: whether the workers were started.
+        Raises:
+            SignalledFirst: a signal came, and the work was cancelled.
         """
-        now = time.monotonic()
-        without = now - self._without_workers_since
-        self._metrics.took("SimpleElasticAgent._initialize_workers", without, succeeded=succeeded)
-        if broken_at is not None:
-            self._metrics.took("SimpleElasticAgent._restart_workers", now - broken_at, succeeded=succeeded)
+        return await _unless(self.first, work)
+
+    async def unless_hurried(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work, but cancel it on a second signal."""
+        with suppress(SignalledFirst):
+            await _unless(self.hurry, work)
+
+    def take(self, number: signal.Signals) -> None:
+        """Handle a signal."""
+        if self.first.is_set():
+            self.hurry.set()
+        else:
+            self.number = number
+            self.first.set()
+        self._received(number)
+
+
+async def _unless(signalled: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result:
+    if signalled.is_set():
+        work.close()
+        raise SignalledFirst
+    tasks = task, interrupt = asyncio.ensure_future(work), asyncio.ensure_future(signalled.wait())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise SignalledFirst
+    finally:
+        task.cancel()
+        interrupt.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Agent:
@@ -155,9 +173,8 @@ class Agent:
     def __init__(self, settings: AgentSettings, metrics: AgentMetrics) -> None:
         self._settings = settings
         self._metrics = metrics
-        self._times = RoundTimes(metrics)
         self._events: asyncio.Queue[Any] = asyncio.Queue()
-        self._signals = Signals(lambda number: self._events.put_nowait(Signalled(number)))
+        self._signals = Signals(self._events.put_nowait)
         self._node: RendezvousNode
         self._socket: WorkerSocket
         self._node_id = f"{settings.node_name}.{secrets.token_hex(4)}"
@@ -198,10 +215,10 @@ class Agent:
                 )
                 # A node that joins before it can start workers would make the others wait.
                 await self._signals.unless_first(workers.ready())
-                self._times.waits()
+                self._metrics.waits()
                 await self._signals.unless_first(stack.enter_async_context(node))
             except (StoreError, NoPortFree, StartError, SettingsError) as error:
-                self._times.waited(succeeded=False)
+                self._metrics.waited(succeeded=False)
                 return ExitStatus.by_error(error)
             except SignalledFirst:
                 return self._left(self._signals.number)
@@ -250,27 +267,25 @@ class Agent:
                         await (self._unless_signalled(beginning) if takes_part else beginning)
                 case WorkerEnded():
                     await self._unless_signalled(self._worker_ended(event))
-                case CauseOverdue(round):
-                    await self._unless_signalled(self._blame(round))
+                case Deferred(work):
+                    await self._unless_signalled(work())
                 case NoticeRecord() as notice:
                     self._socket.take_notice(notice)
                 case RequestsChanged():
                     self._socket.report()
-                case StoreServerEnded(round):
-                    await self._unless_signalled(self._store_server_ended(round))
                 case Partitioned():
-                    self._times.waits()
+                    self._metrics.waits()
                     await self._stop_workers(0.0)
                 case OutcomeRecord() as outcome:
                     await self._unless_signalled(self._stop_workers(self._settings.stop_timeout))
                     await self._stop_workers(self._settings.stop_grace)
                     self._report_outcome(outcome)
                     return ExitStatus.with_the_run(outcome)
-                case Signalled(number):
+                case signal.Signals() as number:
                     await self._leave(number)
                     return self._left(number)
                 case RendezvousFailed(error):
-                    self._times.waited(succeeded=False)
+                    self._metrics.waited(succeeded=False)
                     await self._stop_workers(0.0)
                     return _cannot_go_on(error)
 
@@ -293,9 +308,9 @@ class Agent:
         # The workers of a node that is removed from the round get the same grace period as on a signal.
         takes_part = self._node_id in round.nodes
         if takes_part:
-            self._times.waited(succeeded=True)
+            self._metrics.waited(succeeded=True)
         else:
-            self._times.waits()
+            self._metrics.waits()
         taken_away = round.members and not takes_part
         await self._stop_workers(self._settings.stop_grace if taken_away else self._settings.stop_timeout)
         self._socket.begin(round)
@@ -328,17 +343,18 @@ class Agent:
             with self._metrics.measured("LocalElasticAgent._start_workers"):
                 self._group = await self._start(began, workers, environments)
         except StartError as error:
-            self._times.started(self._broken_at, succeeded=False)
+            self._metrics.started(self._broken_at, succeeded=False)
             await self._round_failed(f"{error}", FailureKind.PROGRAM)
             return
         self._history.workers_started()
         self._unfinished = {int(env["LOCAL_RANK"]) for env in environments}
         self._metrics.worker_state(self._settings.role, "healthy")
-        self._times.started(self._broken_at, succeeded=True)
+        self._metrics.started(self._broken_at, succeeded=True)
         if self._broken_at is not None:
             self._metrics.recovered(time.monotonic() - self._broken_at, round.reason)
             self._broken_at = None
-        logger.info("%s", started(round.number, [int(env["RANK"]) for env in environments], round.world_size))
+        ranks = [env["RANK"] for env in environments]
+        logger.info(STARTED, round.number, f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}", round.world_size)
 
     async def _start(
         self, began: RoundStarted, workers: Workers, environments: Sequence[Mapping[str, str]]
@@ -352,7 +368,8 @@ class Agent:
             began.store,
         )
         if group.store is not None:
-            group.store.ended.add_done_callback(lambda _: self._events.put_nowait(StoreServerEnded(round)))
+            ended = Deferred(partial(self._store_server_ended, round))
+            group.store.ended.add_done_callback(lambda _: self._events.put_nowait(ended))
         return group
 
     async def _worker_ended(self, ended: WorkerEnded) -> None:
@@ -372,7 +389,8 @@ class Agent:
             self._history.enter(RunState.STOPPING)
             spent = self._round is not None and self._round.restarts >= self._settings.rendezvous.max_restarts
             patience = REPORT_WINDOW if spent else CAUSE_WINDOW  # for a failure that explains this one
-            asyncio.get_running_loop().call_later(patience, self._events.put_nowait, CauseOverdue(ended.round))
+            overdue = Deferred(partial(self._blame, ended.round))
+            asyncio.get_running_loop().call_later(patience, self._events.put_nowait, overdue)
         if failure.kind is FailureKind.PROGRAM or len(self._failures) == len(self._unfinished):
             await self._blame(ended.round)
 
@@ -383,7 +401,7 @@ class Agent:
 
     async def _report_failure(self, failure: FailureRecord) -> None:
         self._node.report(failure.round, failure=failure)
-        self._times.waits()
+        self._metrics.waits()
         await self._stop_workers(self._settings.stop_timeout)
 
     def _is_past(self, round: int) -> bool:
@@ -442,7 +460,7 @@ class Agent:
         await self._stop_workers(self._settings.stop_grace)
         self._metrics.worker_state(self._settings.role, "stopped")
 
-    def _ends_leaving(self, event: AgentEvent) -> bool:
+    def _ends_leaving(self, event: object) -> bool:
         """Handle an event while this node leaves; return whether to stop its workers now."""
         match event:
             case NoticeRecord() as notice:
@@ -476,7 +494,7 @@ class Agent:
     def _report_outcome(self, outcome: OutcomeRecord) -> None:
         succeeded = outcome.state is OutcomeState.SUCCEEDED
         if not succeeded and outcome.failure is None:
-            self._times.waited(succeeded=False)
+            self._metrics.waited(succeeded=False)
         self._metrics.run_ended(
             self._settings.role,
             succeeded=succeeded,

@@ -1,4 +1,4 @@
-"""The message and the kind of a worker's failure.
+"""The message and the kind of a worker's failure, and how an agent ends.
 
 A worker writes its uncaught exception to its error file, as torch's ``@record`` does. The agent reads a limited part of
 that file and of the worker's output.
@@ -19,7 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from torchelastic.protocol import FailureKind, FailureRecord, name_of, shorten
+from torchelastic.errors import NoPortFree, SettingsError, StartError, StoreError, StoreRefused
+from torchelastic.protocol import (
+    ExitCode,
+    FailureKind,
+    FailureRecord,
+    OutcomeRecord,
+    OutcomeState,
+    TerminationMessage,
+    name_of,
+    shorten,
+)
 
 if TYPE_CHECKING:
     from torchelastic.config.settings import AgentSettings
@@ -302,3 +312,45 @@ def failure_of_node(
         message=message,
         uptime=builtins.round(time.monotonic() - began, 3),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ExitStatus:
+    """How an agent ended: its exit code, and the termination message with the reason."""
+
+    code: ExitCode
+    message: TerminationMessage
+
+    @classmethod
+    def because(cls, code: ExitCode, reason: str, message: str, *, round: int = 0) -> ExitStatus:
+        """Return the status of an agent whose end was not caused by a worker."""
+        return cls(code, TerminationMessage(reason=reason, message=message, round=round))
+
+    @classmethod
+    def by_error(cls, error: BaseException | None) -> ExitStatus:
+        """Return the status of an agent that cannot take part; ``error`` is None if the rendezvous just ended.
+
+        An unreachable store and a refusal of the store have different exit codes.
+        """
+        match error:
+            case SettingsError() | StartError():
+                return cls.because(ExitCode.BAD_INPUT, "BadInput", f"{error}")
+            case NoPortFree():
+                return cls.because(ExitCode.NO_PORT, "NoPortFree", f"{error}")
+            case StoreRefused():
+                return cls.because(ExitCode.BROKEN, "StoreRefused", f"{error}")
+            case StoreError():
+                return cls.because(ExitCode.STORE, "StoreUnavailable", f"{error}")
+        said = "the rendezvous ended by itself" if error is None else str(error) or type(error).__name__
+        return cls.because(ExitCode.BROKEN, "Defect", said)
+
+    @classmethod
+    def with_the_run(cls, outcome: OutcomeRecord) -> ExitStatus:
+        """Return the status of an agent whose run has ended."""
+        if outcome.state is OutcomeState.SUCCEEDED:
+            return cls.because(ExitCode.SUCCEEDED, "Succeeded", "", round=outcome.round)
+        reason = "WorkerFailed" if outcome.failure is not None else "TooFewNodes"
+        return cls(
+            ExitCode.FAILED,
+            TerminationMessage(reason=reason, message=outcome.message, round=outcome.round, failure=outcome.failure),
+        )

@@ -49,6 +49,8 @@ class AgentMetrics:
         self._lock = threading.Lock()
         self._words: dict[Series, list[float]] = {}
         self._trained = 0.0
+        self._waits_since: float | None = None
+        self._without_workers_since = 0.0
 
     def page(self, *beside: Collector) -> CollectorRegistry:
         """Start to record the agent's series; return a registry of these, of the run's totals, and of other collectors.
@@ -166,6 +168,32 @@ class AgentMetrics:
         for what, value in ((outcome, 1), ("duration.ms", seconds * 1000)):
             if what:
                 self._put(f"{operation}.{what}", value, PLATFORM_SERIES[f"{operation}.{what}"])
+
+    def waits(self) -> None:
+        """Record that this node has no workers to run; torch calls the time until the next round *rendezvous*."""
+        self._waits_since = self._waits_since or time.monotonic()
+
+    def waited(self, *, succeeded: bool) -> None:
+        """Record that a round begins with this node as a member, or that no round will begin."""
+        now = time.monotonic()
+        if succeeded:
+            self._without_workers_since = self._waits_since = self._waits_since or now
+        if self._waits_since is not None:
+            self.took("SimpleElasticAgent._rendezvous", now - self._waits_since, succeeded=succeeded)
+            self._waits_since = None
+
+    def started(self, broken_at: float | None, *, succeeded: bool) -> None:
+        """Record that the workers of the round were started, or cannot be started.
+
+        Args:
+            broken_at: when the end of the previous round was noticed, on the monotonic clock; None for the first round.
+            succeeded: whether the workers were started.
+        """
+        now = time.monotonic()
+        without = now - self._without_workers_since
+        self.took("SimpleElasticAgent._initialize_workers", without, succeeded=succeeded)
+        if broken_at is not None:
+            self.took("SimpleElasticAgent._restart_workers", now - broken_at, succeeded=succeeded)
 
     def store_answered(self, request: str, seconds: float, *, succeeded: bool) -> None:
         """Record a request to the store; handlers do not receive these values, because there are too many."""

@@ -22,8 +22,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError, wait
 from typing import TYPE_CHECKING, Any, Final
 
-from torchelastic.agent.agent import Agent
-from torchelastic.agent.events import Signalled, Signals
+from torchelastic.agent.agent import Agent, Signals
 from torchelastic.agent.function_call import call_of, read_results, write_call
 from torchelastic.agent.server.api import ProcessFailure, RunResult, WorkerSpec, WorkerState
 from torchelastic.agent.workers.pool import Workers
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from torchelastic.agent.agent import ExitStatus
+    from torchelastic.agent.failures import ExitStatus
     from torchelastic.agent.server.torch_agent import TorchAgent
 
 __all__ = ["LocalElasticAgent"]
@@ -198,7 +197,7 @@ class _OurAgent(Agent):
     def __init__(self, settings: AgentSettings, call: bytes | None) -> None:
         super().__init__(settings, AgentMetrics())
         self._call = call
-        self._signals = Signals(lambda number: self._events.put_nowait(Signalled(number)), listen=False)
+        self._signals = Signals(self._events.put_nowait, listen=False)
         self._loop = asyncio.new_event_loop()
 
     def launch(self) -> RunResult:

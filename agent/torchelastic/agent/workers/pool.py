@@ -30,7 +30,7 @@ from torchelastic.agent_socket import CHANNEL, HEARTBEAT_FILE, METRICS_FILE
 from torchelastic.config.settings import ProgramKind, StartMethod
 from torchelastic.errors import SettingsError, StartError
 from torchelastic.machine import interface_variables
-from torchelastic.output import worker_prefix
+from torchelastic.output import rank_label
 from torchelastic.protocol import FailureKind
 
 if TYPE_CHECKING:
@@ -228,6 +228,7 @@ class Workers:
 
     def __init__(self, settings: AgentSettings, *, owns_process: bool = True) -> None:
         self._settings = settings
+        self._label = rank_label(settings.role)
         self._mark = secrets.token_hex(8)
         self._reaper = Reaper(owns_process=owns_process)
         self._stack = contextlib.AsyncExitStack()
@@ -345,7 +346,7 @@ class Workers:
                     round=round,
                     rank=ranks[local_rank],
                     local_rank=local_rank,
-                    prefix=worker_prefix(ranks[local_rank], self._settings.role),
+                    prefix=f"[{self._label} {ranks[local_rank]}] ",
                 )
                 stack.callback(output.close)
                 outputs.append(output)
