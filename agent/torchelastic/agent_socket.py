@@ -33,12 +33,13 @@ LINE_LIMIT: Final = 4096
 _PATH_LIMIT: Final = 107
 """Maximum length of a socket's path in bytes, set by the kernel."""
 
-_forked = False
+own_pid = os.getpid()
+"""The process id of the program; a fork of it has another one. The fork server sets it in a worker."""
 
 
 def is_worker() -> bool:
     """Return whether an agent has started this program, and this process is not a child of the worker."""
-    if _forked or not os.environ.get(CHANNEL):
+    if os.getpid() != own_pid or not os.environ.get(CHANNEL):
         return False
     processes = sys.modules.get("multiprocessing.process")
     return processes is None or not (
@@ -55,8 +56,9 @@ class AgentConnection:
         self._lock = threading.RLock()  # reentrant for a signal handler; never held while waiting
         self._socket: socket.socket | None = None
         self._read = False
+        self._sees_forks = False
 
-    def leave_to_parent(self) -> None:
+    def _leave_to_parent(self) -> None:
         """Close this process's copy of its parent's connection, after a fork."""
         if self._socket is not None:
             os.close(self._socket.detach())  # the thread that reads from it is not in this process
@@ -67,6 +69,9 @@ class AgentConnection:
             try:
                 lines = [message]
                 if self._socket is None:
+                    if not self._sees_forks:
+                        self._sees_forks = True
+                        os.register_at_fork(after_in_child=self._leave_to_parent)
                     self._socket = connected(os.environ.get(CHANNEL, ""), 0.0)
                     lines = [introduction(), message]
                 # A message this short is sent completely or not at all.
@@ -181,13 +186,3 @@ def received(line: bytes) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError("not a message")  # noqa: TRY004 - as with any other malformed line
     return message
-
-
-def _after_fork() -> None:
-    global _forked  # noqa: PLW0603 - it is the state of this process
-    # The fork server may have imported this module, but has no channel: its children are workers.
-    _forked = bool(os.environ.get(CHANNEL))
-    AGENT.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torchelastic.training  # noqa: F401 - a signal handler may need it while the program imports it
+from torchelastic import agent_socket
 from torchelastic.agent.failures import record_exception, record_message
 from torchelastic.agent.workers.fork_server import (
     CONTROL,
@@ -43,7 +44,6 @@ from torchelastic.agent.workers.fork_server import (
     send,
 )
 from torchelastic.agent.workers.linux import close_fds, set_parent_death_signal, set_title
-from torchelastic.agent_socket import METRICS_FILE
 from torchelastic.metrics import worker as worker_metrics
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ def _run_worker(inherited: Mapping[str, str], *, kind: str, argv: Sequence[str],
     module = ["-m"] if kind == "module" else []
     sys.orig_argv[:] = [sys.executable, *module, *argv]
     set_title(sys.orig_argv)
-    if METRICS_FILE in environment:
+    if agent_socket.METRICS_FILE in environment:
         worker_metrics.attach()
     try:
         _run_program(kind, argv)
@@ -311,6 +311,7 @@ def _shadows_imported_module(folder: str) -> bool:
 def _reset_process(environment: Mapping[str, str]) -> None:
     """Reset the state that a newly started process does not inherit."""
     _set_environment(environment)
+    agent_socket.own_pid = os.getpid()
     time.tzset()
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
     signal.signal(signal.SIGINT, signal.default_int_handler)
