@@ -113,12 +113,12 @@ async def _serve_metrics(
 
     from torchelastic.agent.worker_memory import WorkerMemoryCollector
     from torchelastic.metrics.gpus import Gpus
-    from torchelastic.metrics.server import serve_metrics
+    from torchelastic.metrics.prometheus import serve_metrics
 
     port = settings.metrics_port or 0
     of_machine = (WorkerMemoryCollector(lambda: workers.running_pids), ProcessCollector(registry=None), Gpus())
     registry = metrics.page(measured, *of_machine)
-    served_on = await stack.enter_async_context(serve_metrics(registry, port, host=settings.address))
+    served_on = await stack.enter_async_context(serve_metrics(registry, port, settings.address))
     if port == 0:  # the user cannot know the port
         logger.info("serving /metrics on port %d", served_on)
     return served_on

@@ -22,6 +22,7 @@ async def test_values_of_ours_and_of_torch_carry_the_rank_also_of_a_stopped_work
     measured = Measured(
         tmp_path,
         """
+        from torch.distributed.elastic import metrics as torchs
         from torchelastic import metrics
         stream = metrics.getStream("my_app")
         metrics.configure(metrics.ConsoleMetricHandler(), group="my_app")
@@ -31,7 +32,6 @@ async def test_values_of_ours_and_of_torch_carry_the_rank_also_of_a_stopped_work
         metrics.configure(metrics.NullMetricHandler(), group="my_app")
         stream.add_value("step.ms", 100 * rank)
 
-        from torch.distributed.elastic import metrics as torchs
         torchs.configure(torchs.ConsoleMetricHandler())
         torchs.put_metric("loss", 3, "by_torch")
 

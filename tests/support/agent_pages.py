@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, cast
 from prometheus_client import generate_latest
 
 from torchelastic.metrics import series
-from torchelastic.metrics.exposition import families_of
+from torchelastic.metrics.prometheus import families_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

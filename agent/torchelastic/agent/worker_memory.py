@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client.registry import Collector
 
 from torchelastic.agent.workers.linux import read_table, with_descendants
-from torchelastic.metrics.exposition import families_of
+from torchelastic.metrics.prometheus import families_of
 from torchelastic.metrics.series import WORKER_MEMORY
 
 if TYPE_CHECKING:

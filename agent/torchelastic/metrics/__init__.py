@@ -19,46 +19,14 @@ is imported at its first use, because it needs a library that other programs do 
 
 from typing import TYPE_CHECKING
 
-from torchelastic.metrics import torch_bridge, worker
-from torchelastic.metrics.api import (
-    ConsoleMetricHandler,
-    ConsoleMetricsHandler,
-    MetricData,
-    MetricHandler,
-    MetricsConfig,
-    MetricStream,
-    NullMetricHandler,
-    NullMetricsHandler,
-    configure,
-    declare,
-    get_elapsed_time_ms,
-    getStream,
-    initialize_metrics,
-    prof,
-    put_metric,
-)
+from torchelastic.metrics import api, worker
+from torchelastic.metrics.api import *  # noqa: F403
 
 if TYPE_CHECKING:
     from torchelastic.metrics.prometheus import PrometheusMetricHandler
 
-__all__ = [
-    "ConsoleMetricHandler",
-    "ConsoleMetricsHandler",
-    "MetricData",
-    "MetricHandler",
-    "MetricStream",
-    "MetricsConfig",
-    "NullMetricHandler",
-    "NullMetricsHandler",
-    "PrometheusMetricHandler",
-    "configure",
-    "declare",
-    "getStream",
-    "get_elapsed_time_ms",
-    "initialize_metrics",
-    "prof",
-    "put_metric",
-]
+__all__ = ["PrometheusMetricHandler"]
+__all__ += api.__all__
 
 
 def __getattr__(name: str) -> object:
@@ -69,5 +37,5 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-torch_bridge.watch()
+worker.forward_torch()
 worker.attach()

@@ -217,7 +217,7 @@ class AgentMetrics:
                 words[0] = value + (words[0] if one.form.kind is Kind.COUNTER else 0.0)
 
     def _own(self) -> Iterable[Metric]:
-        from torchelastic.metrics.exposition import families_of
+        from torchelastic.metrics.prometheus import families_of
 
         with self._lock:
             own: list[tuple[Series, Sequence[float]]] = [(one, tuple(words)) for one, words in self._words.items()]

@@ -25,6 +25,24 @@ if TYPE_CHECKING:
 
     from torchelastic.metrics.series import Form
 
+__all__ = [
+    "ConsoleMetricHandler",
+    "ConsoleMetricsHandler",
+    "MetricData",
+    "MetricHandler",
+    "MetricStream",
+    "MetricsConfig",
+    "NullMetricHandler",
+    "NullMetricsHandler",
+    "configure",
+    "declare",
+    "getStream",
+    "get_elapsed_time_ms",
+    "initialize_metrics",
+    "prof",
+    "put_metric",
+]
+
 _log: Final = logging.getLogger(__name__)
 
 Parameters = ParamSpec("Parameters")

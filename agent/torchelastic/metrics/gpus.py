@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client.registry import Collector
 
-from torchelastic.metrics.exposition import families_of
+from torchelastic.metrics.prometheus import families_of
 from torchelastic.metrics.series import GPU_MEMORY_TOTAL, GPU_MEMORY_USED, GPU_UTILIZATION
 
 if TYPE_CHECKING:

@@ -1,27 +1,76 @@
-"""A metric handler for Prometheus.
+"""Prometheus: the conversion of series to the families of prometheus_client, a metric handler, and HTTP servers.
 
-Any program can use it::
+Any program can use the handler::
 
     metrics.configure(PrometheusMetricHandler(port=9100), group="my_app")
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+import math
+import os
+import socket
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, Metric, start_http_server
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
+from torchelastic.errors import SettingsError
 from torchelastic.metrics.api import REGISTRY
-from torchelastic.metrics.exposition import families_of, shown
-from torchelastic.metrics.series import SeriesNames, forms_of
-from torchelastic.metrics.series_handler import Memory, SeriesHandler
-from torchelastic.metrics.server import unusable_port
+from torchelastic.metrics.series import DROPPED, Kind, SeriesNames, forms_of
+from torchelastic.metrics.series_handler import REASONS, Memory, SeriesHandler
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from prometheus_client import Metric
+    from aiohttp import web
+
+    from torchelastic.metrics.series import Series, Source
+
+_UNITS: Final = ("seconds", "bytes", "ratio")
+"""Unit suffixes of names; OpenMetrics declares units."""
+
+
+def families_of(values: Iterable[tuple[Series, dict[str, str], Sequence[float]]]) -> Iterable[Metric]:
+    """Return the families of series, each given with its labels and its words."""
+    families: dict[str, Metric] = {}
+    for one, labels, words in values:
+        name = one.name
+        if (family := families.get(name)) is None:
+            stem, _, unit = name.rpartition("_")
+            families[name] = family = Metric(name, one.help, one.form.kind, unit if stem and unit in _UNITS else "")
+        if one.form.kind is Kind.GAUGE:
+            family.add_sample(name, labels, words[0])
+        elif one.form.kind is Kind.COUNTER:
+            family.add_sample(f"{name}_total", labels, words[0])
+        else:
+            count = 0.0
+            for bound, number in zip((*one.form.buckets, math.inf), words, strict=False):
+                count += number
+                le = str(floatToGoString(bound))  # type: ignore[no-untyped-call]
+                family.add_sample(f"{name}_bucket", {**labels, "le": le}, count)
+            family.add_sample(f"{name}_count", dict(labels), count)
+            if one.form.buckets[0] >= 0:  # Prometheus expects that a sum never decreases
+                family.add_sample(f"{name}_sum", dict(labels), words[-1])
+    return families.values()
+
+
+def shown(
+    sources: Mapping[Source, Sequence[float]],
+    dropped: Sequence[float],
+    names: SeriesNames,
+    **labels: str,
+) -> Iterator[tuple[Series, dict[str, str], Sequence[float]]]:
+    """Yield the series of a handler."""
+    for source, words in sources.items():
+        one = names.of(source)
+        yield one, {**dict(one.labels), **labels}, words
+    for reason, count in zip(REASONS, dropped, strict=True):
+        if count:
+            yield DROPPED, {"reason": reason, **labels}, (count,)
 
 
 class PrometheusMetricHandler(SeriesHandler, Collector):
@@ -59,7 +108,7 @@ class PrometheusMetricHandler(SeriesHandler, Collector):
         try:
             self._server = None if port is None else start_http_server(port, address, self.registry)
         except (OSError, OverflowError, UnicodeError) as error:
-            raise unusable_port(port or 0, error, host=address) from None
+            raise _unusable_port(port or 0, error, address) from None
 
     @property
     def port(self) -> int | None:
@@ -70,3 +119,54 @@ class PrometheusMetricHandler(SeriesHandler, Collector):
         """Return the families with their current values; the registry calls this at each scrape."""
         with self._lock:
             return families_of(shown(self._memory.sources(), self._memory.dropped, self._names))
+
+
+@asynccontextmanager
+async def serve_metrics(registry: CollectorRegistry, port: int, host: str) -> AsyncIterator[int]:
+    """Serve series under ``/metrics`` until the block ends, and yield the port.
+
+    The response is OpenMetrics or Prometheus' text format, as requested. A thread generates it, so that a scrape of
+    many series does not block the event loop.
+
+    Args:
+        registry: has the series.
+        port: the port; 0 for any free port.
+        host: the address to listen on.
+
+    Raises:
+        SettingsError: the port or the host cannot be used.
+    """
+    from aiohttp import web
+    from prometheus_client.exposition import choose_encoder
+
+    async def answer(request: web.Request) -> web.Response:
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        body = await asyncio.to_thread(encode, registry)
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    try:
+        family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listening = socket.create_server(found[:2], family=family)
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise _unusable_port(port, error, host) from None
+    with listening:
+        app = web.Application()
+        app.router.add_get("/metrics", answer)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        try:
+            await runner.setup()
+            await web.SockSite(runner, listening).start()
+            yield listening.getsockname()[1]
+        finally:
+            await runner.cleanup()
+
+
+def _unusable_port(port: int, error: Exception, host: str) -> SettingsError:
+    """Return the error to raise if /metrics cannot be served."""
+    why = "a port is a number from 0 to 65535" if isinstance(error, OverflowError) else str(error)
+    if isinstance(error, OSError) and not isinstance(error, socket.gaierror):
+        why = os.strerror(error.errno or 0)
+    return SettingsError(
+        f"/metrics cannot be served on port {port} of {host}: {why}. Choose another port, or 0 for any free one, or "
+        "another address."
+    )

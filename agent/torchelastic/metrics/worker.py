@@ -10,12 +10,33 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
+import sys
+from typing import Any, Final
 
 from torchelastic.agent_socket import METRICS_FILE, is_worker
 from torchelastic.metrics.api import REGISTRY
 from torchelastic.metrics.series_handler import Memory, SeriesHandler
 
+_TORCHS: Final = "torch.distributed.elastic.metrics.api"
+
 _opened: set[str] = set()
+
+
+def forward_torch() -> None:
+    """Record the values of torch's own metrics in ours, too, if torch's module is imported."""
+    if (module := sys.modules.get(_TORCHS)) is None:
+        return
+    stream: Any = module.MetricStream
+    plain = stream.add_value
+    if hasattr(plain, "__wrapped__"):  # by us
+        return
+
+    @functools.wraps(plain)
+    def add_value(self: Any, metric_name: str, metric_value: float) -> None:  # noqa: ANN401 - a stream of torch's
+        REGISTRY.add(str(self.group_name), metric_name, metric_value)
+        plain(self, metric_name, metric_value)
+
+    stream.add_value = add_value
 
 
 def attach() -> None:

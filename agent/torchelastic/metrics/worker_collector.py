@@ -107,7 +107,7 @@ class WorkerMetrics:
 
     def collect(self) -> Iterable[Metric]:
         """Return the families with their current values; a registry calls this at each scrape, from any thread."""
-        from torchelastic.metrics.exposition import families_of, shown  # not needed to start a worker
+        from torchelastic.metrics.prometheus import families_of, shown  # not needed to start a worker
 
         with self._lock:
             return families_of(

@@ -22,6 +22,7 @@ from torchelastic import machine
 from torchelastic.agent.function_call import pickled
 from torchelastic.agent.server.api import ProcessFailure, RunResult, WorkerSpec, WorkerState
 from torchelastic.errors import SettingsError
+from torchelastic.metrics.worker import forward_torch
 from torchelastic.rendezvous.api import RendezvousGracefulExitError, RendezvousStateError
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class TorchAgent(LocalElasticAgent):
                 "or leave out rdzv_handler."
             )
         os.environ.setdefault(_NO_SHARED_STORE, "1")
+        forward_torch()
         program = spec.entrypoint
         self._is_function = not isinstance(program, str)
         self._stopped = stopped

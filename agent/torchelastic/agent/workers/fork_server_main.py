@@ -144,7 +144,8 @@ def _fork_each(links: Sequence[socket.socket]) -> tuple[dict[str, Any], socket.s
 def _import_torch() -> str:
     """Import torch; return why that failed, or an empty string."""
     with _collector_off():
-        error = _import("torch") or _import("torch.distributed")
+        error = _import("torch") or _import("torch.distributed") or _import("torch.distributed.elastic.metrics")
+        worker_metrics.forward_torch()
     return f"torch cannot be imported by {sys.executable}: {error}" if error else ""
 
 
