@@ -16,7 +16,7 @@ from _thread import start_new_thread
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 CHANNEL: Final = "TORCHELASTIC_WORKER_CHANNEL"
 """The variable with the path of the agent's socket."""
@@ -29,9 +29,6 @@ METRICS_FILE: Final = "TORCHELASTIC_METRICS_FILE"
 
 LINE_LIMIT: Final = 4096
 """Maximum length of a line in bytes, in either direction."""
-
-_PATH_LIMIT: Final = 107
-"""Maximum length of a socket's path in bytes, set by the kernel."""
 
 own_pid = os.getpid()
 """The process id of the program; a fork of it has another one. The fork server sets it in a worker."""
@@ -153,26 +150,11 @@ def connected(path: str, timeout: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout)
-        with short_path(path) as reachable:
-            connection.connect(reachable)
+        connection.connect(path)
     except BaseException:
         connection.close()
         raise
     return connection
-
-
-@contextlib.contextmanager
-def short_path(path: str) -> Iterator[str]:
-    """Yield a path to the same socket that is short enough for the kernel."""
-    if len(os.fsencode(path)) <= _PATH_LIMIT:
-        yield path
-        return
-    folder, name = os.path.split(path)
-    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{descriptor}/{name}"
-    finally:
-        os.close(descriptor)
 
 
 def encoded(*messages: dict[str, Any]) -> bytes:

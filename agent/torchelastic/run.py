@@ -111,12 +111,11 @@ async def _serve_metrics(
     """Serve /metrics until the stack is closed; return the port."""
     from prometheus_client import ProcessCollector
 
-    from torchelastic.agent.worker_memory import WorkerMemoryCollector
-    from torchelastic.metrics.gpus import Gpus
+    from torchelastic.agent.machine_metrics import Gpus, WorkerMemory
     from torchelastic.metrics.prometheus import serve_metrics
 
     port = settings.metrics_port or 0
-    of_machine = (WorkerMemoryCollector(lambda: workers.running_pids), ProcessCollector(registry=None), Gpus())
+    of_machine = (WorkerMemory(lambda: workers.running_pids), ProcessCollector(registry=None), Gpus())
     registry = metrics.page(measured, *of_machine)
     served_on = await stack.enter_async_context(serve_metrics(registry, port, settings.address))
     if port == 0:  # the user cannot know the port

@@ -122,16 +122,12 @@ async def test_a_non_retryable_exception_ends_the_run_unless_it_is_caught(
     assert (failure["exit_code"], failure["non_retryable"]) == (1, True)
 
 
-async def test_a_long_temporary_directory_path_works(tmp_path: Path) -> None:
-    deep = tmp_path / ("x" * 100) / ("y" * 100)
-    deep.mkdir(parents=True)
-    program = tmp_path / "asking.py"
-    program.write_text(
-        "import torchelastic as worker\nworker.ask_for_notice(5)\nprint('stands:', worker.round_stands())\n"
-    )
+async def test_a_long_path_of_the_folder_for_temporary_files_is_refused(tmp_path: Path, program: Path) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
     async with AgentProcess("--standalone", program, env={"TMPDIR": str(deep)}) as agent:
-        assert await agent.code() == 0
-    assert "stands: True" in agent.output
+        assert await agent.code() == 2
+    assert "path too long. Set TMPDIR to another folder for temporary files, with a shorter path." in agent.output
     assert [*deep.iterdir()] == []
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from torchelastic.metrics.gpus import Gpus
+from torchelastic.agent.machine_metrics import Gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -19,7 +19,6 @@ from prometheus_client.registry import Collector
 from tests.support.scraping import Page
 from torchelastic.errors import LeaseLost, StoreRefused, StoreUnavailable
 from torchelastic.metrics.agent import AgentMetrics
-from torchelastic.metrics.api import MetricRegistry
 from torchelastic.protocol import RoundRecord, RunState, SizeRecord, TimeBreakdown
 from torchelastic.store import MemoryStore, NodeStore
 
@@ -39,7 +38,7 @@ def page(registry: CollectorRegistry) -> Page:
 
 @pytest.fixture
 def agent() -> AgentMetrics:
-    return AgentMetrics(MetricRegistry(), job=("team", "digits"))
+    return AgentMetrics(job=("team", "digits"))
 
 
 class Fixed(Collector):

@@ -34,7 +34,7 @@ class Node:
     """One node and its workers' metric streams."""
 
     def __init__(self) -> None:
-        self.agent, self.metrics = AgentMetrics(MetricRegistry()), WorkerMetrics()
+        self.agent, self.metrics = AgentMetrics(), WorkerMetrics()
         self.registry = self.agent.page(self.metrics)
 
     def begin(self, *ranks: int) -> Sequence[MetricStream]:
@@ -118,7 +118,7 @@ def test_the_page_is_well_formed_for_any_names(
 ) -> None:
     node = Node()
     node.agent.round(1, 2)
-    node.agent.run_ended("a", succeeded=True, restarts=0)
+    node.agent.run_ended("a", succeeded=True, restarts=0, max_restarts=3)
     for measured in rounds:
         for worker in node.begin(0, 1):
             for group, name, declaration in measured:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
 import msgspec
 
-from torchelastic.agent_socket import LINE_LIMIT, short_path
+from torchelastic.agent_socket import LINE_LIMIT
 from torchelastic.errors import SettingsError
 from torchelastic.protocol import RoundReason, shorten
 
@@ -111,14 +111,13 @@ class WorkerSocket:
     async def __aenter__(self) -> Self:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with short_path(self.path) as path:
-                listener.bind(path)
+            listener.bind(self.path)
             self._server = await asyncio.start_unix_server(self._accept, sock=listener, limit=LINE_LIMIT)
         except OSError as error:
             listener.close()
             raise SettingsError(
-                f"the socket for the workers cannot be created at {self.path}: {error.strerror}. Set TMPDIR to another "
-                "folder for temporary files."
+                f"the socket for the workers cannot be created at {self.path}: {error.strerror or error}. "
+                "Set TMPDIR to another folder for temporary files, with a shorter path."
             ) from None
         return self
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
     from prometheus_client.registry import Collector
 
-    from torchelastic.metrics.api import MetricRegistry
     from torchelastic.metrics.series import Series
     from torchelastic.protocol import RoundReason, TimeBreakdown
     from torchelastic.rendezvous.node import RendezvousNode
@@ -35,12 +34,10 @@ class AgentMetrics:
     """Records the metrics of an agent: for the configured handlers of the group, and for /metrics if it is served.
 
     Args:
-        registry: receives the values.
         job: namespace and name of the job, added as labels to all series of :meth:`page`; None for no labels.
     """
 
-    def __init__(self, registry: MetricRegistry = REGISTRY, *, job: tuple[str, str] | None = None) -> None:
-        self._registry = registry
+    def __init__(self, *, job: tuple[str, str] | None = None) -> None:
         names = ("job_namespace", "elasticjob")
         self._labels = {} if job is None else dict(zip(names, map(printable, job), strict=True))
         self._run: RendezvousNode | None = None
@@ -100,7 +97,7 @@ class AgentMetrics:
 
     def worker_state(self, role: str, state: WorkerStateName) -> None:
         """Record the state of this node's workers."""
-        self._registry.add(PLATFORM_GROUP, f"workers.{role}.{state}", 1)
+        REGISTRY.add(PLATFORM_GROUP, f"workers.{role}.{state}", 1)
         for each in get_args(WorkerStateName):
             self._show(series.WORKER_STATE, int(each == state), role=role, state=each)
 
@@ -117,14 +114,14 @@ class AgentMetrics:
         """
         self._put(f"recovery.{reason}.duration.ms", seconds * 1000, series.RECOVERY, cause=str(reason))
 
-    def run_ended(self, role: str, *, succeeded: bool, restarts: int, max_restarts: int | None = None) -> None:
+    def run_ended(self, role: str, *, succeeded: bool, restarts: int, max_restarts: int) -> None:
         """Record the end of the run.
 
         Args:
             role: the role of the workers.
             succeeded: whether the run succeeded.
             restarts: failures of workers that were charged to the run.
-            max_restarts: the restart budget; if given, the flakiness is recorded too.
+            max_restarts: the restart budget.
         """
         self._put(f"workers.{role}.run_total", 1, series.RUNS, role=role)
         for name, outcome, happened in (("success", "success", succeeded), ("failed", "failure", not succeeded)):
@@ -134,9 +131,8 @@ class AgentMetrics:
             ):
                 labels = {"role": role, "outcome": outcome, "retries": retries}
                 self._put(f"workers.{role}.run_{name}_{ending}", int(value), series.RUN_OUTCOMES, **labels)
-        if max_restarts is not None:
-            spent = min(restarts / (max_restarts + 1), 1.0) if succeeded else 1.0
-            self._put(f"workers.{role}.flakiness", 100 * spent, series.FLAKINESS, role=role)
+        spent = min(restarts / (max_restarts + 1), 1.0) if succeeded else 1.0
+        self._put(f"workers.{role}.flakiness", 100 * spent, series.FLAKINESS, role=role)
 
     @contextmanager
     def measured(self, operation: str) -> Iterator[None]:
@@ -201,7 +197,7 @@ class AgentMetrics:
 
     def _put(self, name: str, value: float, family: Series, **labels: str) -> None:
         """Record a value under torchelastic's name, and show it in a series."""
-        self._registry.add(PLATFORM_GROUP, name, value)
+        REGISTRY.add(PLATFORM_GROUP, name, value)
         self._show(family, value, **labels)
 
     def _show(self, family: Series, value: float, **labels: str) -> None:

@@ -1,23 +1,26 @@
-"""The GPU metrics of this node, read from NVIDIA's driver at each scrape if ``pynvml`` is installed.
+"""The metrics of this node that are read when ``/metrics`` is scraped: the memory of workers, and GPUs.
 
-A driver may fail or hang. A separate thread reads it, for which a scrape waits a limited time; without an answer,
-``/metrics`` has no GPU series.
+NVIDIA's driver is asked if ``pynvml`` is installed. A driver may fail or hang. A separate thread reads it, for which a
+scrape waits a limited time; without an answer, ``/metrics`` has no GPU series.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client.registry import Collector
 
+from torchelastic.agent.workers.linux import read_table, with_descendants
 from torchelastic.metrics.prometheus import families_of
-from torchelastic.metrics.series import GPU_MEMORY_TOTAL, GPU_MEMORY_USED, GPU_UTILIZATION
+from torchelastic.metrics.series import GPU_MEMORY_TOTAL, GPU_MEMORY_USED, GPU_UTILIZATION, WORKER_MEMORY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from prometheus_client import Metric
 
@@ -25,11 +28,45 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger(__name__)
 
+_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+
 _FIELDS: Final = {
     "nvmlDeviceGetMemoryInfo": {"used": GPU_MEMORY_USED, "total": GPU_MEMORY_TOTAL},
     "nvmlDeviceGetUtilizationRates": {"gpu": GPU_UTILIZATION},
 }
 """The series by function of the driver and field of its result."""
+
+
+class WorkerMemory(Collector):
+    """Collects the resident memory of each worker of this node with its process tree, from /proc.
+
+    Pages that several processes share, such as the modules imported by the fork server, count in each process.
+
+    Args:
+        running: returns the process ids of running workers by rank.
+    """
+
+    def __init__(self, running: Callable[[], Mapping[int, int]]) -> None:
+        self._running = running
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the current values; called at each scrape, in any thread."""
+        workers = self._running()
+        table = read_table() if workers else {}
+        trees = {
+            rank: with_descendants(table, [entry.pid for entry in table.values() if entry.session == worker])
+            for rank, worker in workers.items()
+        }
+        memory = {rank: sum(map(_resident, tree)) for rank, tree in trees.items()}
+        return families_of((WORKER_MEMORY, {"rank": str(rank)}, (size,)) for rank, size in memory.items() if size)
+
+
+def _resident(pid: int) -> int:
+    """Return the resident memory in bytes; 0 if the process has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * _PAGE
+    except OSError:
+        return 0
 
 
 class Gpus(Collector):
