@@ -211,17 +211,13 @@ def program_of_command(argv: Sequence[str], start_method: StartMethod = StartMet
     interpreter with flags and any other interpreter.
     """
     command, *rest = argv
-    if rest and _is_this_python(command):
+    names = ("python", "python3", f"python3.{sys.version_info.minor}")
+    if rest and (command in names or ("/" in command and Path(command) == Path(sys.executable))):
         if rest[0] == "-m" and len(rest) > 1:
             return Program(ProgramKind.MODULE, tuple(rest[1:]), start_method)
         if not rest[0].startswith("-"):
             return Program(ProgramKind.SCRIPT, tuple(rest), start_method)
     return Program(ProgramKind.COMMAND, tuple(argv), start_method)
-
-
-def _is_this_python(command: str) -> bool:
-    names = ("python", "python3", f"python3.{sys.version_info.minor}")
-    return command in names or ("/" in command and Path(command) == Path(sys.executable))
 
 
 def _check_exists(program: Program, *, is_command: bool) -> None:

@@ -357,10 +357,10 @@ def _run_program(kind: str, argv: Sequence[str]) -> None:
     sys.argv[:] = ["-m", *argv[1:]] if kind == "module" else argv
     if first := search_path(kind, name):
         sys.path.insert(0, first)
-    if kind == "module":
-        _run_as_module(name, alter_argv=True)
-    elif is_container(name):
-        _run_as_module("__main__", alter_argv=False)
+    if kind == "module" or is_container(name):
+        # The function that the interpreter itself calls for -m, folders and archives.
+        run: Any = runpy._run_module_as_main  # type: ignore[attr-defined]  # noqa: SLF001
+        run(name if kind == "module" else "__main__", kind == "module")
     else:
         exec(_script(main, name), main.__dict__)  # noqa: S102 - this runs the program
 
@@ -375,11 +375,6 @@ def _new_main_module() -> types.ModuleType:
         if module is former:  # as __main__ and as __mp_main__
             sys.modules[name] = main
     return main
-
-
-def _run_as_module(name: str, *, alter_argv: bool) -> None:
-    # The function that the interpreter itself calls for -m, folders and archives.
-    runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def _script(main: types.ModuleType, name: str) -> Any:  # noqa: ANN401 - code

@@ -439,10 +439,5 @@ def _reason_to_execute(program: Program, environment: Mapping[str, str]) -> str:
     before_torch = _IMPORTS_TORCH.split(source, maxsplit=1)[0]
     names = {match["name"] for match in _ASSIGNMENT.finditer(before_torch)}
     names |= {match["name"] for match in _ASSIGNMENT.finditer(source) if match["name"].startswith(_OF_THE_COMPILER)}
-    names = {*filter(_is_read_at_import, names)}
-    return f"{path.name} sets {', '.join(sorted(names))}, which torch reads when it is imported" if names else ""
-
-
-def _is_read_at_import(name: str) -> bool:
-    """Return whether torch or one of its libraries reads this variable only when it is imported."""
-    return name.startswith(_READ_AT_IMPORT) and not name.startswith(_READ_AT_USE)
+    read = sorted(name for name in names if name.startswith(_READ_AT_IMPORT) and not name.startswith(_READ_AT_USE))
+    return f"{path.name} sets {', '.join(read)}, which torch reads when it is imported" if read else ""
