@@ -9,7 +9,6 @@ import urllib.request
 from array import array
 from decimal import Decimal
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import pytest
@@ -120,14 +119,13 @@ def test_no_name_becomes_a_series_of_prometheus_or_the_operator(group: list[str]
     assert not any(sample.startswith(of_others) or sample in ("up", "ALERTS") for sample in samples)
 
 
-def test_counters_cannot_take_the_samples_of_a_histogram() -> None:
-    handler = PrometheusMetricHandler(histograms={"size": [1, 10]}, counters=["size_count", "size_sum"])
-    put(handler, "size", 5)
-    put(handler, "size_count", 3)
-    put(handler, "size_sum", 4)
+def test_counters_cannot_take_the_samples_of_a_histogram(handler: PrometheusMetricHandler) -> None:
+    metrics.declare("test_samples", histograms={"size": [1, 10]}, counters=["size_count", "size_sum"])
+    for name, value in {"size": 5, "size_count": 3, "size_sum": 4}.items():
+        put(handler, name, value, "test_samples")
     samples = scrape(handler)
-    assert samples["my_app_size_count", ()] == 1
-    assert samples["my_app_size_sum", ()] == 5
+    assert samples["test_samples_size_count", ()] == 1
+    assert samples["test_samples_size_sum", ()] == 5
     others = {name: number for (name, _), number in samples.items() if name.endswith("_total")}
     assert sorted(others.values()) == [3, 4]
 
@@ -158,37 +156,32 @@ def test_no_two_names_share_a_series(sources: list[tuple[str, str]]) -> None:
 # -- counters and histograms
 
 
-def test_a_declared_counter_sums_its_values() -> None:
-    handler = PrometheusMetricHandler(counters=["samples", "tokens_total", "busy.ms"])
+def test_a_declared_counter_sums_its_values(handler: PrometheusMetricHandler) -> None:
+    metrics.declare("test_sums", counters=["samples", "tokens_total", "busy.ms"])
     for _ in range(3):
-        put(handler, "samples", 64)
-        put(handler, "tokens_total", 10)
-        put(handler, "busy.ms", 500)
+        for name, value in {"samples": 64, "tokens_total": 10, "busy.ms": 500}.items():
+            put(handler, name, value, "test_sums")
     assert scrape(handler) == {
-        ("my_app_samples_total", ()): 192,
-        ("my_app_tokens_total", ()): 30,
-        ("my_app_busy_seconds_total", ()): 1.5,
+        ("test_sums_samples_total", ()): 192,
+        ("test_sums_tokens_total", ()): 30,
+        ("test_sums_busy_seconds_total", ()): 1.5,
     }
     assert set(page(handler).types.values()) == {"counter"}
 
 
-def test_a_declaration_applies_to_every_handler() -> None:
+def test_a_declaration_applies_to_its_group_in_every_handler() -> None:
     group = "test_what_was_declared"
-    metrics.declare(group, counters=["samples", "size"], histograms={"step.ms": [0.1, 1]})
-    handler = PrometheusMetricHandler(histograms={"size": [1, 10]})
-    for name in ("samples", "step.ms", "size", "loss"):
-        put(handler, name, 5, group)
-        put(handler, name, 5)
-    assert page(handler).types == {
-        f"{group}_samples": "counter",
-        f"{group}_step_seconds": "histogram",
-        f"{group}_size": "histogram",
-        f"{group}_loss": "gauge",
-        "my_app_samples": "gauge",
-        "my_app_step_seconds": "gauge",
-        "my_app_size": "histogram",
-        "my_app_loss": "gauge",
-    }
+    metrics.declare(group, counters=["samples"], histograms={"step.ms": [0.1, 1]})
+    for handler in (PrometheusMetricHandler(), PrometheusMetricHandler()):
+        for name in ("samples", "step.ms", "loss"):
+            put(handler, name, 5, group)
+        put(handler, "samples", 5)
+        assert page(handler).types == {
+            f"{group}_samples": "counter",
+            f"{group}_step_seconds": "histogram",
+            f"{group}_loss": "gauge",
+            "my_app_samples": "gauge",
+        }
 
 
 def test_a_late_declaration_is_ignored_and_logged(
@@ -219,25 +212,25 @@ BUCKETS = "buckets of 'x' must be finite numbers, each above"
     ],
 )
 def test_invalid_counters_and_histograms_are_refused(asked: Any, answer: str) -> None:
-    for ask in (PrometheusMetricHandler, partial(metrics.declare, "my_app")):
-        with pytest.raises(ValueError, match=answer):
-            ask(**asked)
+    with pytest.raises(ValueError, match=answer):
+        metrics.declare("my_app", **asked)
 
 
 # -- values
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, -1])
-def test_an_invalid_value_of_a_sum_is_dropped_and_logged_once(wrong: float, caplog: pytest.LogCaptureFixture) -> None:
-    handler = PrometheusMetricHandler(counters=["samples"], histograms={"size": [1, 10]})
+def test_an_invalid_value_of_a_sum_is_dropped_and_logged_once(
+    handler: PrometheusMetricHandler, wrong: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics.declare("test_values", counters=["samples"], histograms={"size": [1, 10]})
     for name in ("samples", "size"):
-        put(handler, name, 2)
-        put(handler, name, wrong)
-        put(handler, name, 3)
+        for value in (2, wrong, 3):
+            put(handler, name, value, "test_values")
     samples = scrape(handler)
-    assert samples["my_app_samples_total", ()] == 5
-    assert samples["my_app_size_sum", ()] == 5
-    assert samples["my_app_size_count", ()] == 2
+    assert samples["test_values_samples_total", ()] == 5
+    assert samples["test_values_size_sum", ()] == 5
+    assert samples["test_values_size_count", ()] == 2
     reason = "negative" if wrong == -1 else "not_finite"
     assert samples["torchelastic_metrics_dropped_total", (("reason", reason),)] == 2
     assert len(caplog.records) == 1

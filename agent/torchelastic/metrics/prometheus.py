@@ -20,11 +20,11 @@ from prometheus_client.utils import floatToGoString
 
 from torchelastic.errors import SettingsError
 from torchelastic.metrics.api import REGISTRY
-from torchelastic.metrics.series import DROPPED, Kind, SeriesNames, forms_of
+from torchelastic.metrics.series import DROPPED, Kind, SeriesNames
 from torchelastic.metrics.series_handler import REASONS, Memory, SeriesHandler
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 
     from aiohttp import web
 
@@ -79,17 +79,12 @@ class PrometheusMetricHandler(SeriesHandler, Collector):
     Args:
         port: the port on which a thread serves the series; 0 for any free port, None to serve nothing.
         address: the address to listen on; all IPv4 addresses by default.
-        counters: names whose values are added up, such as a number of samples; in addition to the names that
-            :func:`torchelastic.metrics.declare` declares.
-        histograms: names whose values are counted in buckets, with the upper bounds of the buckets. If a name ends in
-            ``.ms`` or ``_ms``, the series and the bounds are in seconds.
 
     Attributes:
         registry: has only this handler's series. ``registry.register(handler)`` adds them to another registry.
 
     Raises:
         SettingsError: the port or the address cannot be used.
-        ValueError: :func:`torchelastic.metrics.declare` would refuse the counters or histograms.
     """
 
     def __init__(
@@ -97,11 +92,8 @@ class PrometheusMetricHandler(SeriesHandler, Collector):
         port: int | None = None,
         *,
         address: str = "0.0.0.0",  # noqa: S104 - Prometheus scrapes from another machine
-        counters: Collection[str] = (),
-        histograms: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
-        forms = forms_of(counters, {} if histograms is None else histograms)
-        super().__init__(Memory(), lambda group, name: forms.get(name) or REGISTRY.form(group, name))
+        super().__init__(Memory(), REGISTRY.form)
         self._names = SeriesNames()
         self.registry = CollectorRegistry()
         self.registry.register(self)
