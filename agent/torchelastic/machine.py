@@ -5,11 +5,11 @@ The agent's process never imports torch, which could count GPUs. For CPUs, torch
 
 from __future__ import annotations
 
-import array
 import fcntl
 import os
 import socket
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 _ELSEWHERE: Final = ("192.0.2.1", 9)
 """An address reserved for documentation: the route to it is the default route."""
 
-_LOOPBACK: Final = "lo"
-
-_SIOCGIFCONF: Final = 0x8912
-_INTERFACE: Final = struct.Struct("16s4x4s16x")
-"""A name and an IPv4 address, as this request of ioctl(2) lists them."""
+_SIOCGIFADDR: Final = 0x8915
+"""The request of ioctl(2) for the IPv4 address of an interface."""
 
 _HOST_ID_LENGTH: Final = 12
 """Number of digits, of 32, that distinguish the hosts of one run."""
@@ -62,43 +59,22 @@ def _source_address(family: int, peer: tuple[str | int, ...] | tuple[int, bytes]
 
 
 def interface_of(host: str) -> str:
-    """Return the name of the network interface with this address; empty for the loopback interface or without one.
+    """Return the name of the network interface with this IPv4 address; empty for the loopback interface or without one.
 
     Args:
         host: a host name or an IP address, without brackets.
     """
     try:
-        found = socket.getaddrinfo(host.partition("%")[0], None, type=socket.SOCK_STREAM)
-        wanted = {socket.inet_pton(family, str(address[0]).partition("%")[0]) for family, _, _, _, address in found}
-        carried = [*_interface_addresses()]
+        wanted = socket.inet_aton(socket.gethostbyname(host))
     except (OSError, UnicodeError):  # UnicodeError: not a valid host name
         return ""
-    return next((name for name, address in carried if address in wanted and name != _LOOPBACK), "")
-
-
-def interface_variables(interface: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which gloo and NCCL use an interface, except those that the user has set.
-
-    Args:
-        interface: the name of the interface; empty to let gloo and NCCL choose.
-        environ: the user's environment.
-    """
-    # Without "=", NCCL takes a name as a prefix: eth1 would match eth10.
-    variables = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
-    return {name: value for name, value in variables.items() if name not in environ}
-
-
-def _interface_addresses() -> Iterator[tuple[str, bytes]]:
-    """Yield the addresses of all interfaces with their names, in 4 bytes, or 16 for IPv6."""
-    space = array.array("B", bytes(256 * _INTERFACE.size))
-    request = struct.pack("iL", len(space), space.buffer_info()[0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        size, _ = struct.unpack("iL", fcntl.ioctl(probe, _SIOCGIFCONF, request))
-    for name, address in _INTERFACE.iter_unpack(space[:size]):
-        yield name.partition(b"\0")[0].decode().partition(":")[0], address
-    for line in _read(Path("/proc/net/if_inet6")).splitlines():
-        number, *_, label = line.split()
-        yield label, bytes.fromhex(number)
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no IPv4 address
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if found[20:24] == wanted and name != "lo":
+                    return name
+    return ""
 
 
 def host_id(root: Path = Path("/")) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from torchelastic.machine import cpu_count, gpu_count, host_id, interface_of, interface_variables, own_address
+from torchelastic.machine import cpu_count, gpu_count, host_id, interface_of, own_address
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,13 +95,6 @@ def test_the_own_address_belongs_to_the_interface_towards_the_first_store_whose_
 )
 def test_loopback_and_foreign_addresses_have_no_interface(host: str) -> None:
     assert interface_of(host) == ""
-
-
-def test_gloo_and_nccl_use_the_interface_unless_the_user_sets_one() -> None:
-    both = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
-    assert interface_variables("eth1", {}) == both
-    assert interface_variables("eth1", {"NCCL_SOCKET_IFNAME": "ib0"}) == {"GLOO_SOCKET_IFNAME": "eth1"}
-    assert interface_variables("", {}) == {}
 
 
 def test_the_host_id_is_short(tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ from torchelastic.agent.workers.processes import Reaper, Watchdog
 from torchelastic.agent_socket import CHANNEL, HEARTBEAT_FILE, METRICS_FILE
 from torchelastic.config.settings import ProgramKind, StartMethod
 from torchelastic.errors import SettingsError, StartError
-from torchelastic.machine import interface_variables
 from torchelastic.output import rank_label
 from torchelastic.protocol import FailureKind
 
@@ -268,7 +267,10 @@ class Workers:
 
     def _base_environment(self) -> dict[str, str]:
         """Return the environment that all workers have."""
-        base = {**os.environ, **interface_variables(self._settings.interface, os.environ)}
+        base = {**os.environ}
+        if interface := self._settings.interface:
+            base.setdefault("GLOO_SOCKET_IFNAME", interface)
+            base.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=", eth1 would match eth10
         for name in (CHANNEL, METRICS_FILE):  # of a worker that this agent runs in
             base.pop(name, None)
         if self._settings.heartbeat_timeout is not None:
