@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from torchelastic.agent.failures import ExitStatus
 from torchelastic.config.main import parse
 from torchelastic.errors import SettingsError, StartError
 from torchelastic.output import TIME_FORMAT, log_format
@@ -22,7 +23,6 @@ from torchelastic.protocol import Env, ExitCode, TerminationMessage, encode_term
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchelastic.agent.failures import ExitStatus
     from torchelastic.agent.workers.pool import Workers
     from torchelastic.config.settings import AgentSettings
     from torchelastic.metrics.agent import AgentMetrics
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SettingsError as error:
         print(f"torchelastic-run: {error}", file=sys.stderr)  # noqa: T201 - the user's answer
         if path := os.environ.get(Env.TERMINATION_LOG):
-            _write_termination_message(Path(path), TerminationMessage(reason="BadInput", message=str(error)))
+            _write_termination_message(Path(path), ExitStatus.by_error(error).message)
         return ExitCode.BAD_INPUT
     if check:
         return ExitCode.SUCCEEDED
@@ -99,8 +99,6 @@ async def _take_part(stack: AsyncExitStack, settings: AgentSettings) -> ExitStat
             0 if workers.metrics is None else await _serve_metrics(stack, metrics, settings, workers, workers.metrics)
         )
     except SettingsError as error:
-        from torchelastic.agent.failures import ExitStatus
-
         return ExitStatus.by_error(error)
     return await Agent(settings, metrics).run(workers, port)
 

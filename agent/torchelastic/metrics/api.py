@@ -14,16 +14,16 @@ import contextlib
 import functools
 import inspect
 import logging
+import math
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar, cast, overload
 
-from torchelastic.metrics.series import DURATION_BUCKETS, GAUGE, PLATFORM_GROUP, PLATFORM_SERIES, forms_of
+from torchelastic.metrics.series import COUNTER, DURATION_BUCKETS, GAUGE, PLATFORM_GROUP, PLATFORM_SERIES, Form, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-
-    from torchelastic.metrics.series import Form
+    from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 
 __all__ = [
     "ConsoleMetricHandler",
@@ -168,7 +168,20 @@ class MetricRegistry:
         Raises:
             ValueError: an argument has another type, or the buckets are not ascending numbers.
         """
-        for name, form in forms_of(counters, {} if histograms is None else histograms).items():
+        if isinstance(counters, str) or not isinstance(histograms or {}, Mapping):
+            raise ValueError("counters is a collection of names, as ['samples']; histograms maps names to buckets.")  # noqa: TRY004
+        forms = dict.fromkeys(counters, COUNTER)
+        for name, bounds in (histograms or {}).items():
+            try:
+                buckets = tuple(map(float, bounds))
+            except (TypeError, ValueError, OverflowError):
+                buckets = ()
+            if not buckets or not all(map(math.isfinite, buckets)) or sorted(set(buckets)) != list(buckets):
+                raise ValueError(
+                    f"The buckets of {name!r} must be finite numbers, each above the one before, as [0.1, 1]."
+                )
+            forms[name] = Form(Kind.HISTOGRAM, buckets)
+        for name, form in forms.items():
             used = self._used.get((str(group), name), form)
             if used == form:
                 self._declared[str(group), name] = form

@@ -11,9 +11,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import logging
-import math
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -98,30 +96,6 @@ class Series:
 def printable(text: str) -> str:
     """Return the text with characters that UTF-8 cannot encode as escape sequences."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def forms_of(counters: object, histograms: object) -> dict[str, Form]:
-    """Return the declared forms by name.
-
-    Args:
-        counters: names whose values are added up.
-        histograms: names whose values are counted in buckets, with the upper bounds of the buckets.
-
-    Raises:
-        ValueError: an argument has another type, or the buckets are not ascending numbers.
-    """
-    if isinstance(counters, str) or not isinstance(counters, Iterable) or not isinstance(histograms, Mapping):
-        raise ValueError("counters is a collection of names, as ['samples']; histograms maps names to buckets.")  # noqa: TRY004
-    forms = dict.fromkeys(counters, COUNTER)
-    for name, bounds in histograms.items():
-        try:
-            buckets = tuple(map(float, bounds))
-        except (TypeError, ValueError, OverflowError):
-            buckets = ()
-        if not buckets or not all(map(math.isfinite, buckets)) or sorted(set(buckets)) != list(buckets):
-            raise ValueError(f"The buckets of {name!r} must be finite numbers, each above the one before, as [0.1, 1].")
-        forms[name] = Form(Kind.HISTOGRAM, buckets)
-    return forms
 
 
 # The platform's own series
