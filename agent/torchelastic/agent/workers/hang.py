@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Final
 
 from torchelastic.agent.failures import MESSAGE_LIMIT, Explanation
 from torchelastic.agent.workers.linux import read_process
-from torchelastic.errors import SettingsError
 from torchelastic.protocol import FailureKind, shorten
 
 if TYPE_CHECKING:
@@ -65,15 +64,10 @@ class Heartbeats:
         self._changed: dict[int, tuple[int, float]] = {}  # the file's time, and when it was seen to have changed
 
     def file(self, local_rank: int) -> Path:
-        """Create the file of a worker that is about to be started; raise SettingsError if that is not possible."""
+        """Create the file of a worker that is about to be started; raise OSError if that is not possible."""
         path = self._folder / str(local_rank)
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path.touch()
-        except OSError as error:
-            raise SettingsError(
-                f"no file for heartbeats can be created below {self._folder}: {error.strerror}. Free some space there."
-            ) from None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path.touch()
         self._changed[local_rank] = path.stat().st_mtime_ns, asyncio.get_running_loop().time()
         return path
 

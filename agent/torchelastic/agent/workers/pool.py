@@ -340,24 +340,24 @@ class Workers:
         with contextlib.ExitStack() as stack:
             outputs: list[WorkerOutput] = []
             orders: list[dict[str, str]] = []
-            for local_rank, environment in enumerate(environments):
-                output = open_output(
-                    self._settings.logs,
-                    self._console,
-                    self.scratch,
-                    round=round,
-                    rank=ranks[local_rank],
-                    local_rank=local_rank,
-                    prefix=f"[{self._label} {ranks[local_rank]}] ",
-                )
-                stack.callback(output.close)
-                outputs.append(output)
-                orders.append({**self._base, **environment, ERROR_FILE: str(output.error_file)})
-                if local_rank in memories:
-                    orders[-1][METRICS_FILE] = memories[local_rank].path
-                if heartbeats is not None:
-                    orders[-1][HEARTBEAT_FILE] = str(heartbeats.file(local_rank))
             try:
+                for local_rank, environment in enumerate(environments):
+                    output = open_output(
+                        self._settings.logs,
+                        self._console,
+                        self.scratch,
+                        round=round,
+                        rank=ranks[local_rank],
+                        local_rank=local_rank,
+                        prefix=f"[{self._label} {ranks[local_rank]}] ",
+                    )
+                    stack.callback(output.close)
+                    outputs.append(output)
+                    orders.append({**self._base, **environment, ERROR_FILE: str(output.error_file)})
+                    if local_rank in memories:
+                        orders[-1][METRICS_FILE] = memories[local_rank].path
+                    if heartbeats is not None:
+                        orders[-1][HEARTBEAT_FILE] = str(heartbeats.file(local_rank))
                 children = await self._fork(orders, outputs, listener)
             except OSError as error:
                 raise StartError(f"no worker can be started: {error.strerror}") from None
