@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from elastic_operator.api.report import Report
     from elastic_operator.api.spec import Json
-    from elastic_operator.controller.model import Job, NewPod, Plan, Pod
+    from elastic_operator.controller.model import Job, NewPod, Plan
     from elastic_operator.kubernetes.backend import JobRecord
     from elastic_operator.kubernetes.client import Api, Resource
     from elastic_operator.kubernetes.job_store import JobStores
@@ -215,7 +215,8 @@ class Applier:
         await attempt(self._ensure_pdb(job, plan, record), None)
         if plan.size is not None:
             await attempt(self.stores.write_size(job.uid, plan.size), None)
-        await attempt(self._delete_pods(job, plan.remove), None)
+        deletes = [self.writer.delete(PODS, job.namespace, pod.name, pod.uid) for pod in plan.remove]
+        await asyncio.gather(*(attempt(delete, None) for delete in deletes))
         if endpoint is not None and has_group and plan.create:
             if not waits:
                 left = await attempt(self._create_pods(job, plan.create, endpoint, record), False)
@@ -327,10 +328,6 @@ class Applier:
             about = mapping(body, "metadata")
             if not about.get("deletionTimestamp"):
                 await self.writer.delete(resource, about["namespace"], about["name"], about["uid"])
-
-    async def _delete_pods(self, job: Job, pods: Sequence[Pod]) -> None:
-        deletes = (self.writer.delete(PODS, job.namespace, pod.name, pod.uid) for pod in pods)
-        raise_worst(await asyncio.gather(*deletes, return_exceptions=True))
 
     async def _create_pods(self, job: Job, pods: Sequence[NewPod], endpoint: str, record: JobRecord) -> bool:
         """Create pods in growing batches: if the first pod is not accepted, no other is tried.

@@ -305,12 +305,26 @@ def agent_variables(
         termination_log: the file for the agent's termination message.
         metrics_port: the port of the agent's /metrics; 0 for any free port.
     """
-    env = {
+    spec, rendezvous = job.spec, job.spec.rendezvous
+    conf = {
+        "last_call_timeout": rendezvous.joining_window,
+        "join_timeout": rendezvous.join_timeout,
+        "lease": rendezvous.lease,
+        "tls": None if spec.etcd.tls_secret is None else ETCD_TLS_FOLDER,
+    }
+    optional = {
+        "PET_FINAL_EXIT_CODES": _exit_codes(spec.failure_rules, FailureAction.FAIL_JOB),
+        "PET_FREE_EXIT_CODES": _exit_codes(spec.failure_rules, FailureAction.IGNORE),
+        "PET_PORT_RANGE": "" if rendezvous.ports is None else f"{rendezvous.ports.first}-{rendezvous.ports.last}",
+        "PET_RDZV_CONF": ",".join(f"{key}={value}" for key, value in conf.items() if value is not None),
+        Env.RESUME: "" if pod.resume is None else encode(pod.resume).decode(),
+    }
+    return {
         "PET_RDZV_ENDPOINT": store,
         "PET_RDZV_ID": job.uid,
-        "PET_NNODES": f"{job.spec.min_replicas}:{job.spec.max_replicas}",
-        "PET_NPROC_PER_NODE": str(job.spec.nproc_per_node),
-        "PET_MAX_RESTARTS": str(job.spec.max_restarts),
+        "PET_NNODES": f"{spec.min_replicas}:{spec.max_replicas}",
+        "PET_NPROC_PER_NODE": str(spec.nproc_per_node),
+        "PET_MAX_RESTARTS": str(spec.max_restarts),
         Env.NODE_NAME: pod.name,
         Env.SIZE: encode(pod.size).decode(),
         Env.JOB: f"{job.namespace}/{job.name}",
@@ -320,28 +334,9 @@ def agent_variables(
         Env.TERMINATION_LOG: termination_log,
         Env.PROTOCOL: str(PROTOCOL_VERSION),
         Env.METRICS_PORT: str(metrics_port),
-        **_optional_variables(job.spec),
-        **ending_of(job.spec)[1],
+        **{variable: value for variable, value in optional.items() if value},
+        **ending_of(spec)[1],
     }
-    return env if pod.resume is None else {**env, Env.RESUME: encode(pod.resume).decode()}
-
-
-def _optional_variables(spec: AppliedSpec) -> dict[str, str]:
-    """Return the variables for optional settings that the spec gives."""
-    rendezvous = spec.rendezvous
-    conf = {
-        "last_call_timeout": rendezvous.joining_window,
-        "join_timeout": rendezvous.join_timeout,
-        "lease": rendezvous.lease,
-        "tls": None if spec.etcd.tls_secret is None else ETCD_TLS_FOLDER,
-    }
-    found = {
-        "PET_FINAL_EXIT_CODES": _exit_codes(spec.failure_rules, FailureAction.FAIL_JOB),
-        "PET_FREE_EXIT_CODES": _exit_codes(spec.failure_rules, FailureAction.IGNORE),
-        "PET_PORT_RANGE": "" if rendezvous.ports is None else f"{rendezvous.ports.first}-{rendezvous.ports.last}",
-        "PET_RDZV_CONF": ",".join(f"{key}={value}" for key, value in conf.items() if value is not None),
-    }
-    return {variable: value for variable, value in found.items() if value}
 
 
 @functools.lru_cache(maxsize=256)
