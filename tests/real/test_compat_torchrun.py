@@ -55,22 +55,23 @@ def line(etcd: EtcdServer) -> list[str]:
 
 
 @pytest.mark.usefixtures("each_torch")
-async def test_two_agents_train_restart_together_and_succeed(line: list[str], program: Path, stop: Path) -> None:
-    async with (
-        Torchrun(*line, "--nnodes=2", program, stop) as a,
-        Torchrun(*line, "--nnodes=2", program, stop) as b,
-    ):
-        workers = await asyncio.gather(a.wait_until_training(world=2), b.wait_until_training(world=2))
-        os.kill(workers[0], signal.SIGKILL)
-        for agent in (a, b):
-            await agent.wait_for_line(r"round 2 rank \d of 2")
+async def test_two_agents_meet_restart_together_and_part(line: list[str], program: Path, stop: Path) -> None:
+    nodes = [*line, "--nnodes=1:2", "--rdzv-conf=last_call_timeout=0,lease=2", "--max-restarts=9", program, stop]
+    async with Torchrun(*nodes) as a:
+        await a.wait_until_training(world=1)
+        async with Torchrun(*nodes) as b:
+            worker, _ = await asyncio.gather(a.wait_until_training(world=2), b.wait_until_training(world=2))
+            os.kill(worker, signal.SIGKILL)
+            for agent in (a, b):
+                await agent.wait_for_line(r"round 3 rank \d of 2")
+            seen = len(a.lines)
+            b.kill(signal.SIGTERM)
+            assert await b.code() != 0
+        await a.wait_until_training(world=1, since=seen)
         stop.touch()
-        assert [await a.code(), await b.code()] == [0, 0]
-    assert "round 3" not in a.output + b.output
-    assert {text for agent in (a, b) for text in agent.lines if "is done" in text} == {
-        "rank 0 is done",
-        "rank 1 is done",
-    }
+        assert await a.code() == 0
+    assert "round 4 rank 0 of 1" in a.output
+    assert "rank 0 is done" in a.lines
 
 
 async def test_unsupported_options_are_refused_with_advice(line: list[str], program: Path, stop: Path) -> None:

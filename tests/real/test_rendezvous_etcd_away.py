@@ -1,4 +1,4 @@
-"""The rendezvous while etcd is slow, silent, down or replaced: the round stays, and changes continue afterwards."""
+"""The rendezvous while etcd is silent, down or replaced: the round stays, and changes continue afterwards."""
 
 from __future__ import annotations
 
@@ -38,16 +38,9 @@ async def any_etcd(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
 
 
 @pytest.fixture
-async def proxy(any_etcd: EtcdServer) -> AsyncIterator[TcpProxy]:
-    """The proxy through which all nodes connect to it."""
-    async with TcpProxy(any_etcd.endpoint) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-async def factory(any_etcd: EtcdServer, proxy: TcpProxy) -> AsyncIterator[NodeFactory]:
+async def factory(any_etcd: EtcdServer) -> AsyncIterator[NodeFactory]:
     async def connect_client() -> Store:
-        settings = replace(any_etcd.settings, endpoints=(proxy.endpoint,), silence_limit=LEASE, request_timeout=LEASE)
+        settings = replace(any_etcd.settings, silence_limit=LEASE, request_timeout=LEASE)
         return await connect(settings)
 
     async with NodeFactory(connect_client, f"away-{uuid.uuid4()}", lease=LEASE, last_call_timeout=1.0) as made:
@@ -95,14 +88,11 @@ async def test_a_node_with_only_a_silent_connection_stays_in_the_round(
 ) -> None:
     async with contextlib.AsyncExitStack() as lines:
 
-        async def own_proxy() -> TcpProxy:
-            return await lines.enter_async_context(TcpProxy(any_etcd.endpoint))
-
         async def joined(name: str, own: TcpProxy) -> TestNode:
             settings = replace(any_etcd.settings, endpoints=(own.endpoint,), silence_limit=0.5, request_timeout=0.5)
             return await factory.node(name, connect=lambda: connect(settings))
 
-        lines_of = {name: await own_proxy() for name in "ab"}
+        lines_of = {name: await lines.enter_async_context(TcpProxy(any_etcd.endpoint)) for name in "ab"}
         nodes = {name: await joined(name, lines_of[name]) for name in "ab"}
         first = await all_with(*nodes.values())
         follower = nodes[first.nodes[1].partition(".")[0]]

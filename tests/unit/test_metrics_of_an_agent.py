@@ -1,4 +1,4 @@
-"""The agent's own metrics: labels, requests to the store, operations and totals of the run."""
+"""The metrics of an agent: requests to the store, operations and totals of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes of one run on a store in memory: partitions, lost data, late, refused and paused nodes, other versions."""
+"""Nodes of one run on a store in memory: partitions, lost data, new and paused nodes, another version."""
 
 from __future__ import annotations
 
