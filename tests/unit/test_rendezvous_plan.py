@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from torchelastic.rendezvous.policy.membership import Membership, Peer
 
 
-def formed(record: RoundRecord) -> tuple[int, list[str]]:
+def number_and_members(record: RoundRecord) -> tuple[int, list[str]]:
     return record.number, list(members(record))
 
 
-def delayed(decision: Decision) -> Hold:
+def hold_of(decision: Decision) -> Hold:
     assert isinstance(decision, Hold), decision
     return decision
 
@@ -144,7 +144,7 @@ def test_no_round_forms_yet(situation: Membership, hold: Hold) -> None:
 
 def test_new_nodes_that_arrive_together_join_in_one_round() -> None:
     here = (peer("a", round=1), peer("b", joined=5, arrived=7.0), peer("c", joined=6, arrived=7.02))
-    hold = delayed(plan(snapshot(*here, now=7.03, round=round(1, "a")), SETTINGS))
+    hold = hold_of(plan(snapshot(*here, now=7.03, round=round(1, "a")), SETTINGS))
     assert hold.until == pytest.approx(7.02 + SETTINGS.join_debounce)
     assert members(next_round(snapshot(*here, now=7.08, round=round(1, "a")))) == ("a", "b", "c")
 
@@ -153,14 +153,14 @@ def test_a_stream_of_new_nodes_delays_the_first_one_for_a_limited_time() -> None
     crowd = [peer(f"n{chr(97 + i)}", joined=9 + i, arrived=7.0 + i * 0.04) for i in range(14)]
     here = (peer("a", round=1), *crowd)
     until = 7.0 + 10 * SETTINGS.join_debounce
-    assert delayed(plan(snapshot(*here, high=20, now=until - 0.01, round=round(1, "a")), SETTINGS)).until == until
+    assert hold_of(plan(snapshot(*here, high=20, now=until - 0.01, round=round(1, "a")), SETTINGS)).until == until
     assert len(members(next_round(snapshot(*here, high=20, now=until, round=round(1, "a"))))) == 15
 
 
 def test_new_nodes_wait_briefly_for_one_that_has_not_answered() -> None:
     late = peer("c", joined=6, arrived=7.01, answers=False)
     here = (peer("a", round=1), peer("b", joined=5, arrived=7.0), late)
-    assert delayed(plan(snapshot(*here, now=7.2, round=round(1, "a")), SETTINGS)).until == 7.5
+    assert hold_of(plan(snapshot(*here, now=7.2, round=round(1, "a")), SETTINGS)).until == 7.5
     assert members(next_round(snapshot(*here, now=7.5, round=round(1, "a")))) == ("a", "b")
     answers = (*here[:2], dataclasses.replace(late, answers=True))
     assert members(next_round(snapshot(*answers, now=7.2, round=round(1, "a")))) == ("a", "b", "c")
@@ -169,7 +169,7 @@ def test_new_nodes_wait_briefly_for_one_that_has_not_answered() -> None:
 def test_a_new_leader_waits_briefly_for_a_spare_that_has_not_answered() -> None:
     spare = peer("c", round=1, arrived=7.0, answers=False)
     here = (peer("a", round=1, arrived=7.0), spare)
-    assert delayed(plan(snapshot(*here, wanted=2, now=7.49, round=round(1, "a", "b")), SETTINGS)).until == 7.5
+    assert hold_of(plan(snapshot(*here, wanted=2, now=7.49, round=round(1, "a", "b")), SETTINGS)).until == 7.5
     assert members(next_round(snapshot(*here, wanted=2, now=7.5, round=round(1, "a", "b")))) == ("a",)
     answers = (here[0], dataclasses.replace(spare, answers=True))
     assert members(next_round(snapshot(*answers, wanted=2, now=7.1, round=round(1, "a", "b")))) == ("a", "c")
@@ -183,7 +183,7 @@ def test_after_a_store_outage_the_leader_waits_for_members_that_reconnect(what: 
     situation = snapshot(
         *here, wanted=3, now=2.0, round=round(1, "a", "b", "c"), silent=silent, patient_until=5.0, **what
     )
-    assert delayed(plan(situation, SETTINGS)).until == 5.0
+    assert hold_of(plan(situation, SETTINGS)).until == 5.0
     assert "b" in members(next_round(dataclasses.replace(situation, now=5.0)))
 
 
@@ -198,7 +198,7 @@ def test_a_paused_run_names_the_missing_nodes_and_fails_with_that_message() -> N
         peer("a", round=2), low=2, wanted=2, round=round(2), changed_at=10.0, last_members=(node_id("b"),)
     )
     why = "1 node (a) of at least 2 is there; b is missing; waiting for more"
-    assert delayed(plan(dataclasses.replace(waiting, now=20.0), SETTINGS)).why == why
+    assert hold_of(plan(dataclasses.replace(waiting, now=20.0), SETTINGS)).why == why
     decision = outcome_of(dataclasses.replace(waiting, now=610.0))
     assert decision.message == f"no more nodes came within 600 s: {why}"
 
@@ -206,7 +206,7 @@ def test_a_paused_run_names_the_missing_nodes_and_fails_with_that_message() -> N
 def test_a_run_without_its_nodes_starts_again_with_a_full_budget_unless_its_id_is_unique() -> None:
     here = (peer("c", joined=70, arrived=50.0, round=2), peer("d", joined=71, arrived=50.0, round=2))
     paused = snapshot(*here, low=2, wanted=3, now=55.0, round=round(2, restarts=9), since=60, changed_at=49.0)
-    assert "last call" in delayed(plan(paused, SETTINGS)).why
+    assert "last call" in hold_of(plan(paused, SETTINGS)).why
     decision = next_round(dataclasses.replace(paused, now=60.0))
     assert (members(decision), decision.restarts) == (("c", "d"), 0)
     unique = dataclasses.replace(SETTINGS, unique_run=True)
@@ -229,7 +229,7 @@ def test_a_failure_is_charged_and_named_whichever_node_reports_it(reporter: str)
 def test_a_communication_failure_waits_briefly_for_its_cause() -> None:
     here = (peer("a", round=1, failure=failure("a", kind=FailureKind.COMMUNICATION)), peer("b", round=1))
     situation = snapshot(*here, wanted=2, now=1.0, round=round(1, "a", "b"), failed_since=1.0)
-    assert delayed(plan(situation, SETTINGS)).until == pytest.approx(1.1)
+    assert hold_of(plan(situation, SETTINGS)).until == pytest.approx(1.1)
     assert members(next_round(dataclasses.replace(situation, now=1.1))) == ("a", "b")
 
 
@@ -277,7 +277,7 @@ def test_a_final_exit_code_does_not_end_the_run_if_another_failure_explains_it()
     assert isinstance(plan(snapshot(here[0], wanted=2, round=round(1, "a", "b")), SETTINGS), RoundRecord)
 
     alone = snapshot(here[0], peer("b", round=1), wanted=2, now=0.5, round=round(1, "a", "b"), failed_since=0.0)
-    assert delayed(plan(alone, SETTINGS)).until == 1.0
+    assert hold_of(plan(alone, SETTINGS)).until == 1.0
     ended = outcome_of(dataclasses.replace(alone, now=1.0))
     assert ended.failure == broken
 
@@ -341,7 +341,7 @@ def test_a_pause_and_the_round_after_it_count_once() -> None:
 def test_a_finished_node_can_leave_unless_it_serves_the_rounds_store(gone: tuple[Peer, ...]) -> None:
     done = frozenset({node_id("a")})
     rest = snapshot(*gone, peer("b", round=1), wanted=2, round=round(1, "a", "b", store="10.0.0.98:30000"), done=done)
-    assert delayed(plan(rest, SETTINGS)) == Hold()
+    assert hold_of(plan(rest, SETTINGS)) == Hold()
     serving = dataclasses.replace(rest, round=round(1, "a", "b", store="10.0.0.97:30000"))
     assert members(next_round(serving)) == ("b",)
 
@@ -393,7 +393,7 @@ def noticed(*peers: Peer, **changes: Any) -> Membership:
     )
 
 
-def given(decision: Decision) -> NoticeRecord:
+def notice_of(decision: Decision) -> NoticeRecord:
     assert isinstance(decision, NoticeRecord), decision
     return decision
 
@@ -401,17 +401,17 @@ def given(decision: Decision) -> NoticeRecord:
 @pytest.mark.parametrize(("asked", "given_seconds"), [(5.0, 20.0), (500.0, SETTINGS.notice)])
 def test_a_departure_gives_the_longest_notice_up_to_the_limit_of_the_run(asked: float, given_seconds: float) -> None:
     here = (trains("a", notice=asked), leaves("b", notice=20.0))
-    notice = given(plan(snapshot(*here, wanted=2, round=round(1, "a", "b")), SETTINGS))
+    notice = notice_of(plan(snapshot(*here, wanted=2, round=round(1, "a", "b")), SETTINGS))
     expected = NoticeRecord(round=1, serial=1, seconds=given_seconds, reason=RoundReason.NODE_LEFT, cause="b left")
     assert notice == expected
 
 
 def test_a_resize_gives_notice_to_workers_that_asked() -> None:
     here = (trains("a"), trains("b"))
-    notice = given(plan(snapshot(*here, wanted=1, draining=("b",), round=round(1, "a", "b")), SETTINGS))
+    notice = notice_of(plan(snapshot(*here, wanted=1, draining=("b",), round=round(1, "a", "b")), SETTINGS))
     assert (notice.reason, notice.cause) == (RoundReason.RESIZED, "b is taken away")
     raised = snapshot(*here, wanted=4, low=3, round=round(1, "a", "b"))
-    assert given(plan(raised, SETTINGS)).reason is RoundReason.RESIZED
+    assert notice_of(plan(raised, SETTINGS)).reason is RoundReason.RESIZED
 
 
 @pytest.mark.parametrize(
@@ -431,16 +431,16 @@ def test_the_change_waits_for_the_last_answer_or_the_deadline() -> None:
     here = (trains("a", saved=4), leaves("b", saved=3))
     why = "b left: the workers have 20 s to save before the round changes"
     assert plan(noticed(*here, wanted=2), SETTINGS) == Hold(120.0, why)
-    assert formed(next_round(noticed(*here, wanted=2, now=120.0))) == (2, ["a"])
+    assert number_and_members(next_round(noticed(*here, wanted=2, now=120.0))) == (2, ["a"])
     answered = noticed(trains("a", saved=4), leaves("b", saved=4), wanted=2)
-    assert formed(next_round(answered)) == (2, ["a"])
+    assert number_and_members(next_round(answered)) == (2, ["a"])
     silent = noticed(trains("a", saved=4), peer("c"), wanted=1, draining=("a",), silent={node_id("b"): peer("b")})
     assert isinstance(plan(silent, SETTINGS), Hold)
 
 
 def test_a_node_that_joins_during_a_notice_is_in_the_next_round_and_does_not_extend_it() -> None:
     here = (trains("a"), leaves("b"), peer("c", joined=9, arrived=50.0))
-    assert formed(next_round(noticed(*here, now=120.0))) == (2, ["a", "c"])
+    assert number_and_members(next_round(noticed(*here, now=120.0))) == (2, ["a", "c"])
     both = noticed(leaves("a"), leaves("b"), peer("c", joined=9, arrived=50.0), wanted=1)
     assert plan(both, SETTINGS) == Hold(120.0, "b left: the workers have 20 s to save before the round changes")
 
@@ -448,7 +448,7 @@ def test_a_node_that_joins_during_a_notice_is_in_the_next_round_and_does_not_ext
 def test_a_lost_node_ends_the_notice() -> None:
     lost = noticed(trains("a"), leaves("b"), wanted=3, round=round(1, "a", "b", "c"))
     decision = next_round(lost)
-    assert formed(decision) == (2, ["a"])
+    assert number_and_members(decision) == (2, ["a"])
     assert decision.cause == "c is gone and b left"
 
 
@@ -468,14 +468,14 @@ def test_a_failure_ends_the_notice_and_is_charged_unless_a_departure_explains_it
 
 def test_a_notice_without_a_planned_change_is_withdrawn_once() -> None:
     here = (trains("a"), trains("b"))
-    withdrawn = given(plan(noticed(*here, wanted=2), SETTINGS))
+    withdrawn = notice_of(plan(noticed(*here, wanted=2), SETTINGS))
     assert (withdrawn.round, withdrawn.serial, withdrawn.seconds) == (1, 4, 0.0)
     assert plan(noticed(*here, wanted=2, notice=withdrawn), SETTINGS) == Hold()
 
 
 def test_a_finishing_run_withdraws_the_notice_of_a_join() -> None:
     here = (trains("a", phase=NodePhase.FINISHING), trains("b"), peer("c", joined=9))
-    assert given(plan(noticed(*here, wanted=3), SETTINGS)).seconds == 0.0
+    assert notice_of(plan(noticed(*here, wanted=3), SETTINGS)).seconds == 0.0
 
 
 def test_if_all_nodes_leave_the_round_ends_when_they_have_saved() -> None:
@@ -483,10 +483,10 @@ def test_if_all_nodes_leave_the_round_ends_when_they_have_saved() -> None:
     assert isinstance(plan(waiting, SETTINGS), Hold)
     saved = noticed(leaves("a", saved=4), leaves("b", saved=4), wanted=2, round=round(1, "a", "b", restarts=3))
     pause = next_round(saved)
-    assert formed(pause) == (2, [])
+    assert number_and_members(pause) == (2, [])
     assert pause.cause.startswith("a and b left")
 
     late = snapshot(peer("n", joined=90, round=2), wanted=2, round=pause, since=80, now=5.0)
     assert isinstance(plan(late, SETTINGS), Hold)
     first = next_round(dataclasses.replace(late, now=10.0))
-    assert (formed(first), first.restarts) == ((3, ["n"]), 0)
+    assert (number_and_members(first), first.restarts) == ((3, ["n"]), 0)

@@ -97,12 +97,12 @@ def _no_progress_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "REPORTS", training.Reports())
 
 
-async def asks(worker: Notices, agent: Agent, seconds: float = 20.0) -> None:
+async def ask_for_notice(worker: Notices, agent: Agent, seconds: float = 20.0) -> None:
     await asyncio.to_thread(worker.ask_for_notice, seconds)
     await agent.node.until(notice=min(seconds, LIMIT))
 
 
-async def noticed(worker: Notices) -> Notice:
+async def wait_for_notice(worker: Notices) -> Notice:
     async with asyncio.timeout(PATIENCE):
         while (notice := worker.notice()) is None:  # noqa: ASYNC110 - programs poll it
             await asyncio.sleep(0.001)
@@ -111,10 +111,10 @@ async def noticed(worker: Notices) -> Notice:
 
 async def test_a_worker_asks_for_notice_and_answers_it(agent: Agent, worker: Notices) -> None:
     assert worker.notice() is None
-    await asks(worker, agent)
+    await ask_for_notice(worker, agent)
     assert not agent.pending
     agent.give(cause="\N{SNOWMAN}\x01\\" * 300)
-    notice = await noticed(worker)
+    notice = await wait_for_notice(worker)
     assert notice.reason == "node_joined"
     assert notice.cause.startswith("\N{SNOWMAN}\x01\\")
     assert 0 < notice.seconds_left <= 10
@@ -130,9 +130,9 @@ async def test_a_worker_asks_for_notice_and_answers_it(agent: Agent, worker: Not
 
 
 async def test_the_leaders_notice_of_the_same_change_is_not_a_new_one(agent: Agent, worker: Notices) -> None:
-    await asks(worker, agent)
+    await ask_for_notice(worker, agent)
     agent.leave("a leaves (SIGTERM)")
-    notice = await noticed(worker)
+    notice = await wait_for_notice(worker)
     assert (notice.reason, notice.cause) == ("node_left", "a leaves (SIGTERM)")
     worker.saved()
     agent.give()
@@ -141,17 +141,17 @@ async def test_the_leaders_notice_of_the_same_change_is_not_a_new_one(agent: Age
 
 
 async def test_a_request_for_notice_can_be_changed_and_withdrawn(agent: Agent, worker: Notices) -> None:
-    await asks(worker, agent, 20.0)
-    await asks(worker, agent, 1e12)
+    await ask_for_notice(worker, agent, 20.0)
+    await ask_for_notice(worker, agent, 1e12)
     agent.give()
-    await noticed(worker)
-    await asks(worker, agent, 0.0)
+    await wait_for_notice(worker)
+    await ask_for_notice(worker, agent, 0.0)
     assert "saved" not in agent.node.reported
 
 
 @pytest.mark.parametrize("end", [lambda agent: agent.forget(0), lambda agent: agent.begin(NEXT)])
 async def test_an_exited_worker_needs_no_notice(agent: Agent, worker: Notices, end: Callable[[Agent], None]) -> None:
-    await asks(worker, agent)
+    await ask_for_notice(worker, agent)
     agent.leave("a leaves")
     assert agent.pending
     end(agent)
@@ -203,7 +203,7 @@ async def test_a_process_that_sends_an_invalid_line_is_disconnected(agent: Agent
             assert await reader.read() == b""
     writer.close()
     assert not agent.node.reported.get("notice")
-    await asks(worker, agent)
+    await ask_for_notice(worker, agent)
 
 
 async def test_without_an_agent_the_functions_do_nothing(
