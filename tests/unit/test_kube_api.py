@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,53 +16,30 @@ from elastic_operator.kubernetes.client import ELASTIC_JOBS, Api, ApiError, with
 from tests.support.answering import answering
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncIterator
 
 
-class Server:
-    """Answers every request with the same chunks.
+@contextlib.asynccontextmanager
+async def answered_with(body: bytes) -> AsyncIterator[Api]:
+    """A client of a server that answers each request with this body."""
 
-    Attributes:
-        answers: the chunks.
-        configuration: the client configuration for this server.
-    """
+    async def answer(_request: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(body=body)
 
-    def __init__(self) -> None:
-        self.answers: list[bytes] = []
-        self.configuration = Configuration()
-
-    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for chunk in self.answers:
-            await response.write(chunk)
-        return response
-
-
-@pytest.fixture
-async def server() -> AsyncGenerator[Server, None]:
-    """A server with the answers that a test adds."""
-    server = Server()
-    async with answering(server.answer) as server.configuration:
-        yield server
-
-
-def api_of(server: Server) -> Api:
-    return Api(server.configuration)
+    async with answering(answer) as configuration, Api(configuration) as api:
+        yield api
 
 
 @pytest.mark.parametrize("answer", [b"<html>hello</html>", b'{"title": "Anmeldung f\xfcr alle"}'])
-async def test_an_answer_of_another_server_is_an_error(server: Server, answer: bytes) -> None:
-    server.answers.append(answer)
-    async with api_of(server) as api:
+async def test_an_answer_of_another_server_is_an_error(answer: bytes) -> None:
+    async with answered_with(answer) as api:
         with pytest.raises(ClusterError, match="is not a Kubernetes API server"):
             await api.get(ELASTIC_JOBS, "default", "digits")
 
 
 @pytest.mark.parametrize("answer", [b"", b"<html>", b"[]", b'{"items": []}', b'{"metadata": {}, "items": []}'])
-async def test_an_invalid_list_is_an_error(server: Server, answer: bytes) -> None:
-    server.answers.append(answer)
-    async with api_of(server) as api:
+async def test_an_invalid_list_is_an_error(answer: bytes) -> None:
+    async with answered_with(answer) as api:
         with pytest.raises(ClusterError, match="is not a Kubernetes API server"):
             _ = [page async for page in api.pages(ELASTIC_JOBS, None)]
 
