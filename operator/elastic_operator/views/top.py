@@ -66,7 +66,7 @@ class Tally:
     """Sum and count of a histogram."""
 
     total: float
-    count: float
+    count: int
 
     @property
     def mean(self) -> float | None:
@@ -121,7 +121,7 @@ class MetricsPage:
     def tallies(self, name: str, label: str, **only: str) -> dict[str, Tally]:
         """Return the histograms of this name whose labels include ``only``, by the value of a label."""
         sums, counts = (self.by_label(f"{name}_{part}", label, **only) for part in ("sum", "count"))
-        return {key: Tally(sums[key], counts[key]) for key in sums.keys() & counts.keys()}
+        return {key: Tally(sums[key], int(counts[key])) for key in sums.keys() & counts.keys()}
 
 
 class RankMetrics(NamedTuple):
@@ -206,7 +206,7 @@ def _recoveries_of(pages: Iterable[MetricsPage]) -> dict[str, Tally]:
                 found.setdefault(cause, []).append(tally)
     recoveries = {}
     for cause, tallies in sorted(found.items()):
-        most, total = max(each.count for each in tallies), sum(tallies, Tally(0.0, 0.0))
+        most, total = max(each.count for each in tallies), sum(tallies, Tally(0.0, 0))
         recoveries[cause] = Tally(total.total / total.count * most, most)
     return recoveries
 
