@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from elastic_operator.client import LogSelector
-from elastic_operator.client.local_logs import follow_logs, print_logs
+from elastic_operator.client.local import follow_logs, print_logs
 from elastic_operator.errors import NotFound
 
 if TYPE_CHECKING:

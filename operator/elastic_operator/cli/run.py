@@ -27,8 +27,7 @@ from rich.console import Console
 from elastic_operator.api.validation import Problem, problem_of
 from elastic_operator.cli.options import is_terminal
 from elastic_operator.client import LogSelector
-from elastic_operator.client.local import LocalJobs
-from elastic_operator.client.local_logs import log_files
+from elastic_operator.client.local import LocalJobs, log_files
 from elastic_operator.controller import messages
 from elastic_operator.errors import BadInput, ElasticJobError
 from elastic_operator.local.etcd import find_etcd
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Mapping
 
-    from elastic_operator.client.local_logs import LogFile
+    from elastic_operator.client.local import LogFile
     from elastic_operator.local.run_dir import RunDir
     from elastic_operator.views.job_view import EndView, PodView
 
