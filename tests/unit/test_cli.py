@@ -180,19 +180,10 @@ def test_the_report_of_a_finished_job_is_written(finished: Path, capfd: pytest.C
     assert capfd.readouterr().out == page(report())
 
 
-@pytest.mark.parametrize(
-    ("file", "sentence"),
-    [
-        ("logs", "cannot write logs: Is a directory; name another file with -o"),
-        ("", "-o needs the name of a file, or - for the standard output; it is empty"),
-    ],
-)
-def test_an_invalid_file_for_a_report_is_bad_input(
-    file: str, sentence: str, finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_file_for_a_report_is_bad_input(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (finished / "report.json").write_bytes(encode_report(report()))
-    assert run("report", "digits", "-o", file) == 2
-    assert the_one_sentence(capsys) == sentence
+    assert run("report", "digits", "-o", "logs") == 2
+    assert the_one_sentence(capsys) == "cannot write logs: Is a directory; name another file with -o"
 
 
 @pytest.mark.parametrize("name", ["../../elsewhere", "/etc/x", "a\\b\0c"])

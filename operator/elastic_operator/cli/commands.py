@@ -231,8 +231,6 @@ def _report(client: JobClient, arguments: argparse.Namespace) -> str:
     from elastic_operator.errors import BadInput
     from elastic_operator.reports.page import page
 
-    if arguments.output == "":
-        raise BadInput("-o needs the name of a file, or - for the standard output; it is empty")
     kept, ended = client.report(arguments.name)
     report = decode_report(kept)
     data = page(report, ended).encode(errors="replace")

@@ -20,7 +20,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from rich.console import Console
 
@@ -153,12 +153,8 @@ def _log_to(file: Path) -> None:
         raise BadInput(f"cannot write {file}: {error.strerror}") from None
 
 
-class Resumed(NamedTuple):
-    """Training continues: the round, its number of workers, and the seconds since the step began."""
-
-    round: int
-    workers: int
-    seconds: float
+Resumed = tuple[int, int, float]
+"""Training continues: the round, its number of workers, and the seconds since the step began."""
 
 
 async def perform(request: RunRequest, view: View) -> tuple[int, int, list[str]]:
@@ -225,10 +221,9 @@ class _Demo:
                     with contextlib.suppress(ElasticJobError):  # it is ending by itself
                         await asyncio.to_thread(self._client.delete, self._job.run.id)
                 return ended is not None and ended.how in ("deleted", "interrupted")
-            summary = [f"{each.seconds:.1f} s" for each in resumed[:1]]
-            summary += [f"{messages.count(each.workers, 'worker')} after {each.seconds:.1f} s" for each in resumed[1:]]
+            summary = [f"{messages.count(workers, 'worker')} after {seconds:.1f} s" for _, workers, seconds in resumed]
             self._mark(number, DONE, ", ".join(summary) or note)
-            cells = [(str(each.round), str(each.workers), f"{each.seconds:.2f} s") for each in resumed]
+            cells = [(f"{round}", f"{workers}", f"{seconds:.2f} s") for round, workers, seconds in resumed]
             first, *others = cells or [("-", "-", "-")]
             self.rows += [(title, *first, note), *(("", *other, "") for other in others)]
         return True
@@ -296,12 +291,12 @@ class _Demo:
             if status.round <= before or begun is None:
                 return False
             if not found or len(self._training_pods) == pods:
-                found.append(Resumed(status.round, status.world_size, begun - since))
+                found.append((status.round, status.world_size, begun - since))
             return len(self._training_pods) == pods
 
         what = f"training with {messages.count(pods, 'pod')} in a round after {before}"
         await self._until(resumed, what=what)
-        return found if found[0].round != found[-1].round else found[:1]
+        return found if found[0][0] != found[-1][0] else found[:1]
 
     async def _success(self) -> str:
         """Return the last line of a job that has succeeded."""

@@ -107,13 +107,9 @@ def reopen_run(home: Path, run_id: str, job: str) -> RunDir:
             f"there is no run {run_id} below {home / 'runs'} to resume; `elasticjob get --all` lists all runs"
         )
     record = run.read_record()
-    if record is None or not record.metadata:
+    if record is None or record.name != job:
         raise BadInput(
-            f"{run.record} does not say which job that run was, so it cannot be resumed; start without --resume"
-        )
-    if record.name != job:
-        raise BadInput(
-            f"run {run_id} was of the job {record.name}, but the manifest's metadata.name is {job}; "
+            f"run {run_id} was of the job {record.name if record else '?'}, but the manifest's metadata.name is {job}; "
             "resume it with the manifest of that job"
         )
     # Rounds count from 1 again, so the logs of the earlier run would be mistaken for those of this one.
