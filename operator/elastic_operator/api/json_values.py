@@ -9,7 +9,6 @@ milliseconds, because their durations have to add up.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import json
 import math
@@ -101,15 +100,10 @@ def to_json(value: Any) -> Any:  # noqa: ANN401 - JSON
     """Return a record as a document; fields that are None are left out."""
     if isinstance(value, list | tuple):
         return [to_json(item) for item in value]
-    if isinstance(value, frozenset):
-        return sorted(value)
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, float):
-        return round(value, 3)
     fields = _fields_of(value.__class__)
     if not fields:
-        return msgspec.to_builtins(value, order="deterministic")
+        plain = msgspec.to_builtins(value, order="deterministic")
+        return round(plain, 3) if isinstance(plain, float) else plain
     document: dict[str, Any] = {}
     for name, key in fields:
         held = getattr(value, name)
