@@ -11,11 +11,9 @@ import pytest_asyncio
 
 from tests.support.cluster_user import ROOT, User
 from tests.support.operator_namespace import OperatorNamespace
-from tests.support.testbed import user_cluster
 from tests.support.testbed.cache import Missing
 from tests.support.testbed.collection import MISSING
 from tests.support.testbed.control_plane import ControlPlane
-from tests.support.testbed.user_cluster import UserCluster
 from tests.support.watching_api import WatchingApi
 
 if TYPE_CHECKING:
@@ -31,9 +29,7 @@ DEFINITION = Path(__file__).parents[2] / "crds" / "elasticjob.yaml"
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def control_plane(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     """A Kubernetes without nodes, shared by all tests: each test uses its own namespaces."""
-    folder = tmp_path_factory.mktemp("control-plane")
-    kubeconfig = user_cluster.named()
-    async with UserCluster(folder, Path(kubeconfig)) if kubeconfig else ControlPlane(folder) as cluster:
+    async with ControlPlane(tmp_path_factory.mktemp("control-plane")) as cluster:
         yield cluster
         cluster.check()
 

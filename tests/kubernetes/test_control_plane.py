@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.local_runs import gone
+from tests.support.ports import sockets
 from tests.support.testbed.control_plane import ControlPlane
 from tests.support.testbed.daemons import DaemonDied
-from tests.support.testbed.user_cluster import DEFINITION, ClusterInUse, UserCluster
 
 pytestmark = pytest.mark.control_plane
 
@@ -32,16 +30,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-def listening_addresses(pid: int) -> set[str]:
-    """The addresses on which a process listens; IPv6 addresses as in /proc."""
-    sockets = {str(descriptor.readlink()) for descriptor in Path(f"/proc/{pid}/fd").iterdir()}
-    lines = [
-        line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
-    ]
-    served = {line[1].partition(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
-    return {socket.inet_ntoa(bytes.fromhex(one)[::-1]) if len(one) == 8 else one for one in served}
 
 
 async def test_users_files_are_unchanged_and_a_failed_part_is_named(
@@ -75,31 +63,10 @@ async def test_the_control_plane_listens_on_loopback_only_and_ends_with_the_test
     assert tests.stdout is not None
     try:
         pids = [int(pid) for pid in (await tests.stdout.readline()).split()]
-        listening = {address for pid in pids for address in listening_addresses(pid)}
+        listening = {each.address for pid in pids for each in sockets(pid) if each.listens}
     finally:
         tests.kill()
         await tests.wait()
     assert len(pids) == 4
     assert listening == {"127.0.0.1"}
     assert await gone(pids, within=10)
-
-
-async def test_a_users_cluster_is_used_only_within_the_tests_own_namespaces(tmp_path: Path) -> None:
-    folder, users = tmp_path / "plane", tmp_path / "users"
-    folder.mkdir()
-    users.mkdir()
-    async with ControlPlane(folder) as real:
-        before = real.kubeconfig.read_bytes()
-        async with UserCluster(users, real.kubeconfig) as cluster:
-            own = json.loads(cluster.kubeconfig.read_text())["contexts"][0]["context"]["namespace"]
-            await cluster.kubectl("create", "configmap", "made")
-            assert (await real.kubectl("get", "configmap/made", f"--namespace={own}", "--output=name")).stdout
-            account = {"KUBECONFIG": str(await cluster.kubeconfig_for(own, "default"))}
-            whoami = await cluster.run("kubectl", "auth", "whoami", env=account)
-            assert f"system:serviceaccount:{own}:default" in whoami.stdout
-        left = await real.kubectl("get", f"namespace/{own}", "--ignore-not-found", "--output=jsonpath={.status.phase}")
-        assert left.stdout in {"", "Terminating"}
-        await real.kubectl("create", "--filename", str(REPOSITORY / "crds" / "elasticjob.yaml"))
-        with pytest.raises(ClusterInUse, match=f"kubectl delete crd {DEFINITION}"):
-            await UserCluster(users, real.kubeconfig).__aenter__()
-        assert real.kubeconfig.read_bytes() == before

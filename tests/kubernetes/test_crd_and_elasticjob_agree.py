@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
+import json
+import ssl
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,10 +14,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from elastic_operator.api.spec import GROUP, PLURAL, VERSION
 from elastic_operator.api.status import JobStatus, status_to_json
 from elastic_operator.manifest import crd
 from tests.support import any_job
-from tests.support.api_server import Answer, ElasticJobs
 from tests.support.operator_namespace import manifest as job
 
 if TYPE_CHECKING:
@@ -22,6 +26,57 @@ if TYPE_CHECKING:
     from tests.support.testbed.cluster import Cluster
 
 pytestmark = pytest.mark.control_plane
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The server's answer: the object, or a Status with the error."""
+
+    status: int
+    body: dict[str, Any]
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the request succeeded; it must not fail for another reason than an invalid object."""
+        assert self.status in {200, 201, 400, 422}, self.words
+        return self.status < 300
+
+    @property
+    def words(self) -> str:
+        """The message, in one line."""
+        return f"{self.status} {self.body.get('message', 'accepted')}"
+
+
+class ElasticJobs:
+    """The jobs of a namespace, over one connection, since there are thousands of requests."""
+
+    def __init__(self, cluster: Cluster, namespace: str) -> None:
+        context = ssl.create_default_context(cafile=cluster.site.authority)
+        self._connection = http.client.HTTPSConnection(
+            cluster.server.removeprefix("https://"), context=context, timeout=30
+        )
+        self._headers = {"Authorization": f"Bearer {cluster.site.token}", "Content-Type": "application/json"}
+        self._path = f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}"
+
+    def create(self, manifest: dict[str, Any], *, dry_run: bool = False) -> Answer:
+        return self._ask("POST", "", manifest, dry_run=dry_run)
+
+    def replace(self, name: str, manifest: dict[str, Any]) -> Answer:
+        """Replace a job; the object must have its resourceVersion."""
+        return self._ask("PUT", f"/{name}", manifest)
+
+    def replace_status(self, manifest: dict[str, Any], *, dry_run: bool = False) -> Answer:
+        return self._ask("PUT", f"/{manifest['metadata']['name']}/status", manifest, dry_run=dry_run)
+
+    def delete(self, name: str) -> None:
+        answer = self._ask("DELETE", f"/{name}", None)
+        assert answer.accepted, answer.words
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None, *, dry_run: bool = False) -> Answer:
+        query = "" if body is None else "?fieldValidation=Strict" + "&dryRun=All" * dry_run
+        self._connection.request(method, self._path + path + query, json.dumps(body), self._headers)
+        response = self._connection.getresponse()
+        return Answer(response.status, json.loads(response.read()))
 
 
 def examples(number: int) -> settings:
@@ -41,12 +96,7 @@ async def server(cluster_with_crd: Cluster) -> AsyncIterator[ElasticJobs]:
     # The first rule that it compiles makes celpy raise Python's recursion limit, and hypothesis wants that to stay.
     assert crd.validate(job("first")) == []
     async with cluster_with_crd.namespace() as name:
-        await cluster_with_crd.kubectl(
-            "create", "rolebinding", "owner", "--clusterrole=cluster-admin",
-            f"--serviceaccount={name}:default", f"--namespace={name}",
-        )  # fmt: skip
-        with ElasticJobs(await cluster_with_crd.kubeconfig_for(name, "default")) as jobs:
-            yield jobs
+        yield ElasticJobs(cluster_with_crd, name)
 
 
 def assert_same(answer: Answer, new: dict[str, Any], old: dict[str, Any] | None = None) -> None:

@@ -10,16 +10,17 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from elastic_operator.manifest import crd
+from elastic_operator.kubernetes.client import ELASTIC_JOBS
+from tests.support.operator_namespace import OperatorNamespace
 from tests.support.operator_namespace import manifest as job
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tests.support.testbed.cluster import Cluster
-    from tests.support.testbed.commands import Result
+    from tests.support.testbed.cluster import Cluster, Result
+    from tests.support.watching_api import WatchingApi
 
-pytestmark = pytest.mark.control_plane
+pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session")]
 
 REPOSITORY = Path(__file__).parents[2]
 DEFINITION = REPOSITORY / "crds" / "elasticjob.yaml"
@@ -30,44 +31,25 @@ OUT_OF_BOUNDS = "spec.replicas: Invalid value: must be between minReplicas and m
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def space(cluster_with_crd: Cluster) -> AsyncIterator[str]:
+async def ns(api: WatchingApi, cluster_with_crd: Cluster) -> AsyncIterator[OperatorNamespace]:
     """A namespace for all these tests; each test uses its own job names."""
     async with cluster_with_crd.namespace() as name:
-        yield name
+        yield OperatorNamespace(api, cluster_with_crd, name)
 
 
-class User:
-    """A user of kubectl in the namespace."""
-
-    def __init__(self, cluster: Cluster, namespace: str) -> None:
-        self._cluster = cluster
-        self._namespace = namespace
-
-    async def __call__(self, *arguments: str, stdin: str | None = None, check: bool = True) -> Result:
-        return await self._cluster.kubectl(f"--namespace={self._namespace}", *arguments, stdin=stdin, check=check)
-
-    async def apply(self, manifest: dict[str, Any], *, check: bool = True) -> Result:
-        return await self("apply", "--filename=-", stdin=yaml.safe_dump(manifest), check=check)
-
-    async def get(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((await self("get", "elasticjob", name, "--output=json")).stdout)
-        return found
-
-    async def refusal(self, *arguments: str, stdin: str | None = None) -> str:
-        """The error output of a refused command."""
-        refused = await self(*arguments, stdin=stdin, check=False)
-        assert refused.returncode != 0, refused.stdout
-        return refused.stderr
-
-    async def say(self, name: str, status: dict[str, Any]) -> None:
-        """Write a job's status, as the operator does."""
-        patch = json.dumps({"status": status})
-        await self("patch", "elasticjob", name, "--subresource=status", "--type=merge", f"--patch={patch}")
+async def apply(ns: OperatorNamespace, manifest: dict[str, Any], *, check: bool = True) -> Result:
+    """Apply a manifest with kubectl and strict validation."""
+    result: Result = await ns.kubectl(
+        "apply", "--validate=strict", "--filename=-", stdin=yaml.safe_dump(manifest), check=check
+    )
+    return result
 
 
-@pytest.fixture
-def kubectl(cluster_with_crd: Cluster, space: str) -> User:
-    return User(cluster_with_crd, space)
+async def refusal(ns: OperatorNamespace, name: str, replicas: int) -> str:
+    """The error of a refused change of the size of a job."""
+    refused = await ns.kubectl("scale", f"elasticjob/{name}", f"--replicas={replicas}", check=False)
+    assert refused.returncode != 0, refused.stdout
+    return str(refused.stderr)
 
 
 # The CRD
@@ -86,48 +68,35 @@ async def test_the_crd_is_accepted_without_a_warning(cluster_with_crd: Cluster) 
 # Sizes
 
 
-async def test_a_job_is_scaled_within_its_bounds_and_shows_that_to_an_autoscaler(kubectl: User, space: str) -> None:
-    await kubectl.apply(job("scaled", minReplicas=2, maxReplicas=4, replicas=2))
-    await kubectl("scale", "elasticjob/scaled", "--replicas=4")
-    for beyond in ("1", "5"):
-        assert OUT_OF_BOUNDS in await kubectl.refusal("scale", "elasticjob/scaled", f"--replicas={beyond}")
+async def test_a_job_is_scaled_within_its_bounds_and_shows_that_to_an_autoscaler(ns: OperatorNamespace) -> None:
+    await apply(ns, job("scaled", minReplicas=2, maxReplicas=4, replicas=2))
+    await ns.kubectl("scale", "elasticjob/scaled", "--replicas=4")
+    for beyond in (1, 5):
+        assert OUT_OF_BOUNDS in await refusal(ns, "scaled", beyond)
     selector = "elastic.pytorch.org/job=scaled,elastic.pytorch.org/role=worker"
-    await kubectl.say("scaled", {"replicas": 2, "selector": selector})
-    path = f"/apis/elastic.pytorch.org/v1alpha1/namespaces/{space}/elasticjobs/scaled/scale"
-    scale = json.loads((await kubectl("get", "--raw", path)).stdout)
+    await ns.api.patch(ELASTIC_JOBS, ns.name, "scaled", {"status": {"replicas": 2, "selector": selector}}, "status")
+    path = f"/apis/elastic.pytorch.org/v1alpha1/namespaces/{ns.name}/elasticjobs/scaled/scale"
+    scale = json.loads((await ns.kubectl("get", "--raw", path)).stdout)
     assert scale["spec"] == {"replicas": 4}
     assert scale["status"] == {"replicas": 2, "selector": selector}
 
 
-async def test_a_job_without_replicas_can_be_scaled_and_then_has_them(kubectl: User) -> None:
-    await kubectl.apply(job("numberless"))
-    assert "replicas" not in (await kubectl.get("numberless"))["spec"]
-    assert OUT_OF_BOUNDS in await kubectl.refusal("scale", "elasticjob/numberless", "--replicas=4")
-    await kubectl("scale", "elasticjob/numberless", "--replicas=2")
-    assert (await kubectl.get("numberless"))["spec"]["replicas"] == 2
-    await kubectl.apply(job("numberless", maxRestarts=1))  # a file that never set the replicas leaves them unchanged
-    assert (await kubectl.get("numberless"))["spec"]["replicas"] == 2
+async def test_a_job_without_replicas_can_be_scaled_and_then_has_them(ns: OperatorNamespace) -> None:
+    await apply(ns, job("numberless"))
+    assert "replicas" not in (await ns.api.get(ELASTIC_JOBS, ns.name, "numberless"))["spec"]
+    assert OUT_OF_BOUNDS in await refusal(ns, "numberless", 4)
+    await ns.kubectl("scale", "elasticjob/numberless", "--replicas=2")
+    assert (await ns.api.get(ELASTIC_JOBS, ns.name, "numberless"))["spec"]["replicas"] == 2
+    await apply(ns, job("numberless", maxRestarts=1))  # a file that never set the replicas leaves them unchanged
+    assert (await ns.api.get(ELASTIC_JOBS, ns.name, "numberless"))["spec"]["replicas"] == 2
 
 
 # The output of kubectl
 
 
-async def test_kubectl_explain_describes_a_job_and_its_fields(kubectl: User) -> None:
-    whole = crd.schema()["properties"]["spec"]
-    explained = await kubectl("explain", "elasticjob.spec")
-    assert explained.stderr == ""
-    assert [name for name in whole["properties"] if f"  {name}\t<" not in explained.stdout] == []
-    for field in ("replicas", "failurePolicy.rules.onExitCodes.values", "etcd.tlsSecret", "RunPolicy.cleanPodPolicy"):
-        described = whole
-        for name in field.split("."):
-            described = described.get("items", described)["properties"][name]
-        said = " ".join((await kubectl("explain", f"elasticjob.spec.{field}")).stdout.split())
-        assert " ".join(described["description"].split()) in said
-
-
-async def test_kubectl_shows_the_state_of_a_job_and_waits_for_its_end(kubectl: User) -> None:
-    await kubectl.apply({**job("listed", minReplicas=2, maxReplicas=8), "status": {"state": "Succeeded"}})
-    assert "status" not in await kubectl.get("listed")
+async def test_kubectl_shows_the_state_of_a_job_and_waits_for_its_end(ns: OperatorNamespace) -> None:
+    await apply(ns, {**job("listed", minReplicas=2, maxReplicas=8), "status": {"state": "Succeeded"}})
+    assert "status" not in await ns.api.get(ELASTIC_JOBS, ns.name, "listed")
     ended = {
         "status": "True",
         "reason": "AllWorkersSucceeded",
@@ -135,58 +104,49 @@ async def test_kubectl_shows_the_state_of_a_job_and_waits_for_its_end(kubectl: U
         "lastTransitionTime": "2026-01-01T00:00:00Z",
     }
     conditions = [{**ended, "type": kind} for kind in ("Succeeded", "Finished")]
-    await kubectl.say("listed", {"state": "Running", "readyDesired": "3/4", "restarts": 5, "conditions": conditions})
-    header, row = (await kubectl("get", "ej", "listed")).stdout.splitlines()
+    await ns.api.patch(
+        ELASTIC_JOBS,
+        ns.name,
+        "listed",
+        {"status": {"state": "Running", "readyDesired": "3/4", "restarts": 5, "conditions": conditions}},
+        "status",
+    )
+    header, row = (await ns.kubectl("get", "ej", "listed")).stdout.splitlines()
     assert header.split() == ["NAME", "STATE", "READY", "MIN", "MAX", "RESTARTS", "AGE"]
     assert row.split()[:-1] == ["listed", "Running", "3/4", "2", "8", "5"]
     for kind in ("Succeeded", "Finished"):
-        await kubectl("wait", f"--for=condition={kind}", "elasticjob/listed", "--timeout=10s")
+        await ns.kubectl("wait", f"--for=condition={kind}", "elasticjob/listed", "--timeout=10s")
 
 
 # Manifests
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-async def test_an_example_is_accepted_unchanged(kubectl: User, path: Path) -> None:
-    applied = await kubectl("apply", "--validate=strict", f"--filename={path}")
+async def test_an_example_is_accepted_unchanged(ns: OperatorNamespace, path: Path) -> None:
+    applied = await ns.kubectl("apply", "--validate=strict", f"--filename={path}")
     assert (applied.stdout.endswith(" created\n"), applied.stderr) == (True, "")
-    again = await kubectl("apply", "--validate=strict", f"--filename={path}")
+    again = await ns.kubectl("apply", "--validate=strict", f"--filename={path}")
     assert again.stdout.endswith(" unchanged\n")
-    await kubectl("delete", f"--filename={path}")
+    await ns.kubectl("delete", f"--filename={path}")
 
 
-async def test_a_manifest_with_every_field_is_accepted_under_strict_validation(kubectl: User) -> None:
+async def test_a_manifest_with_every_field_is_accepted_under_strict_validation(ns: OperatorNamespace) -> None:
     manifest = yaml.safe_load((MANIFESTS / "everything.yaml").read_text())
     del manifest["metadata"]["namespace"]
-    applied = await kubectl("apply", "--validate=strict", "--filename=-", stdin=yaml.safe_dump(manifest))
+    applied = await apply(ns, manifest)
     assert (applied.stdout.endswith(" created\n"), applied.stderr) == (True, "")
 
 
-async def test_an_archived_job_follows_its_file_until_its_replicas_are_set(kubectl: User) -> None:
+async def test_an_archived_job_follows_its_file_until_its_replicas_are_set(ns: OperatorNamespace) -> None:
     manifest = yaml.safe_load((MANIFESTS / "archived.yaml").read_text())
     manifest["metadata"] = {"name": "former"}
     worker = manifest["spec"]["replicaSpecs"]["Worker"]
-    applied = await kubectl("apply", "--validate=strict", "--filename=-", stdin=yaml.safe_dump(manifest))
+    applied = await apply(ns, manifest)
     assert (applied.stdout.endswith(" created\n"), applied.stderr) == (True, "")
     worker["replicas"] = 3
-    await kubectl.apply(manifest)
-    await kubectl("scale", "elasticjob/former", "--replicas=4")
+    await apply(ns, manifest)
+    await ns.kubectl("scale", "elasticjob/former", "--replicas=4")
     worker["replicas"] = 2
-    refusal = await kubectl.refusal("apply", "--filename=-", stdin=yaml.safe_dump(manifest))
-    assert "is only the initial number" in " ".join(refusal.split())
-    assert OUT_OF_BOUNDS in await kubectl.refusal("scale", "elasticjob/former", "--replicas=5")
-
-
-async def test_a_large_template_can_be_applied_repeatedly(kubectl: User) -> None:
-    environment = [{"name": f"V{number}", "value": "x" * 1000} for number in range(200)]
-    template = {"spec": {"containers": [{"name": "worker", "env": environment}]}}
-    for restarts in (1, 2):
-        await kubectl.apply(job("large", template=template, maxRestarts=restarts))
-    assert (await kubectl.get("large"))["spec"]["template"] == template
-
-
-async def test_elasticjob_refuses_what_the_api_server_refuses_with_the_same_sentence(kubectl: User) -> None:
-    wrong = job("twice", minReplicas=4)
-    refusal = await kubectl.refusal("apply", "--filename=-", stdin=yaml.safe_dump(wrong))
-    [problem] = crd.validate(wrong)
-    assert problem.message in refusal
+    refused = await apply(ns, manifest, check=False)
+    assert "is only the initial number" in " ".join(refused.stderr.split())
+    assert OUT_OF_BOUNDS in await refusal(ns, "former", 5)

@@ -166,18 +166,6 @@ async def test_a_pod_over_its_storage_limit_is_evicted_and_charged_unless_a_rule
         assert 'Usage of EmptyDir volume "scratch" exceeds the limit' in message_of(status, "Failed")
 
 
-async def test_a_disrupted_pod_fails_the_job_if_a_rule_says_so(user: User) -> None:
-    rule = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]}
-    await user.apply(a_job("delicate", replicas=2, cleanPodPolicy="All", failurePolicy={"rules": [rule]}))
-    victim = min(await wait_for_ready_pods(user, "delicate", 2))
-    await evict(user, victim)
-    status = (await user.wait_for_status("delicate", lambda status: bool(message_of(status, "Failed"))))["status"]
-    assert victim in message_of(status, "Failed")
-    (failed,) = (each for each in status["conditions"] if each["type"] == "Failed")
-    assert failed["reason"] == "PodFailurePolicy"
-    assert await user.delete("delicate") == []
-
-
 async def test_a_missing_image_is_reported_without_a_charge(user: User) -> None:
     late = f"localhost/late:{uuid.uuid4().hex}"
     await user.apply(a_job("late", replicas=1, image=late))

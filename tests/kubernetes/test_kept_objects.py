@@ -113,22 +113,6 @@ async def evict(ns: OperatorNamespace, pod: str) -> None:
     await ns.api.create(replace(PODS, plural=f"pods/{pod}/eviction"), ns.name, body)
 
 
-async def test_a_foreign_disruption_budget_is_reported_and_blocks_no_pod(ns: OperatorNamespace) -> None:
-    await ns.kubectl("create", "poddisruptionbudget", "digits-workers", "--selector=app=x", "--min-available=1")
-    await ns.apply(disruptionBudget=True)
-    await ns.wait_for_pods(3)
-    await ns.wait_for_event(
-        "ResourcesBlocked", "a PodDisruptionBudget called digits-workers is there that does not belong to this job"
-    )
-    # An own budget that is deleted is created again, too.
-    for _ in range(2):
-        await ns.kubectl("delete", "poddisruptionbudget", "digits-workers")
-        await ns.wait_for(
-            DISRUPTION_BUDGETS,
-            lambda found: bool(found.get("digits-workers", {}).get("metadata", {}).get("ownerReferences")),
-        )
-
-
 async def test_a_job_managed_by_another_controller_is_not_changed(ns: OperatorNamespace) -> None:
     await ns.apply("theirs", managedBy="kueue.x-k8s.io/multikueue")
     await ns.apply()

@@ -22,7 +22,6 @@ from elastic_operator.kubernetes.client import (
     LEASES,
     PODS,
     SERVICES,
-    Resource,
 )
 from tests.support.operator_namespace import (
     Json,
@@ -86,9 +85,6 @@ async def wait_until_deleted(store: Store, keys: RunKeys) -> None:
 
 def holder_of(operator: OperatorProcess) -> str:
     return operator.log_file.stem
-
-
-QUOTAS = Resource("", "v1", "resourcequotas", "ResourceQuota")
 
 
 async def test_a_job_gets_an_etcd_and_pods_and_leaves_nothing(ns: OperatorNamespace, operator: OperatorProcess) -> None:
@@ -200,83 +196,60 @@ async def test_a_failed_pod_is_replaced_counted_and_kept_for_its_log(
     assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="201") > 3
 
 
-async def test_a_refused_template_makes_the_job_invalid_in_the_servers_words(
-    ns: OperatorNamespace, operator: OperatorProcess, etcd: EtcdServer
+@pytest.mark.parametrize(
+    ("before", "spec", "words", "code", "remedy"),
+    [
+        (
+            [],
+            {"template": {"spec": {"schedulerName": "nobody", "nodeSelektor": {}}}},
+            ("Invalid", 'unknown field "spec.nodeSelektor"'),
+            "400",
+            'patch elasticjob/digits --type=merge --patch={"spec":{"template":{"spec":{"nodeSelektor":null}}}}',
+        ),
+        (
+            ["create quota few --hard=count/pods=1", "wait quota/few --for=jsonpath={.status.used}"],
+            {"minReplicas": 3},
+            ("Waiting", "exceeded quota"),
+            "403",
+            "delete quota few",
+        ),
+        (
+            ["create service clusterip digits-etcd --tcp=80"],
+            {"etcd": {}},
+            ("Waiting", "remove it, or give the job another name"),
+            "409",
+            "delete service digits-etcd",
+        ),
+    ],
+    ids=["by the API server", "by a quota", "by a foreign service"],
+)
+async def test_a_job_that_is_blocked_says_why_is_retried_slowly_and_delays_no_other_job(
+    ns: OperatorNamespace,
+    operator: OperatorProcess,
+    etcd: EtcdServer,
+    before: list[str],
+    spec: Json,
+    words: tuple[str, str],
+    code: str,
+    remedy: str,
 ) -> None:
-    store = {"endpoint": etcd.endpoint}
-    await ns.apply(etcd=store, template={"spec": {"schedulerName": "nobody", "nodeSelektor": {}}})
-    job = await ns.wait_for_job(lambda status: holds(status, "Invalid"))
-    assert 'unknown field "spec.nodeSelektor"' in conditions(job["status"])["Invalid"]["message"]
-
-    await ns.apply("another", replicas=1)
-    await ns.wait_for_pods(1, "another")
-    assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="400") < 6, (
+    for command in before:
+        await ns.kubectl(*command.split())
+    await ns.apply(**{"etcd": {"endpoint": etcd.endpoint}, **spec})
+    kind, message = words
+    await ns.wait_for_job(lambda status: message in conditions(status).get(kind, {}).get("message", ""))
+    if code == "403":
+        await ns.wait_for_event("Warning", message)
+    else:  # a full quota blocks every job
+        await ns.apply("another", replicas=1)
+        await ns.wait_for_pods(1, "another")
+        assert await ns.wait_for_pods(0) == {}
+    assert await operator.metric("elastic_operator_api_requests_total", verb="post", code=code) < 6, (
         "the operator retries in a hot loop"
     )
-    assert await ns.wait_for_pods(0) == {}
-
-    await ns.change(template={"spec": {"nodeSelektor": None}})
+    await ns.kubectl(*remedy.split())
     await ns.wait_for_pods(3)
-    await ns.wait_for_job(lambda status: not holds(status, "Invalid"))
-
-
-async def test_a_denial_by_quota_is_reported_and_retried(
-    ns: OperatorNamespace, operator: OperatorProcess, etcd: EtcdServer
-) -> None:
-    await ns.kubectl("create", "quota", "few", "--hard=count/pods=1")
-    await ns.wait_for(QUOTAS, lambda found: "used" in found.get("few", {}).get("status", {}))
-    await ns.apply(minReplicas=3, etcd={"endpoint": etcd.endpoint})
-    job = await ns.wait_for_job(
-        lambda status: "exceeded quota" in conditions(status).get("Waiting", {}).get("message", "")
-    )
-    assert not holds(job["status"], "Invalid")
-    await ns.wait_for_event("Warning", "exceeded quota")
-    assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="403") < 6, (
-        "the operator retries in a hot loop"
-    )
-
-    await ns.kubectl("delete", "quota", "few")
-    await ns.wait_for_pods(3)
-    await ns.wait_for_job(lambda status: "quota" not in conditions(status)["Waiting"]["message"])
-
-
-async def test_an_unreachable_store_is_named_by_the_waiting_job(
-    ns: OperatorNamespace, operator: OperatorProcess, own_etcd: EtcdServer
-) -> None:
-    endpoint = f"http://{own_etcd.endpoint}/"
-    await own_etcd.kill()
-    await ns.apply(replicas=1, etcd={"endpoint": endpoint})
-    [pod] = await ns.wait_for_pods(1)
-    await ns.report_running(pod)
-    message = "the operator cannot read the job's store"
-    await ns.wait_for_job(lambda status: message in conditions(status).get("Waiting", {}).get("message", ""))
-    await own_etcd.start()
-    job = await ns.wait_for_job(lambda status: message not in conditions(status)["Waiting"]["message"])
-    async with own_etcd.connected() as store:
-        await ns.report_joined(store, job, pod)
-    await ns.wait_for_job(lambda status: status.get("readyReplicas") == 1)
-
-
-async def test_a_foreign_service_with_the_jobs_name_is_reported_and_not_changed(
-    ns: OperatorNamespace, operator: OperatorProcess
-) -> None:
-    await ns.kubectl("create", "service", "clusterip", "digits-etcd", "--tcp=80")
-    await ns.apply()
-    job = await ns.wait_for_job(
-        lambda status: "digits-etcd" in conditions(status).get("Waiting", {}).get("message", "")
-    )
-    assert "remove it, or give the job another name" in conditions(job["status"])["Waiting"]["message"]
-    await ns.apply("another", replicas=1)
-    await ns.wait_for_pods(1, "another")
-    assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="409") < 6, (
-        "the operator retries in a hot loop"
-    )
-    assert await ns.wait_for_pods(0) == {}
-
-    await ns.kubectl("delete", "service", "digits-etcd")
-    await ns.wait_for(
-        SERVICES, lambda found: bool(found.get("digits-etcd", {}).get("metadata", {}).get("ownerReferences"))
-    )
+    await ns.wait_for_job(lambda status: message not in conditions(status).get(kind, {}).get("message", ""))
 
 
 async def test_an_etcd_removed_with_its_job_is_not_created_again_while_pods_end(

@@ -1,9 +1,8 @@
-"""The operator without the CRD, the API server, a permission or a node, and after missed deletions."""
+"""The operator without the CRD, the API server or a permission, and after missed deletions."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -129,22 +128,6 @@ async def test_the_operator_survives_an_api_server_outage_and_notices_missed_del
 
 
 @pytest.mark.usefixtures("with_crd")
-async def test_an_operator_started_before_the_api_server_waits_for_it(
-    own_control_plane: ControlPlane, ns: OperatorNamespace, tmp_path: Path
-) -> None:
-    server = own_control_plane.daemons["kube-apiserver"]
-    server.kill()
-    async with an_operator(own_control_plane, tmp_path, wait=False) as operator:
-        await operator.wait_for_log("what exists cannot be listed: the API server cannot be reached")
-        server.start()
-        await operator.wait_until_ready()
-        await operator.wait_for_log("everything can be listed now")
-        await ns.apply(replicas=1)
-        await ns.wait_for_pods(1)
-        assert await operator.stop() == 0
-
-
-@pytest.mark.usefixtures("with_crd")
 async def test_a_namespace_without_permissions_blocks_no_other(
     own_control_plane: ControlPlane, ns: OperatorNamespace, tmp_path: Path
 ) -> None:
@@ -201,24 +184,3 @@ async def test_a_permission_that_is_revoked_and_restored_is_reported_and_used(
         await ns.wait_for_pods(2)
         await ns.wait_for_job(lambda status: "cannot create" not in waits_for(status))
         assert "Traceback" not in operator.log
-
-
-@pytest.mark.usefixtures("with_crd")
-async def test_a_pod_of_a_removed_node_is_replaced_without_a_charge(
-    own_control_plane: ControlPlane, ns: OperatorNamespace, etcd: EtcdServer, tmp_path: Path
-) -> None:
-    async with an_operator(own_control_plane, tmp_path):
-        about = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "nowhere"}}
-        await own_control_plane.kubectl("create", "--filename=-", stdin=json.dumps(about))
-        await ns.apply(replicas=1, etcd={"endpoint": etcd.endpoint})
-        ((lost, pod),) = (await ns.wait_for_pods(1)).items()
-        await ns.bind(lost)
-        await ns.report_running(lost)
-        await own_control_plane.kubectl("delete", "node", "nowhere")
-        # Kubernetes checks every 20 s, and waits 40 s for the node to return.
-        await ns.kubectl("wait", f"pod/{lost}", "--for=delete", "--timeout=150s")
-        after = await ns.wait_for_pods(1)
-        assert pod["metadata"]["uid"] not in uids(after)
-        job = await ns.wait_for_job(lambda status: status.get("podFailures") == 0 and status.get("replicas") == 1)
-        assert job["status"]["restarts"] == 0
-        await ns.wait_for_event("PodDisrupted", f"{lost} was lost with its node nowhere")

@@ -56,12 +56,3 @@ async def test_a_suspended_job_frees_its_resources_and_keeps_its_charges(user: U
     assert [round["number"] for round in kept["rounds"]] == list(range(1, kept["outcome"]["round"] + 1))
     assert kept["timeBreakdown"] == (await user.get("elasticjob/rests"))["status"]["timeBreakdown"]
     assert await user.delete("rests") == []
-
-
-async def test_a_job_created_suspended_creates_nothing_until_it_is_resumed(user: User) -> None:
-    await user.apply(job("queued", command=["python3", "-c", "print('done')"], replicas=1, suspend=True))
-    await user.wait("elasticjob/queued", "condition=Suspended")
-    itself = "elasticjob.elastic.pytorch.org/queued"
-    assert await user.left_for_good(itself) == [itself]
-    await user.kubectl("patch", "elasticjob", "queued", "--type=merge", '--patch={"spec":{"suspend":false}}')
-    await user.wait("elasticjob/queued", "condition=Succeeded")

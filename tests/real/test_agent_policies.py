@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.controlled_workers import ControlledRun
-from tests.support.ports import descendants, free_range, listening
+from tests.support.ports import descendants, free_range, sockets
 from torchelastic.protocol import NodeRecord, ResumeRecord, decode, encode
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ async def test_agents_listen_only_within_their_port_range_and_report_when_it_is_
             state = await run.until(lambda state, number=number: nodes_that_know(state, run, number) == 2)
             offered = [port for node in nodes(state, run) for port in (node.link, node.store)]
             stores.append(int(record.store.rpartition(":")[2]))
-            open_ports = listening(descendants([one.pid, two.pid]))
+            pids = descendants([one.pid, two.pid])
+            open_ports = {each.port for pid in pids for each in sockets(pid) if each.listens}
             assert {*offered, stores[-1]} <= open_ports
             assert all(allowed.first <= port <= allowed.last for port in open_ports)
             workers[0].send("raise ValueError('another round')")

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.answers import fake_etcd
 from tests.support.certificates import make_certificates
 from tests.support.controlled_workers import TRAINING, ControlledRun
-from tests.support.etcd import EtcdServer
+from tests.support.etcd import EtcdServer, fake_etcd
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

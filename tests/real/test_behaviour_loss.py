@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.controlled_workers import ControlledRun
-from tests.support.links import cut, links_to
+from tests.support.ports import cut, links_to
 from tests.support.workers import poll_until
 from torchelastic.protocol import LeaderRecord, decode
 

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support import etcd_kinds
-from tests.support.answers import fake_etcd, http
+from tests.support.etcd import fake_etcd, http
 from tests.support.etcd_conformance import EtcdBehaviour
 from tests.support.store_conformance import ended, read_changes, watching
 from tests.support.tcp_proxy import TcpProxy

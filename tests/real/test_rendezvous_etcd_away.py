@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support import etcd_kinds
-from tests.support.answers import fake_etcd, http
+from tests.support.etcd import fake_etcd, http
 from tests.support.nodes import NodeFactory, all_with
 from tests.support.tcp_proxy import TcpProxy
 from torchelastic.store import connect

@@ -17,9 +17,9 @@ from kubernetes.aio.client import Configuration
 from elastic_operator.kubernetes.client import Api
 from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.store_mirror import StoreMirror
-from tests.support.answering import answering
 from tests.support.certificates import make_certificates
 from tests.support.etcd import EtcdServer
+from tests.support.object_server import answering
 from torchelastic.errors import StoreError
 from torchelastic.protocol import (
     HistoryRecord,

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 import aiohttp
 from aiohttp import web
 
+from tests.support.testbed.installation import kubeconfig
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from pathlib import Path
@@ -150,15 +152,7 @@ class ApiProxy:
 
     def write_kubeconfig(self, file: Path) -> Path:
         """A kubeconfig for clients of this proxy."""
-        config = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "current-context": "proxy",
-            "contexts": [{"name": "proxy", "context": {"cluster": "proxy", "user": "proxy"}}],
-            "clusters": [{"name": "proxy", "cluster": {"server": f"http://127.0.0.1:{self._port}"}}],
-            "users": [{"name": "proxy", "user": {"token": "of-no-use"}}],
-        }
-        file.write_text(json.dumps(config))
+        file.write_text(kubeconfig(f"http://127.0.0.1:{self._port}", token="of-no-use"))
         return file
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING
 
 from playwright.async_api import async_playwright
 
-from tests.support.testbed.browser import browser
+from tests.support.testbed import packages
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -16,14 +17,29 @@ if TYPE_CHECKING:
     from playwright.async_api import Browser, Page
 
 
+_FONTS = """\
+<?xml version="1.0"?>
+<!DOCTYPE fontconfig SYSTEM "urn:fontconfig:fonts.dtd">
+<fontconfig><dir>{fonts}</dir><cachedir>{cache}</cachedir></fontconfig>
+"""
+
+
 @contextlib.asynccontextmanager
 async def started() -> AsyncIterator[Browser]:
-    """A running browser; it ends after the block."""
-    found = browser()
+    """Debian's Chromium, running; it ends after the block."""
+    root = packages.unpacked("browser")
+    fonts = root / "fonts.conf"
+    if not fonts.exists():
+        written = _FONTS.format(fonts=root / "usr/share/fonts", cache=root / "var/cache/fontconfig")
+        fonts.with_suffix(".new").write_text(written)
+        fonts.with_suffix(".new").replace(fonts)
+    libraries = packages.environment(root)["LD_LIBRARY_PATH"]
     async with async_playwright() as playwright:
         # Its own sandbox needs permissions that a container may lack; it opens only our pages.
         running = await playwright.chromium.launch(
-            executable_path=str(found.program), env=dict(found.environment), args=["--no-sandbox"]
+            executable_path=str(root / "usr/lib/chromium/chromium"),  # the script in usr/bin expects an installation
+            env={**os.environ, "LD_LIBRARY_PATH": libraries, "FONTCONFIG_FILE": str(fonts)},
+            args=["--no-sandbox"],
         )
         try:
             yield running

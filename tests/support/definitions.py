@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from elastic_operator.kubernetes.client import SCHEDULER_PLUGINS_GROUPS, VOLCANO_GROUPS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator
 
     from elastic_operator.kubernetes.client import Resource
     from tests.support.testbed.cluster import Cluster
@@ -29,14 +29,12 @@ _GROUPS: Final[dict[Resource, dict[str, Any]]] = {
 
 
 @contextlib.asynccontextmanager
-async def defined(cluster: Cluster, resource: Resource, schema: Mapping[str, Any]) -> AsyncIterator[None]:
-    """Create a CRD in a cluster.
-
-    Args:
-        cluster: the cluster.
-        resource: the kind.
-        schema: the schema of the objects.
-    """
+async def pod_groups_defined(cluster: Cluster, resource: Resource) -> AsyncIterator[None]:
+    """Create the CRD of a kind of PodGroups."""
+    schema = {
+        "type": "object",
+        "properties": {"spec": {"type": "object", "properties": _GROUPS[resource]}, "status": {"type": "object"}},
+    }
     version = {"name": resource.version, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
     definition = {
         "apiVersion": "apiextensions.k8s.io/v1",
@@ -58,14 +56,3 @@ async def defined(cluster: Cluster, resource: Resource, schema: Mapping[str, Any
         yield
     finally:
         await cluster.kubectl("delete", "-f", "-", stdin=text)
-
-
-@contextlib.asynccontextmanager
-async def pod_groups_defined(cluster: Cluster, resource: Resource) -> AsyncIterator[None]:
-    """Create the CRD of a kind of PodGroups."""
-    schema = {
-        "type": "object",
-        "properties": {"spec": {"type": "object", "properties": _GROUPS[resource]}, "status": {"type": "object"}},
-    }
-    async with defined(cluster, resource, schema):
-        yield

@@ -1,4 +1,4 @@
-"""A real etcd for tests: started on free ports, stopped, killed, paused, restarted with its data or without."""
+"""A real etcd for tests, which they start, stop, kill, pause and wipe; and a fake one with given answers."""
 
 from __future__ import annotations
 
@@ -251,3 +251,37 @@ def _readable_before_end(source: socket.socket, pid: int) -> bool:
         return source.fileno() in dict(poll.poll(START_LIMIT * 1000))
     finally:
         os.close(pidfd)
+
+
+def http(status: str, body: str) -> Callable[[str], bytes]:
+    """The same answer to every request."""
+    return lambda _: (
+        f"HTTP/1.1 {status}\r\nContent-Length: {len(body.encode())}\r\nConnection: close\r\n\r\n{body}".encode()
+    )
+
+
+@contextlib.asynccontextmanager
+async def fake_etcd(answer: Callable[[str], bytes], port: int = 0) -> AsyncIterator[str]:
+    """Listen within the block, and give this answer to the first line of each connection.
+
+    Args:
+        answer: maps the first line of a request to the bytes that are sent back before the connection is closed.
+        port: where it listens on loopback; 0 for any free port.
+
+    Yields:
+        host:port.
+    """
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            first = await reader.readline()
+            writer.write(answer(first.decode("latin-1")))
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", port)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        await server.wait_closed()

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from tests.support.answers import fake_etcd, http
 from tests.support.certificates import make_certificates
+from tests.support.etcd import fake_etcd, http
 from tests.support.etcd_kinds import EtcdKind
 from tests.support.store_conformance import HANGS, StoreBehaviour, ended, read_changes, watching
 from tests.support.tcp_proxy import TcpProxy

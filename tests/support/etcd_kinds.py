@@ -43,7 +43,7 @@ class EtcdKind:
         """The program."""
         if self.version == "3.5":
             return find_etcd("")  # the package
-        return binaries.binary("etcd" if self.version == "3.7" else f"etcd-{self.version}", the_users=False)
+        return binaries.binary("etcd" if self.version == "3.7" else f"etcd-{self.version}")
 
     def server(self, folder: Path, *, args: Sequence[str] = (), protocol: str = "http") -> EtcdServer:
         """A server that can be started; see :class:`~tests.support.etcd.EtcdServer`."""

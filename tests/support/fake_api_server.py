@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from collections import defaultdict
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,6 +16,7 @@ from aiohttp import web
 
 from elastic_operator.kubernetes.client import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES
 from tests.support.object_server import NAMESPACE, ObjectServer
+from tests.support.testbed.installation import kubeconfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,15 +64,7 @@ class FakeApiServer(ObjectServer):
     def kubeconfig(self, folder: Path) -> Path:
         """A kubeconfig for this server, with the namespace :data:`NAMESPACE`."""
         path = folder / "kubeconfig"
-        config = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "current-context": "here",
-            "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me", "namespace": NAMESPACE}}],
-            "clusters": [{"name": "here", "cluster": {"server": self.url}}],
-            "users": [{"name": "me", "user": {"token": "secret"}}],
-        }
-        path.write_text(json.dumps(config))
+        path.write_text(kubeconfig(self.configuration.host, token="secret", namespace=NAMESPACE))
         return path
 
     def add(self, obj: dict[str, Any]) -> None:

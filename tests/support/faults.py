@@ -15,8 +15,8 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Self
 
-from tests.support.links import cut, links_to
 from tests.support.nodes import NodeFactory, TestNode
+from tests.support.ports import cut, links_to
 from tests.support.tcp_proxy import TcpProxy
 from torchelastic.errors import StoreUnavailable
 from torchelastic.protocol import OutcomeRecord

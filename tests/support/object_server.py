@@ -6,6 +6,7 @@ Some errors, such as those of a failing webhook or a concurrent creation, cannot
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 from typing import TYPE_CHECKING, Any, Self
@@ -13,18 +14,64 @@ from typing import TYPE_CHECKING, Any, Self
 from aiohttp import web
 from kubernetes.aio.client import Configuration
 
-from tests.support.discovery import discovered
+from elastic_operator.kubernetes.client import (
+    DEPLOYMENTS,
+    DISRUPTION_BUDGETS,
+    ELASTIC_JOBS,
+    PODS,
+    SERVICES,
+    Resource,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from elastic_operator.kubernetes.client import Resource
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 NAMESPACE = "team"
 MADE = "2026-01-01T00:00:00Z"
 
 Fault = tuple[int, str, str]
 """HTTP status, reason, and message."""
+
+
+WATCHED: Sequence[Resource] = (PODS, SERVICES, DEPLOYMENTS, DISRUPTION_BUDGETS, ELASTIC_JOBS)
+"""The kinds that the operator watches."""
+
+_NAMESPACES = Resource("", "v1", "namespaces", "Namespace")
+
+
+def discovered(path: str) -> dict[str, Any] | None:
+    """The answer to a discovery request, as kopf sends it; None for another path."""
+    groups = {resource.group: resource.version for resource in WATCHED if resource.group}
+    if path == "/api":
+        return {"versions": ["v1"]}
+    if path == "/apis":
+        return {"groups": [_group(group, version) for group, version in groups.items()]}
+    kinds = [each for each in (*WATCHED, _NAMESPACES) if path == each.path().rpartition("/")[0]]
+    if not kinds:
+        return None
+    resources = [{"name": each.plural, "kind": each.kind, "singularName": ""} for each in kinds]
+    return {"resources": [{**each, "namespaced": True, "verbs": ["list", "watch"]} for each in resources]}
+
+
+def _group(group: str, version: str) -> dict[str, Any]:
+    this = {"groupVersion": f"{group}/{version}", "version": version}
+    return {"name": group, "versions": [this], "preferredVersion": this}
+
+
+@contextlib.asynccontextmanager
+async def answering(
+    answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+) -> AsyncIterator[Configuration]:
+    """Give this answer to each request; yields the access for a Kubernetes client."""
+    runner = web.ServerRunner(web.Server(answer))
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        configuration = Configuration()
+        configuration.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield configuration
+    finally:
+        await runner.cleanup()
 
 
 class ObjectServer:
@@ -36,7 +83,7 @@ class ObjectServer:
         fault: returns the failure of a request with this method and path; None for success.
         unanswered: collections in which creations get no answer.
         max_concurrent: the maximum number of concurrent requests by method.
-        url: its address.
+        configuration: the access for a client.
     """
 
     def __init__(self) -> None:
@@ -46,7 +93,6 @@ class ObjectServer:
         self.unanswered: set[str] = set()
         self._closing = asyncio.Event()
         self.max_concurrent: dict[str, int] = {}
-        self.url = ""
         self._there: dict[str, int] = {}
         self._news = asyncio.Event()
         self._versions = itertools.count(1)
@@ -55,24 +101,15 @@ class ObjectServer:
         self._something = asyncio.Condition()
 
     async def __aenter__(self) -> Self:
-        self._runner = web.ServerRunner(web.Server(self._answer))
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._serving = answering(self._answer)
+        self.configuration = await self._serving.__aenter__()
         return self
-
-    @property
-    def configuration(self) -> Configuration:
-        """The access for a client."""
-        configuration = Configuration()
-        configuration.host = self.url
-        return configuration
 
     async def __aexit__(self, *_: object) -> None:
         self._closed = True
         self._closing.set()
         self._news.set()
-        await self._runner.cleanup()
+        await self._serving.__aexit__(None, None, None)
 
     async def wait_for(self, condition: Callable[[], bool], *, patience: float = 30.0) -> None:
         """Wait until a condition is met; it is checked after each request."""

@@ -69,9 +69,9 @@ class OperatorNamespace:
         """Change fields of a job's spec."""
         await self.api.patch(ELASTIC_JOBS, self.name, name, {"spec": spec})
 
-    async def kubectl(self, *words: str, check: bool = True) -> Any:
+    async def kubectl(self, *words: str, check: bool = True, stdin: str | None = None) -> Any:
         """Run kubectl in this namespace."""
-        return await self.cluster.kubectl("--namespace", self.name, *words, check=check)
+        return await self.cluster.kubectl("--namespace", self.name, *words, check=check, stdin=stdin)
 
     async def wait_for(self, resource: Resource, condition: Callable[[Objects], bool], **select: str) -> Objects:
         """Wait until the objects of a kind meet a condition; returns them by name."""

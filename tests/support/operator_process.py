@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -14,10 +13,10 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_operator.local.etcd import free_ports
-from elastic_operator.local.pdeathsig import with_pdeathsig
+from tests.support.testbed.daemons import Daemon
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping
 
 PATIENCE = 120.0
 """The limit of each wait in seconds, even on a busy machine."""
@@ -28,7 +27,7 @@ _POLL = 0.05
 EXECUTABLE = Path(sys.executable).with_name("elastic-operator")
 
 
-class OperatorProcess:
+class OperatorProcess(Daemon):
     """One replica of the operator; within ``async with`` it runs, and is ready when the block begins.
 
     Args:
@@ -49,13 +48,12 @@ class OperatorProcess:
         wait: bool = True,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self.log_file = folder / f"{name}.log"
-        self._kubeconfig = kubeconfig
-        self._args = args
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("KUBE", "POD_"))}
+        command = [str(EXECUTABLE), f"--kubeconfig={kubeconfig}", *args]
+        super().__init__(command, folder=folder, environ={**inherited, **(environ or {})}, name=name)
+        self._command = command
         self._wait = wait
-        self._environ = dict(environ or {})
         self._port = 0
-        self._process: subprocess.Popen[bytes] | None = None
 
     async def __aenter__(self) -> Self:
         self.start()
@@ -71,63 +69,23 @@ class OperatorProcess:
         self.kill()
 
     @property
-    def log(self) -> str:
-        """Its log."""
-        return self.log_file.read_text(errors="replace")
-
-    @property
-    def pid(self) -> int:
-        """The id of its process."""
-        return self._running().pid
-
-    @property
     def address(self) -> str:
         """The address of its HTTP server: host:port."""
         return f"127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Start it; it may have run before."""
-        if self._process is not None:
-            raise RuntimeError("this operator runs already")
+        """Start it on a free port; it may have run before."""
         (self._port,) = free_ports(1)
-        command: Sequence[str] = [
-            str(EXECUTABLE),
-            f"--kubeconfig={self._kubeconfig}",
-            f"--listen=127.0.0.1:{self._port}",
-            *self._args,
-        ]
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("KUBE", "POD_"))}
-        with self.log_file.open("ab") as log:
-            self._process = subprocess.Popen(
-                with_pdeathsig(command),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**inherited, **self._environ},
-            )
-
-    def kill(self) -> None:
-        """End it with SIGKILL if it runs."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
+        self.argv = [*self._command, f"--listen={self.address}"]
+        super().start()
 
     async def stop(self) -> int:
         """End it with SIGTERM; returns its exit code."""
-        process, self._process = self._running(), None
-        process.send_signal(signal.SIGTERM)
+        os.kill(self.pid, signal.SIGTERM)
         try:
-            return await asyncio.to_thread(process.wait, PATIENCE)
+            return await asyncio.to_thread(self.process.wait, PATIENCE)
         finally:
-            process.kill()
-
-    async def ended(self) -> int:
-        """Wait until the process ends by itself; returns its exit code."""
-        process = self._running()
-        code = await asyncio.to_thread(process.wait, PATIENCE)
-        self._process = None
-        return code
+            self.kill()
 
     async def wait_until_ready(self) -> None:
         """Wait until /readyz reports that the operator is ready."""
@@ -192,11 +150,5 @@ class OperatorProcess:
             while True:
                 if await condition():
                     return
-                code = self._running().poll()
-                assert code is None, f"the operator ended with {code}:\n{self.log}"
+                self.check()
                 await asyncio.sleep(_POLL)
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None:
-            raise RuntimeError("this operator does not run")
-        return self._process

@@ -1,17 +1,23 @@
-"""Ports of this machine: some that are free, and those on which processes listen."""
+"""Free ports of this machine, and the TCP sockets of processes, which can be cut while both sides live."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchelastic.config.settings import PortRange
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
+
+_PIDFD_GETFD = 438
+_STATES = {"0A": True, "01": False}
+"""Whether a socket listens, by its state in /proc/net/tcp: LISTEN or ESTABLISHED."""
 
 
 def free_range(count: int) -> PortRange:
@@ -39,17 +45,47 @@ def descendants(roots: Iterable[int]) -> set[int]:
     return found
 
 
-def listening(pids: Iterable[int]) -> set[int]:
-    """The ports of TCP on which any of these processes listens."""
-    sockets = set()
-    for pid in pids:
-        for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
-            with contextlib.suppress(OSError):
-                sockets.add(str(descriptor.readlink()))
-    found = set()
+@dataclass(frozen=True)
+class Socket:
+    """A TCP socket of a process; addresses of IPv6 are as in /proc."""
+
+    descriptor: int
+    address: str
+    port: int
+    remote_port: int
+    listens: bool
+
+
+def sockets(pid: int) -> Iterator[Socket]:
+    """The TCP sockets of a process that listen or are connected."""
+    descriptors = {}
+    for link in Path(f"/proc/{pid}/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            descriptors[str(link.readlink())] = int(link.name)
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-                found.add(int(fields[1].rpartition(":")[2], 16))
-    return found
+            (host, port), (_, remote) = (field.split(":") for field in fields[1:3])
+            name = f"socket:[{fields[9]}]"
+            if fields[3] in _STATES and name in descriptors:
+                address = socket.inet_ntoa(bytes.fromhex(host)[::-1]) if len(host) == 8 else host
+                yield Socket(descriptors[name], address, int(port, 16), int(remote, 16), _STATES[fields[3]])
+
+
+def links_to(pid: int, port: int) -> dict[int, int]:
+    """Connections that a process has accepted on a port: its descriptors by the other side's port."""
+    return {each.remote_port: each.descriptor for each in sockets(pid) if each.port == port and not each.listens}
+
+
+def cut(pid: int, descriptor: int) -> None:
+    """End a connection of another process, as a firewall would: both sides see it end, and live on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    pidfd = os.pidfd_open(pid)
+    try:
+        copy = libc.syscall(_PIDFD_GETFD, pidfd, descriptor, 0)
+        if copy < 0:
+            raise OSError(ctypes.get_errno(), f"process {pid}'s descriptor {descriptor} cannot be had")
+    finally:
+        os.close(pidfd)
+    with socket.socket(fileno=copy) as connection:
+        connection.shutdown(socket.SHUT_RDWR)

@@ -44,21 +44,15 @@ class Sample:
 Answer = list[Sample]
 
 
-def program(name: str) -> Path:
-    """Prometheus, or its promtool."""
-    return unpacked("prometheus") / "usr" / "bin" / name
-
-
 def promtool(*arguments: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
     """Run promtool; returns its output and its exit code."""
     return subprocess.run(
-        [program("promtool"), *arguments], input=stdin, capture_output=True, text=True, check=False, timeout=LIMIT
+        [_programs() / "promtool", *arguments], input=stdin, capture_output=True, text=True, check=False, timeout=LIMIT
     )
 
 
-def answer_of(vector: Iterable[Mapping[str, Any]]) -> Answer:
-    """The answer that Prometheus gives as an instant vector."""
-    return [Sample(entry["metric"], float(entry["value"][1])) for entry in vector]
+def _programs() -> Path:
+    return unpacked("prometheus") / "usr" / "bin"
 
 
 def prometheus_command(
@@ -78,7 +72,7 @@ def prometheus_command(
         yaml.safe_dump({"global": intervals, "rule_files": [str(path) for path in rules], "scrape_configs": [*scrape]})
     )
     return [
-        str(program("prometheus")),
+        str(_programs() / "prometheus"),
         f"--config.file={configuration}",
         f"--storage.tsdb.path={folder / 'data'}",
         f"--web.listen-address=127.0.0.1:{port}",
@@ -144,7 +138,7 @@ class Prometheus:
         found = await self._get("query", query=expr, **({} if at is None else {"time": str(at)}))
         if found["resultType"] == "scalar":
             return [Sample({}, float(found["result"][1]))]
-        return answer_of(found["result"])
+        return [Sample(entry["metric"], float(entry["value"][1])) for entry in found["result"]]
 
     async def moments(self, expr: str, *, since: float, until: float, step: float) -> list[float]:
         """The moments, from one to another in steps of seconds, at which at least one series answers a query."""

@@ -13,7 +13,7 @@ from kubernetes.aio.client import Configuration
 from elastic_operator.client.user_api import UserApi
 from elastic_operator.errors import ClusterError
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, Api, ApiError, with_hint
-from tests.support.answering import answering
+from tests.support.object_server import answering
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -15,8 +15,7 @@ from aiohttp import web
 from elastic_operator.kubernetes.client import PODS, VOLCANO_GROUPS, Api
 from elastic_operator.kubernetes.informer import Informer, WatchSession
 from elastic_operator.kubernetes.store import Store
-from tests.support.answering import answering
-from tests.support.discovery import WATCHED, discovered
+from tests.support.object_server import WATCHED, answering, discovered
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -18,7 +18,7 @@ from elastic_operator.kubernetes.store import Store
 from elastic_operator.kubernetes.writer import Writer
 from elastic_operator.resources.owned_objects import PodSettings, etcd_deployment, etcd_service
 from tests.support import cluster_objects
-from tests.support.answering import answering
+from tests.support.object_server import answering
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

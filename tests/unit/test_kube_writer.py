@@ -16,10 +16,9 @@ from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, SERVICES, Api
 from elastic_operator.kubernetes.store import Store
 from elastic_operator.kubernetes.writer import Writer, event_object
 from tests.support import cluster_objects
-from tests.support.answering import answering
 from tests.support.builders import UID
 from tests.support.cluster_objects import START
-from tests.support.object_server import NAMESPACE, ObjectServer
+from tests.support.object_server import NAMESPACE, ObjectServer, answering
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""The test bed: missing parts fail in CI, programs are chosen by version, and images follow their files."""
+"""The test bed: missing parts fail in CI, programs are pinned, and images follow their files."""
 
 from __future__ import annotations
 
@@ -14,15 +14,6 @@ from tests.support.testbed import availability, binaries, image_build, images
 from tests.support.testbed.cache import Missing
 
 ROOT = Path(__file__).parents[2]
-
-
-def program(folder: Path, name: str, output: str) -> Path:
-    """Write a program that prints a text."""
-    folder.mkdir(exist_ok=True)
-    path = folder / name
-    path.write_text(f"#!/bin/sh\necho '{output}'\n")
-    path.chmod(0o755)
-    return path
 
 
 # Missing parts
@@ -46,9 +37,10 @@ def test_a_missing_part_of_several_beds_is_reported_once_with_its_remedy() -> No
 
 def with_an_old_go(tmp_path: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run Python with an old Go and an empty cache."""
-    program(tmp_path, "go", "go1.19.8")
-    without = {"CI", "KUBEBUILDER_ASSETS", "ELASTICJOB_TEST_KUBECONFIG"}
-    kept = {name: value for name, value in os.environ.items() if name not in without}
+    go = tmp_path / "go"
+    go.write_text("#!/bin/sh\necho go1.19.8\n")
+    go.chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if name != "CI"}
     own = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path)}
     return subprocess.run(
         [sys.executable, *arguments],
@@ -73,32 +65,6 @@ def test_tests_that_cannot_run_are_named_at_the_end_and_fail_in_ci(tmp_path: Pat
 
 
 # Programs
-
-
-@pytest.fixture
-def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the user's own programs; the cache is empty, and there is no Go."""
-    folder = tmp_path / "assets"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(binaries, "OFTEN_THERE", str(tmp_path))
-    monkeypatch.setenv(binaries.ASSETS_VARIABLE, str(folder))
-    binaries.binary.cache_clear()
-    binaries.of_the_user.cache_clear()
-    return folder
-
-
-def test_a_recent_program_of_the_user_is_used(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = program(assets, "kubectl", "Client Version: v1.33.0")
-    assert binaries.binary("kubectl") == own
-    assert capsys.readouterr().err == "kubectl 1.33 is taken from KUBEBUILDER_ASSETS.\n"
-
-
-@pytest.mark.parametrize("output", ["etcd Version: 3.4.35", "no version"])
-def test_an_old_program_of_the_user_is_not_used(assets: Path, capsys: pytest.CaptureFixture[str], output: str) -> None:
-    own = program(assets, "etcd", output)
-    assert not binaries.is_ready("etcd")
-    assert re.match(rf"{own} is .*, and 3\.5 or later is needed", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("project", binaries.PROJECTS, ids=lambda project: project.name)

@@ -14,10 +14,8 @@ module                 content
 ``installation``       keys, kubeconfig and command lines of a control plane
 ``cluster``            the operations of a test on any cluster
 ``control_plane``      etcd, API server, controller manager and scheduler
-``user_cluster``       a cluster that the user names
 ``node``               a node with a kubelet, isolated from the machine
 ``node_*``             its namespaces, control groups and clean-up
-``commands``           commands and their errors
 ``daemons``            processes that end with the tests
 =====================  ==================================================================================
 """

@@ -106,9 +106,9 @@ def _needs(bed: Bed) -> Iterator[Step]:
     """
     match bed:
         case "etcds":
-            yield from _programs("etcd", the_users=False)
+            yield from _programs("etcd")
         case "oldest_etcd":
-            yield from _programs("etcd-3.4", the_users=False)
+            yield from _programs("etcd-3.4")
         case "oldest_torch":
             from tests.support import oldest_torch
 
@@ -117,10 +117,7 @@ def _needs(bed: Bed) -> Iterator[Step]:
         case "prometheus":
             yield _packages("prometheus", "Prometheus")
         case "browser":
-            from tests.support.testbed import browser
-
-            what, is_ready, make = "a browser", browser.is_ready, browser.browser
-            yield Step(what=what, lane="downloads", minutes=1, is_ready=is_ready, make=make)
+            yield _packages("browser", "a browser")
         case "simulated_nodes":
             yield from _programs("kwok")
         case "control_plane" | "node":
@@ -128,7 +125,6 @@ def _needs(bed: Bed) -> Iterator[Step]:
                 from tests.support.testbed import node
 
                 node.check_machine()
-            # Needed even if the user names a cluster: faults are injected only into the tests' own cluster.
             yield from _programs("kube-apiserver", "etcd", "helm")
             if bed == "node":
                 yield from _programs("coredns")
@@ -137,19 +133,15 @@ def _needs(bed: Bed) -> Iterator[Step]:
                 yield from _images()
 
 
-def _programs(*names: str, the_users: bool = True) -> Iterator[Step]:
+def _programs(*names: str) -> Iterator[Step]:
     """Build these programs, and all others of their projects.
-
-    Args:
-        names: the programs.
-        the_users: whether programs of the user may be used instead.
 
     Raises:
         Missing: one does not exist, and there is no compiler.
     """
     for name in names:
         project = binaries.project_of(name)
-        is_ready = partial(binaries.is_ready, name, the_users=the_users)
+        is_ready = partial(binaries.is_ready, name)
         if not is_ready():
             binaries.compiler(project)
         yield Step(
@@ -157,7 +149,7 @@ def _programs(*names: str, the_users: bool = True) -> Iterator[Step]:
             lane="compiler",
             minutes=project.minutes,
             is_ready=is_ready,
-            make=partial(binaries.binary, name, the_users=the_users),
+            make=partial(binaries.binary, name),
         )
 
 

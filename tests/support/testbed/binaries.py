@@ -1,8 +1,7 @@
-"""The programs of a Kubernetes: the user's own, or built once from their Go modules.
+"""The programs of a Kubernetes, built once from their Go modules.
 
 No program is downloaded. ``go/`` beside this file has one module for each project (go.mod names the version,
-go.sum its hash), and Go builds the programs from their sources, into the user's cache folder. The programs in
-``KUBEBUILDER_ASSETS`` are used instead if they are recent enough.
+go.sum its hash), and Go builds the programs from their sources, into the user's cache folder.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,18 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 GO_MODULES: Final = Path(__file__).parent / "go"
-ASSETS_VARIABLE: Final = "KUBEBUILDER_ASSETS"
-OLDEST: Final = {"kubectl": (1, 31), "etcd": (3, 5)}
-"""The oldest usable programs of the user: `kubectl wait --for=create` and the API server's watches need them."""
-OLDEST_KUBERNETES: Final = (1, 30)
-"""The oldest usable servers of the user, if all three exist: the CRD needs ``optionalOldSelf``."""
-SERVERS: Final = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
-"""The parts of a control plane. The others may not be newer than the API server."""
 OLDEST_GO: Final = "1.26"
 OFTEN_THERE: Final = "/usr/local/go/bin"
 """The folder of Go's own archive; it is not on sudo's PATH."""
-_HEARTBEAT: Final = 30.0
-"""Seconds between two lines about the progress of a build."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,18 +139,15 @@ PROJECTS: Final = (
 
 
 @cache
-def binary(name: str, *, the_users: bool = True) -> Path:
-    """The path of a program: the user's own if it is recent enough, otherwise that in the cache, built if necessary.
+def binary(name: str) -> Path:
+    """The path of a program in the cache, built if it is missing.
 
     Args:
         name: the program, such as kube-apiserver, kubectl, kubelet, etcd, helm, coredns, kwok.
-        the_users: False for the version in go.mod in any case.
 
     Raises:
         Missing: it does not exist and cannot be built.
     """
-    if the_users and (own := of_the_user(name)):
-        return own
     project = project_of(name)
     folder = built_folder(project)
     if not (folder / name).exists():
@@ -177,10 +162,9 @@ def project_of(name: str) -> Project:
     return next(project for project in PROJECTS if name in project.packages)
 
 
-def is_ready(name: str, *, the_users: bool = True) -> bool:
+def is_ready(name: str) -> bool:
     """Whether :func:`binary` will find the program without building it."""
-    own = of_the_user(name) if the_users else None
-    return own is not None or (built_folder(project_of(name)) / name).exists()
+    return (built_folder(project_of(name)) / name).exists()
 
 
 def built_folder(project: Project) -> Path:
@@ -189,44 +173,6 @@ def built_folder(project: Project) -> Path:
     inputs += [" ".join(linker_flags(project)).encode(), *(package.encode() for package in project.packages.values())]
     digest = hashlib.sha256(b"\0".join(inputs)).hexdigest()[:8]
     return cache_folder() / "bin" / f"{project.name}-{project.version}-{digest}"
-
-
-@cache
-def of_the_user(name: str) -> Path | None:
-    """The program in $KUBEBUILDER_ASSETS, if it is recent enough; the choice is printed."""
-    assets = os.environ.get(ASSETS_VARIABLE)
-    if not assets or project_of(name).name not in {"kubernetes", "etcd"}:
-        return None
-    path = Path(assets).expanduser() / name
-    if not os.access(path, os.X_OK):
-        return None
-    oldest = OLDEST.get(name) or _oldest_part(path.parent)
-    version = version_of(path)
-    if version < oldest:
-        what = ".".join(map(str, version)) if version else "of a version that it doesn't say"
-        needed = ".".join(map(str, oldest))
-        _say(f"{path} is {what}, and {needed} or later is needed: one of our own is used instead.")
-        return None
-    _say(f"{name} {'.'.join(map(str, version))} is taken from {ASSETS_VARIABLE}.")
-    return path
-
-
-def _oldest_part(assets: Path) -> tuple[int, ...]:
-    """The oldest version of a part of Kubernetes that works with the other parts."""
-    if all((assets / name).exists() for name in SERVERS):
-        return OLDEST_KUBERNETES
-    return tuple(map(int, project_of(SERVERS[0]).version.removeprefix("v").split(".")[:2]))
-
-
-def version_of(path: Path) -> tuple[int, ...]:
-    """The major and minor version that a program of Kubernetes or etcd prints; empty if it prints none."""
-    arguments = ("version", "--client") if path.name == "kubectl" else ("--version",)
-    try:
-        answer = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=30, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    found = re.search(r"(?:Kubernetes|Client Version:|etcd Version:) v?(\d+)\.(\d+)", answer)
-    return tuple(map(int, found.groups())) if found else ()
 
 
 def _build(project: Project, folder: Path) -> None:
@@ -240,10 +186,11 @@ def _build(project: Project, folder: Path) -> None:
         out = Path(unfinished) / "out"
         out.mkdir()
         target = f"{out}/" if len(project.packages) > 1 else str(out / next(iter(project.packages)))
-        command = [go, "build", "-v", "-mod=readonly", "-trimpath", "-buildvcs=false"]
+        command = [go, "build", "-mod=readonly", "-trimpath", "-buildvcs=false"]
         command += ["-ldflags", " ".join(linker_flags(project)), "-o", target, *project.packages.values()]
-        said = _run_with_progress_messages(command, project)
-        if said is not None:
+        done = subprocess.run(command, cwd=project.folder, env=_environ(), capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = "\n".join(done.stderr.splitlines()[-20:])
             raise Missing(
                 f"{programs} {project.version}",
                 "Go could not build them. The first time, Go's module proxy must be reachable, 5 GB be free in the "
@@ -275,22 +222,6 @@ def compiler(project: Project) -> str:
     return go
 
 
-def _run_with_progress_messages(command: list[str], project: Project) -> str | None:
-    """Run `go build -v`; returns None if it succeeds, otherwise the end of its output."""
-    lines: list[str] = []
-    last_message = time.monotonic()
-    with subprocess.Popen(
-        command, cwd=project.folder, env=_environ(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            lines.append(line)
-            if time.monotonic() - last_message > _HEARTBEAT:
-                last_message = time.monotonic()
-                _say(f"  … {project.name}: {len(lines)} packages compiled")
-    return None if process.returncode == 0 else "".join(lines[-20:])
-
-
 def linker_flags(project: Project) -> list[str]:
     """The linker's flags: no debug information, and the version."""
     major, minor = project.version.removeprefix("v").split(".")[:2]
@@ -316,7 +247,3 @@ def _compiled() -> Path:
 def remove_build_cache() -> None:
     """Remove what is only needed while the programs are built: several GB."""
     shutil.rmtree(cache_folder() / "go-build", ignore_errors=True)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

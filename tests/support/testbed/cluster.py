@@ -1,47 +1,76 @@
-"""The operations of tests on a cluster: the control plane of the test bed, or the user's own cluster."""
+"""The operations of tests on a cluster of the test bed: a control plane without nodes, or a node."""
 
 from __future__ import annotations
 
 import abc
+import asyncio
 import contextlib
+import os
+import signal
 import tempfile
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.support.testbed import commands
+from tests.support.testbed import installation
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from tests.support.testbed.commands import Result
+    from tests.support.testbed.installation import Site
+
+LIMIT = 180.0
+"""The default time limit of a command in seconds."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a command."""
+
+    stdout: str
+    stderr: str
+    returncode: int
+
+
+class CommandFailed(AssertionError):  # noqa: N818 - the name is the reason
+    """A required command failed, or took too long."""
+
+    def __init__(self, argv: Sequence[str], how: str, output: str) -> None:
+        super().__init__(f"`{' '.join(argv)}` {how}:\n{output}")
 
 
 class Cluster(abc.ABC):
-    """A cluster with all permissions; commands run on this machine."""
+    """A cluster with all permissions.
+
+    Attributes:
+        site: its addresses and files.
+    """
+
+    site: Site
 
     @property
-    @abc.abstractmethod
     def server(self) -> str:
         """The API server's URL."""
+        return self.site.server
 
     @property
-    @abc.abstractmethod
     def kubeconfig(self) -> Path:
-        """The kubeconfig that all commands use."""
+        """The kubeconfig of an administrator, which all commands use."""
+        return self.site.kubeconfig
 
     @property
-    @abc.abstractmethod
     def environ(self) -> dict[str, str]:
         """The environment for kubectl, helm and elasticjob, without the user's files."""
-
-    @abc.abstractmethod
-    def kubeconfig_with(self, token: str, namespace: str) -> str:
-        """The text of a kubeconfig with this token."""
+        return installation.environment(self.site, programs=("kubectl", "helm"))
 
     @abc.abstractmethod
     def check(self) -> None:
         """Check that it runs; raises an error with the reason if it does not."""
+
+    def entering(self) -> tuple[str, ...]:
+        """The start of a command line that runs a command where the cluster can be reached."""
+        return ()
 
     async def run(
         self,
@@ -49,7 +78,7 @@ class Cluster(abc.ABC):
         stdin: str | None = None,
         env: Mapping[str, str] | None = None,
         check: bool = True,
-        timeout: float = commands.LIMIT,  # noqa: ASYNC109 - as subprocess has it
+        timeout: float = LIMIT,  # noqa: ASYNC109 - as subprocess has it
     ) -> Result:
         """Run a command of a user of this cluster.
 
@@ -58,25 +87,44 @@ class Cluster(abc.ABC):
             stdin: its input.
             env: more variables.
             check: whether it must succeed.
-            timeout: seconds after which it is killed.
+            timeout: seconds after which it is killed with all its processes.
 
         Raises:
             CommandFailed: it failed although it must not, or it took too long.
         """
+        process = await asyncio.create_subprocess_exec(
+            *self.entering(),
+            *argv,
+            env={**self.environ, **(env or {})},
+            stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
         try:
-            return await commands.run(
-                *argv, environ={**self.environ, **(env or {})}, stdin=stdin, check=check, timeout=timeout
-            )
-        except commands.CommandFailed:
+            async with asyncio.timeout(timeout):
+                out, err = await process.communicate(None if stdin is None else stdin.encode())
+        except TimeoutError:
             self.check()  # if the cluster has failed, that is the better error
-            raise
+            raise CommandFailed(argv, f"took longer than {timeout:.0f} s", "") from None
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        assert process.returncode is not None
+        result = Result(out.decode(errors="replace"), err.decode(errors="replace"), process.returncode)
+        if check and result.returncode != 0:
+            self.check()
+            raise CommandFailed(argv, f"ended with {result.returncode}", result.stdout + result.stderr)
+        return result
 
     async def kubectl(
         self,
         *arguments: str,
         stdin: str | None = None,
         check: bool = True,
-        timeout: float = commands.LIMIT,  # noqa: ASYNC109 - as subprocess has it
+        timeout: float = LIMIT,  # noqa: ASYNC109 - as subprocess has it
     ) -> Result:
         """Run kubectl; see :meth:`run`."""
         return await self.run("kubectl", *arguments, stdin=stdin, check=check, timeout=timeout)
@@ -111,5 +159,6 @@ class Cluster(abc.ABC):
         with tempfile.NamedTemporaryFile(
             "w", dir=self.kubeconfig.parent, prefix=f"{service_account}-", suffix=".kubeconfig", delete=False
         ) as file:
-            file.write(self.kubeconfig_with(made.stdout.strip(), namespace))
+            token, authority = made.stdout.strip(), self.site.authority
+            file.write(installation.kubeconfig(self.server, token=token, namespace=namespace, authority=authority))
         return Path(file.name)

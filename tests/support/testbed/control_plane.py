@@ -24,9 +24,7 @@ from tests.support.testbed.installation import (
     Site,
     api_server_command,
     controller_manager_command,
-    environment,
     etcd_command,
-    kubeconfig,
     scheduler_command,
     write_credentials,
 )
@@ -50,10 +48,8 @@ class ControlPlane(Cluster):
     """
 
     def __init__(self, folder: Path, *, flags: Mapping[str, Sequence[str]] | None = None) -> None:
-        super().__init__()
         self._folder = folder
         self._flags = dict(flags or {})
-        self._site: Site | None = None
         self.daemons: dict[str, Daemon] = {}
         """Its parts by name: etcd, kube-apiserver, kube-scheduler, kube-controller-manager."""
 
@@ -71,31 +67,9 @@ class ControlPlane(Cluster):
         self._end()
 
     @property
-    def site(self) -> Site:
-        """Its addresses and files."""
-        if self._site is None:
-            raise RuntimeError("this control plane does not run")
-        return self._site
-
-    @property
-    def server(self) -> str:
-        """The API server's URL."""
-        return self.site.server
-
-    @property
     def etcd_endpoint(self) -> str:
         """The client address of its etcd, host:port; also an external etcd for jobs."""
         return f"127.0.0.1:{self.site.etcd_port}"
-
-    @property
-    def kubeconfig(self) -> Path:
-        """The kubeconfig of an administrator."""
-        return self.site.kubeconfig
-
-    @property
-    def environ(self) -> dict[str, str]:
-        """The environment for kubectl, helm and elasticjob."""
-        return environment(self._folder, self.kubeconfig, programs=("kubectl", "helm"))
 
     def check(self) -> None:
         """Check that all its parts run.
@@ -106,13 +80,9 @@ class ControlPlane(Cluster):
         for daemon in self.daemons.values():
             daemon.check()
 
-    def kubeconfig_with(self, token: str, namespace: str) -> str:
-        """The text of a kubeconfig with this token."""
-        return kubeconfig(self.site, token=token, namespace=namespace)
-
     async def _start(self) -> None:
         port, etcd_port, peer_port = free_ports(3)
-        site = self._site = Site(
+        site = self.site = Site(
             folder=self._folder, port=port, etcd_port=etcd_port, peer_port=peer_port, token=secrets.token_hex(16)
         )
         write_credentials(site)

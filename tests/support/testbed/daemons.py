@@ -47,12 +47,13 @@ class Daemon:
         argv: the program and its arguments.
         folder: the folder of its log.
         environ: its complete environment.
+        name: the name of its log; that of the program if it is empty.
     """
 
-    def __init__(self, argv: Sequence[str], *, folder: Path, environ: Mapping[str, str]) -> None:
-        self.name = os.path.basename(argv[0])  # noqa: PTH119 - the program's name, of a command line
-        self.log = folder / f"{self.name}.log"
-        self._argv = argv
+    def __init__(self, argv: Sequence[str], *, folder: Path, environ: Mapping[str, str], name: str = "") -> None:
+        self.name = name or os.path.basename(argv[0])  # noqa: PTH119 - the program's name, of a command line
+        self.log_file = folder / f"{self.name}.log"
+        self.argv = argv
         self._environ = environ
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -60,23 +61,28 @@ class Daemon:
         """Start it; it may have been killed before."""
         if self._process is not None:
             raise RuntimeError(f"{self.name} runs already")
-        with self.log.open("ab") as log:
+        with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                with_pdeathsig(self._argv),
+                with_pdeathsig(self.argv),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=self._environ,
-                cwd=self.log.parent,
+                cwd=self.log_file.parent,
                 start_new_session=True,  # so that Ctrl-C reaches only pytest, which ends them
             )
 
     @property
-    def pid(self) -> int:
-        """The id of its process."""
+    def process(self) -> subprocess.Popen[bytes]:
+        """Its process."""
         if self._process is None:
             raise RuntimeError(f"{self.name} does not run")
-        return self._process.pid
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        """The id of its process."""
+        return self.process.pid
 
     def check(self) -> None:
         """Check that it has not ended by itself.
@@ -89,7 +95,12 @@ class Daemon:
 
     def died(self, what: str) -> DaemonDied:
         """An error about it, with the end of its log."""
-        return DaemonDied(self.name, what, self.log.read_text(errors="replace")[-_TAIL:])
+        return DaemonDied(self.name, what, self.log[-_TAIL:])
+
+    @property
+    def log(self) -> str:
+        """The text of its log."""
+        return self.log_file.read_text(errors="replace")
 
     def pause(self) -> None:
         """Pause it: connections stay, without answers."""

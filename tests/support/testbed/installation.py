@@ -6,7 +6,6 @@ server on the same port.
 
 from __future__ import annotations
 
-import base64
 import ipaddress
 import json
 import os
@@ -72,19 +71,19 @@ def write_credentials(site: Site) -> None:
     server.cert_chain_pems[0].write_to_path(pki / "server.crt")
     trustme.CA().private_key_pem.write_to_path(pki / "service-accounts.key")
     (pki / "tokens.csv").write_text(f'{site.token},admin,admin,"system:masters"\n')
-    site.kubeconfig.write_text(kubeconfig(site, token=site.token))
+    site.kubeconfig.write_text(kubeconfig(site.server, token=site.token, authority=site.authority))
 
 
-def kubeconfig(site: Site, *, token: str, namespace: str = "default") -> str:
-    """A self-contained kubeconfig."""
-    authority = base64.b64encode(site.authority.read_bytes()).decode()
+def kubeconfig(server: str, *, token: str, namespace: str = "default", authority: Path | None = None) -> str:
+    """A kubeconfig for a server, whose certificate this authority has signed."""
+    trusted = {} if authority is None else {"certificate-authority": str(authority)}
     return json.dumps(
         {
             "apiVersion": "v1",
             "kind": "Config",
             "current-context": "test",
             "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": namespace}}],
-            "clusters": [{"name": "test", "cluster": {"server": site.server, "certificate-authority-data": authority}}],
+            "clusters": [{"name": "test", "cluster": {"server": server, **trusted}}],
             "users": [{"name": "test", "user": {"token": token}}],
         }
     )
@@ -155,21 +154,17 @@ def scheduler_command(site: Site) -> list[str]:
     ]
 
 
-def environment(folder: Path, kubeconfig_file: Path, *, programs: Sequence[str]) -> dict[str, str]:
-    """An environment for commands on a cluster, without the user's own files.
-
-    Args:
-        folder: the folder for caches and settings.
-        kubeconfig_file: the kubeconfig of the cluster.
-        programs: programs for the PATH.
-    """
-    own = {
-        "KUBECONFIG": str(kubeconfig_file),
-        "KUBECACHEDIR": str(folder / "kubectl-cache"),
-        "KUBERC": "off",
-        "HELM_CACHE_HOME": str(folder / "helm" / "cache"),
-        "HELM_CONFIG_HOME": str(folder / "helm" / "config"),
-        "HELM_DATA_HOME": str(folder / "helm" / "data"),
-    }
+def environment(site: Site, *, programs: Sequence[str]) -> dict[str, str]:
+    """An environment with these programs for commands on a cluster, without the user's own files and proxies."""
+    inherited = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     path = [*(str(binary(name).parent) for name in programs), os.environ.get("PATH", os.defpath)]
-    return {**os.environ, **own, "PATH": os.pathsep.join(path)}
+    return {
+        **inherited,
+        "KUBECONFIG": str(site.kubeconfig),
+        "KUBECACHEDIR": str(site.folder / "kubectl-cache"),
+        "KUBERC": "off",
+        "HELM_CACHE_HOME": str(site.folder / "helm" / "cache"),
+        "HELM_CONFIG_HOME": str(site.folder / "helm" / "config"),
+        "HELM_DATA_HOME": str(site.folder / "helm" / "data"),
+        "PATH": os.pathsep.join(path),
+    }

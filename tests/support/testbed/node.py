@@ -36,11 +36,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from tests.support.testbed import commands, images, installation, node_cgroups, node_config, packages
+from tests.support.testbed import images, installation, node_cgroups, node_config, packages
 from tests.support.testbed.binaries import binary
 from tests.support.testbed.cache import Missing, cache_folder
-from tests.support.testbed.cluster import Cluster
-from tests.support.testbed.commands import CommandFailed, Result
+from tests.support.testbed.cluster import LIMIT, Cluster
 from tests.support.testbed.images import Kept, full_name, listed
 from tests.support.testbed.installation import Site
 from tests.support.testbed.node_config import Bed
@@ -80,9 +79,8 @@ class Node(Cluster):
     """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__()
         self.folder = folder.resolve()
-        self._site = Site(
+        self.site = Site(
             folder=self.folder,
             address=node_config.ADDRESS,
             port=node_config.API_PORT,
@@ -112,22 +110,6 @@ class Node(Cluster):
             raise NodeFailed(left)
 
     @property
-    def server(self) -> str:
-        """The API server's URL, reachable only inside."""
-        return self._site.server
-
-    @property
-    def kubeconfig(self) -> Path:
-        """The kubeconfig of an administrator, usable only inside."""
-        return self._site.kubeconfig
-
-    @property
-    def environ(self) -> dict[str, str]:
-        """The environment for kubectl, helm and elasticjob."""
-        found = installation.environment(self.folder, self.kubeconfig, programs=("kubectl", "helm"))
-        return node_config.without_proxies(found)
-
-    @property
     def pid(self) -> int:
         """The id of its first process, as this machine sees it."""
         return self._pid
@@ -136,10 +118,6 @@ class Node(Cluster):
     def keeper_pid(self) -> int:
         """The id of the process that removes it."""
         return self._running().pid
-
-    def kubeconfig_with(self, token: str, namespace: str) -> str:
-        """The text of a kubeconfig with this token."""
-        return installation.kubeconfig(self._site, token=token, namespace=namespace)
 
     def check(self) -> None:
         """See that all its parts run.
@@ -152,29 +130,13 @@ class Node(Cluster):
         if select.select([stdout], [], [], 0)[0]:
             self._expect("nothing more")
 
-    async def run(
-        self,
-        *argv: str,
-        stdin: str | None = None,
-        env: Mapping[str, str] | None = None,
-        check: bool = True,
-        timeout: float = commands.LIMIT,  # noqa: ASYNC109 - as subprocess has it
-    ) -> Result:
-        """Run a command of this machine inside, where it sees the node's network and processes, and its files.
+    def entering(self) -> tuple[str, ...]:
+        """The start of a command line that runs a command of this machine inside.
 
-        Args:
-            argv: the command, such as kubectl, helm or elasticjob with arguments.
-            stdin: its input.
-            env: more variables.
-            check: whether it must succeed.
-            timeout: seconds after which it is killed.
-
-        Raises:
-            CommandFailed: it failed although it must not, or it took too long.
-            NodeFailed: the node has failed.
+        It sees the node's network and processes, and this machine's files.
         """
-        environ = {**self.environ, **(env or {})}
-        return await self._run_inside(*argv, environ=environ, stdin=stdin, check=check, limit=timeout)
+        self._running()
+        return entering(self._pid, os.getcwd())  # noqa: PTH109 - a word of a command line
 
     async def popen(
         self,
@@ -195,7 +157,7 @@ class Node(Cluster):
             A process that forwards signals, and ends like the command.
         """
         return await asyncio.create_subprocess_exec(
-            *self._entering(),
+            *self.entering(),
             *argv,
             env={**self.environ, **(env or {})},
             stdin=stdin,
@@ -218,7 +180,7 @@ class Node(Cluster):
         if name in there:  # the CRI misses that a name has another image
             await self._containerd("images", "delete", name)
         await self._containerd("images", "import", str(archive.resolve()), limit=_IMPORT_LIMIT)
-        async with asyncio.timeout(commands.LIMIT):
+        async with asyncio.timeout(LIMIT):
             while not _can_run(name, there := await self.images()):  # noqa: ASYNC110 - containerd has no event for this
                 await asyncio.sleep(_POLL)
         kept.add(name, archive, there)
@@ -253,8 +215,8 @@ class Node(Cluster):
         """Start it and wait until it is ready."""
         tools = packages.unpacked("node")
         programs = {name: binary(name) for name in ("kubelet", "kube-proxy", "coredns")}
-        installation.write_credentials(self._site)
-        for name, text in node_config.files(self._site, tools, images.IMAGES["pause"]).items():
+        installation.write_credentials(self.site)
+        for name, text in node_config.files(self.site, tools, images.IMAGES["pause"]).items():
             file = self.folder / "config" / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
@@ -264,10 +226,10 @@ class Node(Cluster):
             cache=str(cache),
             shown=sorted({str(path) for path in (cache, self.folder, _ROOT, Path(tempfile.gettempdir()).resolve())}),
             tools=str(tools),
-            commands=node_config.commands(self._site, programs, tools),
-            server=self._site.server,
-            token=self._site.token,
-            authority=str(self._site.authority),
+            commands=node_config.commands(self.site, programs, tools),
+            server=self.site.server,
+            token=self.site.token,
+            authority=str(self.site.authority),
         )
         (self.folder / "bed.json").write_text(self._bed.written())
         with (self.folder / "keeper.log").open("wb") as log:
@@ -316,29 +278,10 @@ class Node(Cluster):
             raise RuntimeError("this node does not run")
         return self._keeper
 
-    def _entering(self) -> tuple[str, ...]:
-        self._running()
-        return entering(self._pid, os.getcwd())  # noqa: PTH109 - a word of a command line
-
-    async def _run_inside(
-        self, *argv: str, environ: Mapping[str, str], limit: float, stdin: str | None = None, check: bool = True
-    ) -> Result:
-        try:
-            result = await commands.run(
-                *self._entering(), *argv, environ=environ, stdin=stdin, check=False, timeout=limit
-            )
-        except CommandFailed:
-            self.check()
-            raise
-        if check and result.returncode != 0:
-            self.check()  # if the node has failed, that is the better error
-            raise CommandFailed(argv, f"ended with {result.returncode}", result.stdout + result.stderr)
-        return result
-
-    async def _containerd(self, *arguments: str, limit: float = commands.LIMIT) -> str:
+    async def _containerd(self, *arguments: str, limit: float = LIMIT) -> str:
         assert self._bed is not None
         control = ("ctr", "--namespace=k8s.io", *arguments)
-        return (await self._run_inside(*control, environ=self._bed.environ, limit=limit)).stdout
+        return (await self.run(*control, env=self._bed.environ, timeout=limit)).stdout
 
 
 def _can_run(name: str, there: Mapping[str, str]) -> bool:

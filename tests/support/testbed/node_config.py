@@ -102,11 +102,6 @@ class Bed:
         }
 
 
-def without_proxies(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment without the machine's proxies."""
-    return {name: value for name, value in environ.items() if not name.lower().endswith("_proxy")}
-
-
 def commands(site: Site, programs: Mapping[str, Path], tools: Path) -> dict[str, list[str]]:
     """The command lines of all parts, by name.
 
