@@ -14,10 +14,6 @@ from hypothesis import HealthCheck, settings
 from tests.support.etcd import EtcdServer
 from tests.support.testbed.collection import (  # noqa: F401 - hooks, which pytest finds here
     pytest_collection_modifyitems,
-    pytest_configure,
-    pytest_sessionfinish,
-    pytest_terminal_summary,
-    pytest_testnodedown,
     pytest_xdist_make_scheduler,
 )
 

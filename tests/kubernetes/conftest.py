@@ -6,18 +6,19 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
 import pytest_asyncio
 
 from tests.support.cluster_user import ROOT, User
 from tests.support.operator_namespace import OperatorNamespace
+from tests.support.testbed import availability
 from tests.support.testbed.cache import Missing
-from tests.support.testbed.collection import MISSING
 from tests.support.testbed.control_plane import ControlPlane
 from tests.support.watching_api import WatchingApi
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    import pytest
 
     from tests.support.operator_process import OperatorProcess
     from tests.support.testbed.cluster import Cluster
@@ -71,7 +72,7 @@ async def operator(ns: OperatorNamespace, tmp_path: Path) -> AsyncIterator[Opera
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def node(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> AsyncIterator[Node]:
+async def node(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
     """A Kubernetes with one node, on which pods run: each test uses its own namespaces."""
     from tests.support.testbed import images
     from tests.support.testbed.node import Node
@@ -80,8 +81,7 @@ async def node(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Co
         try:
             cluster = await running.enter_async_context(Node(tmp_path_factory.mktemp("node")))
         except Missing as why:  # known only after an attempt to start it
-            pytestconfig.stash[MISSING]["node"] = why
-            pytest.skip(str(why))
+            availability.unavailable(why)
         for name, tag in images.IMAGES.items():
             await cluster.load_image(tag, images.archive(name))
         yield cluster

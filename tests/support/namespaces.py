@@ -9,8 +9,6 @@ import os
 import shutil
 import subprocess
 
-import pytest
-
 from tests.support.testbed import availability
 
 
@@ -36,12 +34,9 @@ def network(interface: str, address: str) -> tuple[str, ...]:
 def _tried(*arguments: str) -> tuple[str, ...]:
     rights = () if os.geteuid() == 0 else ("--map-root-user",)
     command = ("unshare", *rights, *arguments)
-    why = "there is no unshare: install util-linux"
-    if shutil.which("unshare"):
-        tried = subprocess.run([*command, "true"], capture_output=True, text=True, check=False)
-        if tried.returncode == 0:
-            return command
-        why = f"no namespace can be had: {tried.stderr.strip()}"
-    if availability.must_not_miss():
-        pytest.fail(why)
-    pytest.skip(why)
+    if not shutil.which("unshare"):
+        availability.unavailable("there is no unshare: install util-linux")
+    tried = subprocess.run([*command, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        availability.unavailable(f"no namespace can be had: {tried.stderr.strip()}")
+    return command

@@ -25,8 +25,8 @@ def main() -> int:
         parser.error(f"each BED must be {names}")
     missing = availability.prepare(beds, lambda line: print(line, flush=True))
     binaries.remove_build_cache()
-    for line in availability.closing_words(missing):
-        print(line, file=sys.stderr)
+    for bed, why in missing.items():
+        print(f"Tests with {availability.BEDS[bed]} cannot run. Missing: {why}", file=sys.stderr)
     return 1 if missing and availability.must_not_miss() else 0
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NoReturn
+
+import pytest
 
 from tests.support.testbed import binaries, packages
 from tests.support.testbed.cache import Missing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
 Bed = Literal[
     "control_plane", "node", "etcds", "oldest_etcd", "oldest_torch", "prometheus", "browser", "simulated_nodes"
@@ -45,14 +46,12 @@ class Step:
     Attributes:
         what: its description.
         lane: the steps of a lane run one after the other; "compiler" and "downloads" run at once, "last" after both.
-        minutes: the duration on two cores, the first time.
         is_ready: whether it exists already.
         make: prepares it; raises Missing.
     """
 
     what: str
     lane: Literal["compiler", "downloads", "last"]
-    minutes: float
     is_ready: Callable[[], bool]
     make: Callable[[], object]
 
@@ -62,7 +61,7 @@ def prepare(beds: Collection[Bed], say: Callable[[str], None]) -> dict[Bed, Miss
 
     Args:
         beds: the names of beds.
-        say: receives lines about the progress and the durations.
+        say: receives lines about the progress.
 
     Returns:
         The unavailable beds, each with its first missing part.
@@ -79,11 +78,9 @@ def prepare(beds: Collection[Bed], say: Callable[[str], None]) -> dict[Bed, Miss
 
     def make(lane: str) -> None:
         for step in [step for step in todo.values() if step.lane == lane]:
-            say(f"- {step.what}: up to {step.minutes:g} minutes")
-            begun = time.monotonic()
+            say(f"- {step.what}, which may take minutes")
             try:
                 step.make()
-                say(f"  {step.what}: done in {time.monotonic() - begun:.0f} s")
             except Missing as why:
                 not_made[step.what] = why
 
@@ -113,7 +110,7 @@ def _needs(bed: Bed) -> Iterator[Step]:
             from tests.support import oldest_torch
 
             what, is_ready, make = f"torch {oldest_torch.VERSION}", oldest_torch.is_ready, oldest_torch.packages
-            yield Step(what=what, lane="downloads", minutes=2, is_ready=is_ready, make=make)
+            yield Step(what=what, lane="downloads", is_ready=is_ready, make=make)
         case "prometheus":
             yield _packages("prometheus", "Prometheus")
         case "browser":
@@ -147,7 +144,6 @@ def _programs(*names: str) -> Iterator[Step]:
         yield Step(
             what=f"{', '.join(project.packages)} {project.version}, built from source",
             lane="compiler",
-            minutes=project.minutes,
             is_ready=is_ready,
             make=partial(binaries.binary, name),
         )
@@ -159,43 +155,28 @@ def _packages(name: packages.SetName, purpose: str) -> Step:
         partial(packages.is_ready, name),
         partial(packages.unpacked, name),
     )
-    return Step(what=what, lane="downloads", minutes=0.5, is_ready=is_ready, make=make)
+    return Step(what=what, lane="downloads", is_ready=is_ready, make=make)
 
 
 def _images() -> Iterator[Step]:
     from tests.support.testbed import images
 
     for name, tag in images.IMAGES.items():
-        minutes = {"operator": 2.0, "agent": 6.0}.get(name)
         yield Step(
             what=f"the image {tag}",
-            lane="downloads" if minutes else "last",
-            minutes=minutes or 0.1,
+            lane="downloads" if name in ("operator", "agent") else "last",
             is_ready=partial(images.is_ready, name),
             make=partial(images.archive, name),
         )
 
 
-def closing_words(missing: Mapping[Bed, Missing], left_out: Mapping[Bed, int] | None = None) -> Sequence[str]:
-    """The summary of the tests that did not run, with the missing parts and their remedies.
-
-    Args:
-        missing: the missing part of each bed.
-        left_out: the number of such tests, if it is known.
-    """
-    lines = []
-    for why in {str(why): why for why in missing.values()}.values():
-        beds = [bed for bed in missing if str(missing[bed]) == str(why)]
-        counted = sum((left_out or {}).get(bed, 0) for bed in beds)
-        tests = f"{counted} test{'s' * (counted != 1)}" if counted else "tests"
-        lines += [
-            f"Did NOT run: {tests} with {' and '.join(BEDS[bed] for bed in beds)}.",
-            f"  missing: {why.part}",
-            f"  what brings it: {why.remedy}",
-        ]
-    return lines
-
-
 def must_not_miss() -> bool:
     """Whether an unavailable bed is a failure, as in CI."""
     return os.environ.get("CI", "").lower() in {"1", "true"}
+
+
+def unavailable(why: Missing | str) -> NoReturn:
+    """Skip the running test because a part is missing; with CI=true it fails."""
+    if must_not_miss():
+        pytest.fail(str(why))
+    pytest.skip(str(why))

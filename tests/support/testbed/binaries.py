@@ -37,14 +37,12 @@ class Project:
         module: their Go module.
         packages: the package of each program, by the program's name.
         variables: the linker's variables; {version} is the module's version, such as v1.36.3.
-        minutes: the duration of the first build on two cores.
     """
 
     name: str
     module: str
     packages: Mapping[str, str]
     variables: Mapping[str, str]
-    minutes: float
 
     @property
     def folder(self) -> Path:
@@ -89,14 +87,12 @@ PROJECTS: Final = (
                 "gitTreeState": "clean",
             }.items()
         },
-        minutes=8,
     ),
     Project(
         name="etcd",
         module="go.etcd.io/etcd/server/v3",
         packages={"etcd": "go.etcd.io/etcd/server/v3"},
         variables={},
-        minutes=0.5,
     ),
     # The module of this release has a pseudo-version: v3.4.14, by its commit.
     Project(
@@ -104,7 +100,6 @@ PROJECTS: Final = (
         module="go.etcd.io/etcd",
         packages={"etcd-3.4": "go.etcd.io/etcd"},
         variables={},
-        minutes=0.5,
     ),
     Project(
         name="helm",
@@ -119,21 +114,18 @@ PROJECTS: Final = (
                 for part, value in {"Major": "1", "Minor": "37"}.items()
             },
         },
-        minutes=2.5,
     ),
     Project(
         name="coredns",
         module="github.com/coredns/coredns",
         packages={"coredns": "github.com/coredns/coredns"},
         variables={},
-        minutes=2.5,
     ),
     Project(
         name="kwok",
         module="sigs.k8s.io/kwok",
         packages={"kwok": "sigs.k8s.io/kwok/cmd/kwok"},
         variables={},
-        minutes=2,
     ),
 )
 

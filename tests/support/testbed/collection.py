@@ -9,27 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.testbed import availability
-from tests.support.testbed.availability import Bed
-from tests.support.testbed.cache import Missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-MISSING = pytest.StashKey[dict[Bed, Missing]]()
-LEFT_OUT = pytest.StashKey[Counter[Bed]]()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[MISSING] = {}
-    config.stash[LEFT_OUT] = Counter()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -61,12 +50,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     by_bed = {bed: [item for item in items if item.get_closest_marker(bed)] for bed in availability.BEDS}
     with _heard(config) as say:
         missing = availability.prepare({bed for bed, wanted in by_bed.items() if wanted}, say)
-    config.stash[MISSING].update(missing)
-    config.stash[LEFT_OUT].update({bed: len(by_bed[bed]) for bed in missing})
-    left_out = [item for bed in missing for item in by_bed[bed]]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    if missing and availability.must_not_miss():
+        raise pytest.UsageError("; ".join(map(str, missing.values())))
+    for bed, why in missing.items():
+        for item in by_bed[bed]:
+            item.add_marker(pytest.mark.skip(reason=str(why)))
     items.sort(key=_start_order)
 
 
@@ -75,30 +63,6 @@ def _start_order(item: pytest.Item) -> int:
     if item.get_closest_marker("node"):
         return 0
     return 2 if item.path.parent.name == "unit" else 1
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if missing := config.stash[MISSING]:
-        terminalreporter.section("tests that did not run", red=True, bold=True)
-        for line in availability.closing_words(missing, config.stash[LEFT_OUT]):
-            terminalreporter.line(line, red=True)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any, error: object) -> None:
-    """Collect the missing parts of all processes of pytest-xdist."""
-    for bed, part, remedy, left_out in getattr(node, "workeroutput", {}).get("missing", ()):
-        node.config.stash[MISSING][bed] = Missing(part, remedy)
-        node.config.stash[LEFT_OUT][bed] = left_out
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    missing, left_out = session.config.stash[MISSING], session.config.stash[LEFT_OUT]
-    if hasattr(session.config, "workeroutput"):
-        parts = [(bed, why.part, why.remedy, left_out[bed]) for bed, why in missing.items()]
-        session.config.workeroutput["missing"] = parts
-    if missing and availability.must_not_miss():
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @contextlib.contextmanager
