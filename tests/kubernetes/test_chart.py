@@ -27,7 +27,6 @@ from elastic_operator.kubernetes.client import (
     SERVICES,
     VOLCANO_GROUPS,
 )
-from tests.support.audit import AuditLog
 from tests.support.definitions import pod_groups_defined
 from tests.support.operator_namespace import OperatorNamespace, conditions, holds, index_of, live, run_keys
 from tests.support.prometheus import prometheus_command, promtool
@@ -36,7 +35,7 @@ from tests.support.watching_api import WatchingApi
 from torchelastic.protocol import HistoryRecord, PastRound, encode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
     from elastic_operator.kubernetes.client import Resource
     from tests.support.etcd import EtcdServer
@@ -107,6 +106,55 @@ def scraped(folder: Path, rules: list[Any], found: list[Target]) -> list[str]:
     # Targets with the same labels are one.
     kept = {frozenset(each["labels"].items()) for each in json.loads(checked.stdout) if each.get("labels")}
     return sorted(dict(labels)["__address__"] for labels in kept)
+
+
+AUDIT_POLICY = {
+    "apiVersion": "audit.k8s.io/v1",
+    "kind": "Policy",
+    "omitStages": ["RequestReceived"],
+    "rules": [
+        {"level": "None", "userGroups": ["system:serviceaccounts:kube-system"]},
+        {"level": "Metadata", "userGroups": ["system:serviceaccounts"]},
+        {"level": "None"},
+    ],
+}
+
+
+class AuditLog:
+    """The audit log of an API server that is started with :attr:`flags`.
+
+    Args:
+        folder: the folder of the log.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._policy = folder / "audit-policy.json"
+        self._log = folder / "audit.log"
+
+    @property
+    def flags(self) -> Sequence[str]:
+        """Of the API server."""
+        self._policy.write_text(json.dumps(AUDIT_POLICY))
+        return (f"--audit-policy-file={self._policy}", f"--audit-log-path={self._log}")
+
+    def used(self, namespace: str, account: str) -> set[tuple[str, str, str]]:
+        """The permitted requests of a service account: group, resource, verb."""
+        return {what for what, allowed in self._asked(namespace, account) if allowed}
+
+    def refused(self, namespace: str, account: str) -> set[tuple[str, str, str]]:
+        """The denied requests of a service account."""
+        return {what for what, allowed in self._asked(namespace, account) if not allowed}
+
+    def _asked(self, namespace: str, account: str) -> Iterator[tuple[tuple[str, str, str], bool]]:
+        user = f"system:serviceaccount:{namespace}:{account}"
+        for line in self._log.read_text().splitlines():
+            entry = json.loads(line)
+            about = entry.get("objectRef")
+            if about is None or entry["user"]["username"] != user or "impersonatedUser" in entry:
+                continue
+            resource = "/".join(filter(None, (about["resource"], about.get("subresource"))))
+            allowed = entry["annotations"]["authorization.k8s.io/decision"] == "allow"
+            yield (about.get("apiGroup", ""), resource, entry["verb"]), allowed
 
 
 class Helm:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.agents import AgentProcess
 from tests.support.controlled_workers import ControlledRun
-from tests.support.namespaces import network
+from tests.support.isolation import network
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

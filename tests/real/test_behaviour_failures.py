@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tests.support.controlled_workers import ControlledRun
-from tests.support.memory_limit import memory_limit
+from tests.support.isolation import memory_limit
 from torchelastic.protocol import (
     FailureKind,
     FailureRecord,

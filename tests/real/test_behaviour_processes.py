@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.agents import until_gone
 from tests.support.controlled_workers import ControlledRun
-from tests.support.namespaces import first_process
+from tests.support.isolation import first_process
 from tests.support.workers import (
     TELL,
     WorkerRunner,

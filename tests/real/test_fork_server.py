@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tests.support.agents import MEETING, AgentProcess, until_gone
-from tests.support.memory_limit import memory_limit
+from tests.support.isolation import memory_limit
 from tests.support.programs import script
 from tests.support.workers import LIMIT, next_exit, poll_until, start_workers, titled, workers_of
 from torchelastic.agent.workers import fork_server
