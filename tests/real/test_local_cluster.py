@@ -329,7 +329,7 @@ async def test_a_job_that_cannot_run_locally_is_refused_before_anything_starts(
         assert await run.exit_code() == 2
         assert sentence in run.output
         assert "Traceback" not in run.output
-        assert run.output.count("\n") == 1, run.output
+        assert len(run.lines) == 1, run.output
     assert list((home / "runs").glob("*")) == []
 
 

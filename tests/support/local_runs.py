@@ -6,15 +6,14 @@ import asyncio
 import contextlib
 import json
 import os
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import yaml
 
 from elastic_operator.local.run_dir import RunDir
-from tests.support.agents import until_gone
+from tests.support.agents import AgentProcess, until_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -28,50 +27,21 @@ WAITS = "echo rank $RANK of $WORLD_SIZE; while [ ! -e {finish} ]; do sleep 0.05;
 """A worker that ends when a file exists; a shell, which starts faster than torch."""
 
 
-class LocalRun:
-    """One `elasticjob run` process; the end of ``async with`` ends it.
+class LocalRun(AgentProcess):
+    """One `elasticjob run` process with its output; the end of ``async with`` ends it.
 
     Args:
         home: its home folder, which also marks its processes.
         manifest: the file to run.
         arguments: more arguments.
         environ: more variables.
-
-    Attributes:
-        process: the `elasticjob run` itself.
     """
 
-    process: asyncio.subprocess.Process
+    program = ("-m", "elastic_operator.cli.main", "run", "--plain")
 
     def __init__(self, home: Path, manifest: Path, *arguments: str, environ: dict[str, str] | None = None) -> None:
+        super().__init__(*arguments, manifest, env={"ELASTICJOB_HOME": str(home), **(environ or {})})
         self.home = home
-        self._command = [sys.executable, "-m", "elastic_operator.cli.main", "run", "--plain", *arguments, str(manifest)]
-        self._environ = {**os.environ, "ELASTICJOB_HOME": str(home), **(environ or {})}
-        self._printed: list[str] = []
-        self._serves = asyncio.Event()  # then the view prints the folder of the logs
-
-    async def __aenter__(self) -> Self:
-        self.process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=self._environ,
-            start_new_session=True,
-        )
-        self._reading = asyncio.create_task(self._read())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self.process.returncode is None:
-            self.process.kill()
-            await self.process.wait()
-        await self._reading
-
-    @property
-    def output(self) -> str:
-        """Its output so far."""
-        return "".join(self._printed)
 
     @property
     def record(self) -> Snapshot:
@@ -84,10 +54,7 @@ class LocalRun:
 
     async def exit_code(self) -> int:
         """Wait until the process ends; returns its exit code."""
-        async with asyncio.timeout(LIMIT):
-            code = await self.process.wait()
-            await asyncio.shield(self._reading)
-        return code
+        return await self.code()
 
     async def until(self, condition: Callable[[Snapshot], object], *, limit: float = LIMIT) -> Snapshot:
         """Wait for a snapshot that meets a condition, and return it.
@@ -98,7 +65,7 @@ class LocalRun:
         snapshot: Snapshot | None = None
         try:
             async with asyncio.timeout(limit):
-                await self._serves.wait()
+                await self.wait_for_line("logs: ")  # the view prints it when the run serves its socket
                 with RunDir(Path(self.record["run"]["directory"])).socket() as path:
                     connector = aiohttp.UnixConnector(path=path)
                     async with (
@@ -129,14 +96,6 @@ class LocalRun:
                 and len(training(snapshot)) * _workers_per_pod(snapshot) == workers
             )
         )
-
-    async def _read(self) -> None:
-        assert self.process.stdout is not None
-        async for line in self.process.stdout:
-            self._printed.append(line.decode(errors="replace"))
-            if "logs: " in self._printed[-1]:
-                self._serves.set()
-        self._serves.set()
 
 
 def manifest(folder: Path, name: str = "job", **spec: Any) -> Path:
