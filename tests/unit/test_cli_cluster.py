@@ -99,7 +99,7 @@ async def test_only_a_flag_selects_a_cluster(
         sys, "platform", "darwin"
     )  # other systems cannot run jobs locally, but can list those on a cluster
     assert "Linux" in (await terminal.run("get")).sentence
-    for flags in (["-n", "team"], ["--context", "here"], ["--kubeconfig", kubeconfig], ["-A"]):
+    for flags in (["-n", "team"], ["--context", "test"], ["--kubeconfig", kubeconfig], ["-A"]):
         assert "digits" in (await terminal.run("get", *flags)).out
 
 
@@ -109,7 +109,7 @@ async def test_the_kubeconfig_is_found_as_kubectl_finds_it(
 ) -> None:
     (_, kubeconfig), terminal.flags = terminal.flags, ()
     other = tmp_path / "other"
-    other.write_text(yaml.safe_dump({"contexts": [{"name": "there", "context": {"cluster": "here", "user": "me"}}]}))
+    other.write_text(yaml.safe_dump({"contexts": [{"name": "there", "context": {"cluster": "test", "user": "test"}}]}))
     home = tmp_path / "home" / ".kube" / "config"
     home.parent.mkdir(parents=True)
     home.write_bytes((tmp_path / "kubeconfig").read_bytes())
