@@ -58,6 +58,9 @@ class ElasticJobs:
         self._headers = {"Authorization": f"Bearer {cluster.site.token}", "Content-Type": "application/json"}
         self._path = f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}"
 
+    def close(self) -> None:
+        self._connection.close()
+
     def create(self, manifest: dict[str, Any], *, dry_run: bool = False) -> Answer:
         return self._ask("POST", "", manifest, dry_run=dry_run)
 
@@ -96,7 +99,9 @@ async def server(cluster_with_crd: Cluster) -> AsyncIterator[ElasticJobs]:
     # The first rule that it compiles makes celpy raise Python's recursion limit, and hypothesis wants that to stay.
     assert crd.validate(job("first")) == []
     async with cluster_with_crd.namespace() as name:
-        yield ElasticJobs(cluster_with_crd, name)
+        jobs = ElasticJobs(cluster_with_crd, name)
+        yield jobs
+        jobs.close()
 
 
 def assert_same(answer: Answer, new: dict[str, Any], old: dict[str, Any] | None = None) -> None:

@@ -47,7 +47,7 @@ async def test_a_gang_scheduled_job_waits_for_the_pod_group_kind_and_follows_the
     ns: OperatorNamespace, etcd: EtcdServer, gang: str, resource: Resource, scheduler: str
 ) -> None:
     store = {"endpoint": etcd.endpoint}
-    await ns.apply(minReplicas=2, schedulingPolicy={"gang": gang}, etcd=store)
+    await ns.apply(minReplicas=2, schedulingPolicy={"gang": gang}, etcd=store, template={})
     job = await ns.wait_for_job(lambda status: "PodGroup" in str(conditions(status).get("Waiting", {}).get("message")))
     assert f"this cluster knows no PodGroup of {resource.group}" in message_of(job, "Waiting")
     await ns.wait_for_event("ResourcesBlocked", resource.group, "install")
