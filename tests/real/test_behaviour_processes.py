@@ -177,7 +177,7 @@ def test_a_watchdog_removes_memory_even_if_its_agent_died_during_its_start(tmp_p
     (folder / "file").touch()
     agent = subprocess.Popen([sys.executable, "-c", ""])
     agent.wait(60)
-    watchdog = python_code("torchelastic.agent.workers.watchdog", minimal=True)
+    watchdog = python_code("torchelastic.agent.workers.linux", minimal=True)
     subprocess.run(
         [*watchdog, str(agent.pid), "a mark that nothing carries", folder], input=b"", timeout=60, check=True
     )

@@ -1,15 +1,25 @@
-"""Linux processes: the table in /proc, and what a process changes about itself.
+"""Linux processes: the table in /proc, what a process changes about itself, and the process of the watchdog.
 
 A worker's process tree is everything that must end with it. Three properties identify it, because a process can lose
 any one of them: its ancestry (lost when a parent in between dies), its session (lost with setsid), and a mark in the
 environment that it was started with (lost when the environment is cleared).
+
+The watchdog ends these trees when the agent dies, however it dies. The kernel ends the workers themselves (their
+parent-death signal), but not the processes that they have started. The watchdog runs this module alone, because it
+imports nothing large, and watches the agent through a pidfd. The agent writes the workers' sessions to a file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
+import select
+import shutil
+import signal
+import sys
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +34,10 @@ TREE_MARK: Final = "TORCHELASTIC_PROCESS_TREE"
 TITLE_ROOM: Final = " " * 512
 """An argument of a process that is forked later: room for :func:`set_title`."""
 
+SESSIONS: Final = "sessions"
+"""The name of the file with the workers' sessions."""
+
+_KILL_TIMEOUT: Final = 10.0
 _SET_PARENT_DEATH_SIGNAL: Final = 1
 _SET_CHILD_SUBREAPER: Final = 36
 
@@ -139,3 +153,48 @@ def set_title(argv: Sequence[str]) -> None:
     if room > 0:
         title = b"\0".join(argument.encode(errors="surrogateescape") for argument in argv)[: room - 1]
         ctypes.memmove(start, title.ljust(room, b"\0"), room)
+
+
+# -- the watchdog
+
+
+def main() -> None:
+    """Wait for the agent's end. Arguments: the agent's process id, the tree mark, and folders to be removed then."""
+    agent, mark, folders = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    set_title(["torchelastic: watchdog"])
+    with contextlib.suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(agent)
+        if os.getppid() == agent:
+            select.select([pidfd], [], [])
+    _kill_trees(mark, _read_sessions(Path(folders[0])))
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read_sessions(folder: Path) -> Mapping[int, int]:
+    """Return the ids of the workers' sessions with the start times of their leaders."""
+    with contextlib.suppress(OSError, ValueError):
+        return {int(session): started for session, started in json.loads((folder / SESSIONS).read_bytes()).items()}
+    return {}
+
+
+def _kill_trees(mark: str, sessions: Mapping[int, int]) -> None:
+    killed: set[int] = set()
+    deadline = time.monotonic() + _KILL_TIMEOUT
+    while time.monotonic() < deadline and (living := _living(mark, sessions)):
+        if killed.issuperset(living):
+            time.sleep(0.01)
+        for pid in living:
+            if pid not in killed:
+                with contextlib.suppress(OSError):  # it has ended, or runs as another user
+                    os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+
+
+def _living(mark: str, sessions: Mapping[int, int]) -> list[int]:
+    table = read_table()
+    marked = {pid for pid in table if has_mark(pid, mark)}
+    # The id of a session that has ended may belong to another one, with another leader.
+    ours = {pid for pid, started in sessions.items() if pid not in table or table[pid].started == started}
+    roots = [entry.pid for entry in table.values() if entry.pid in marked or entry.session in marked | ours]
+    return [pid for pid in with_descendants(table, roots) if not table[pid].dead]

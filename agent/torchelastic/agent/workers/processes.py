@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from torchelastic.agent.workers.linux import (
+    SESSIONS,
     TITLE_ROOM,
     ProcessEntry,
     Table,
@@ -27,7 +28,6 @@ from torchelastic.agent.workers.linux import (
     set_subreaper,
     with_descendants,
 )
-from torchelastic.agent.workers.watchdog import SESSIONS
 from torchelastic.errors import SettingsError
 from torchelastic.machine import control_groups
 
@@ -315,7 +315,7 @@ def python_code(module: str, *, minimal: bool = False) -> list[str]:
 
 
 class Watchdog:
-    """A small process that ends the workers' process trees when the agent dies: see :mod:`.watchdog`.
+    """A small process that ends the workers' process trees when the agent dies: see :mod:`.linux`.
 
     Args:
         reaper: adopts the process.
@@ -330,7 +330,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Start the process, and restart it if it exits before the reaper closes."""
-        command = python_code("torchelastic.agent.workers.watchdog", minimal=True)
+        command = python_code("torchelastic.agent.workers.linux", minimal=True)
         pid = spawn([*command, *self._arguments], {}, {1: 2, 2: 2})
         self._reaper.adopt(pid).ended.add_done_callback(self._ended)
 
