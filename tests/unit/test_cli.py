@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -257,3 +260,20 @@ def test_an_output_that_cannot_be_written_gets_a_sentence(argv: list[str], finis
     said = "elasticjob: cannot write the output: {}; have it written elsewhere\n"
     assert redirected(">/dev/full", *argv) == (1, said.format("No space left on device"))
     assert redirected(">&-", *argv) == (1, said.format("Bad file descriptor"))
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 1), (errno.EPIPE, 141)])
+def test_an_output_that_cannot_be_written_by_a_task_causes_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    async def run() -> int:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(write())
+        return 0
+
+    async def write() -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("elastic_operator.cli.main._main", lambda _: asyncio.run(run()))
+    monkeypatch.setattr("elastic_operator.cli.main._discard_output", lambda: None)
+    assert cli.main([]) == code

@@ -105,13 +105,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        _discard_output()
-        return BROKEN_PIPE
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in _OUTPUT_ERRORS:
+        cause: BaseException = error
+        while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
+            cause = cause.exceptions[0]
+        if isinstance(cause, BrokenPipeError):
             _discard_output()
-            return _complain(_UNWRITABLE.format(error.strerror), FAILED)
+            return BROKEN_PIPE
+        if isinstance(cause, OSError) and cause.errno in _OUTPUT_ERRORS:
+            _discard_output()
+            return _complain(_UNWRITABLE.format(cause.strerror), FAILED)
         error.add_note("This is a bug in elasticjob: please report it with all of the above.")
         raise
 
