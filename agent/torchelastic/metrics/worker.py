@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import importlib
 import os
 import sys
 from typing import Any, Final
@@ -23,10 +24,10 @@ _opened: set[str] = set()
 
 
 def forward_torch() -> None:
-    """Record the values of torch's own metrics in ours, too, if torch's module is imported."""
-    if (module := sys.modules.get(_TORCHS)) is None:
+    """Record the values of torch's own metrics in ours, too, if torch is imported."""
+    if "torch" not in sys.modules:
         return
-    stream: Any = module.MetricStream
+    stream: Any = importlib.import_module(_TORCHS).MetricStream
     plain = stream.add_value
     if hasattr(plain, "__wrapped__"):  # by us
         return
