@@ -653,12 +653,11 @@ class Run(RuleBasedStateMachine):
             return
         if new.reason is RoundReason.WORKER_FAILED:
             assert new.restarts == snapshot.round.restarts + 1
-        elif any(
-            node in snapshot.peers and node not in snapshot.dead and not snapshot.is_leaving(node)
-            for node in snapshot.ranks
-        ):
+        elif any(snapshot.is_present(node) and not snapshot.is_leaving(node) for node in snapshot.ranks):
             assert new.restarts == snapshot.round.restarts
-        if new.reason is RoundReason.NODE_JOINED and not any(map(snapshot.is_leaving, snapshot.ranks)):
+        # Without members, the run starts over.
+        stays = any(snapshot.is_present(node) or snapshot.is_silent(node) for node in snapshot.ranks)
+        if new.reason is RoundReason.NODE_JOINED and stays and not any(map(snapshot.is_leaving, snapshot.ranks)):
             assert not any(map(snapshot.is_finishing, set(snapshot.ranks) - snapshot.dead))
 
     def may_be_lost(self, name: str) -> bool:
