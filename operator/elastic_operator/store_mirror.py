@@ -152,8 +152,7 @@ class StoreMirror:
         """
         if (store := self._store) is not None:  # which may change at any await
             await self._lease(store).end()
-            for entry in (await store.list(self._keys.root)).entries:  # of nodes that are still registered
-                await store.delete(entry.key)
+            await store.delete_prefix(self._keys.root)
 
     def _lease(self, store: Store) -> RunLease:
         return RunLease(store, self._run_id, ttl=self._ttl)

@@ -33,7 +33,7 @@ async def test_agents_on_host_network_serve_metrics_on_the_ports_of_their_annota
         assert 'elasticjob="hosted"' in page
     assert len(places) == 2
 
-    shown = (await user.elasticjob("get", "hosted", "-o", "wide")).stdout
+    shown = (await user.elasticjob("describe", "hosted")).stdout
     assert all(place in shown for place in places)
     figures = (await user.elasticjob("top", "hosted")).stdout
     assert all(name in figures for name in await user.pods("hosted"))

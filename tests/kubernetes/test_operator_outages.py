@@ -112,7 +112,7 @@ async def test_the_operator_survives_an_api_server_outage_and_notices_missed_del
         async with contextlib.AsyncExitStack() as stack:
             store = await connect(StoreSettings(endpoints=(own_control_plane.etcd_endpoint,)))
             stack.push_async_callback(store.close)
-            await store.delete(f"/registry/pods/{ns.name}/{victim}")
+            await store.delete_prefix(f"/registry/pods/{ns.name}/{victim}")
         server.start()
 
         # No watch has reported this deletion, so the new pod has the same name.

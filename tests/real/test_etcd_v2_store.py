@@ -18,7 +18,7 @@ from tests.support.etcd_conformance import EtcdBehaviour
 from tests.support.store_conformance import HANGS, ended, read_changes, watching
 from tests.support.testbed.availability import EXHAUSTIVE
 from torchelastic.errors import StoreRefused, StoreUnavailable
-from torchelastic.store import StoreSettings, connect
+from torchelastic.store import RunLease, StoreSettings, connect
 from torchelastic.store.etcd_v2 import EtcdV2Store
 from torchelastic.store.etcd_v3 import EtcdV3Store
 
@@ -140,6 +140,19 @@ async def test_an_error_of_etcd_has_its_message(status: str, answer: str, error:
     async with fake_etcd(http(status, answer)) as endpoint:
         with pytest.raises(error, match=r"Raft Internal Error|Invalid field x"):
             await connect(StoreSettings((endpoint,), version=2))
+
+
+async def test_a_finished_run_leaves_no_empty_directory(own_etcd: EtcdServer) -> None:
+    async with own_etcd.connected() as store, aiohttp.ClientSession() as session:
+        lasting, lease = RunLease(store, "run"), await store.grant(60)
+        await lasting.put("/torchelastic/run/c/round", b"")
+        await store.put("/torchelastic/run/n/a", b"", lease=lease)
+        await store.put("/torchelastic/run/n/b", b"")
+        await lasting.end()
+        await store.revoke(lease)
+        await store.delete_prefix("/torchelastic/run/")
+        async with session.get(f"{own_etcd.url}/v2/keys/torchelastic") as response:
+            assert "nodes" not in (await response.json())["node"]
 
 
 async def test_a_watch_that_falls_behind_ends_but_a_quiet_one_survives_unrelated_changes(

@@ -215,7 +215,7 @@ class Scenario:
         """Remove the records of these pods' agents."""
         assert self._store is not None
         for pod in pods:
-            await self._store.delete(RunKeys.of(_uid(job)).node(f"{pod}.1"))
+            await self._store.delete_prefix(RunKeys.of(_uid(job)).node(f"{pod}.1"))
 
     async def _put(self, key: str, record: Any) -> None:
         assert self._store is not None

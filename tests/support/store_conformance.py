@@ -86,6 +86,9 @@ class StoreBehaviour:
                 assert [entry.value.decode() for entry in listing.entries] == keys
                 assert listing.revision >= last
             assert listings[0].cluster_id == listings[1].cluster_id != ""
+        for _ in range(2):
+            await store.delete_prefix(prefix + "n/")
+            assert await keys_below(store, prefix) == ["elsewhere", "n", "n0", "o/1"]
 
     async def test_a_swap_creates_changes_and_deletes_only_from_the_last_revision(
         self, store: Store, prefix: str
@@ -321,8 +324,7 @@ class StoreBehaviour:
                             values[entry.key] = entry.value
                         if [*values.values()] == [b"49"] * 4:
                             break
-            for key in values:
-                await store.delete(key)
+            await store.delete_prefix(prefix)
 
     async def test_a_slow_reader_does_not_block_writers(self, store: Store, other: Store, prefix: str) -> None:
         async with watching(store, prefix) as watch:

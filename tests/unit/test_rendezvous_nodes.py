@@ -154,7 +154,9 @@ async def test_a_node_that_gives_up_waiting_for_the_store_frees_its_ports() -> N
 # -- nodes of another version
 
 
-async def test_a_node_waits_for_nodes_of_another_version_and_continues_after_their_round() -> None:
+async def test_a_node_waits_for_nodes_of_another_version_and_continues_after_their_round(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     clients = Clients()
     data = clients.data
     theirs = await data.grant(60)
@@ -173,6 +175,7 @@ async def test_a_node_waits_for_nodes_of_another_version_and_continues_after_the
         await data.revoke(theirs)
         round = await new.until_with("new")
         assert (round.number, round.protocol) == (5, PROTOCOL_VERSION)
+    assert "old.1 leads, and this node cannot take part" in caplog.text
 
 
 # -- a store that lost its data

@@ -19,7 +19,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.errors import LeaseLost, StoreUnavailable
-from torchelastic.protocol import PROTOCOL_VERSION, LeaderRecord, encode
+from torchelastic.protocol import PROTOCOL_VERSION, LeaderRecord, encode, other_version
 from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, Verdict, hold_connection, probe
 from torchelastic.rendezvous.run_state import cancel
 from torchelastic.store import Backoff
@@ -74,6 +74,7 @@ class LeaderElection:
         self._lease = run.settings.lease
         self._registration = registration
         self._address = address
+        self._warned_of: str | None = None
         self._yields_until = 0.0
 
     @property
@@ -220,6 +221,10 @@ class LeaderElection:
                 backoff.reset()
                 await changed.after(seen)
                 continue
+            if leader.protocol != PROTOCOL_VERSION and leader.node != self._warned_of:
+                self._warned_of = leader.node
+                version = other_version(leader.protocol)
+                logger.warning("%s leads, and this node cannot take part: %s", leader.node, version)
             verdict = await self._hold(leader)
             if verdict is Verdict.DEAD and self.last_connected == leader.node:
                 if self._run.outcome is None:

@@ -187,6 +187,9 @@ class Store(Protocol):
     async def delete(self, key: str) -> None:
         """Remove a key if it exists."""
 
+    async def delete_prefix(self, prefix: str) -> None:
+        """Remove all keys below a prefix."""
+
     async def grant(self, ttl: float, *, lease: int = 0) -> int:
         """Return the id of a lease that ends ``ttl`` seconds after it was last kept alive.
 

@@ -138,6 +138,11 @@ class EtcdV2Store:
         with contextlib.suppress(etcd.EtcdKeyNotFound):
             await self._delete(_path(key))
 
+    async def delete_prefix(self, prefix: str) -> None:
+        """See :meth:`Store.delete_prefix <torchelastic.store.api.Store.delete_prefix>`."""
+        with contextlib.suppress(etcd.EtcdKeyNotFound):
+            await self._ask("delete", _folder(prefix), recursive=True, dir=True)
+
     async def grant(self, ttl: float, *, lease: int = 0) -> int:
         """See :meth:`Store.grant <torchelastic.store.api.Store.grant>`."""
         chosen = lease or secrets.randbits(62) + 1

@@ -137,8 +137,9 @@ class EtcdServers:
         except NotAuthorized:
             pass  # other keys may be allowed
         except StoreError as error:
-            for endpoint in self.endpoints:
-                if protocol := await other_protocol(endpoint, self._settings.protocol):
+            probes = (other_protocol(endpoint, self._settings.protocol) for endpoint in self.endpoints)
+            for endpoint, protocol in zip(self.endpoints, await asyncio.gather(*probes), strict=True):
+                if protocol is not None:
                     wanted = f"etcd at {endpoint} speaks {protocol} only: write {protocol}:// before the address"
                     raise StoreRefused(wanted) from error
             raise
@@ -264,6 +265,10 @@ class EtcdV3Store:
         """See :meth:`Store.delete <torchelastic.store.api.Store.delete>`."""
         await self._call("/v3/kv/deleterange", {"key": _encoded(key)})
 
+    async def delete_prefix(self, prefix: str) -> None:
+        """See :meth:`Store.delete_prefix <torchelastic.store.api.Store.delete_prefix>`."""
+        await self._call("/v3/kv/deleterange", _below(prefix))
+
     async def grant(self, ttl: float, *, lease: int = 0) -> int:
         """See :meth:`Store.grant <torchelastic.store.api.Store.grant>`."""
         message = {"TTL": max(math.ceil(ttl), 1), "ID": lease}
@@ -341,14 +346,22 @@ class EtcdV3Store:
         answer = await self._call("/v3/kv/range", message, repeatable=True, at=at, limit=limit)
         return answer.header.revision
 
-    async def _call(self, path: str, message: dict[str, Any], **options: Any) -> _Answer:  # noqa: ANN401
-        """Send one message and return the answer; for the options and errors see :meth:`EtcdServers.ask`."""
+    async def _call(
+        self,
+        path: str,
+        message: dict[str, Any],
+        *,
+        repeatable: bool = False,
+        at: str | None = None,
+        limit: float | None = None,
+    ) -> _Answer:
+        """Send one message and return the answer; for the last arguments and errors see :meth:`EtcdServers.ask`."""
         body = msgspec.json.encode(message)  # bytes as base64
 
         async def exchange(endpoint: str) -> _Answer:
             return _understood(endpoint, await self._authorized(endpoint, path, body))
 
-        return await self._servers.ask(exchange, **options)
+        return await self._servers.ask(exchange, repeatable=repeatable, at=at, limit=limit)
 
     async def _authorized(self, endpoint: str, path: str, body: bytes) -> bytes:
         """Return the answer to a message; get a token if the server asks for one, or for another one."""

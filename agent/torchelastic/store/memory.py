@@ -15,6 +15,7 @@ from torchelastic.errors import LeaseLost, StoreUnavailable
 from torchelastic.store.api import Change, Entry, Listing
 
 if TYPE_CHECKING:
+    import builtins
     from collections.abc import AsyncGenerator
 
 
@@ -74,8 +75,7 @@ class MemoryStore:
     async def list(self, prefix: str) -> Listing:
         """See :meth:`Store.list <torchelastic.store.api.Store.list>`."""
         data = await self._reached()
-        found = (entry for key, entry in sorted(data.entries.items()) if key.startswith(prefix))
-        return Listing(data.revision, tuple(found), "memory")
+        return Listing(data.revision, tuple(data.entries[key] for key in self._below(prefix)), "memory")
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
         """See :meth:`Store.put <torchelastic.store.api.Store.put>`."""
@@ -91,6 +91,11 @@ class MemoryStore:
         """See :meth:`Store.delete <torchelastic.store.api.Store.delete>`."""
         if key in (await self._reached()).entries:
             self._write({key: None})
+
+    async def delete_prefix(self, prefix: str) -> None:
+        """See :meth:`Store.delete_prefix <torchelastic.store.api.Store.delete_prefix>`."""
+        await self._reached()
+        self._delete(self._below(prefix))
 
     async def grant(self, ttl: float, *, lease: int = 0) -> int:
         """See :meth:`Store.grant <torchelastic.store.api.Store.grant>`."""
@@ -133,8 +138,7 @@ class MemoryStore:
         """End a lease now, as if its time had run out: delete it and its keys in one revision."""
         if lease in self._data.leases:
             self._data.leases.pop(lease)[1].cancel()
-        if keys := sorted(key for key, held_by in self._data.lease_of.items() if held_by == lease):
-            self._write(dict.fromkeys(keys))
+        self._delete(sorted(key for key, held_by in self._data.lease_of.items() if held_by == lease))
 
     def wipe(self) -> None:
         """Lose everything, the revision included, as an etcd that comes back without its data; cut all watches."""
@@ -152,6 +156,9 @@ class MemoryStore:
         if not self.reachable:
             raise StoreUnavailable("the store in memory is closed" if self._closed else "the store is out of reach")
         return self._data
+
+    def _below(self, prefix: str) -> builtins.list[str]:
+        return sorted(key for key in self._data.entries if key.startswith(prefix))
 
     def _write(self, values: dict[str, bytes | None], lease: int = 0) -> int:
         """Set keys (None: delete them) in one revision; return it."""
@@ -172,6 +179,10 @@ class MemoryStore:
             if news := tuple(change for change in changes if change.key.startswith(watch.prefix)):
                 watch.batches.put_nowait(news)
         return data.revision
+
+    def _delete(self, keys: builtins.list[str]) -> None:
+        if keys:
+            self._write(dict.fromkeys(keys))
 
     def _start(self, lease: int, ttl: float) -> None:
         if lease in self._data.leases:
