@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from elastic_operator.local.etcd import EtcdProcess, find_etcd
-from torchelastic.store import StoreSettings, connect, follow
+from torchelastic.store.api import StoreSettings
+from torchelastic.store.client import connect, follow
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

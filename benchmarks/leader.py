@@ -9,7 +9,8 @@ import asyncio
 import sys
 
 from torchelastic.protocol import LeaderRecord, RunKeys, decode
-from torchelastic.store import StoreSettings, connect
+from torchelastic.store.api import StoreSettings
+from torchelastic.store.client import connect
 
 
 async def main(endpoint: str, run_id: str) -> None:

@@ -25,7 +25,8 @@ from tests.support.operator_process import OperatorProcess
 from tests.support.testbed.binaries import binary
 from tests.support.testbed.control_plane import ControlPlane
 from torchelastic.protocol import Member, NodeRecord, RoundRecord, RunKeys, SizeRecord, StateRecord, decode, encode
-from torchelastic.store import StoreSettings, connect
+from torchelastic.store.api import StoreSettings
+from torchelastic.store.client import connect
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from benchmarks.operator_watch import SeenPod
     from elastic_operator.kubernetes.client import Resource
-    from torchelastic.store import Store
+    from torchelastic.store.api import Store
 
 OPERATORS_NAMESPACE: Final = "elastic-system"
 _ACCOUNT: Final = "elastic-operator"

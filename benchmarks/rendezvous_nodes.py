@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torchelastic.config.settings import RendezvousSettings
 from torchelastic.protocol import FailureRecord, NodeRecord, SizeRecord
 from torchelastic.rendezvous.node import RendezvousNode, RoundStarted
-from torchelastic.store import StoreSettings, connect
+from torchelastic.store.api import StoreSettings
+from torchelastic.store.client import connect
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

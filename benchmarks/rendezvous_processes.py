@@ -16,14 +16,15 @@ import msgspec
 from benchmarks.etcd import wake
 from elastic_operator.local.pdeathsig import with_pdeathsig
 from torchelastic.protocol import LeaderRecord, NodeRecord, RunKeys, decode
-from torchelastic.store import Listing, StoreSettings, connect, follow
+from torchelastic.store.api import Listing, StoreSettings
+from torchelastic.store.client import connect, follow
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
     from collections.abc import AsyncIterator, Sequence
     from types import TracebackType
 
-    from torchelastic.store import Store
+    from torchelastic.store.api import Store
 
 RUN_ID: Final = "benchmark"
 

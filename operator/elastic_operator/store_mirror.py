@@ -28,11 +28,11 @@ from torchelastic.protocol import (
     decode,
     encode,
 )
-from torchelastic.store import Backoff, Listing, RunLease, StoreSettings, connect, follow
-from torchelastic.store.api import parse_endpoints
+from torchelastic.store.api import Listing, StoreSettings, parse_endpoints
+from torchelastic.store.client import Backoff, RunLease, connect, follow
 
 if TYPE_CHECKING:
-    from torchelastic.store import Entry, Store
+    from torchelastic.store.api import Entry, Store
 
 _log = logging.getLogger(__name__)
 

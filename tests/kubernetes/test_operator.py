@@ -51,13 +51,14 @@ from torchelastic.protocol import (
     encode,
     encode_termination_message,
 )
-from torchelastic.store import Listing, follow
+from torchelastic.store.api import Listing
+from torchelastic.store.client import follow
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.etcd import EtcdServer
-    from torchelastic.store import Store
+    from torchelastic.store.api import Store
 
 pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session")]
 

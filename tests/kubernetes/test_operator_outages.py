@@ -15,7 +15,8 @@ from tests.support.operator_namespace import Json, OperatorNamespace, conditions
 from tests.support.operator_process import OperatorProcess
 from tests.support.testbed.control_plane import ControlPlane
 from tests.support.watching_api import WatchingApi
-from torchelastic.store import StoreSettings, connect
+from torchelastic.store.api import StoreSettings
+from torchelastic.store.client import connect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.etcd import EtcdServer
-    from torchelastic.store import Entry
+    from torchelastic.store.api import Entry
 
 pytestmark = pytest.mark.real
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tests.support.controlled_workers import ControlledWorker
     from tests.support.etcd import EtcdServer
-    from torchelastic.store import Entry
+    from torchelastic.store.api import Entry
 
 pytestmark = pytest.mark.real
 

@@ -14,7 +14,9 @@ from tests.support.etcd_conformance import EtcdBehaviour
 from tests.support.store_conformance import ended, read_changes, watching
 from tests.support.tcp_proxy import TcpProxy
 from torchelastic.errors import StoreUnavailable
-from torchelastic.store import StoreSettings, connect, etcd_v3
+from torchelastic.store import etcd_v3
+from torchelastic.store.api import StoreSettings
+from torchelastic.store.client import connect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -18,7 +18,8 @@ from tests.support.etcd_conformance import EtcdBehaviour
 from tests.support.store_conformance import HANGS, ended, read_changes, watching
 from tests.support.testbed.availability import EXHAUSTIVE
 from torchelastic.errors import StoreRefused, StoreUnavailable
-from torchelastic.store import RunLease, StoreSettings, connect
+from torchelastic.store.api import StoreSettings
+from torchelastic.store.client import RunLease, connect
 from torchelastic.store.etcd_v2 import EtcdV2Store
 from torchelastic.store.etcd_v3 import EtcdV3Store
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.etcd import EtcdServer
-    from torchelastic.store import Store
+    from torchelastic.store.api import Store
 
 pytestmark = pytest.mark.real
 

@@ -22,8 +22,8 @@ from tests.support.etcd import until_keys
 from tests.support.local_runs import LocalRun, gone, manifest, processes_of, reasons, training
 from tests.support.workers import poll_until
 from torchelastic.protocol import KEY_ROOT, RunState
-from torchelastic.store import StoreSettings
-from torchelastic.store import connect as connect_store
+from torchelastic.store.api import StoreSettings
+from torchelastic.store.client import connect as connect_store
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

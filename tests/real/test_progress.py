@@ -17,7 +17,8 @@ from tests.support.agents import PATIENCE, AgentProcess
 from tests.support.ports import free_range
 from tests.support.scraping import scraped
 from torchelastic.protocol import NodeRecord, RunKeys, decode
-from torchelastic.store import Listing, connect, follow
+from torchelastic.store.api import Listing
+from torchelastic.store.client import connect, follow
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -21,13 +21,13 @@ from torchelastic.protocol import (
     encode,
     run_lease,
 )
-from torchelastic.store import connect
+from torchelastic.store.client import connect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from tests.support.etcd import EtcdServer
-    from torchelastic.store import Store
+    from torchelastic.store.api import Store
 
 pytestmark = pytest.mark.real
 

@@ -15,7 +15,7 @@ from tests.support import etcd_kinds
 from tests.support.etcd import fake_etcd, http
 from tests.support.nodes import NodeFactory, all_with
 from tests.support.tcp_proxy import TcpProxy
-from torchelastic.store import connect
+from torchelastic.store.client import connect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tests.support.etcd import EtcdServer
     from tests.support.nodes import TestNode
-    from torchelastic.store import Store
+    from torchelastic.store.api import Store
 
 pytestmark = pytest.mark.real
 

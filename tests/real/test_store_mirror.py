@@ -38,7 +38,7 @@ from torchelastic.protocol import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from torchelastic.store import StoreSettings
+    from torchelastic.store.api import StoreSettings
 
 pytestmark = pytest.mark.real
 

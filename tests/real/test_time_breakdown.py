@@ -25,14 +25,14 @@ from torchelastic.protocol import (
     decode,
     encode,
 )
-from torchelastic.store import connect
+from torchelastic.store.client import connect
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.etcd import EtcdServer
     from tests.support.scraping import Page
-    from torchelastic.store import Store
+    from torchelastic.store.api import Store
 
 pytestmark = pytest.mark.real
 

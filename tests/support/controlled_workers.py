@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Self
 from tests.support.agents import PATIENCE, AgentProcess
 from tests.support.etcd import until_keys
 from torchelastic.protocol import OutcomeRecord, RoundRecord, RunKeys, decode_state
-from torchelastic.store import connect
+from torchelastic.store.client import connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from tests.support.etcd import EtcdServer
-    from torchelastic.store import Entry, Store
+    from torchelastic.store.api import Entry, Store
 
 WORKER_SOURCE = """
 import json, os, socket, sys

@@ -17,14 +17,15 @@ import aiohttp
 
 from elastic_operator.local.etcd import find_etcd, free_ports
 from tests.support.agents import PATIENCE
-from torchelastic.store import Listing, StoreSettings, connect, follow
+from torchelastic.store.api import Listing, StoreSettings
+from torchelastic.store.client import connect, follow
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from torchelastic.store import Entry, Store
+    from torchelastic.store.api import Entry, Store
 
 START_LIMIT = 30.0
 """Seconds within which an etcd is ready, even on a busy machine."""

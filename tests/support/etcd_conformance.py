@@ -20,14 +20,15 @@ from tests.support.store_conformance import HANGS, StoreBehaviour, ended, read_c
 from tests.support.tcp_proxy import TcpProxy
 from torchelastic.errors import LeaseLost, SettingsError, StoreRefused, StoreUnavailable
 from torchelastic.protocol import run_lease
-from torchelastic.store import Listing, RunLease, StoreSettings, connect, follow_forever
+from torchelastic.store.api import Listing, StoreSettings
+from torchelastic.store.client import RunLease, connect, follow_forever
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
     from tests.support.etcd import EtcdServer
-    from torchelastic.store import Store
+    from torchelastic.store.api import Store
 
 
 class EtcdBehaviour(StoreBehaviour):

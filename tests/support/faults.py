@@ -21,14 +21,14 @@ from tests.support.tcp_proxy import TcpProxy
 from torchelastic.errors import StoreUnavailable
 from torchelastic.protocol import OutcomeRecord
 from torchelastic.rendezvous.node import Partitioned, RoundStarted
-from torchelastic.store import connect
+from torchelastic.store.client import connect
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from tests.support.etcd import EtcdServer
     from torchelastic.protocol import RoundRecord
-    from torchelastic.store import Store
+    from torchelastic.store.api import Store
 
 LEASE: Final = 1.0
 """The lease in seconds; the shortest that etcd grants."""

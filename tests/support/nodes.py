@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torchelastic.config.settings import RendezvousSettings
 from torchelastic.protocol import NodeRecord, NoticeRecord, OutcomeRecord, RoundRecord, SizeRecord
 from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted
-from torchelastic.store import MemoryStore
+from torchelastic.store.memory import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -33,14 +33,14 @@ from torchelastic.protocol import (
     StateRecord,
     encode,
 )
-from torchelastic.store import connect
+from torchelastic.store.client import connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from elastic_operator.kubernetes.client import Resource
     from tests.support.etcd import EtcdServer
-    from torchelastic.store import Store
+    from torchelastic.store.api import Store
 
 _OWNED_KINDS: Final = (DEPLOYMENTS, SERVICES, DISRUPTION_BUDGETS)
 _KINDS: Final = (ELASTIC_JOBS, PODS, *_OWNED_KINDS)

@@ -14,12 +14,13 @@ import pytest
 
 from torchelastic.errors import LeaseLost, StoreUnavailable
 from torchelastic.protocol import run_lease
-from torchelastic.store import Listing, RunLease, follow
+from torchelastic.store.api import Listing
+from torchelastic.store.client import RunLease, follow
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
 
-    from torchelastic.store import Change, Store
+    from torchelastic.store.api import Change, Store
 
 HANGS = 30.0
 """Seconds after which a waiting test fails."""

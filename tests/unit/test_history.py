@@ -35,7 +35,7 @@ from torchelastic.rendezvous.history import (
     HistoryWriter,
 )
 from torchelastic.rendezvous.run_state import RunStateWatch
-from torchelastic.store import MemoryStore
+from torchelastic.store.memory import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

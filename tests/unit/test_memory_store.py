@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.store_conformance import StoreBehaviour
-from torchelastic.store import MemoryStore
+from torchelastic.store.memory import MemoryStore
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from tests.support.scraping import Page
 from torchelastic.errors import LeaseLost, StoreRefused, StoreUnavailable
 from torchelastic.metrics.agent import AgentMetrics
 from torchelastic.protocol import RoundRecord, RunState, SizeRecord, TimeBreakdown
-from torchelastic.store import MemoryStore, NodeStore
+from torchelastic.store.client import NodeStore
+from torchelastic.store.memory import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,7 +18,7 @@ from torchelastic.protocol import NodeRecord, SizeRecord
 from torchelastic.rendezvous import peer_connection
 from torchelastic.rendezvous.node import RendezvousNode, listen
 from torchelastic.rendezvous.peer_connection import PeerServer, Verdict, hold_connection, probe, run_digest
-from torchelastic.store import MemoryStore
+from torchelastic.store.memory import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

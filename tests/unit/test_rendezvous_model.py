@@ -40,8 +40,8 @@ from torchelastic.rendezvous.policy.plan import (
     plan,
 )
 from torchelastic.rendezvous.run_state import RunStateWatch, Versioned
-from torchelastic.store import MemoryStore
 from torchelastic.store.api import Change, Entry, Listing
+from torchelastic.store.memory import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -33,14 +33,14 @@ from torchelastic.protocol import (
 )
 from torchelastic.rendezvous.node import RendezvousNode, RoundStarted
 from torchelastic.rendezvous.peer_connection import Verdict
-from torchelastic.store import MemoryStore
+from torchelastic.store.memory import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
 
     from tests.support.nodes import TestNode
     from torchelastic.protocol import OutcomeRecord
-    from torchelastic.store import Change, Listing, Store
+    from torchelastic.store.api import Change, Listing, Store
 
 KEYS = RunKeys.of("run")
 LEASE = 0.4

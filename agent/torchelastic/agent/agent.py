@@ -35,7 +35,7 @@ from torchelastic.protocol import (
 from torchelastic.rendezvous.history import History
 from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted, worker_environments
 from torchelastic.rendezvous.policy.plan import CAUSE_WINDOW, REPORT_WINDOW, root_cause
-from torchelastic.store import connect_within
+from torchelastic.store.client import connect_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence

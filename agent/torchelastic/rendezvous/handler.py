@@ -47,8 +47,8 @@ from torchelastic.rendezvous.api import (
 )
 from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted
 from torchelastic.rendezvous.run_state import cancel
-from torchelastic.store import connect_within
 from torchelastic.store.api import split_endpoint
+from torchelastic.store.client import connect_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable

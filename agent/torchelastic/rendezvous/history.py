@@ -34,7 +34,7 @@ from torchelastic.protocol import (
     shorten,
 )
 from torchelastic.rendezvous.run_state import ChangeSignal
-from torchelastic.store import Backoff
+from torchelastic.store.client import Backoff
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

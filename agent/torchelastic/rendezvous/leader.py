@@ -35,7 +35,8 @@ from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, PROBE_T
 from torchelastic.rendezvous.policy.membership import Membership
 from torchelastic.rendezvous.policy.plan import Decision, Hold, plan
 from torchelastic.rendezvous.run_state import cancel
-from torchelastic.store import Backoff, Listing, follow_forever
+from torchelastic.store.api import Listing
+from torchelastic.store.client import Backoff, follow_forever
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

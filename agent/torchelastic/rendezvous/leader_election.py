@@ -22,7 +22,7 @@ from torchelastic.errors import LeaseLost, StoreUnavailable
 from torchelastic.protocol import PROTOCOL_VERSION, LeaderRecord, encode, other_version
 from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, Verdict, hold_connection, probe
 from torchelastic.rendezvous.run_state import cancel
-from torchelastic.store import Backoff
+from torchelastic.store.client import Backoff
 
 if TYPE_CHECKING:
     from torchelastic.rendezvous.run_state import NodeRegistration, RunStateWatch

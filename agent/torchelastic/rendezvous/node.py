@@ -166,7 +166,7 @@ class RendezvousNode:
         node: this node's id: its name, a dot, and a text that is unique to this process.
         record: the node's record; the ports of its peer server and TCPStore are filled in.
         history: the history of the run; None for one that starts now.
-        answered: called after each request to the store; see :class:`~torchelastic.store.NodeStore`.
+        answered: called after each request to the store; see :class:`~torchelastic.store.client.NodeStore`.
 
     Attributes:
         events: the rounds, notices and the outcome, in order; an agent adds its own events.

@@ -22,14 +22,15 @@ from torchelastic.protocol import (
     decode_state,
     encode,
 )
-from torchelastic.store import Backoff, Listing, RunLease, follow_forever, within
+from torchelastic.store.api import Listing
+from torchelastic.store.client import Backoff, RunLease, follow_forever, within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchelastic.config.settings import RendezvousSettings
     from torchelastic.protocol import OutcomeRecord, RoundRecord, StateRecord
-    from torchelastic.store import Change, Entry, Store
+    from torchelastic.store.api import Change, Entry, Store
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from elastic_operator.api.spec import Json
     from elastic_operator.kubernetes.client import Api
     from torchelastic.protocol import SizeRecord
-    from torchelastic.store import StoreSettings
+    from torchelastic.store.api import StoreSettings
 
 
 AUTHORITY: Final = "ca.crt"
