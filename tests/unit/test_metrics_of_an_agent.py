@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -17,9 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from prometheus_client.registry import Collector
 
 from tests.support.scraping import Page
+from torchelastic.config.settings import RendezvousSettings
 from torchelastic.errors import LeaseLost, StoreRefused, StoreUnavailable
 from torchelastic.metrics.agent import AgentMetrics
-from torchelastic.protocol import RoundRecord, RunState, SizeRecord, TimeBreakdown
+from torchelastic.protocol import RunState, SizeRecord, TimeBreakdown
 from torchelastic.store.client import NodeStore
 from torchelastic.store.memory import MemoryStore
 
@@ -163,31 +164,23 @@ def test_the_end_of_a_run_is_counted_by_outcome(
 # -- totals of the run
 
 
-@dataclass
-class LedRun:
-    """A run that this agent leads."""
-
-    time_breakdown: TimeBreakdown
-    is_leader: bool = True
-    round: RoundRecord | None = None
-    restarts: int = 0
-    uncharged_restarts: int = 0
-    size: SizeRecord = field(default_factory=lambda: SizeRecord(min=1, max=1))
-
-
 @given(st.lists(st.tuples(st.sampled_from(["train", "restore", "report"]), st.integers(0, 50)), max_size=20))
 def test_seconds_by_state_never_decrease_and_add_up(steps: list[tuple[str, int]]) -> None:
     spent: dict[RunState, float] = {RunState.TRAINING: 0, RunState.RESTORING: 0}
-    run = LedRun(TimeBreakdown())
+    node = SimpleNamespace(
+        is_leader=True,
+        round=None,
+        run=SimpleNamespace(size=None, settings=RendezvousSettings("digits", SizeRecord(min=1, max=1))),
+        history=SimpleNamespace(breakdown=lambda: TimeBreakdown(seconds=dict(spent))),
+    )
     agent = AgentMetrics()
-    agent.follow(cast("RendezvousNode", run))
+    agent.follow(cast("RendezvousNode", node))
     before: dict[str, float] = {}
     for what, seconds in steps:
         if what == "report":  # late: some of the training was restoring
             seconds = min(seconds, int(spent[RunState.TRAINING]))
             spent[RunState.TRAINING] -= seconds
         spent[RunState.TRAINING if what == "train" else RunState.RESTORING] += seconds
-        run.time_breakdown = TimeBreakdown(seconds=dict(spent))
         [family] = [each for each in agent.collect() if each.name == "torchelastic_job_seconds"]
         shown = {sample.labels["state"]: sample.value for sample in family.samples}
         assert sum(shown.values()) == sum(spent.values())

@@ -40,7 +40,7 @@ class AgentMetrics:
     def __init__(self, *, job: tuple[str, str] | None = None) -> None:
         names = ("job_namespace", "elasticjob")
         self._labels = {} if job is None else dict(zip(names, map(printable, job), strict=True))
-        self._run: RendezvousNode | None = None
+        self._node: RendezvousNode | None = None
         self._beside: tuple[Collector, ...] | None = None  # None while /metrics is not served
         self._failed: set[Collector] = set()
         self._lock = threading.Lock()
@@ -86,9 +86,9 @@ class AgentMetrics:
                 sample.labels.update(self._labels)
         return [family for family in families.values() if family.samples]
 
-    def follow(self, run: RendezvousNode) -> None:
-        """Show the totals of this run while this agent leads it."""
-        self._run = run
+    def follow(self, node: RendezvousNode) -> None:
+        """Show the totals of the run while this agent's node leads it."""
+        self._node = node
 
     def round(self, number: int, world_size: int) -> None:
         """Record a new round; a world size of 0 means that too few nodes are present to train."""
@@ -222,11 +222,12 @@ class AgentMetrics:
 
     def _totals(self) -> Iterator[tuple[Series, float]]:
         """Yield the totals of the run, only in the leader's agent, because a sum over several agents would be wrong."""
-        run = self._run
-        if run is None or not run.is_leader:
+        node = self._node
+        if node is None or not node.is_leader:
             self._trained = 0.0
             return
-        times, round = run.time_breakdown, run.round
+        times, round, settings = node.history.breakdown(), node.round, node.run.settings
+        size, restarted = node.run.size or settings.size, round or settings.resume
         for state, seconds in self._rising(times).items():
             yield series.JOB_SECONDS.labelled(state=state), seconds
         if times.lost is not None:
@@ -234,11 +235,11 @@ class AgentMetrics:
         yield series.JOB_JOINED, times.joined
         for end in NodeEnd:
             yield series.JOB_GONE.labelled(cause=end), times.gone.get(end, 0)
-        yield series.JOB_RESTARTS.labelled(charged="yes"), run.restarts
-        yield series.JOB_RESTARTS.labelled(charged="no"), run.uncharged_restarts
+        yield series.JOB_RESTARTS.labelled(charged="yes"), restarted.restarts
+        yield series.JOB_RESTARTS.labelled(charged="no"), restarted.uncharged_restarts
         yield series.JOB_NODES, 0 if round is None else len(round.members)
-        yield series.JOB_WANTED_NODES, run.size.target
-        yield series.JOB_MIN_NODES, run.size.min
+        yield series.JOB_WANTED_NODES, size.target
+        yield series.JOB_MIN_NODES, size.min
 
     def _rising(self, times: TimeBreakdown) -> dict[RunState, float]:
         """Return the seconds by state, which add up to the elapsed time and never decrease.

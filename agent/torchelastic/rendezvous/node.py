@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torchelastic.config.settings import PortRange, RendezvousSettings
-    from torchelastic.protocol import SizeRecord, TimeBreakdown
     from torchelastic.store.api import Store
 
 logger = logging.getLogger(__name__)
@@ -287,26 +286,6 @@ class RendezvousNode:
     def round(self) -> RoundRecord | None:
         """The last round that this node has received."""
         return self.run.accepted_round
-
-    @property
-    def restarts(self) -> int:
-        """The number of restarts that were charged to the run."""
-        return (self.round or self._settings.resume).restarts
-
-    @property
-    def uncharged_restarts(self) -> int:
-        """The number of restarts that were not charged."""
-        return (self.round or self._settings.resume).uncharged_restarts
-
-    @property
-    def time_breakdown(self) -> TimeBreakdown:
-        """The time breakdown of the run until now, as far as this node knows it."""
-        return self.history.breakdown()
-
-    @property
-    def size(self) -> SizeRecord:
-        """The desired size of the run, as far as this node knows it."""
-        return self.run.size or self._settings.size
 
     async def is_current(self, round: int, *, timeout: float = 5.0) -> bool:  # noqa: ASYNC109 - bounds the waits
         """Return whether this node is a member of a round that is still current, according to the store.
