@@ -1,6 +1,7 @@
 """This machine: its host, its own address, and the number of CPUs and GPUs that this process may use.
 
 The agent's process never imports torch, which could count GPUs. For CPUs, torch ignores the limit of a container.
+The argument ``root`` replaces the folder of /dev, /proc and /sys in tests.
 """
 
 from __future__ import annotations
@@ -78,20 +79,12 @@ def interface_of(host: str) -> str:
 
 
 def host_id(root: Path = Path("/")) -> str:
-    """Return an id that all containers of a host share until the host restarts; empty if it is unknown.
-
-    Args:
-        root: the folder of /proc.
-    """
+    """Return an id that all containers of a host share until the host restarts; empty if it is unknown."""
     return _read(root / "proc/sys/kernel/random/boot_id").strip().replace("-", "")[:_HOST_ID_LENGTH]
 
 
 def cpu_count(root: Path = Path("/")) -> int:
-    """Return how many CPUs this process may use, by its affinity and the limit of its control groups, rounded down.
-
-    Args:
-        root: the folder of /proc and /sys.
-    """
+    """Return how many CPUs this process may use, by its affinity and the limit of its control groups, rounded down."""
     available = len(os.sched_getaffinity(0))
     limits = [limit for folder in control_groups("cpu", root) for limit in _limits_in(folder)]
     return max(1, min([available, *map(int, limits)]))
@@ -100,9 +93,7 @@ def cpu_count(root: Path = Path("/")) -> int:
 def control_groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
     """Yield the folders of the control groups (version 1 and 2) that this process is in, the innermost first.
 
-    Args:
-        controller: the name of a controller of version 1, such as cpu or memory.
-        root: the folder of /proc and /sys.
+    The controller is one of version 1, such as cpu or memory.
     """
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
@@ -141,12 +132,7 @@ def _read(path: Path) -> str:
 
 
 def gpu_count(environ: Mapping[str, str], root: Path = Path("/")) -> int:
-    """Return how many NVIDIA GPUs a CUDA program finds here, given CUDA_VISIBLE_DEVICES.
-
-    Args:
-        environ: the environment of the program.
-        root: the folder of /dev and /proc.
-    """
+    """Return how many NVIDIA GPUs a CUDA program finds here, given CUDA_VISIBLE_DEVICES."""
     # A container may see all GPUs of its host in /proc; on a host, the device files may not exist yet.
     present = sum(1 for device in (root / "dev").glob("nvidia[0-9]*") if device.name[6:].isdigit())
     if present == 0:

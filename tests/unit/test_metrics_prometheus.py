@@ -79,9 +79,7 @@ def test_a_name_becomes_a_gauge_named_by_prometheus_conventions(
     assert page(handler).types == {series: "gauge"}
 
 
-def test_names_with_the_same_series_name_get_separate_series(
-    handler: PrometheusMetricHandler, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_names_with_the_same_series_name_get_separate_series(handler: PrometheusMetricHandler) -> None:
     names = ["step.time", "stepTime", "step_time", "step-time", "STEP__TIME", "step.time.", "step_time\n"]
     for number, name in enumerate(names):
         put(handler, name, number)
@@ -90,8 +88,6 @@ def test_names_with_the_same_series_name_get_separate_series(
     assert sorted(samples.values()) == [0, 1, 2, 3, 4, 5, 6, 99]
     assert samples["my_app_step_time", ()] == 0
     assert all(name.startswith("my_app_step_time") for name, _ in samples)
-    assert len(caplog.records) == 7
-    assert "taken by another name" in caplog.text
     again = PrometheusMetricHandler()
     put(again, "step.time", 0)
     put(again, "stepTime", 1)
@@ -195,7 +191,7 @@ def test_a_late_declaration_is_ignored_and_logged(
     assert caplog.messages == []
     metrics.declare(group, counters=["tokens"])
     [message] = caplog.messages
-    assert message.startswith(f"'tokens' of the group '{group}' was declared to be a counter after its first value")
+    assert message == f"'tokens' of the group '{group}' has values as a gauge already; declare it earlier."
     put(handler, "tokens", 2, group)
     assert page(handler).value(f"{group}_tokens") == 2
 

@@ -106,23 +106,11 @@ class AgentMetrics:
         self._put(f"workers.{role}.remaining_restarts", remaining, series.REMAINING_RESTARTS, role=role)
 
     def recovered(self, seconds: float, reason: RoundReason) -> None:
-        """Record a restart of this node's workers.
-
-        Args:
-            seconds: the time since the failure or change was noticed.
-            reason: the reason of the restart.
-        """
+        """Record a restart of this node's workers, and the seconds since its reason was noticed."""
         self._put(f"recovery.{reason}.duration.ms", seconds * 1000, series.RECOVERY, cause=str(reason))
 
     def run_ended(self, role: str, *, succeeded: bool, restarts: int, max_restarts: int) -> None:
-        """Record the end of the run.
-
-        Args:
-            role: the role of the workers.
-            succeeded: whether the run succeeded.
-            restarts: failures of workers that were charged to the run.
-            max_restarts: the restart budget.
-        """
+        """Record the end of the run, and how many failures were charged to its restart budget."""
         self._put(f"workers.{role}.run_total", 1, series.RUNS, role=role)
         for name, outcome, happened in (("success", "success", succeeded), ("failed", "failure", not succeeded)):
             for ending, retries, value in (
@@ -136,11 +124,7 @@ class AgentMetrics:
 
     @contextmanager
     def measured(self, operation: str) -> Iterator[None]:
-        """Measure the success and the duration of a block.
-
-        Args:
-            operation: one of :data:`~torchelastic.metrics.series.OPERATIONS`.
-        """
+        """Measure the success and the duration of a block that is one of the operations of :meth:`took`."""
         began = time.perf_counter()
         succeeded: bool | None = None  # a cancelled operation neither succeeds nor fails
         try:

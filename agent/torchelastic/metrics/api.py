@@ -187,12 +187,7 @@ class MetricRegistry:
                 self._declared[str(group), name] = form
             else:
                 _log.warning(
-                    "%r of the group %r was declared to be a %s after its first value, and stays a %s. Declare it "
-                    "before.",
-                    name,
-                    group,
-                    form.kind,
-                    used.kind,
+                    "%r of the group %r has values as a %s already; declare it earlier.", name, group, used.kind
                 )
 
     def form(self, group: str, name: str) -> Form:

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import logging
 import re
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
-
-_log: Final = logging.getLogger(__name__)
 
 PLATFORM_GROUP: Final = "torchelastic"
 """The group of the platform's own metrics, and of values without a group."""
@@ -247,7 +244,7 @@ class SeriesNames:
         """Return the series of a source, with a digest in its name if another source has its preferred name."""
         if (known := self._series.get(source)) is not None:
             return known
-        series = preferred = series_of(source)
+        series = series_of(source)
         if series is not PLATFORM_SERIES.get(source.name):
             while any(
                 sample in PLATFORM_SAMPLES or self._sources.get(sample, source) != source for sample in series.samples
@@ -255,13 +252,5 @@ class SeriesNames:
                 stem = series.name.removesuffix("_seconds") if series.divisor == 1000 else series.name
                 series = replace(series, name=f"{stem}_{_digest(repr(source))}{series.name[len(stem) :]}")
             self._sources |= dict.fromkeys(series.samples, source)
-        if series.name != preferred.name:
-            _log.warning(
-                "%r of the group %r would be %s, which is taken by another name; it is %s.",
-                source.name,
-                source.group,
-                preferred.name,
-                series.name,
-            )
         self._series[source] = series
         return series
