@@ -80,12 +80,7 @@ class AgentConnection:
                 return False
 
     def read(self, take: Callable[[dict[str, Any]], object], closed: Callable[[], object]) -> None:
-        """Read the agent's messages from now on, in a thread.
-
-        Args:
-            take: called with each message.
-            closed: called when the connection has ended.
-        """
+        """Pass the agent's messages to `take` from now on, in a thread; call `closed` when the connection has ended."""
         with self._lock:
             if self._socket is not None and not self._read:
                 self._read = True
@@ -138,11 +133,7 @@ def introduction() -> dict[str, Any]:
 
 
 def connected(path: str, timeout: float) -> socket.socket:
-    """Return a connection to the agent's socket.
-
-    Args:
-        path: the path of the socket.
-        timeout: seconds for each operation on it; 0 never waits.
+    """Return a connection to the agent's socket; operations on it wait for at most `timeout` seconds.
 
     Raises:
         OSError: the agent cannot be reached.

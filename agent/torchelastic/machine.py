@@ -60,11 +60,7 @@ def _source_address(family: int, peer: tuple[str | int, ...] | tuple[int, bytes]
 
 
 def interface_of(host: str) -> str:
-    """Return the name of the network interface with this IPv4 address; empty for the loopback interface or without one.
-
-    Args:
-        host: a host name or an IP address, without brackets.
-    """
+    """Return the network interface with the IPv4 address of a host; empty for the loopback interface or without one."""
     try:
         wanted = socket.inet_aton(socket.gethostbyname(host))
     except (OSError, UnicodeError):  # UnicodeError: not a valid host name

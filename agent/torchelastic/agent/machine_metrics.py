@@ -41,9 +41,7 @@ class WorkerMemory(Collector):
     """Collects the resident memory of each worker of this node with its process tree, from /proc.
 
     Pages that several processes share, such as the modules imported by the fork server, count in each process.
-
-    Args:
-        running: returns the process ids of running workers by rank.
+    `running` returns the process ids of running workers by rank.
     """
 
     def __init__(self, running: Callable[[], Mapping[int, int]]) -> None:

@@ -137,13 +137,7 @@ class AgentMetrics:
             self.took(operation, time.perf_counter() - began, succeeded=succeeded)
 
     def took(self, operation: str, seconds: float, *, succeeded: bool | None) -> None:
-        """Record an operation.
-
-        Args:
-            operation: one of :data:`~torchelastic.metrics.series.OPERATIONS`.
-            seconds: its duration.
-            succeeded: whether it succeeded; None if it was interrupted.
-        """
+        """Record one of :data:`~torchelastic.metrics.series.OPERATIONS`; `succeeded` is None if it was interrupted."""
         outcome = "" if succeeded is None else "success" if succeeded else "failure"
         for what, value in ((outcome, 1), ("duration.ms", seconds * 1000)):
             if what:
@@ -165,9 +159,7 @@ class AgentMetrics:
     def started(self, broken_at: float | None, *, succeeded: bool) -> None:
         """Record that the workers of the round were started, or cannot be started.
 
-        Args:
-            broken_at: when the end of the previous round was noticed, on the monotonic clock; None for the first round.
-            succeeded: whether the workers were started.
+        The end of the previous round was noticed at `broken_at`, on the monotonic clock; None for the first round.
         """
         now = time.monotonic()
         without = now - self._without_workers_since

@@ -115,15 +115,10 @@ class PrometheusMetricHandler(SeriesHandler, Collector):
 
 @asynccontextmanager
 async def serve_metrics(registry: CollectorRegistry, port: int, host: str) -> AsyncIterator[int]:
-    """Serve series under ``/metrics`` until the block ends, and yield the port.
+    """Serve series under ``/metrics`` until the block ends, and yield the port; 0 stands for any free port.
 
     The response is OpenMetrics or Prometheus' text format, as requested. A thread generates it, so that a scrape of
     many series does not block the event loop.
-
-    Args:
-        registry: has the series.
-        port: the port; 0 for any free port.
-        host: the address to listen on.
 
     Raises:
         SettingsError: the port or the host cannot be used.

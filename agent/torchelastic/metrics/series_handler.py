@@ -98,12 +98,7 @@ class Memory:
 
 
 class SeriesHandler(MetricHandler):
-    """A handler that checks values and adds them to the words of their series.
-
-    Args:
-        memory: the memory for the words.
-        form: returns the form of a name of a group.
-    """
+    """A handler that checks values and adds them to the words of their series; `form` returns the form of a name."""
 
     def __init__(self, memory: Memory, form: Callable[[str, str], Form]) -> None:
         self._memory = memory

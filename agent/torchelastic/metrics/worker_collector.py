@@ -83,10 +83,7 @@ class WorkerMetrics:
     def begin(self, ranks: Mapping[int, int]) -> Mapping[int, WorkerMemory]:
         """Return the memory of the workers of a round by local rank; the workers of the previous round have exited.
 
-        If there is no memory, the workers have no metrics.
-
-        Args:
-            ranks: global ranks by local rank.
+        If there is no memory, the workers have no metrics. The argument maps local ranks to global ranks.
         """
         before = {worker.rank: worker for worker in self._workers.values()}
         # A rank keeps its counters. A rank that is new on this node continues those of a rank that has left.

@@ -156,10 +156,7 @@ async def follow_forever(
 ) -> AsyncGenerator[Listing | tuple[Change, ...], None]:
     """Follow a prefix, and start again with a listing when the store is back.
 
-    Args:
-        store: the store.
-        prefix: the prefix.
-        lost: called each time that the store cannot be reached.
+    Each time that the store cannot be reached, `lost` is called.
 
     Raises:
         StoreRefused: another attempt would not help.
