@@ -7,7 +7,7 @@ import contextlib
 import json
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.client.user_api import UserApi
+from elastic_operator.client.cluster import UserApi
 from elastic_operator.errors import ClusterError
 from elastic_operator.kubernetes.client import ApiError, selectors
 
@@ -69,7 +69,7 @@ class WatchingApi(UserApi):
         query = {**selectors(labels, name), "watch": "true", "resourceVersion": start}
         query["timeoutSeconds"] = str(_WATCH_SECONDS)
         # The server ends it by then. If not even that is heard, the connection is dead.
-        pieces = self._stream(resource.path(namespace), query, verb="WATCH", silence=_WATCH_SECONDS + _READ_TIMEOUT)
+        pieces = self.stream(resource.path(namespace), query, verb="WATCH", silence=_WATCH_SECONDS + _READ_TIMEOUT)
         begun = b""  # aiohttp limits a line to less than a large object needs
         async with contextlib.aclosing(pieces):
             async for piece in pieces:

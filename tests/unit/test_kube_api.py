@@ -10,7 +10,6 @@ import pytest
 from aiohttp import web
 from kubernetes.aio.client import Configuration
 
-from elastic_operator.client.user_api import UserApi
 from elastic_operator.errors import ClusterError
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, Api, ApiError, with_hint
 from tests.support.object_server import answering
@@ -108,9 +107,9 @@ async def test_only_the_beginning_of_an_endless_error_body_is_read() -> None:
         await gone.wait()
         return response
 
-    async with answering(answer) as configuration, UserApi(configuration) as api, asyncio.timeout(20):
+    async with answering(answer) as configuration, Api(configuration) as api, asyncio.timeout(20):
         with pytest.raises(ApiError) as refused:
-            await api.from_pod("default", "digits-0-aaaaa", 9464, "/metrics", most=1 << 20)
+            await anext(api.stream("/metrics", {}))
         gone.set()
     assert (refused.value.status, len(refused.value.message)) == (403, 499)
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_operator.client import LogSelector, cluster_logs
+from elastic_operator.client.cluster import connect
 from elastic_operator.client.cluster_logs import AGENT, ClusterLogs, PodLog
-from elastic_operator.client.user_api import connect
 from elastic_operator.errors import NotFound
 from tests.support.cluster_objects import died, job, pod
 from tests.support.fake_api_server import FakeApiServer
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from elastic_operator.client.user_api import UserApi
+    from elastic_operator.client.cluster import UserApi
 
 A, B, C = "digits-0-aaaaa", "digits-1-bbbbb", "digits-1-ccccc"
 

@@ -74,8 +74,7 @@ def open_client(arguments: argparse.Namespace) -> JobClient:
     if getattr(arguments, "all", False):
         raise BadInput("--all is about the runs on this machine; -A lists the jobs of all namespaces of a cluster")
     try:
-        from elastic_operator.client.cluster import ClusterJobs
-        from elastic_operator.client.user_api import connect
+        from elastic_operator.client.cluster import ClusterJobs, connect
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("kubernetes", "yaml"):
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import re
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
@@ -11,24 +12,24 @@ from urllib.parse import urlsplit
 from elastic_operator.api.constants import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, report_name, worker_selector
 from elastic_operator.api.json_values import integer, mappings, text
 from elastic_operator.api.report import REPORT_KEY
+from elastic_operator.api.spec import GROUP
 from elastic_operator.client import ScrapedJob, still_running
 from elastic_operator.client.cluster_logs import ClusterLogs, is_finished, uid_of
-from elastic_operator.client.user_api import readable_errors
-from elastic_operator.errors import BadInput, ClusterError, NotFound
-from elastic_operator.kubernetes.client import CONFIG_MAPS, ELASTIC_JOBS, EVENTS, PODS, ApiError
+from elastic_operator.errors import BadInput, ClusterError, ElasticJobError, NotFound
+from elastic_operator.kubernetes.client import CONFIG_MAPS, ELASTIC_JOBS, EVENTS, PODS, Api, ApiError
 from elastic_operator.kubernetes.pod_status import event_time, pod_of
 from elastic_operator.views.job_view import EventView, JobView, PodView, RunView
 from elastic_operator.views.top import MAX_PAGE, scrape
 from torchelastic.protocol import bracketed
 
 if TYPE_CHECKING:
-    import contextlib
-    from collections.abc import Callable, Coroutine, Iterable
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping
     from contextlib import AbstractAsyncContextManager
+
+    from kubernetes.aio.client import Configuration
 
     from elastic_operator.api.spec import Json
     from elastic_operator.client import LogSelector, Tell
-    from elastic_operator.client.user_api import UserApi
     from elastic_operator.kubernetes.client import Resource
     from elastic_operator.views.top import Fetch
 
@@ -36,6 +37,8 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 _NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_UNKNOWN_KIND: Final = "could not find the requested resource"
 _SEE_LIST: Final = "`elasticjob get` with the same flags lists the existing jobs"
 _POLL_INTERVAL: Final = 1.0
 """Seconds between two checks for objects that a deletion has left."""
@@ -51,6 +54,14 @@ def _blocking(
         return self._runner.run(method(self, *args, **keywords))
 
     return call
+
+
+class UserApi(Api):
+    """A connection for a command of a user."""
+
+    def __init__(self, configuration: Configuration, namespace: str = "default") -> None:
+        super().__init__(configuration, namespace)
+        configuration.connection_pool_maxsize = 0  # unlimited: each log that is followed holds a connection
 
 
 class ClusterJobs:
@@ -114,7 +125,9 @@ class ClusterJobs:
     @_blocking
     async def logs(self, name: str, selector: LogSelector, write: Callable[[bytes], object]) -> bool:
         """Write a job's logs; return whether all could be read."""
-        return await ClusterLogs(self._api, await self._job(name), selector, write, self._tell).print()
+        job = await self._job(name)
+        with readable_errors(f"the namespace {self._api.namespace} is gone"):
+            return await ClusterLogs(self._api, job, selector, write, self._tell).print()
 
     @_blocking
     async def report(self, name: str) -> tuple[bytes, str]:
@@ -190,9 +203,15 @@ class ClusterJobs:
 
     def _fetch_from(self, namespace: str) -> Fetch:
         async def fetch(pod: PodView) -> str:
-            url = urlsplit(pod.metrics_url or "")
+            url, page = urlsplit(pod.metrics_url or ""), bytearray()
+            path = PODS.path(namespace, f"{pod.name}:{url.port or 0}", f"proxy{url.path}")
+            pieces = self._api.stream(path, {})
             try:
-                page = await self._api.from_pod(namespace, pod.name, url.port or 0, url.path, most=MAX_PAGE)
+                async with contextlib.aclosing(pieces):
+                    async for piece in pieces:
+                        page += piece
+                        if len(page) > MAX_PAGE:
+                            raise ClusterError(f"what it serves under {url.path} is too large")
             except ApiError as error:
                 if error.status in (401, 403):
                     raise ClusterError(
@@ -223,6 +242,57 @@ class ClusterJobs:
 
     def _readable_errors(self, name: str) -> contextlib.AbstractContextManager[None]:
         return readable_errors(f"there is no job {name} in the namespace {self._api.namespace}; {_SEE_LIST}")
+
+
+@contextlib.asynccontextmanager
+async def connect(
+    environ: Mapping[str, str],
+    *,
+    kubeconfig: str | None = None,
+    context: str | None = None,
+    namespace: str | None = None,
+) -> AsyncGenerator[UserApi, None]:
+    """Connect to the cluster that the command line names; None stands for the defaults of the kubeconfig.
+
+    Raises:
+        BadInput: the kubeconfig, context or namespace is invalid.
+    """
+    if namespace is not None and not _LABEL.fullmatch(namespace):
+        raise BadInput(f"invalid namespace {namespace!r}; check the value of -n")
+    api = await UserApi.from_kubeconfig(kubeconfig, context, environ)
+    api.namespace = namespace or api.namespace
+    async with api:
+        yield api
+
+
+@contextlib.contextmanager
+def readable_errors(not_found: str) -> Iterator[None]:
+    """Within the block, turn refusals of the API server into errors that say what to do."""
+    try:
+        yield
+    except ApiError as error:
+        raise _readable(error, not_found) from None
+
+
+def _readable(error: ApiError, not_found: str) -> ElasticJobError:
+    match error.status:
+        case 401:
+            return ClusterError(
+                "the API server does not accept these credentials; log in again, or name another --context"
+            )
+        case 403:
+            return ClusterError(f"you may not do this on this cluster: {error.message}")
+        case 404 if error.reason == "NotFound" and _UNKNOWN_KIND not in error.message:
+            return NotFound(not_found)
+        case 404:
+            return ClusterError(
+                f"this cluster does not know ElasticJobs (elasticjobs.{GROUP}); install the operator with "
+                "`helm install elastic-operator charts/`, or name another --context"
+            )
+        case _ if error.invalid:
+            return BadInput(error.message)
+        case _:
+            return error
 
 
 def view_of(job: Json, pods: Iterable[Json] = (), events: Iterable[Json] = ()) -> JobView:

@@ -28,10 +28,9 @@ from elastic_operator.api.constants import worker_selector
 from elastic_operator.api.json_values import integer, rfc3339, text
 from elastic_operator.api.spec import WORKER
 from elastic_operator.api.status import JobState
-from elastic_operator.client.user_api import readable_errors
 from elastic_operator.controller.model import PodPhase
 from elastic_operator.errors import ClusterError, NotFound
-from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, ApiError
+from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, READ_TIMEOUT, ApiError
 from elastic_operator.kubernetes.pod_status import pod_of
 from torchelastic.output import ROUND_LINE, WORKER_LINE
 
@@ -40,8 +39,8 @@ if TYPE_CHECKING:
 
     from elastic_operator.api.spec import Json
     from elastic_operator.client import LogSelector, Tell
-    from elastic_operator.client.user_api import UserApi
     from elastic_operator.controller.model import Pod
+    from elastic_operator.kubernetes.client import Api
 
 AGENT: Final = -1
 """The rank of the agent's own lines."""
@@ -151,7 +150,7 @@ class ClusterLogs:
     """
 
     def __init__(
-        self, api: UserApi, job: Json, selector: LogSelector, write: Callable[[bytes], object], tell: Tell
+        self, api: Api, job: Json, selector: LogSelector, write: Callable[[bytes], object], tell: Tell
     ) -> None:
         self._api = api
         self._job = job
@@ -188,8 +187,7 @@ class ClusterLogs:
         return sorted(map(pod_of, found), key=lambda pod: pod.name)
 
     async def _read_all(self) -> None:
-        with readable_errors(f"the namespace {self._namespace} is gone"):
-            pods = await self._pods()
+        pods = await self._pods()
         only = self._selector.pod
         if only not in (None, *(pod.name for pod in pods)):
             names = ", ".join(pod.name for pod in pods)
@@ -227,7 +225,12 @@ class ClusterLogs:
         self, log: PodLog, take: Callable[[PodLog, Iterable[LogLine]], None], *, follow: bool = False
     ) -> None:
         """Read a log from the position of the last read."""
-        pieces = self._api.log(self._namespace, log.pod, WORKER, follow=follow, since=log.resume())
+        query = {"container": WORKER, "timestamps": "true"} | ({"follow": "true"} if follow else {})
+        if (since := log.resume()) is not None:
+            query["sinceTime"] = since
+        # A log that is followed is silent as long as the program is.
+        path = PODS.path(self._namespace, log.pod, "log")
+        pieces = self._api.stream(path, query, silence=None if follow else READ_TIMEOUT)
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 take(log, log.feed(piece))
@@ -377,8 +380,7 @@ def _is_gone(error: ClusterError) -> bool:
         ClusterError: the user may not read any log.
     """
     if isinstance(error, ApiError) and error.status in (401, 403):
-        with readable_errors(""):
-            raise error
+        raise error
     return isinstance(error, ApiError) and error.status in (400, 404)
 
 

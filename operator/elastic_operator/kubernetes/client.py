@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from elastic_operator.api.spec import Json
 
 _TIMEOUT: Final = 30.0
+READ_TIMEOUT: Final = 30.0
+"""Seconds without data after which a stream counts as broken."""
 _CONNECTIONS: Final = 96
 _MAX_ERROR_BYTES: Final = 1 << 20
 """An error that a pod sends through the API server's proxy may have any length."""
@@ -373,10 +375,10 @@ class Api:
             body["gracePeriodSeconds"] = grace
         return self._decoded(await self._send("DELETE", resource.path(namespace, name), body=body))
 
-    async def _stream(
-        self, path: str, query: Mapping[str, str], *, verb: str = "", silence: float | None = None
+    async def stream(
+        self, path: str, query: Mapping[str, str], *, verb: str = "", silence: float | None = READ_TIMEOUT
     ) -> AsyncGenerator[bytes, None]:
-        """Yield a response as it arrives; give up after ``silence`` seconds without a byte."""
+        """Yield a response as it arrives; give up after ``silence`` seconds without a byte, never if None."""
         limit = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT, sock_read=silence)
         try:
             response = await self._request("GET", path, query, None, _JSON, limit, verb)
