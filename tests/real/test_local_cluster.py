@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from elastic_operator.api.report import decode_report
-from elastic_operator.api.status import JobState
+from elastic_operator.api.status import JobState, decode_report
 from elastic_operator.client.local import LocalJobs
 from elastic_operator.errors import BadInput, NotFound
 from elastic_operator.local.etcd import find_etcd
@@ -28,7 +27,7 @@ from torchelastic.store.client import connect as connect_store
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from elastic_operator.api.report import Report
+    from elastic_operator.api.status import Report
     from tests.support.etcd import EtcdServer
 
 pytestmark = pytest.mark.real

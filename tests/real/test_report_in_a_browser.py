@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from playwright.async_api import Browser, Page
 
-    from elastic_operator.api.report import Report
+    from elastic_operator.api.status import Report
 
 pytestmark = [pytest.mark.real, pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from elastic_operator.api.report import decode_report
+from elastic_operator.api.status import decode_report
 from elastic_operator.reports.page import facts
 from tests.support.local_runs import LIMIT, LocalRun, manifest, processes_of
 from tests.support.terminals import FIRST_SCREEN, SECOND_SCREEN, Terminal, answer

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic_operator.api.report import Report
-from elastic_operator.api.status import JobState
+from elastic_operator.api.status import JobState, Report
 from tests.support.cluster_objects import START
 from torchelastic.protocol import (
     FailureRecord,

@@ -36,9 +36,8 @@ from torchelastic.protocol import ExitCode, OutcomeRecord, OutcomeState, RoundRe
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elastic_operator.api.report import Report
     from elastic_operator.api.spec import ElasticJobSpec, FailureRule
-    from elastic_operator.api.status import JobStatus
+    from elastic_operator.api.status import JobStatus, Report
     from elastic_operator.controller.model import NewPod
 
 NODES: Final = ("node-0", "node-1", "node-2")

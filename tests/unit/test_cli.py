@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-from elastic_operator.api.report import encode_report
+from elastic_operator.api.status import encode_report
 from elastic_operator.cli import main as cli
 from elastic_operator.reports.page import page
 from elastic_operator.views.jobs import table

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from elastic_operator.api.report import Report, decode_report
-from elastic_operator.api.status import JobState
+from elastic_operator.api.status import JobState, Report, decode_report
 from elastic_operator.kubernetes.client import CONFIG_MAPS, DEPLOYMENTS, PODS, Api
 from elastic_operator.kubernetes.store import Store
 from elastic_operator.kubernetes.writer import Blocked, Writer

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_operator.api.report import Report, decode_report, encode_report, merged
-from elastic_operator.api.status import JobState
+from elastic_operator.api.status import JobState, Report, decode_report, encode_report, merged
 from elastic_operator.errors import BadInput
 from tests.support.builders import NAME, NOW, UID, a_failure
 from torchelastic.protocol import (

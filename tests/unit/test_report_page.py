@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic_operator.api.report import Report
-from elastic_operator.api.status import JobState
+from elastic_operator.api.status import JobState, Report
 from elastic_operator.reports.page import facts, page
 from tests.support.cluster_objects import START
 from tests.support.reports import TRACEBACK, failed, killed, long, report

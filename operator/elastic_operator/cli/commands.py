@@ -227,7 +227,7 @@ def _logs(client: JobClient, arguments: argparse.Namespace) -> str:
 def _report(client: JobClient, arguments: argparse.Namespace) -> str:
     from pathlib import Path
 
-    from elastic_operator.api.report import decode_report
+    from elastic_operator.api.status import decode_report
     from elastic_operator.errors import BadInput
     from elastic_operator.reports.page import page
 

@@ -10,14 +10,13 @@ import signal
 from typing import TYPE_CHECKING, Final
 
 from elastic_operator.api.constants import ConditionType, Reason
-from elastic_operator.api.status import JobState
+from elastic_operator.api.status import JobState, JobStatus
 from elastic_operator.controller.model import JobEvent, PodEnd, TerminationCause
 from torchelastic.protocol import ExitCode, RoundReason, TerminationMessage, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from elastic_operator.api.status import JobStatus
     from elastic_operator.controller.failures import FailureCount
     from elastic_operator.controller.model import EndedPod, PlannedPods, Pod, Snapshot
     from torchelastic.protocol import FailureRecord

@@ -15,12 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Self
 
 from elastic_operator.api.constants import ConditionType, Reason
-from elastic_operator.api.status import JobState, JobStatus
+from elastic_operator.api.status import JobState, JobStatus, Report
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from elastic_operator.api.report import Report
     from elastic_operator.api.spec import AppliedSpec, ElasticJobSpec, FailureRule
     from torchelastic.protocol import (
         HistoryRecord,

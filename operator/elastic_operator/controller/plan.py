@@ -36,7 +36,7 @@ import msgspec
 from elastic_operator.api.constants import ConditionType, Reason, pod_name
 from elastic_operator.api.json_values import rfc3339
 from elastic_operator.api.spec import MANAGER, CleanPodPolicy, changed_fields
-from elastic_operator.api.status import JobState
+from elastic_operator.api.status import JobState, JobStatus
 from elastic_operator.controller.failures import count_failures, find_completion, pod_end
 from elastic_operator.controller.messages import completion_event, running_events, suspension_events
 from elastic_operator.controller.model import (
@@ -63,7 +63,6 @@ from torchelastic.protocol import ExitCode, ResumeRecord, SizeRecord
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from elastic_operator.api.status import JobStatus
     from elastic_operator.controller.failures import FailureCount
     from elastic_operator.controller.model import Job, Observed, Pod
     from torchelastic.protocol import TimeBreakdown

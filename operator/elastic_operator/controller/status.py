@@ -17,15 +17,13 @@ import msgspec
 
 from elastic_operator.api.constants import ConditionType, Reason, hostname
 from elastic_operator.api.json_values import rfc3339
-from elastic_operator.api.report import Report
-from elastic_operator.api.status import Condition, JobState
+from elastic_operator.api.status import Condition, JobState, JobStatus, Report
 from elastic_operator.controller import messages
 from torchelastic.protocol import COUNT_LIMIT, HistoryRecord, NodeEnd, RunState, TimeBreakdown, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from elastic_operator.api.status import JobStatus
     from elastic_operator.controller.failures import Completion, FailureCount
     from elastic_operator.controller.model import Job, Observed, PlannedPods, Pod, Snapshot
     from torchelastic.protocol import RoundRecord

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from elastic_operator.api.constants import Reason, report_name
 from elastic_operator.api.json_values import mapping
-from elastic_operator.api.report import encode_report
+from elastic_operator.api.status import Report, encode_report
 from elastic_operator.controller import messages
 from elastic_operator.controller.model import EtcdState, JobEvent, PodPhase, with_applied_spec
 from elastic_operator.errors import ClusterError
@@ -44,7 +44,6 @@ from torchelastic.errors import StoreError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-    from elastic_operator.api.report import Report
     from elastic_operator.api.spec import Json
     from elastic_operator.controller.model import Job, NewPod, Plan
     from elastic_operator.kubernetes.backend import JobRecord

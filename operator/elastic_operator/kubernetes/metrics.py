@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.json_values import integer, mapping, mappings, text
 from elastic_operator.api.spec import MANAGER, modern
-from elastic_operator.api.status import JobState
+from elastic_operator.api.status import JobState, JobStatus
 from elastic_operator.controller.model import PodEnd, TerminationCause
 from elastic_operator.kubernetes.client import PODS
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from elastic_operator.api.spec import Json
-    from elastic_operator.api.status import JobStatus
     from elastic_operator.controller.model import Job, Plan
     from elastic_operator.kubernetes.client import Resource
 

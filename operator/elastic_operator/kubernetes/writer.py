@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from elastic_operator.api.constants import MANAGED_BY, ROLE_REPORT, report_name, worker_selector
 from elastic_operator.api.json_values import mapping, rfc3339, text
-from elastic_operator.api.report import REPORT_KEY, decode_report, encode_report, merged
-from elastic_operator.api.status import status_to_json
+from elastic_operator.api.status import REPORT_KEY, decode_report, encode_report, merged, status_to_json
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kubernetes.client import (
     CONFIG_MAPS,
@@ -32,9 +31,8 @@ from torchelastic.protocol import shorten
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
 
-    from elastic_operator.api.report import Report
     from elastic_operator.api.spec import Json
-    from elastic_operator.api.status import JobStatus
+    from elastic_operator.api.status import JobStatus, Report
     from elastic_operator.controller.model import Job, JobEvent
     from elastic_operator.kubernetes.client import Api, Resource
     from elastic_operator.kubernetes.store import Store

@@ -21,8 +21,7 @@ import yaml
 from watchfiles import awatch
 
 from elastic_operator.api.constants import ConditionType, Reason
-from elastic_operator.api.report import decode_report, encode_report, merged
-from elastic_operator.api.status import Condition, JobState, status_to_json
+from elastic_operator.api.status import Condition, JobState, decode_report, encode_report, merged, status_to_json
 from elastic_operator.controller.model import EtcdState, JobEvent, Observed, Plan, PodPhase, with_applied_spec
 from elastic_operator.controller.reconciler import Reconciler, ReconcileSettings
 from elastic_operator.controller.status import breakdown_at_change, report_of
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import TextIO
 
-    from elastic_operator.api.report import Report
+    from elastic_operator.api.status import Report
     from elastic_operator.controller.model import Job, NewPod, Pod
     from elastic_operator.local.processes import PodCommand
     from elastic_operator.local.run_dir import RunDir

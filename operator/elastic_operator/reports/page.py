@@ -27,7 +27,7 @@ from torchelastic.protocol import RoundReason, RunState
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from elastic_operator.api.report import Report
+    from elastic_operator.api.status import Report
     from torchelastic.protocol import FailureRecord, PastRound
 
 STATES: Final[Mapping[str, str]] = {
