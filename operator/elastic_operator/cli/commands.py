@@ -5,17 +5,28 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import os
 import re
 import sys
 import time
-from typing import TYPE_CHECKING
-
-from elastic_operator.cli.options import add_cluster_flags, add_command, open_client, tell
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elastic_operator.cli.options import Commands, JobClient
+    from rich.console import Console
+    from rich.text import Text
+
+    from elastic_operator.client.cluster import ClusterJobs
+    from elastic_operator.client.local import LocalJobs
+    from elastic_operator.views.top import RateTracker, Reading
+
+    JobClient = LocalJobs | ClusterJobs
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse has no public name for it
+
+_INTERVAL: Final = 2.0
+"""Seconds between two readings of ``elasticjob top``."""
 
 _RUN = """\
 Run the ElasticJob of a manifest on this machine until it has ended. Ctrl-C ends it.
@@ -107,6 +118,18 @@ examples:
   elasticjob delete digits            on this machine
   elasticjob delete digits -n team    on a cluster; returns when its pods are gone
 """
+_TOP = """\
+Show how a job trains now, from its agents' metrics, or all jobs in a line each.
+On a terminal it is updated every 2 seconds until Ctrl-C or the job's end.
+
+examples:
+  elasticjob top                   a line for each job on this machine
+  elasticjob top digits            where a job's time goes, its recoveries, each rank's steps and memory
+  elasticjob top digits -n team    a job on a cluster; asks its agents through the API server
+  elasticjob top -A                the jobs in all namespaces of a cluster
+
+In the list, RESTARTS are those charged to the job's budget + those that are not.
+"""
 
 
 def add_to(commands: Commands) -> None:
@@ -147,6 +170,8 @@ def add_to(commands: Commands) -> None:
     add("resume", functools.partial(_suspend, suspended=False), "resume a suspended job", _RESUME)
     delete = add("delete", _delete, "end a job", _DELETE)
     delete.add_argument("--no-wait", action="store_true", help="do not wait until it is gone (on a cluster only)")
+    top = add("top", _top, "show how jobs train now: goodput, steps, memory", _TOP, every=True)
+    top.add_argument("--once", action="store_true", help="read once and print it (default without a terminal)")
 
 
 def _add(
@@ -171,7 +196,16 @@ def _add(
         parser.add_argument("name", nargs="?", metavar="NAME", help=f"{which} (default: all jobs)")
     else:
         parser.add_argument("name", metavar="NAME", help=which)
-    add_cluster_flags(parser, all_namespaces=every)
+    group = parser.add_argument_group(
+        "on a cluster", "Each of these selects jobs on a Kubernetes cluster; without them, jobs on this machine."
+    )
+    group.add_argument("-n", "--namespace", metavar="NAMESPACE", help="the jobs' namespace; default, the context's")
+    if every:
+        group.add_argument("-A", "--all-namespaces", action="store_true", help="the jobs of all namespaces")
+    group.add_argument("--context", metavar="CONTEXT", help="the kubeconfig's context; default, its current one")
+    group.add_argument(
+        "--kubeconfig", metavar="FILE", help="default, what KUBECONFIG names, as for kubectl, or ~/.kube/config"
+    )
     return parser
 
 
@@ -265,3 +299,174 @@ def _number(text: str) -> int:
     if not (text.isascii() and text.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
     return int(text)
+
+
+class Screen:
+    """One job, or a table of all jobs.
+
+    Args:
+        jobs: the client that reads the jobs.
+        name: the name of the job; None for all jobs.
+        namespaces: whether to show the jobs' namespaces.
+    """
+
+    def __init__(self, jobs: JobClient, name: str | None, *, namespaces: bool = False) -> None:
+        self._jobs = jobs
+        self._name = name
+        self._namespaces = namespaces
+        self._rates: dict[tuple[str, str], RateTracker] = {}
+        self.readings: list[Reading] = []
+
+    @property
+    def over(self) -> bool:
+        """Whether the one job has ended."""
+        jobs = [reading.job for reading in self.readings]
+        return self._name is not None and all(job.status.finished or not job.run.alive for job in jobs)
+
+    def read(self) -> None:
+        """Take a reading."""
+        from elastic_operator.views.top import RateTracker, Reading
+
+        self.readings = [
+            Reading(job, pages, time.time(), self._rates.setdefault((job.namespace, job.name), RateTracker()), notes)
+            for job, pages, notes in self._jobs.scrape(self._name)
+        ]
+
+    def lines(self) -> list[str]:
+        """Return the lines to print."""
+        from elastic_operator.views.top import job_lines, jobs_table
+
+        if self._name is not None:
+            return job_lines(self.readings[0])
+        return jobs_table(self.readings, namespaces=self._namespaces) if self.readings else ["no jobs"]
+
+    def text(self, width: int) -> Text:
+        """Return the lines in colors, with a bar for where the job's time went."""
+        from rich.text import Text
+
+        from elastic_operator.views.top import STATE_COLORS, states
+
+        text = Text(no_wrap=True, overflow="ellipsis")
+        spent = states(self.readings[0]) if self._name is not None else {}
+        for line in self.lines():
+            text.append(f"{line}\n", "dim" if line.partition(" ")[0].isupper() else "")
+            if line.startswith("goodput "):
+                ends = [round(end / sum(spent.values()) * width) for end in accumulate(spent.values())]
+                for state, begin, end in zip(spent, [0, *ends], ends, strict=False):
+                    text.append("█" * (end - begin), STATE_COLORS.get(state, "white"))
+                text.append("\n")
+        for state in spent:
+            text.highlight_words([f"{state} "], STATE_COLORS.get(state, "white"))
+        text.rstrip()
+        return text
+
+
+def _top(client: JobClient, arguments: argparse.Namespace) -> str:
+    screen = Screen(client, arguments.name, namespaces=arguments.all_namespaces)
+    screen.read()
+    if not screen.readings:
+        tell(f"no jobs {client.place}; start one with `{client.start_command}`")
+    elif arguments.once or (console := _console()) is None:
+        return "".join(f"{line}\n" for line in screen.lines())
+    else:
+        _watch(screen, console)
+    return ""
+
+
+def _console() -> Console | None:
+    """Return the terminal; None if the output is not one, or cannot be updated."""
+    from elastic_operator.views.formatting import is_terminal
+
+    if not is_terminal(sys.stdout, os.environ):
+        return None
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        tell("to see this updated, install the Python package rich; this is printed once:")
+        return None
+    return Console(file=sys.stdout, highlight=False)
+
+
+def _watch(screen: Screen, console: Console) -> None:
+    from rich.live import Live
+    from rich.text import Text
+
+    from elastic_operator.errors import ClusterError
+
+    try:
+        # On the terminal's alternate screen, like a pager; the last output stays on the normal screen.
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            problem = ""
+            while True:
+                text = screen.text(console.width)
+                live.update(Text.assemble((problem, "bold red"), text) if problem else text, refresh=True)
+                if screen.over:
+                    return
+                time.sleep(_INTERVAL)
+                try:
+                    screen.read()
+                    problem = ""
+                except ClusterError as error:
+                    problem = f"{error}\n"
+    finally:
+        console.print(screen.text(console.width))
+
+
+def add_command(
+    commands: Commands, name: str, execute: Callable[[argparse.Namespace], int], summary: str, text: str
+) -> argparse.ArgumentParser:
+    """Declare a command; ``execute`` returns its exit code; ``text`` is a description, a blank line, and an epilog."""
+    description, _, examples = text.partition("\n\n")
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(execute=execute)
+    return parser
+
+
+def is_on_cluster(arguments: argparse.Namespace) -> bool:
+    """Return whether a flag of a command line selects a cluster; a kubeconfig alone does not."""
+    named = (getattr(arguments, flag, None) for flag in ("namespace", "context", "kubeconfig"))
+    return any(value is not None for value in named) or getattr(arguments, "all_namespaces", False)
+
+
+def open_client(arguments: argparse.Namespace) -> JobClient:
+    """Return the client that a command line selects; the caller closes it.
+
+    Raises:
+        ElasticJobError: the flags contradict each other, or a package is missing.
+    """
+    from elastic_operator.errors import BadInput, ClusterError
+
+    if not is_on_cluster(arguments):
+        from elastic_operator.client.local import LocalJobs
+
+        return LocalJobs(tell)
+    all_namespaces = getattr(arguments, "all_namespaces", False)
+    if all_namespaces and arguments.name is not None:
+        raise BadInput("a job has one namespace: name it with -n instead of -A, or leave out the job's name")
+    if getattr(arguments, "all", False):
+        raise BadInput("--all is about the runs on this machine; -A lists the jobs of all namespaces of a cluster")
+    try:
+        from elastic_operator.client.cluster import ClusterJobs, connect
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("kubernetes", "yaml"):
+            raise
+        raise ClusterError(
+            f"jobs on a cluster need the Python package {error.name}; install the extra `operator`, in a clone of the "
+            "project with `pip install '.[operator]'`"
+        ) from None
+    connection = connect(
+        os.environ, kubeconfig=arguments.kubeconfig, context=arguments.context, namespace=arguments.namespace
+    )
+    return ClusterJobs(connection, tell, all_namespaces=all_namespaces)
+
+
+def tell(sentence: str) -> None:
+    """Print a sentence that is not part of the output."""
+    sys.stderr.write(f"elasticjob: {sentence}\n")
+    sys.stderr.flush()

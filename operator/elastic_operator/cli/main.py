@@ -63,8 +63,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    from elastic_operator.cli import commands, top
-    from elastic_operator.cli.options import add_command
+    from elastic_operator.cli import commands
 
     whole: argparse.ArgumentParser = _Parser(
         prog="elasticjob",
@@ -74,9 +73,10 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     added = whole.add_subparsers(title="commands", metavar="COMMAND")
-    for group in (commands, top):
-        group.add_to(added)
-    add_command(added, "version", _version, "print the version", "Print the version of elasticjob, Python and torch.")
+    commands.add_to(added)
+    commands.add_command(
+        added, "version", _version, "print the version", "Print the version of elasticjob, Python and torch."
+    )
     return whole
 
 
@@ -126,7 +126,7 @@ def _discard_output() -> None:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    from elastic_operator.cli.options import is_on_cluster
+    from elastic_operator.cli.commands import is_on_cluster
     from elastic_operator.errors import BadInput, ElasticJobError
 
     top = parser()

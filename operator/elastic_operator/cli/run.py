@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 from rich.console import Console
 
 from elastic_operator.api.validation import Problem, problem_of
-from elastic_operator.cli.options import is_terminal
 from elastic_operator.client import LogSelector
 from elastic_operator.client.local import LocalJobs, log_files
 from elastic_operator.controller import messages
@@ -78,7 +77,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def choose_view(*, plain: bool, command: str, output: TextIO, environ: Mapping[str, str]) -> View:
     """Return the live view if the output is a terminal that can show it, else plain lines."""
-    if plain or not is_terminal(output, environ):
+    if plain or not formatting.is_terminal(output, environ):
         return View(output, command)
     return LiveView(Console(file=output, highlight=False), command)
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final
 from elastic_operator.controller.messages import signal_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import TextIO
 
     from elastic_operator.views.job_view import PodView
 
@@ -136,3 +137,8 @@ def columns(rows: Iterable[Sequence[str]], indent: str = "") -> list[str]:
         (indent + "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
         for row in kept
     ]
+
+
+def is_terminal(output: TextIO, environ: Mapping[str, str]) -> bool:
+    """Return whether the output is a terminal that can show a live view; NO_COLOR and TERM=dumb ask for plain lines."""
+    return not environ.get("NO_COLOR") and environ.get("TERM", "dumb") != "dumb" and output.isatty()
