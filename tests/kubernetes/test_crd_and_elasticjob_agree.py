@@ -14,7 +14,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_operator.api.spec import GROUP, PLURAL, VERSION
+from elastic_operator.api.spec import GROUP, VERSION
 from elastic_operator.api.status import JobStatus, status_to_json
 from elastic_operator.manifest import crd
 from tests.support import any_job
@@ -56,7 +56,7 @@ class ElasticJobs:
             cluster.server.removeprefix("https://"), context=context, timeout=30
         )
         self._headers = {"Authorization": f"Bearer {cluster.site.token}", "Content-Type": "application/json"}
-        self._path = f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}"
+        self._path = f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/elasticjobs"
 
     def close(self) -> None:
         self._connection.close()

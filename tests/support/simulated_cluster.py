@@ -311,7 +311,7 @@ class SimulatedCluster:
         if job.status.state.finished or (reason and reason not in DECIDED_BY_OPERATOR):
             assert status.pod_failures == job.status.pod_failures
             return
-        rules = with_applied_spec(job).spec.failure_rules
+        rules = with_applied_spec(job).spec.failure_policy.rules
         for pod in observed.pods:
             if not is_live(pod) and pod.uid not in self.counted_pods:
                 charged = pod.uid not in self.removed and is_charged(pod, rules)
@@ -340,7 +340,8 @@ class SimulatedCluster:
             case Reason.POD_FAILURES:
                 assert status.pod_failures > job.spec.backoff_limit
             case Reason.POD_FAILURE_POLICY:
-                assert any(rule.action is FailureAction.FAIL_JOB for rule in with_applied_spec(job).spec.failure_rules)
+                rules = with_applied_spec(job).spec.failure_policy.rules
+                assert any(rule.action is FailureAction.FAIL_JOB for rule in rules)
 
     # -- events of pods
 

@@ -14,7 +14,7 @@ from elastic_operator.controller import messages
 from elastic_operator.controller.model import EtcdState, NewPod, Pod, PodPhase, TerminationCause
 from elastic_operator.errors import BadInput
 from elastic_operator.kubernetes.backend import job_of
-from elastic_operator.kubernetes.pod_status import pod_of, seconds
+from elastic_operator.kubernetes.pod_status import pod_of
 from elastic_operator.kubernetes.store import etcd_blocked, etcd_state
 from elastic_operator.manifest.crd import apply_defaults
 from elastic_operator.resources.owned_objects import AGENT_METRICS_PORT, PodSettings
@@ -113,7 +113,7 @@ def test_a_pod_that_is_deleted_before_it_has_a_node_never_runs() -> None:
     held = without_node(an_object("Pending"))
     held["metadata"] |= {"deletionTimestamp": ENDED, "finalizers": ["queue.example.org/managed"]}
     gone = pod_of(held)
-    assert (gone.phase, gone.terminating, gone.ended) == (PodPhase.FAILED, True, seconds(ENDED))
+    assert (gone.phase, gone.terminating, gone.ended) == (PodPhase.FAILED, True, AT_ENDED)
     assert (gone.started, gone.exit_code) == (None, None)
 
 

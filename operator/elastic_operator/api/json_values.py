@@ -81,6 +81,14 @@ def integer(value: object, *path: str) -> int | None:
     return found if isinstance(found, int) and not isinstance(found, bool) else None
 
 
+def seconds(value: object, *path: str) -> float | None:
+    """Return the RFC 3339 time at the path in seconds since the Unix epoch; None if there is none."""
+    try:
+        return seconds_of(datetime.fromisoformat(text(value, *path)))
+    except (ValueError, OverflowError):
+        return None
+
+
 def at(value: object, *path: str) -> object:
     """Return the value at the path; None if there is none."""
     for key in path:

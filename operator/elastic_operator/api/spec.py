@@ -36,7 +36,6 @@ from elastic_operator.api.json_values import integer, listing, mapping, mappings
 GROUP: Final = "elastic.pytorch.org"
 VERSION: Final = "v1alpha1"
 KIND: Final = "ElasticJob"
-PLURAL: Final = "elasticjobs"
 
 Json = Mapping[str, Any]
 
@@ -219,11 +218,6 @@ class AppliedSpec(_Part, frozen=True, kw_only=True):
     node_loss: int = msgspec.field(default=15, name="nodeLossSeconds")
     metrics_port: int | None = None
     template: dict[str, Any] = {}
-
-    @property
-    def failure_rules(self) -> tuple[FailureRule, ...]:
-        """The rules of the failure policy."""
-        return self.failure_policy.rules
 
 
 class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):

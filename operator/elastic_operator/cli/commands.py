@@ -191,11 +191,8 @@ def _add(
         return 0
 
     parser = add_command(commands, name, run, summary, text)
-    which = "the job's name; on this machine also a run's id"
-    if every:
-        parser.add_argument("name", nargs="?", metavar="NAME", help=f"{which} (default: all jobs)")
-    else:
-        parser.add_argument("name", metavar="NAME", help=which)
+    which = "the job's name; on this machine also a run's id" + (" (default: all jobs)" if every else "")
+    parser.add_argument("name", nargs="?" if every else None, metavar="NAME", help=which)
     group = parser.add_argument_group(
         "on a cluster", "Each of these selects jobs on a Kubernetes cluster; without them, jobs on this machine."
     )

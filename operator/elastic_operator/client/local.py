@@ -28,7 +28,7 @@ from elastic_operator.local.run_dir import RunDir, all_runs, home_dir
 from elastic_operator.views.job_view import EventView, JobView
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from elastic_operator.client import Tell
     from elastic_operator.views.job_view import PodView
@@ -90,7 +90,7 @@ class LocalJobs:
         from elastic_operator.views.top import scrape
 
         jobs = self.jobs() if name is None else [self.describe(name)]
-        read = asyncio.run(scrape([(_live_pods(job), _fetch) for job in jobs], leaders=name is None))
+        read = asyncio.run(scrape([(job.pods if job.run.alive else (), _fetch) for job in jobs], leaders=name is None))
         return [ScrapedJob(job, *each) for job, each in zip(jobs, read, strict=True)]
 
     def logs(self, name: str, selector: LogSelector, write: Callable[[bytes], object]) -> bool:
@@ -230,10 +230,6 @@ async def _fetch(pod: PodView) -> str:
         number = error.errno if isinstance(error, OSError) else None
         why = os.strerror(number) if number else str(error) or type(error).__name__
         raise ClusterError(f"its agent does not answer ({why})") from None
-
-
-def _live_pods(job: JobView) -> Sequence[PodView]:
-    return job.pods if job.run.alive else ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from elastic_operator.api.constants import LABEL_JOB_UID, ConditionType
-from elastic_operator.api.json_values import integer, mapping, mappings, text
+from elastic_operator.api.json_values import integer, mapping, mappings, seconds, text
 from elastic_operator.api.spec import MANAGER, ElasticJobSpec
 from elastic_operator.api.status import JobState, status_from_json
 from elastic_operator.api.validation import problem_of
@@ -22,7 +22,7 @@ from elastic_operator.controller.model import EtcdState, Job, Observed, PodPhase
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kubernetes.apply import Applier, CreateBackoff
 from elastic_operator.kubernetes.client import EVENTS, PODS, with_hint
-from elastic_operator.kubernetes.pod_status import container_states, event_time, in_a_line, seconds, why_waiting
+from elastic_operator.kubernetes.pod_status import container_states, event_time, in_a_line, why_waiting
 from elastic_operator.kubernetes.store import managed_etcd, owner_of
 from elastic_operator.resources.owned_objects import ETCD
 
@@ -302,7 +302,7 @@ def job_of(body: Json, spec: ElasticJobSpec | None = None) -> Job:
         generation=integer(metadata, "generation") or 0,
         spec=spec,
         status=status_from_json(body.get("status")),
-        created=seconds(metadata.get("creationTimestamp")) or 0.0,
+        created=seconds(metadata, "creationTimestamp") or 0.0,
         deleting=bool(metadata.get("deletionTimestamp")),
         problem=problem_of(spec),
     )

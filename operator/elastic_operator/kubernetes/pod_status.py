@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -21,7 +20,7 @@ from elastic_operator.api.constants import (
     LABEL_INDEX,
     Reason,
 )
-from elastic_operator.api.json_values import at, integer, listing, mapping, mappings, text
+from elastic_operator.api.json_values import at, integer, listing, mapping, mappings, seconds, text
 from elastic_operator.api.spec import WORKER
 from elastic_operator.controller.model import IncompatibleImage, Pod, PodPhase, TerminationCause
 from elastic_operator.kubernetes.client import with_hint
@@ -68,12 +67,12 @@ class ContainerState:
     def started(self) -> float | None:
         """When it started, if that is known."""
         # A container that could not start has the start of the Unix epoch here.
-        return seconds(at(self.running or self.terminated, "startedAt")) or None
+        return seconds(self.running or self.terminated, "startedAt") or None
 
     @property
     def ended(self) -> float | None:
         """When it ended, if that is known."""
-        return seconds(at(self.terminated, "finishedAt")) or None
+        return seconds(self.terminated, "finishedAt") or None
 
 
 def container_states(pod: Json, kind: str = "containerStatuses") -> tuple[ContainerState, ...]:
@@ -91,21 +90,10 @@ def is_leaving(pod: Json) -> bool:
     return bool(text(pod, "metadata", "deletionTimestamp"))
 
 
-def seconds(time: object) -> float | None:
-    """Return a Kubernetes time as seconds since the Unix epoch; None if it is not one."""
-    if not isinstance(time, str):
-        return None
-    try:
-        parsed = datetime.fromisoformat(time)
-        return (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp()
-    except (ValueError, OverflowError):
-        return None
-
-
 def event_time(event: Json) -> float:
     """Return when an event happened last, in seconds since the Unix epoch; 0 if it does not say."""
     fields = (("series", "lastObservedTime"), ("lastTimestamp",), ("eventTime",), ("metadata", "creationTimestamp"))
-    return next((time for field in fields if (time := seconds(text(event, *field))) is not None), 0.0)
+    return next((time for field in fields if (time := seconds(event, *field)) is not None), 0.0)
 
 
 def conditions_of(pod: Json) -> dict[str, str]:
@@ -365,15 +353,15 @@ def pod_of(body: Json) -> Pod:
         phase=phase,
         ready=worker.ready,
         terminating=is_leaving(body),
-        deletion_deadline=seconds(mapping(body, "metadata").get("deletionTimestamp")),
-        created=seconds(mapping(body, "metadata").get("creationTimestamp")) or 0.0,
+        deletion_deadline=seconds(body, "metadata", "deletionTimestamp"),
+        created=seconds(body, "metadata", "creationTimestamp") or 0.0,
         started=worker.started,
         ended=_ended(body, worker) if phase.ended else None,
         exit_code=worker.exit_code,
         init_exit_code=None if failed_init is None else failed_init.exit_code,
         message=message,
         failures=_number(text(annotations, ANNOTATION_FAILURES)) or 0,
-        failed=seconds(annotations.get(ANNOTATION_FAILED)),
+        failed=seconds(annotations, ANNOTATION_FAILED),
         size=_size(text(annotations, ANNOTATION_SIZE)),
         waiting=waiting,
         incompatible_image=incompatible_image(body, worker),
@@ -453,8 +441,8 @@ def _ended(pod: Json, worker: ContainerState) -> float | None:
     if worker.ended is not None:
         return worker.ended
     if _never_runs(pod):
-        return seconds(mapping(pod, "metadata").get("deletionTimestamp"))
-    changes = (seconds(entry.get("lastTransitionTime")) for entry in mappings(pod, "status", "conditions"))
+        return seconds(pod, "metadata", "deletionTimestamp")
+    changes = (seconds(entry, "lastTransitionTime") for entry in mappings(pod, "status", "conditions"))
     return max((time for time in changes if time is not None), default=None)
 
 

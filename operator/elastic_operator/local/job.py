@@ -159,7 +159,7 @@ def supported(spec: ElasticJobSpec) -> ElasticJobSpec:
         managed_by=MANAGER,
         ttl_after_finished=None,
         clean_pod_policy=CleanPodPolicy.RUNNING,
-        failure_policy=FailurePolicy(tuple(rule for rule in spec.failure_rules if rule.exit_codes is not None)),
+        failure_policy=FailurePolicy(tuple(rule for rule in spec.failure_policy.rules if rule.exit_codes is not None)),
         scheduling=SchedulingSpec(),
         rendezvous=replace(spec.rendezvous, ports=None),
         etcd=replace(spec.etcd, tls_secret=None),

@@ -185,9 +185,8 @@ class PodProcess:
     async def _start(self, command: PodCommand) -> asyncio.subprocess.Process:
         for directory in (command.logs, command.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
-        (command.logs / _TERMINATION_LOG).unlink(
-            missing_ok=True
-        )  # after a resumption, pods have the names of earlier pods
+        # After a resumption, pods have the names of earlier pods.
+        (command.logs / _TERMINATION_LOG).unlink(missing_ok=True)
         with (command.logs / _LOG).open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *with_pdeathsig(command.argv),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import signal
@@ -104,18 +105,9 @@ def activity(pod: PodView) -> tuple[str, bool | None]:
 
 def rank_list(ranks: Sequence[int] | None) -> str:
     """Format sorted ranks as ranges: 0-3, 7; a dash if there are none or they are unknown."""
-    if not ranks:
-        return "-"
-    parts: list[str] = []
-    first = last = ranks[0]
-    for rank in (*ranks[1:], None):
-        if rank is not None and rank == last + 1:
-            last = rank
-            continue
-        parts.append(str(first) if first == last else f"{first}-{last}")
-        if rank is not None:
-            first = last = rank
-    return ", ".join(parts)
+    runs = itertools.groupby(enumerate(ranks or ()), key=lambda entry: entry[1] - entry[0])
+    spans = [[rank for _, rank in run] for _, run in runs]
+    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans) or "-"
 
 
 def home_relative(path: str) -> str:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from elastic_operator.api.json_values import seconds
 from elastic_operator.api.status import JobStatus, status_from_json
 from elastic_operator.errors import BadInput, ElasticJobError
 
@@ -195,7 +195,7 @@ class JobView(_View, frozen=True, dict=True):
     @property
     def created(self) -> float | None:
         """When the job was created, in seconds since the Unix epoch."""
-        return _seconds(self.metadata.get("creationTimestamp")) or self.status.started
+        return seconds(self.manifest, "metadata", "creationTimestamp") or self.status.started
 
     @property
     def completed(self) -> float | None:
@@ -233,11 +233,3 @@ class JobView(_View, frozen=True, dict=True):
     def ended_pods(self) -> tuple[PodView, ...]:
         """The pods that have ended, the latest first."""
         return tuple(sorted((pod for pod in self.pods if pod.over), key=lambda pod: pod.ended or 0.0, reverse=True))
-
-
-def _seconds(time: object) -> float | None:
-    """Convert an RFC 3339 time to seconds since the Unix epoch; None if it is not a valid time."""
-    try:
-        return datetime.fromisoformat(time).timestamp() if isinstance(time, str) else None
-    except ValueError:
-        return None
