@@ -16,7 +16,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.local.etcd import EtcdProcess, find_etcd
+from elastic_operator.local.processes import EtcdProcess, find_etcd
 from torchelastic.store.api import StoreSettings
 from torchelastic.store.client import connect, follow
 

@@ -22,7 +22,7 @@ from benchmarks.processes import ProcessTree
 from benchmarks.programs.metrics_worker import FLOOD
 from benchmarks.report import Measurement, Report, note
 from elastic_operator.errors import BadInput
-from elastic_operator.local.etcd import free_ports
+from elastic_operator.local.processes import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -21,7 +21,7 @@ from benchmarks.report import Measurement, Report, note, summary
 from benchmarks.runs import GLOO_TIMEOUT, Run
 from benchmarks.scenarios import SCENARIOS
 from benchmarks.worker_reports import Missing, WorkerReports
-from elastic_operator.local.etcd import free_ports
+from elastic_operator.local.processes import free_ports
 
 if TYPE_CHECKING:
     import argparse

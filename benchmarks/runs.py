@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from benchmarks.network import INTERFACE
-from elastic_operator.local.etcd import free_ports
+from elastic_operator.local.processes import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

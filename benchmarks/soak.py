@@ -23,7 +23,7 @@ from benchmarks.report import Measurement, Report, note
 from benchmarks.soak_faults import KINDS, missing, plan
 from benchmarks.soak_run import Agents
 from benchmarks.worker_reports import Missing, WorkerReports
-from elastic_operator.local.etcd import free_ports
+from elastic_operator.local.processes import free_ports
 
 if TYPE_CHECKING:
     from collections import Counter

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks.soak_faults import KINDS, plan
-from elastic_operator.local.etcd import find_etcd
+from elastic_operator.local.processes import find_etcd
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

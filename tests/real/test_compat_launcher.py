@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from elastic_operator.local.etcd import free_ports
+from elastic_operator.local.processes import free_ports
 from tests.support.agents import until_gone
 from tests.support.launchers import Launcher, script
 

@@ -15,8 +15,8 @@ import pytest_asyncio
 from elastic_operator.api.status import JobState, decode_report
 from elastic_operator.client.local import LocalJobs
 from elastic_operator.errors import BadInput, NotFound
-from elastic_operator.local.etcd import find_etcd
 from elastic_operator.local.pdeathsig import with_pdeathsig
+from elastic_operator.local.processes import find_etcd
 from tests.support.etcd import until_keys
 from tests.support.local_runs import LocalRun, gone, manifest, processes_of, reasons, training
 from tests.support.workers import poll_until

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import aiohttp
 
-from elastic_operator.local.etcd import find_etcd, free_ports
+from elastic_operator.local.processes import find_etcd, free_ports
 from tests.support.agents import PATIENCE
 from torchelastic.store.api import Listing, StoreSettings
 from torchelastic.store.client import connect, follow

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from elastic_operator.local.etcd import find_etcd
+from elastic_operator.local.processes import find_etcd
 from tests.support.etcd import EtcdServer
 from tests.support.testbed import binaries
 from tests.support.testbed.availability import EXHAUSTIVE

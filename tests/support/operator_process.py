@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_operator.local.etcd import free_ports
+from elastic_operator.local.processes import free_ports
 from tests.support.testbed.daemons import Daemon
 
 if TYPE_CHECKING:

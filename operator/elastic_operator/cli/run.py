@@ -29,9 +29,8 @@ from elastic_operator.client import LogSelector
 from elastic_operator.client.local import LocalJobs, log_files
 from elastic_operator.controller import messages
 from elastic_operator.errors import BadInput, ElasticJobError
-from elastic_operator.local.etcd import find_etcd
 from elastic_operator.local.job import LiveJob
-from elastic_operator.local.processes import check_program
+from elastic_operator.local.processes import check_program, find_etcd
 from elastic_operator.local.run import LocalRun, RunRequest, begin_end, manifest_text, on_signals
 from elastic_operator.local.run_dir import create_run, home_dir, lock_name, reopen_run, replace_file
 from elastic_operator.local.view import DONE, FAILED, NOW, LiveView, Step, View, own_command

@@ -27,9 +27,8 @@ from elastic_operator.controller.reconciler import Reconciler, ReconcileSettings
 from elastic_operator.controller.status import breakdown_at_change, report_of
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.local.control import SnapshotFeed, control_server
-from elastic_operator.local.etcd import EtcdProcess
 from elastic_operator.local.job import LiveJob, warning_of
-from elastic_operator.local.processes import PodProcess, pod_command, tail
+from elastic_operator.local.processes import EtcdProcess, PodProcess, pod_command, tail
 from elastic_operator.local.run_dir import replace_file
 from elastic_operator.manifest.loader import load
 from elastic_operator.resources.worker_pod import ending_of

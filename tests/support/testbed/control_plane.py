@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Self
 
-from elastic_operator.local.etcd import free_ports
+from elastic_operator.local.processes import free_ports
 from tests.support.testbed.cluster import Cluster
 from tests.support.testbed.daemons import Daemon, DaemonDied, kill_all, probing, until_ready
 from tests.support.testbed.installation import (
