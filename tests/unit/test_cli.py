@@ -16,7 +16,7 @@ import yaml
 from elastic_operator.api.status import encode_report
 from elastic_operator.cli import main as cli
 from elastic_operator.reports.page import page
-from elastic_operator.views.jobs import table
+from elastic_operator.views.formatting import table
 from tests.support.cluster_objects import START
 from tests.support.reports import long, report
 from tests.support.snapshots import FOLDER, RUN, snapshot, view

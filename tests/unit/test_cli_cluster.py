@@ -14,7 +14,7 @@ from elastic_operator.api.constants import ANNOTATION_METRICS_PORT
 from elastic_operator.cli import main as cli
 from elastic_operator.client.cluster import view_of
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS
-from elastic_operator.views.jobs import description
+from elastic_operator.views.formatting import description
 from elastic_operator.views.top import MAX_PAGE
 from tests.support.agent_pages import LEADS, agent_page
 from tests.support.cluster_objects import JOB_UID, START, at, died, event, job, pod

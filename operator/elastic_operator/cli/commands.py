@@ -213,7 +213,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _get(client: JobClient, arguments: argparse.Namespace) -> str:
-    from elastic_operator.views.jobs import objects, table
+    from elastic_operator.views.formatting import objects, table
 
     jobs = client.jobs(arguments.name, every_run=arguments.all, pods=arguments.output == "wide")
     if arguments.output in ("json", "yaml"):
@@ -226,7 +226,7 @@ def _get(client: JobClient, arguments: argparse.Namespace) -> str:
 
 
 def _describe(client: JobClient, arguments: argparse.Namespace) -> str:
-    from elastic_operator.views.jobs import description
+    from elastic_operator.views.formatting import description
 
     return "\n".join([*description(client.describe(arguments.name), time.time()), ""])
 
