@@ -152,7 +152,7 @@ def rfc3339(seconds: float) -> str:
 def moment(seconds: float) -> str:
     """Format a time in milliseconds, clamped to the range of a calendar."""
     time = _EPOCH + timedelta(milliseconds=round(_clamped(seconds) * 1000))
-    return f"{time:%Y-%m-%dT%H:%M:%S}.{time.microsecond // 1000:03d}Z"
+    return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def seconds_of(time: datetime) -> float:

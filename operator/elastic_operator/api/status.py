@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from elastic_operator.api.spec import Json
-    from torchelastic.protocol import PastRound
 
 REPORT_KEY: Final = "report.json"
 """The key in the ConfigMap, and the name of the file."""
@@ -292,19 +291,16 @@ def merged(kept: Report | None, report: Report) -> Report:
         return report
     by_number = {round.number: round for round in (*kept.history.rounds, *report.history.rounds)}
     rounds = tuple(by_number[number] for number in sorted(by_number))
+    if len(rounds) > HISTORY_LIMIT:  # the first half of them is kept, and the last ones
+        first = HISTORY_LIMIT // 2
+        rounds = rounds[:first] + rounds[first - HISTORY_LIMIT :]
     return replace(
         report,
         time_breakdown=report.time_breakdown if report.time_breakdown is not None else kept.time_breakdown,
-        history=HistoryRecord(created=report.created, rounds=_bounded(rounds)),
+        history=HistoryRecord(created=report.created, rounds=rounds),
         outcome=report.outcome if report.outcome is not None else kept.outcome,
         rested=tuple(sorted({*kept.rested, *report.rested})[-HISTORY_LIMIT:]),
     )
-
-
-def _bounded(rounds: tuple[PastRound, ...]) -> tuple[PastRound, ...]:
-    """Return at most HISTORY_LIMIT rounds: the first half of them, and the last ones."""
-    excess, first = len(rounds) - HISTORY_LIMIT, HISTORY_LIMIT // 2
-    return rounds if excess <= 0 else rounds[:first] + rounds[first + excess :]
 
 
 def _text_of(document: Json, longest: int) -> bytes:

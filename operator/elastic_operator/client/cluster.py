@@ -15,7 +15,7 @@ from elastic_operator.api.spec import GROUP
 from elastic_operator.api.status import REPORT_KEY
 from elastic_operator.client import ScrapedJob, still_running
 from elastic_operator.client.cluster_logs import ClusterLogs, is_finished, uid_of
-from elastic_operator.errors import BadInput, ClusterError, ElasticJobError, NotFound
+from elastic_operator.errors import BadInput, ClusterError, NotFound
 from elastic_operator.kubernetes.client import CONFIG_MAPS, ELASTIC_JOBS, EVENTS, PODS, Api, ApiError
 from elastic_operator.kubernetes.pod_status import event_time, pod_of
 from elastic_operator.views.job_view import EventView, JobView, PodView, RunView
@@ -271,28 +271,23 @@ def readable_errors(not_found: str) -> Iterator[None]:
     try:
         yield
     except ApiError as error:
-        raise _readable(error, not_found) from None
-
-
-def _readable(error: ApiError, not_found: str) -> ElasticJobError:
-    match error.status:
-        case 401:
-            return ClusterError(
-                "the API server does not accept these credentials; log in again, or name another --context"
-            )
-        case 403:
-            return ClusterError(f"you may not do this on this cluster: {error.message}")
-        case 404 if error.reason == "NotFound" and _UNKNOWN_KIND not in error.message:
-            return NotFound(not_found)
-        case 404:
-            return ClusterError(
-                f"this cluster does not know ElasticJobs (elasticjobs.{GROUP}); install the operator with "
-                "`helm install elastic-operator charts/`, or name another --context"
-            )
-        case _ if error.invalid:
-            return BadInput(error.message)
-        case _:
-            return error
+        match error.status:
+            case 401:
+                sentence = "the API server does not accept these credentials; log in again, or name another --context"
+            case 403:
+                sentence = f"you may not do this on this cluster: {error.message}"
+            case 404 if error.reason == "NotFound" and _UNKNOWN_KIND not in error.message:
+                raise NotFound(not_found) from None
+            case 404:
+                sentence = (
+                    f"this cluster does not know ElasticJobs (elasticjobs.{GROUP}); install the operator with "
+                    "`helm install elastic-operator charts/`, or name another --context"
+                )
+            case _ if error.invalid:
+                raise BadInput(error.message) from None
+            case _:
+                raise
+        raise ClusterError(sentence) from None
 
 
 def view_of(job: Json, pods: Iterable[Json] = (), events: Iterable[Json] = ()) -> JobView:

@@ -272,7 +272,7 @@ def _grid(rows: Sequence[Sequence[RenderableType]]) -> RenderableType:
 
 def _title(job: JobView, now: float) -> RenderableType:
     bar = Table.grid(Column(no_wrap=True), Column(justify="right"), expand=True)
-    bar.add_row(Text(f" {job.name}  {job.state}", "bold"), f"{formatting.clock(job.age(now))} ")
+    bar.add_row(Text(f" {job.name}  {job.state}", "bold"), f"{formatting.duration(job.age(now))} ")
     bar.style = _BAR.get(job.state, "black on yellow")
     return bar
 
@@ -336,11 +336,8 @@ def _message(pod: PodView) -> str:
 
 def _events(job: JobView, now: float) -> RenderableType:
     start = job.created or now
-    rows = [
-        (
-            Text(formatting.clock(each.time - start).rjust(5), "dim"),
-            Text(event_text(each), "red" if each.warning else ""),
-        )
-        for each in job.events[-_MAX_EVENTS:]
-    ]
+    rows = []
+    for each in job.events[-_MAX_EVENTS:]:
+        after = Text(formatting.duration(each.time - start).rjust(6), "dim")
+        rows.append((after, Text(event_text(each), "red" if each.warning else "")))
     return _grid(rows)

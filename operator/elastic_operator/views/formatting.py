@@ -50,13 +50,6 @@ def short_duration(seconds: float) -> str:
     return f"{seconds * 1000:.3g}ms" if 0 < seconds < 0.9995 else f"{seconds:.0f}s"
 
 
-def clock(seconds: float) -> str:
-    """Format the time since the start: 0:42, 12:03, 1:02:03."""
-    minutes, rest = divmod(max(0, int(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 def size(amount: float) -> str:
     """Format a number of bytes: 612 MiB, 1.4 GiB."""
     amount = max(0.0, amount)
