@@ -10,29 +10,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 
+from torchelastic import protocol
 from torchelastic.errors import MalformedRecord, SettingsError, StoreError
-from torchelastic.protocol import (
-    RUN_LEASE_TTL,
-    HistoryRecord,
-    NodeRecord,
-    OutcomeRecord,
-    RoundRecord,
-    RunKeys,
-    SizeRecord,
-    StateRecord,
-    TimeBreakdown,
-    decode,
-    encode,
-)
-from torchelastic.store.api import Listing, StoreSettings, parse_endpoints
+from torchelastic.store.api import Entry, Listing, Store, StoreSettings, parse_endpoints
 from torchelastic.store.client import Backoff, RunLease, connect, follow
-
-if TYPE_CHECKING:
-    from torchelastic.store.api import Entry, Store
 
 _log = logging.getLogger(__name__)
 
@@ -51,8 +36,8 @@ def store_at(endpoint: str) -> StoreSettings:
     Raises:
         SettingsError: the endpoint is malformed.
     """
-    protocol, endpoints = parse_endpoints(endpoint)
-    return StoreSettings(endpoints=endpoints, protocol=protocol or "http")
+    scheme, endpoints = parse_endpoints(endpoint)
+    return StoreSettings(endpoints=endpoints, protocol=scheme or "http")
 
 
 class StoreMirror:
@@ -84,21 +69,21 @@ class StoreMirror:
         *,
         changed: Callable[[], None],
         away: Callable[[str], None],
-        run_lease: float = RUN_LEASE_TTL,
+        run_lease: float = protocol.RUN_LEASE_TTL,
     ) -> None:
         self._run_id = run_id
         self._ttl = run_lease
-        self._keys = RunKeys.of(run_id)
+        self._keys = protocol.RunKeys.of(run_id)
         self._changed = changed
         self._away = away
         self._store: Store | None = None  # while it is connected; it may not answer
         self.readable = False
-        self.round: RoundRecord | None = None
-        self.outcome: OutcomeRecord | None = None
-        self.size: SizeRecord | None = None
-        self.time_breakdown: TimeBreakdown | None = None
-        self.history: HistoryRecord | None = None
-        self.nodes: dict[str, NodeRecord] = {}
+        self.round: protocol.RoundRecord | None = None
+        self.outcome: protocol.OutcomeRecord | None = None
+        self.size: protocol.SizeRecord | None = None
+        self.time_breakdown: protocol.TimeBreakdown | None = None
+        self.history: protocol.HistoryRecord | None = None
+        self.nodes: dict[str, protocol.NodeRecord] = {}
         self.names: dict[str, str] = {}
 
     async def run(self, settings: Reach, available: asyncio.Event | None) -> None:
@@ -135,14 +120,14 @@ class StoreMirror:
                 raise asyncio.CancelledError
             await backoff.wait()
 
-    async def write_size(self, size: SizeRecord) -> None:
+    async def write_size(self, size: protocol.SizeRecord) -> None:
         """Write the desired size if the store is connected; if not, ``changed()`` is called when it can be read.
 
         Raises:
             StoreError: the store is unavailable, or refused the request.
         """
         if self._store is not None:
-            await self._lease(self._store).put(self._keys.size, encode(size))
+            await self._lease(self._store).put(self._keys.size, protocol.encode(size))
 
     async def forget_run(self) -> None:
         """Delete the run's keys from a store that outlives it.
@@ -158,7 +143,6 @@ class StoreMirror:
         return RunLease(store, self._run_id, ttl=self._ttl)
 
     async def _follow(self, store: Store) -> None:
-        """Copy the keys and every change of them."""
         async with contextlib.aclosing(follow(store, self._keys.root)) as news:
             async for each in news:
                 if isinstance(each, Listing):
@@ -183,19 +167,19 @@ class StoreMirror:
         """Copy the value of a key; return whether to call ``changed()``."""
         keys = self._keys
         if key == keys.time_breakdown:
-            self.time_breakdown = _record(entry, TimeBreakdown)
+            self.time_breakdown = _record(entry, protocol.TimeBreakdown)
             return False
         if key == keys.history:
-            self.history = _record(entry, HistoryRecord)
+            self.history = _record(entry, protocol.HistoryRecord)
             return False
         if key == keys.state:
-            state = _record(entry, StateRecord) or StateRecord()
+            state = _record(entry, protocol.StateRecord) or protocol.StateRecord()
             self.round, self.outcome = state.round, state.outcome
         elif key == keys.size:
-            self.size = _record(entry, SizeRecord)
+            self.size = _record(entry, protocol.SizeRecord)
         elif key.startswith(keys.nodes):
             node_id = key.removeprefix(keys.nodes)
-            node = _record(entry, NodeRecord)
+            node = _record(entry, protocol.NodeRecord)
             if node is None:
                 self.nodes.pop(node_id, None)
             else:
@@ -206,7 +190,7 @@ class StoreMirror:
         return True
 
 
-def _but_progress(node: NodeRecord) -> NodeRecord:
+def _but_progress(node: protocol.NodeRecord) -> protocol.NodeRecord:
     """Return the node's record without its program's progress, which only the leader needs."""
     return msgspec.structs.replace(node, first_step_at=0.0, last_checkpoint_at=0.0)
 
@@ -216,7 +200,7 @@ def _record(entry: Entry | None, kind: type[_Record]) -> _Record | None:
     if entry is None:
         return None
     try:
-        return decode(entry.value, kind)
+        return protocol.decode(entry.value, kind)
     except MalformedRecord as error:
         _log.warning("%s: %s", entry.key, error)
         return None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +11,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_operator.controller.plan import plan
-from elastic_operator.kubernetes.metrics import Cause, JobCollector, OperatorMetrics, restarts, seconds_to_running
+from elastic_operator.kubernetes.metrics import Cause, JobCollector, OperatorMetrics
 from tests.support.builders import (
     NOW,
     a_job,
@@ -35,18 +35,20 @@ from tests.support.builders import (
 
 if TYPE_CHECKING:
     from elastic_operator.api.spec import Json
-    from elastic_operator.controller.model import Job, Observed, Pod
+    from elastic_operator.controller.model import Job, Observed, Plan, Pod
 
 
 def counted(job: Job, observed: Observed) -> dict[Cause, int]:
     """The counters after two reconciles of a job, the second one with the status of the first."""
-    causes: Counter[Cause] = Counter()
+    metrics = OperatorMetrics()
     for _ in range(2):
         todo = plan(job, observed, NOW)
-        causes.update(restarts(job, todo))
+        metrics.status_written(job, todo)
         if todo.status is not None:
             job = with_status(job, **{name: getattr(todo.status, name) for name in todo.status.__slots__})
-    return dict(causes)
+    restarts = "elastic_operator_restarts_total"
+    counts = {cause: metrics.registry.get_sample_value(restarts, {"cause": cause}) or 0 for cause in Cause}
+    return {cause: int(count) for cause, count in counts.items() if count}
 
 
 @pytest.mark.parametrize(
@@ -78,22 +80,25 @@ def test_restarts_of_workers_are_counted_as_charged_or_free() -> None:
     assert counted(that_trained(a_job(), restarts=1), world) == {Cause.WORKER_FAILED: 2, Cause.FREE: 2}
 
 
-def test_the_time_until_a_job_trains_is_measured_once() -> None:
+def test_the_time_until_a_job_trains_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pods = running(0), running(1)
     world = a_world(*pods, round=a_round(*pods))
     job = that_had_pods(a_job())
+    metrics = OperatorMetrics()
+
+    def measured(job: Job, todo: Plan, now: float) -> float | None:
+        monkeypatch.setattr("elastic_operator.kubernetes.metrics.time", SimpleNamespace(time=lambda: now))
+        before = metrics.registry.get_sample_value("elastic_operator_apply_to_running_seconds_sum") or 0.0
+        metrics.status_written(job, todo)
+        return (metrics.registry.get_sample_value("elastic_operator_apply_to_running_seconds_sum") or 0.0) - before
+
+    assert measured(job, plan(job, a_world(pending(0), pending(1)), NOW + 12), NOW + 12) == 0
     todo = plan(job, world, NOW + 12)
     assert todo.status is not None
-    assert seconds_to_running(job, todo.status, NOW + 12) == 12
-    again = with_status(job, started=todo.status.started)
-    assert seconds_to_running(again, todo.status, NOW + 13) is None
-    waiting = plan(job, a_world(pending(0), pending(1)), NOW + 12).status
-    assert waiting is not None
-    assert seconds_to_running(job, waiting, NOW + 12) is None
+    assert measured(job, todo, NOW + 12) == 12
+    assert measured(with_status(job, started=todo.status.started), todo, NOW + 13) == 0
     resumed = that_is_suspended(a_job(), started=None, round=0, active=NOW + 100)
-    status = plan(resumed, world, NOW + 103).status
-    assert status is not None
-    assert seconds_to_running(resumed, status, NOW + 103) == 3, "the time counts from the resumption"
+    assert measured(resumed, plan(resumed, world, NOW + 103), NOW + 103) == 3, "the time counts from the resumption"
 
 
 def test_every_series_is_documented() -> None:

@@ -15,17 +15,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from elastic_operator.api.constants import Reason
-from elastic_operator.api.spec import FailureAction
+from elastic_operator.api.spec import FailureAction, FailureRule
 from elastic_operator.api.status import LastFailure
 from elastic_operator.controller import messages
-from elastic_operator.controller.model import PATIENCE, EndedPod, Pod, PodEnd, PodPhase, TerminationCause
+from elastic_operator.controller.model import PATIENCE, EndedPod, Pod, PodEnd, PodPhase, Snapshot, TerminationCause
 from torchelastic.protocol import ExitCode, FailureRecord, OutcomeState, RoundReason, TerminationMessage, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from elastic_operator.api.spec import FailureRule
-    from elastic_operator.controller.model import Snapshot
 
 
 EXCLUDED_NODES_KEPT: Final = 100

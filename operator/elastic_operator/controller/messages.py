@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Final
 
 from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.status import JobState, JobStatus
-from elastic_operator.controller.model import JobEvent, PodEnd, TerminationCause
-from torchelastic.protocol import ExitCode, RoundReason, TerminationMessage, shorten
+from elastic_operator.controller.model import EndedPod, JobEvent, PlannedPods, Pod, PodEnd, Snapshot, TerminationCause
+from torchelastic.protocol import ExitCode, FailureRecord, RoundReason, TerminationMessage, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from elastic_operator.controller.failures import FailureCount
-    from elastic_operator.controller.model import EndedPod, PlannedPods, Pod, Snapshot
-    from torchelastic.protocol import FailureRecord
 
 MESSAGE_LIMIT: Final = 8192
 """Maximum length of a condition's message in characters; the CRD allows a few more."""
@@ -83,7 +81,6 @@ def _pods_ended(failures: FailureCount, planned: PlannedPods | None = None, now:
 
 
 def _pod_ended(ended: EndedPod) -> tuple[Reason, str] | None:
-    """Return the event of a pod that ended; None without one."""
     pod = ended.pod
     if ended.charged:
         return Reason.POD_DIED, pod_death(pod)

@@ -21,15 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from elastic_operator.api.spec import AppliedSpec, ElasticJobSpec, FailureRule
-    from torchelastic.protocol import (
-        HistoryRecord,
-        OutcomeRecord,
-        ResumeRecord,
-        RoundRecord,
-        SizeRecord,
-        TerminationMessage,
-        TimeBreakdown,
-    )
+    from torchelastic import protocol
 
 
 PATIENCE: Final = 60.0
@@ -117,10 +109,10 @@ class Pod:
     ended: float | None = None
     exit_code: int | None = None
     init_exit_code: int | None = None
-    message: TerminationMessage | str | None = None
+    message: protocol.TerminationMessage | str | None = None
     failures: int = 0
     failed: float | None = None
-    size: SizeRecord | None = None
+    size: protocol.SizeRecord | None = None
     waiting: str = ""
     incompatible_image: IncompatibleImage | None = None
     sidecars_running: bool = False
@@ -204,11 +196,11 @@ class Observed:
     pods: tuple[Pod, ...] = ()
     etcd: EtcdState = EtcdState.ABSENT
     store_read: bool = False
-    round: RoundRecord | None = None
-    outcome: OutcomeRecord | None = None
-    size: SizeRecord | None = None
-    time_breakdown: TimeBreakdown | None = None
-    history: HistoryRecord | None = None
+    round: protocol.RoundRecord | None = None
+    outcome: protocol.OutcomeRecord | None = None
+    size: protocol.SizeRecord | None = None
+    time_breakdown: protocol.TimeBreakdown | None = None
+    history: protocol.HistoryRecord | None = None
     rejected: str | None = None
     blocked: str | None = None
     etcd_blocked: bool = False
@@ -358,10 +350,10 @@ class NewPod:
 
     name: str
     index: int
-    size: SizeRecord
+    size: protocol.SizeRecord
     failures: int = 0
     failed: float | None = None
-    resume: ResumeRecord | None = None
+    resume: protocol.ResumeRecord | None = None
     excluded: tuple[str, ...] = ()
     due: float = 0.0
     replaces: Pod | None = None
@@ -388,8 +380,8 @@ class PlannedPods:
     remove: tuple[Pod, ...] = ()
     missing: tuple[NewPod, ...] = ()
     held: bool = False
-    size: SizeRecord | None = None
-    announce: SizeRecord | None = None
+    size: protocol.SizeRecord | None = None
+    announce: protocol.SizeRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,7 +430,7 @@ class Plan:
     etcd: bool = True
     min_member: int | None = None
     min_available: int | None = None
-    size: SizeRecord | None = None
+    size: protocol.SizeRecord | None = None
     remove: tuple[Pod, ...] = ()
     create: tuple[NewPod, ...] = ()
     delete_job: bool = False

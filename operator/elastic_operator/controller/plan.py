@@ -37,35 +37,15 @@ from elastic_operator.api.constants import ConditionType, Reason, pod_name
 from elastic_operator.api.json_values import rfc3339
 from elastic_operator.api.spec import MANAGER, CleanPodPolicy, changed_fields
 from elastic_operator.api.status import JobState, JobStatus
-from elastic_operator.controller.failures import count_failures, find_completion, pod_end
+from elastic_operator.controller import model
+from elastic_operator.controller import status as statuses
+from elastic_operator.controller.failures import FailureCount, count_failures, find_completion, pod_end
 from elastic_operator.controller.messages import completion_event, running_events, suspension_events
-from elastic_operator.controller.model import (
-    PATIENCE,
-    EtcdState,
-    NewPod,
-    Plan,
-    PlannedPods,
-    PodEnd,
-    PodPhase,
-    Snapshot,
-)
-from elastic_operator.controller.status import (
-    breakdown_at_change,
-    finished_status,
-    has_news,
-    report_of,
-    running_status,
-    suspended_status,
-    unreadable_status,
-)
-from torchelastic.protocol import ExitCode, ResumeRecord, SizeRecord
+from torchelastic.protocol import ExitCode, ResumeRecord, SizeRecord, TimeBreakdown
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from elastic_operator.controller.failures import FailureCount
-    from elastic_operator.controller.model import Job, Observed, Pod
-    from torchelastic.protocol import TimeBreakdown
 
 EXIT_PERIOD: Final = 30.0
 """Seconds that agents have to exit by themselves after the run's end: a deleted pod loses its log."""
@@ -83,7 +63,7 @@ _AT_ONCE: Final = 0.1
 """Seconds after which a job continues that was resumed before its pods were gone."""
 
 
-def plan(job: Job, observed: Observed, now: float) -> Plan:
+def plan(job: model.Job, observed: model.Observed, now: float) -> model.Plan:
     """Return the plan for the job.
 
     Args:
@@ -92,15 +72,15 @@ def plan(job: Job, observed: Observed, now: float) -> Plan:
         now: seconds since the Unix epoch.
     """
     if job.spec.managed_by != MANAGER:
-        return Plan(hands_off=True)
+        return model.Plan(hands_off=True)
     if observed.unreadable is not None:
-        status = unreadable_status(job, observed.unreadable, now)
-        return Plan(status=_unless_the_same(job.status, status), hands_off=True)
-    snapshot = Snapshot.of(job, observed, now)
+        status = statuses.unreadable_status(job, observed.unreadable, now)
+        return model.Plan(status=_unless_the_same(job.status, status), hands_off=True)
+    snapshot = model.Snapshot.of(job, observed, now)
     if job.deleting:
         # The store stays while agents may want to leave there.
         pods = (*snapshot.live, *(pod for pod in snapshot.ended if pod.sidecars_running))
-        return Plan(etcd=bool(snapshot.unfinished), remove=pods)
+        return model.Plan(etcd=bool(snapshot.unfinished), remove=pods)
     if job.status.state.finished:
         return _clean_up(snapshot, job.status)
 
@@ -118,14 +98,14 @@ def plan(job: Job, observed: Observed, now: float) -> Plan:
     failures = count_failures(snapshot)
     completion = find_completion(snapshot, failures)
     if completion is not None:
-        status = finished_status(snapshot, failures, completion)
+        status = statuses.finished_status(snapshot, failures, completion)
         return replace(_clean_up(snapshot, status), events=(completion_event(status),))
     if suspended:
         return _suspend(snapshot, failures, read_until)
     return _run(snapshot, failures)
 
 
-def _with_spec_in_effect(snapshot: Snapshot, *, is_resumed: bool) -> Snapshot:
+def _with_spec_in_effect(snapshot: model.Snapshot, *, is_resumed: bool) -> model.Snapshot:
     """Return the input with the spec that applies to a job that is neither suspended nor finished."""
     job, spec, applied = snapshot.job, snapshot.job.spec, snapshot.job.status.applied_spec
     had_pods = bool(snapshot.gone) or job.status.size_generation > 0
@@ -137,27 +117,27 @@ def _with_spec_in_effect(snapshot: Snapshot, *, is_resumed: bool) -> Snapshot:
     return replace(snapshot, job=job, applied=applied, changes=changed_fields(spec, applied))
 
 
-def _run(snapshot: Snapshot, failures: FailureCount) -> Plan:
+def _run(snapshot: model.Snapshot, failures: FailureCount) -> model.Plan:
     """Bring the job to its size; if its spec is invalid, running pods continue, and nothing is created."""
     spec, before, observed = snapshot.job.spec, snapshot.job.status, snapshot.observed
     valid, breakdown = snapshot.job.problem is None, before.time_breakdown
     if valid and before.active is None and before.condition(ConditionType.SUSPENDED) is not None:
-        breakdown = breakdown_at_change(snapshot.job, observed, snapshot.now)  # it is resumed
+        breakdown = statuses.breakdown_at_change(snapshot.job, observed, snapshot.now)  # it is resumed
     planned = plan_pods(snapshot, failures, breakdown)
-    status = running_status(snapshot, failures, planned, breakdown)
+    status = statuses.running_status(snapshot, failures, planned, breakdown)
     has_objects = valid or bool(snapshot.live)
     times = [failures.next_due, *(new.due for new in planned.missing)]
     if status.active is not None and spec.active_deadline is not None:
         deadline = status.active + spec.active_deadline
-        times += [deadline, deadline + PATIENCE]  # then the deadline counts even if the store could not be read
-    return Plan(
+        times += [deadline, deadline + model.PATIENCE]  # then the deadline counts even if the store could not be read
+    return model.Plan(
         replicas=snapshot.desired if valid and spec.replicas is None else None,
         status=_unless_the_same(before, status, planned.staying),
         events=running_events(snapshot, status, failures, planned),
         ended=failures.ended,
         # Without pods to create, the etcd is kept while it may be needed, but not created.
         etcd=(valid and observed.rejected is None)
-        or observed.etcd is not EtcdState.ABSENT
+        or observed.etcd is not model.EtcdState.ABSENT
         or bool(snapshot.unfinished),
         min_member=spec.min_replicas if has_objects and spec.scheduling.gang is not None else None,
         min_available=spec.min_replicas if has_objects and spec.disruption_budget else None,
@@ -168,7 +148,7 @@ def _run(snapshot: Snapshot, failures: FailureCount) -> Plan:
     )
 
 
-def _suspend(snapshot: Snapshot, failures: FailureCount, read_until: float | None) -> Plan:
+def _suspend(snapshot: model.Snapshot, failures: FailureCount, read_until: float | None) -> model.Plan:
     """Delete all objects of a suspended job, or of a job that was resumed before its pods were gone.
 
     The store stays while agents may need it to leave, and until the operator has read whether the run has ended.
@@ -176,21 +156,21 @@ def _suspend(snapshot: Snapshot, failures: FailureCount, read_until: float | Non
     job, now, observed = snapshot.job, snapshot.now, snapshot.observed
     unread = not snapshot.unfinished and (read_until is not None or bool(failures.pending))
     stopped = not snapshot.unfinished and not unread
-    status = suspended_status(snapshot, failures, unread=unread)
+    status = statuses.suspended_status(snapshot, failures, unread=unread)
     pods = tuple([pod for pod in snapshot.live + snapshot.ended if pod.uid not in failures.pending])
     times = [read_until, failures.next_due, now + _AT_ONCE if stopped and not job.spec.suspend else None]
-    return Plan(
-        report=report_of(job, status, observed) if stopped and has_news(observed) else None,
+    return model.Plan(
+        report=statuses.report_of(job, status, observed) if stopped and statuses.has_news(observed) else None,
         status=_unless_the_same(job.status, status),
         events=suspension_events(job.status, status, failures),
         ended=failures.ended,
-        etcd=observed.etcd is not EtcdState.ABSENT and not stopped,
+        etcd=observed.etcd is not model.EtcdState.ABSENT and not stopped,
         remove=pods,
         wake_at=_next_time(times, now),
     )
 
 
-def _clean_up(snapshot: Snapshot, status: JobStatus) -> Plan:
+def _clean_up(snapshot: model.Snapshot, status: JobStatus) -> model.Plan:
     """Delete the remaining objects of a finished job; nothing is created for it any more.
 
     Agents that know of the end may end by themselves within :data:`EXIT_PERIOD`, and read it in the store until then.
@@ -208,9 +188,9 @@ def _clean_up(snapshot: Snapshot, status: JobStatus) -> Plan:
     times = [exit_by if waiting else None, None if expired else expires]
     finished = status.condition(ConditionType.FINISHED)
     agents_know = finished is not None and finished.reason in (Reason.RUN_SUCCEEDED, Reason.RUN_FAILED)
-    delete: tuple[Pod, ...] = ()
+    delete: tuple[model.Pod, ...] = ()
     if spec.clean_pod_policy is not CleanPodPolicy.NONE:
-        live = (pod for pod in snapshot.live if not (exiting and agents_know and pod.phase is PodPhase.RUNNING))
+        live = (pod for pod in snapshot.live if not (exiting and agents_know and pod.phase is model.PodPhase.RUNNING))
         is_all = spec.clean_pod_policy is CleanPodPolicy.ALL
         delete = (*live, *(pod for pod in snapshot.ended if is_all or pod.sidecars_running))
     deleted = {pod.uid for pod in delete}
@@ -218,10 +198,10 @@ def _clean_up(snapshot: Snapshot, status: JobStatus) -> Plan:
     ready = sum(pod.ready for pod in left)
     status = replace(status, observed_generation=job.generation, replicas=len(left), ready_replicas=ready)
     delete_job = expired and not waiting
-    has_own_store = spec.etcd.endpoint is None and observed.etcd is not EtcdState.ABSENT
-    reports = not job.status.state.finished or has_own_store or has_news(observed)
-    return Plan(
-        report=report_of(job, status, observed) if reports and not delete_job else None,
+    has_own_store = spec.etcd.endpoint is None and observed.etcd is not model.EtcdState.ABSENT
+    reports = not job.status.state.finished or has_own_store or statuses.has_news(observed)
+    return model.Plan(
+        report=statuses.report_of(job, status, observed) if reports and not delete_job else None,
         status=_unless_the_same(job.status, status),
         etcd=waiting,
         remove=delete,
@@ -230,7 +210,7 @@ def _clean_up(snapshot: Snapshot, status: JobStatus) -> Plan:
     )
 
 
-def _unless_the_same(before: JobStatus, status: JobStatus, staying: Iterable[Pod] = ()) -> JobStatus | None:
+def _unless_the_same(before: JobStatus, status: JobStatus, staying: Iterable[model.Pod] = ()) -> JobStatus | None:
     """Return the status to write; None if it has no relevant change.
 
     The removal of UIDs of deleted pods can wait for the next write, and so can the first size generation. The removal
@@ -245,11 +225,10 @@ def _unless_the_same(before: JobStatus, status: JobStatus, staying: Iterable[Pod
 
 
 def _next_time(times: Iterable[float | None], now: float) -> float | None:
-    """Return the first of the times that are in the future."""
     return min((time for time in times if time is not None and time > now), default=None)
 
 
-def plan_pods(snapshot: Snapshot, failures: FailureCount, breakdown: TimeBreakdown | None) -> PlannedPods:
+def plan_pods(snapshot: model.Snapshot, failures: FailureCount, breakdown: TimeBreakdown | None) -> model.PlannedPods:
     """Plan the size of the job: announce it to the agents, delete surplus pods, fill empty indices.
 
     If no pods can be made of the spec, the job does not change.
@@ -262,11 +241,11 @@ def plan_pods(snapshot: Snapshot, failures: FailureCount, breakdown: TimeBreakdo
     job, observed, now = snapshot.job, snapshot.observed, snapshot.now
     gone = frozenset([each.pod.uid for each in failures.judged])
     if job.problem is not None:
-        return PlannedPods(staying=snapshot.live, gone=gone)
+        return model.PlannedPods(staying=snapshot.live, gone=gone)
     size, announce, surplus = _settle_size(snapshot)
     staying = _without(snapshot.live, surplus)
-    etcd_waits = observed.etcd_blocked and observed.etcd is not EtcdState.READY
-    yielding: tuple[Pod, ...] = ()
+    etcd_waits = observed.etcd_blocked and observed.etcd is not model.EtcdState.READY
+    yielding: tuple[model.Pod, ...] = ()
     if etcd_waits and job.status.started is None:  # before the job has trained, pods are useless without the store
         by_use = sorted(staying, key=lambda pod: (pod.ready, -pod.index))
         yielding = tuple(by_use[: max(len(staying) - job.spec.min_replicas, 0)])
@@ -275,12 +254,12 @@ def plan_pods(snapshot: Snapshot, failures: FailureCount, breakdown: TimeBreakdo
     # Live pods know the run, and can write it to a store that lost it.
     was_suspended = job.status.condition(ConditionType.SUSPENDED) is not None
     resume = None if staying and not was_suspended else _resume_record(job.status, breakdown)
-    new = NewPod(name="", index=0, size=size, resume=resume, excluded=failures.excluded_nodes)
+    new = model.NewPod(name="", index=0, size=size, resume=resume, excluded=failures.excluded_nodes)
     missing = _missing_pods(snapshot, staying, surplus + yielding, new)
     obsolete = [pod for pod in _obsolete(snapshot.ended, missing) if pod.uid not in failures.pending]
     if observed.rejected is not None or etcd_waits:
         missing = ()
-    return PlannedPods(
+    return model.PlannedPods(
         staying=staying,
         gone=gone.union([pod.uid for pod in surplus + yielding]),
         created=() if held else tuple([new for new in missing if new.due <= now]),
@@ -297,7 +276,7 @@ def back_off(failures: int) -> float:
     return 0.0 if failures <= 1 else min(2.0 ** min(failures - 2, 16), LONGEST_BACK_OFF)
 
 
-def _settle_size(snapshot: Snapshot) -> tuple[SizeRecord, SizeRecord | None, tuple[Pod, ...]]:
+def _settle_size(snapshot: model.Snapshot) -> tuple[SizeRecord, SizeRecord | None, tuple[model.Pod, ...]]:
     """Compare the size that the agents know with the desired one.
 
     Returns:
@@ -320,7 +299,7 @@ def _settle_size(snapshot: Snapshot) -> tuple[SizeRecord, SizeRecord | None, tup
     announced = stored.draining if agreed and stored is not None and stored.generation == newest else ()
     # Until the agents have restored a store that lost its data, it does not say which of them are ready.
     is_lost = snapshot.observed.store_read and snapshot.observed.round is None and job.status.round > 0
-    unready = [pod for pod in snapshot.live if not (pod.ready or (is_lost and pod.phase is PodPhase.RUNNING))]
+    unready = [pod for pod in snapshot.live if not (pod.ready or (is_lost and pod.phase is model.PodPhase.RUNNING))]
     surplus = _surplus(snapshot.live, snapshot.desired, announced, {pod.uid for pod in unready})
     unaware = any(pod.size is None or pod.size.generation < generation for pod in snapshot.live)
     if not unaware or not snapshot.observed.store_read or (stored is not None and stored.generation >= generation):
@@ -329,14 +308,16 @@ def _settle_size(snapshot: Snapshot) -> tuple[SizeRecord, SizeRecord | None, tup
     return size, msgspec.structs.replace(size, draining=draining), surplus
 
 
-def _surplus(live: Sequence[Pod], desired: int, announced: Sequence[str], unready: Collection[str]) -> tuple[Pod, ...]:
+def _surplus(
+    live: Sequence[model.Pod], desired: int, announced: Sequence[str], unready: Collection[str]
+) -> tuple[model.Pod, ...]:
     """Return the pods to delete.
 
     Pods that are announced as draining come first, because no round includes them; then the younger one of two pods
     with the same index, which two operators may have created; then pods that are not ready, then the highest indices.
     """
     surplus = [pod for pod in live if pod.name in announced]
-    by_index: dict[int, Pod] = {}
+    by_index: dict[int, model.Pod] = {}
     for pod in sorted(live, key=lambda pod: (pod.uid in unready, pod.created, pod.uid)):
         if pod.name in announced:
             continue
@@ -349,8 +330,8 @@ def _surplus(live: Sequence[Pod], desired: int, announced: Sequence[str], unread
 
 
 def _missing_pods(
-    snapshot: Snapshot, staying: Sequence[Pod], deleted: Iterable[Pod], new: NewPod
-) -> tuple[NewPod, ...]:
+    snapshot: model.Snapshot, staying: Sequence[model.Pod], deleted: Iterable[model.Pod], new: model.NewPod
+) -> tuple[model.NewPod, ...]:
     """Return the missing pods, for the lowest empty indices, each with a name that no other pod has.
 
     Args:
@@ -360,7 +341,7 @@ def _missing_pods(
         new: what the missing pods have in common.
     """
     job, stored = snapshot.job, snapshot.observed.size
-    by_index: dict[int, list[Pod]] = {}
+    by_index: dict[int, list[model.Pod]] = {}
     for pod in (*snapshot.gone, *(replace(pod, terminating=True) for pod in deleted)):
         by_index.setdefault(pod.index, []).append(pod)
     filled = {pod.index for pod in staying}
@@ -371,7 +352,7 @@ def _missing_pods(
     # After a suspension names differ, because the last round may still name the former pods.
     active = snapshot.now if job.status.active is None else job.status.active
     first = "" if job.status.condition(ConditionType.SUSPENDED) is None else rfc3339(active)
-    missing: list[NewPod] = []
+    missing: list[model.NewPod] = []
     for index in itertools.islice((index for index in itertools.count() if index not in filled), number):
         made = replace(new, index=index)
         if (pods := by_index.get(index)) is not None:
@@ -383,8 +364,7 @@ def _missing_pods(
     return tuple(missing)
 
 
-def _successor(new: NewPod, last: Pod, now: float, *, wanted: bool) -> NewPod:
-    """Return the pod that replaces the last pod of its index."""
+def _successor(new: model.NewPod, last: model.Pod, now: float, *, wanted: bool) -> model.NewPod:
     began, ended = (_by_our_clock(time, last, now) for time in (last.started, last.ended))
     healthy_since = began if last.failed is None else min(began, last.failed + back_off(last.failures))
     was_healthy = (now if last.ended is None else ended) - healthy_since >= HEALTHY_TIME
@@ -400,7 +380,7 @@ def _successor(new: NewPod, last: Pod, now: float, *, wanted: bool) -> NewPod:
     return replace(new, failures=failures, failed=failed, due=failed + back_off(failures), replaces=last)
 
 
-def _last(job: Job, pods: list[Pod]) -> Pod:
+def _last(job: model.Job, pods: list[model.Pod]) -> model.Pod:
     """Return the newest pod of one index: by creation time and, because times are coarse, by replacement."""
     by_name = {pod.name: pod for pod in pods}
     last = max(pods, key=lambda pod: (pod.created, pod.uid))
@@ -409,20 +389,20 @@ def _last(job: Job, pods: list[Pod]) -> Pod:
     return last
 
 
-def _by_our_clock(time: float | None, pod: Pod, now: float) -> float:
+def _by_our_clock(time: float | None, pod: model.Pod, now: float) -> float:
     """Return a time by the node's clock if it is plausible; else the pod's creation, by the API server's clock."""
     return time if time is not None and pod.created <= time <= now else pod.created
 
 
-def _left(pod: Pod) -> bool:
+def _left(pod: model.Pod) -> bool:
     """Return whether the pod left or was deleted before it ended by itself."""
-    if pod_end(pod) is not PodEnd.LEFT:
+    if pod_end(pod) is not model.PodEnd.LEFT:
         return False
     asked_to = (None, ExitCode.SUCCEEDED, ExitCode.INTERRUPTED, ExitCode.LEFT)
     return not pod.phase.ended or pod.exit_code in asked_to
 
 
-def _obsolete(ended: Sequence[Pod], missing: Iterable[NewPod]) -> tuple[Pod, ...]:
+def _obsolete(ended: Sequence[model.Pod], missing: Iterable[model.NewPod]) -> tuple[model.Pod, ...]:
     """Return the ended pods that are no longer needed.
 
     The last pod of an empty index is kept: its successor's name and back-off derive from it. A replaced pod with a
@@ -446,7 +426,6 @@ def _resume_record(status: JobStatus, breakdown: TimeBreakdown | None) -> Resume
     return known if known != ResumeRecord() else None
 
 
-def _without(pods: Iterable[Pod], others: Iterable[Pod]) -> tuple[Pod, ...]:
-    """Return the pods that are not among the others."""
+def _without(pods: Iterable[model.Pod], others: Iterable[model.Pod]) -> tuple[model.Pod, ...]:
     uids = {pod.uid for pod in others}
     return tuple(pod for pod in pods if pod.uid not in uids)

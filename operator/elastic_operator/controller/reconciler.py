@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from elastic_operator.controller.plan import plan
 from elastic_operator.errors import ElasticJobError
@@ -48,9 +48,6 @@ class Cluster(Protocol):
 
 
 _log: Final = logging.getLogger(__name__)
-
-Result = Literal["success", "error", "panic"]
-"""How a reconcile ended; errors, and panics (defects of the operator), are repeated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +99,7 @@ class Reconciler:
         list_keys: returns the keys of all jobs for a resync.
         settings: the settings of the reconciler.
         waited: called for each reconcile with the seconds since it was due.
-        reconciled: called after each reconcile with the seconds that it took and its result.
+        reconciled: called after each reconcile with the seconds that it took, and success, error or panic (a defect).
     """
 
     def __init__(
@@ -113,7 +110,7 @@ class Reconciler:
         list_keys: Callable[[], Iterable[str]] = tuple,
         settings: ReconcileSettings | None = None,
         waited: Callable[[float], None] = lambda _seconds: None,
-        reconciled: Callable[[float, Result], None] = lambda _seconds, _result: None,
+        reconciled: Callable[[float, str], None] = lambda _seconds, _result: None,
     ) -> None:
         self._cluster = cluster
         self._clock = clock
@@ -143,24 +140,21 @@ class Reconciler:
             job.due = due
             self._schedule(key, job)
 
-    async def run(self) -> None:
+    async def run(self) -> NoReturn:
         """Reconcile jobs until cancelled; no task outlives this call."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             try:
                 for key, job in self._jobs.items():
                     self._schedule(key, job)
-                await self._resync()
+                while True:
+                    for key in self._list_keys():
+                        self.wake(key)
+                    await asyncio.sleep(self._settings.resync_period)
             finally:
                 self._tasks = None
                 for key, job in self._jobs.items():
                     self._schedule(key, job)
-
-    async def _resync(self) -> NoReturn:
-        while True:
-            for key in self._list_keys():
-                self.wake(key)
-            await asyncio.sleep(self._settings.resync_period)
 
     def _schedule(self, key: str, job: _Queued) -> None:
         if job.timer is not None:
@@ -187,7 +181,7 @@ class Reconciler:
             else:
                 del self._jobs[key]
 
-    async def _reconcile(self, key: str, job: _Queued) -> tuple[bool, Result]:
+    async def _reconcile(self, key: str, job: _Queued) -> tuple[bool, str]:
         """Reconcile a job; return whether the job exists, and the result."""
         settings, begun = self._settings, time.monotonic()
         interval = settings.min_interval

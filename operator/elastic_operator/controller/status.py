@@ -19,14 +19,13 @@ from elastic_operator.api.constants import ConditionType, Reason, hostname
 from elastic_operator.api.json_values import rfc3339
 from elastic_operator.api.status import Condition, JobState, JobStatus, Report
 from elastic_operator.controller import messages
-from torchelastic.protocol import COUNT_LIMIT, HistoryRecord, NodeEnd, RunState, TimeBreakdown, shorten
+from torchelastic.protocol import COUNT_LIMIT, HistoryRecord, NodeEnd, RoundRecord, RunState, TimeBreakdown, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from elastic_operator.controller.failures import Completion, FailureCount
     from elastic_operator.controller.model import Job, Observed, PlannedPods, Pod, Snapshot
-    from torchelastic.protocol import RoundRecord
 
 _MAX_CLOCK_SKEW: Final = 3600.0
 """Seconds by which the leader's clock may be ahead; a record that is further ahead is ignored."""
@@ -168,7 +167,7 @@ def _world_size(round: RoundRecord, staying: Iterable[Pod]) -> int:
 
 def running_conditions(snapshot: Snapshot, status: JobStatus, planned: PlannedPods) -> tuple[Condition, ...]:
     """Return the conditions of a job that is neither suspended nor finished."""
-    observed, before = snapshot.observed, snapshot.job.status
+    observed, before, problem = snapshot.observed, snapshot.job.status, snapshot.job.problem
     missing = _missing(snapshot, planned)
     waiting = _waiting(snapshot, status, planned, missing)
     values: dict[str, Value] = {
@@ -181,7 +180,11 @@ def running_conditions(snapshot: Snapshot, status: JobStatus, planned: PlannedPo
     budget_ok = Reason.BUDGET_CREATED if snapshot.job.spec.disruption_budget else Reason.NOT_REQUESTED
     # These are set when they first become true, and kept from then on.
     rare: dict[str, tuple[Reason, str | None, Reason]] = {
-        ConditionType.INVALID: (*_rejection(snapshot), Reason.SPEC_VALID),
+        ConditionType.INVALID: (
+            Reason.REFUSED if problem is None else Reason.SPEC_INVALID,
+            problem or (observed.rejected and messages.clause(observed.rejected)),
+            Reason.SPEC_VALID,
+        ),
         ConditionType.SUSPENDED: (Reason.SUSPENDED, None, Reason.RESUMED),
         ConditionType.RESTART_REQUIRED: (
             Reason.SPEC_CHANGED,
@@ -274,14 +277,6 @@ def with_times(before: JobStatus, values: Mapping[str, Value], now: float) -> tu
             for kind, (holds, reason, message) in values.items()
         ]
     )
-
-
-def _rejection(snapshot: Snapshot) -> tuple[Reason, str | None]:
-    """Return why the spec is invalid; None for its message if it is valid."""
-    if snapshot.job.problem is not None:
-        return Reason.SPEC_INVALID, snapshot.job.problem
-    rejected = snapshot.observed.rejected
-    return Reason.REFUSED, None if rejected is None else messages.clause(rejected)
 
 
 def _waiting(snapshot: Snapshot, status: JobStatus, planned: PlannedPods, missing: str) -> Value:

@@ -14,30 +14,13 @@ from elastic_operator.api.constants import Reason, report_name
 from elastic_operator.api.json_values import mapping
 from elastic_operator.api.status import Report, encode_report
 from elastic_operator.controller import messages
-from elastic_operator.controller.model import EtcdState, JobEvent, PodPhase, with_applied_spec
+from elastic_operator.controller.model import EtcdState, Job, JobEvent, NewPod, Plan, PodPhase, with_applied_spec
 from elastic_operator.errors import ClusterError
-from elastic_operator.kubernetes.client import (
-    DEPLOYMENTS,
-    DISRUPTION_BUDGETS,
-    ELASTIC_JOBS,
-    POD_GROUPS,
-    PODS,
-    SERVICES,
-    ApiError,
-    backoff,
-)
+from elastic_operator.kubernetes import client
 from elastic_operator.kubernetes.pod_status import MAX_PORT
-from elastic_operator.kubernetes.store import managed_etcd
-from elastic_operator.kubernetes.writer import Blocked, Rejected, raise_worst
-from elastic_operator.resources.owned_objects import (
-    disruption_budget,
-    etcd_deployment,
-    etcd_name,
-    etcd_service,
-    metrics_notes,
-    not_installed,
-    pod_group,
-)
+from elastic_operator.kubernetes.store import Store, managed_etcd
+from elastic_operator.kubernetes.writer import Blocked, Rejected, Writer, raise_worst
+from elastic_operator.resources import owned_objects as owned
 from elastic_operator.resources.worker_pod import worker_pod
 from torchelastic.errors import StoreError
 
@@ -45,13 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from elastic_operator.api.spec import Json
-    from elastic_operator.controller.model import Job, NewPod, Plan
     from elastic_operator.kubernetes.backend import JobRecord
-    from elastic_operator.kubernetes.client import Api, Resource
     from elastic_operator.kubernetes.job_store import JobStores
-    from elastic_operator.kubernetes.store import Store
-    from elastic_operator.kubernetes.writer import Writer
-    from elastic_operator.resources.owned_objects import PodSettings
 
 
 _BASE_DELAY: Final = 0.5
@@ -70,7 +48,7 @@ class CreateBackoff:
     rejected: str | None = None
     blocked: str | None = None
     _generation: int = 0
-    _delays: Iterator[float] = field(default_factory=lambda: backoff(_BASE_DELAY, _MAX_DELAY))
+    _delays: Iterator[float] = field(default_factory=lambda: client.backoff(_BASE_DELAY, _MAX_DELAY))
     _next_try: float = 0.0
 
     def see(self, generation: int) -> None:
@@ -97,7 +75,7 @@ class CreateBackoff:
     def succeed(self) -> None:
         """Note that everything was created."""
         self.rejected = self.blocked = None
-        self._next_try, self._delays = 0.0, backoff(_BASE_DELAY, _MAX_DELAY)
+        self._next_try, self._delays = 0.0, client.backoff(_BASE_DELAY, _MAX_DELAY)
 
 
 _Result = TypeVar("_Result")
@@ -122,11 +100,11 @@ class Applier:
         status_written: called with the observed job and the plan after the status is written.
     """
 
-    api: Api
+    api: client.Api
     store: Store
     writer: Writer
     stores: JobStores
-    settings: PodSettings
+    settings: owned.PodSettings
     status_written: Callable[[Job, Plan], None] = lambda _job, _plan: None
 
     async def carry_out(self, job: Job, plan: Plan, record: JobRecord) -> bool:
@@ -145,7 +123,7 @@ class Applier:
             try:
                 await self.writer.write_status(body, plan.status)
             except ClusterError as error:
-                if not isinstance(error, ApiError) or error.transient:
+                if not isinstance(error, client.ApiError) or error.transient:
                     self._tell(body, plan)  # it may have been written, and then the next plan has no events
                 raise
             self.status_written(job, plan)
@@ -214,7 +192,7 @@ class Applier:
         await attempt(self._ensure_pdb(job, plan, record), None)
         if plan.size is not None:
             await attempt(self.stores.write_size(job.uid, plan.size), None)
-        deletes = [self.writer.delete(PODS, job.namespace, pod.name, pod.uid) for pod in plan.remove]
+        deletes = [self.writer.delete(client.PODS, job.namespace, pod.name, pod.uid) for pod in plan.remove]
         await asyncio.gather(*(attempt(delete, None) for delete in deletes))
         if endpoint is not None and has_group and plan.create:
             if not waits:
@@ -224,7 +202,7 @@ class Applier:
         await attempt(self._annotate_ports(job), None)
         raise_worst(errors)
         if plan.delete_job:
-            await self.writer.delete(ELASTIC_JOBS, job.namespace, job.name, job.uid)
+            await self.writer.delete(client.ELASTIC_JOBS, job.namespace, job.name, job.uid)
         return left
 
     async def _ensure_etcd(self, job: Job, plan: Plan, record: JobRecord, unkept: str | None) -> str | None:
@@ -235,7 +213,7 @@ class Applier:
                 raise ClusterError(f"what is known of its run could not be kept yet, so its store stays: {unkept}")
             if external is None or all(pod.phase.ended for pod in self.store.pods(job.namespace, job.uid)):
                 self.stores.leave(job.uid)
-            for kind in (DEPLOYMENTS, SERVICES):
+            for kind in (client.DEPLOYMENTS, client.SERVICES):
                 await self._delete_owned(kind, job)
             return None
         # Missing objects of a job that is being deleted may have been deleted with it, so they are not created again.
@@ -248,13 +226,13 @@ class Applier:
             return None
         missing = []
         if etcd.deployment is None:
-            missing.append(self.writer.create(DEPLOYMENTS, job, etcd_deployment(job, self.settings)))
+            missing.append(self.writer.create(client.DEPLOYMENTS, job, owned.etcd_deployment(job, self.settings)))
         if etcd.service is None:
             missing.append(self._create_service(job))
         raise_worst(await asyncio.gather(*missing, return_exceptions=True))
         endpoint = managed_etcd(self.store, job).endpoint
         if endpoint is None:
-            raise ClusterError(f"the Service {etcd_name(job.name)} has no address yet")
+            raise ClusterError(f"the Service {owned.etcd_name(job.name)} has no address yet")
         return endpoint
 
     async def _create_service(self, job: Job) -> None:
@@ -263,7 +241,7 @@ class Applier:
         addresses = (pod.etcd_address for pod in pods if not pod.phase.ended and not pod.terminating)
         known = next(filter(None, addresses), None)
         try:
-            await self.writer.create(SERVICES, job, etcd_service(job, cluster_ip=known))
+            await self.writer.create(client.SERVICES, job, owned.etcd_service(job, cluster_ip=known))
         except Rejected as error:
             if known is None or known not in str(error):
                 raise
@@ -278,16 +256,16 @@ class Applier:
             return not job.deleting
         gang = job.spec.scheduling.gang if plan.min_member is not None else None
         if gang is not None and record.creates.wait > 0:
-            return bool(self.store.owned_by(POD_GROUPS[gang], job.namespace, job.uid))
-        for other, resource in POD_GROUPS.items():
+            return bool(self.store.owned_by(client.POD_GROUPS[gang], job.namespace, job.uid))
+        for other, resource in client.POD_GROUPS.items():
             if other is not gang:
                 await self._delete_owned(resource, job)
         if gang is not None and plan.min_member is not None:
             try:
-                await self._ensure(POD_GROUPS[gang], job, pod_group(job, gang, plan.min_member))
-            except ApiError as error:
+                await self._ensure(client.POD_GROUPS[gang], job, owned.pod_group(job, gang, plan.min_member))
+            except client.ApiError as error:
                 if error.not_found:
-                    raise Blocked(not_installed(gang)) from None
+                    raise Blocked(owned.not_installed(gang)) from None
                 raise
         return True
 
@@ -296,12 +274,12 @@ class Applier:
         if job.deleting:
             return
         if plan.min_available is None:
-            await self._delete_owned(DISRUPTION_BUDGETS, job)
+            await self._delete_owned(client.DISRUPTION_BUDGETS, job)
         elif record.pdb.wait > 0:
             return
         else:
             try:
-                await self._ensure(DISRUPTION_BUDGETS, job, disruption_budget(job, plan.min_available))
+                await self._ensure(client.DISRUPTION_BUDGETS, job, owned.disruption_budget(job, plan.min_available))
             except (Rejected, Blocked) as error:
                 why, known = f"the disruption budget of the job cannot be created for now: {error}", record.pdb.blocked
                 if known is None or messages.clause(known) != messages.clause(why):  # the status has it as a clause
@@ -312,7 +290,7 @@ class Applier:
                 raise ClusterError(f"the disruption budget of the job could not be created: {error}") from None
         record.pdb.succeed()
 
-    async def _ensure(self, resource: Resource, job: Job, wanted: Json) -> None:
+    async def _ensure(self, resource: client.Resource, job: Job, wanted: Json) -> None:
         existing = self.store.owned_by(resource, job.namespace, job.uid)
         if not existing:
             await self.writer.create(resource, job, wanted)
@@ -322,7 +300,7 @@ class Applier:
         if outdated and not await self.writer.apply(resource, job, about["uid"], wanted):
             await self.writer.create(resource, job, wanted)  # it was deleted meanwhile
 
-    async def _delete_owned(self, resource: Resource, job: Job) -> None:
+    async def _delete_owned(self, resource: client.Resource, job: Job) -> None:
         for body in self.store.owned_by(resource, job.namespace, job.uid):
             about = mapping(body, "metadata")
             if not about.get("deletionTimestamp"):
@@ -337,7 +315,7 @@ class Applier:
         begun = time.monotonic()
         while done < len(pods):
             bodies = (partial(worker_pod, job, new, self.settings, store=endpoint) for new in pods[done : done + batch])
-            creates = (self.writer.create(PODS, job, body) for body in bodies)
+            creates = (self.writer.create(client.PODS, job, body) for body in bodies)
             results = await asyncio.gather(*creates, return_exceptions=True)
             raise_worst(results)
             done += batch
@@ -353,7 +331,7 @@ class Applier:
         nodes = () if mirror is None else mirror.nodes.values()
         ports = {node.name: node.metrics for node in nodes if 0 < node.metrics <= MAX_PORT}
         writes = [
-            self.writer.annotate(PODS, job.namespace, pod.name, pod.uid, metrics_notes(job, port))
+            self.writer.annotate(client.PODS, job.namespace, pod.name, pod.uid, owned.metrics_notes(job, port))
             for pod in self.store.pods(job.namespace, job.uid)
             if pod.phase is PodPhase.RUNNING and not pod.terminating
             if (port := ports.get(pod.name, pod.metrics_port)) != pod.metrics_port

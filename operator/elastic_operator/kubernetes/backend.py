@@ -14,24 +14,21 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from elastic_operator.api.constants import LABEL_JOB_UID, ConditionType
-from elastic_operator.api.json_values import integer, mapping, mappings, seconds, text
-from elastic_operator.api.spec import MANAGER, ElasticJobSpec
+from elastic_operator.api.json_values import integer, mapping, seconds, text
+from elastic_operator.api.spec import MANAGER, ElasticJobSpec, Json
 from elastic_operator.api.status import JobState, status_from_json
 from elastic_operator.api.validation import problem_of
-from elastic_operator.controller.model import EtcdState, Job, Observed, PodPhase, with_applied_spec
+from elastic_operator.controller.model import EtcdState, Job, Observed, Plan, Pod, PodPhase, with_applied_spec
 from elastic_operator.errors import BadInput, ClusterError
+from elastic_operator.kubernetes import pod_status
 from elastic_operator.kubernetes.apply import Applier, CreateBackoff
 from elastic_operator.kubernetes.client import EVENTS, PODS, with_hint
-from elastic_operator.kubernetes.pod_status import container_states, event_time, in_a_line, why_waiting
-from elastic_operator.kubernetes.store import managed_etcd, owner_of
+from elastic_operator.kubernetes.store import ManagedEtcd, managed_etcd, owner_of
 from elastic_operator.resources.owned_objects import ETCD
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from elastic_operator.api.spec import Json
-    from elastic_operator.controller.model import Plan, Pod
-    from elastic_operator.kubernetes.store import ManagedEtcd
     from elastic_operator.store_mirror import StoreMirror
 
 _log: Final = logging.getLogger(__name__)
@@ -82,9 +79,9 @@ class JobRecord:
         """The reasons why objects were not accepted; None if they were."""
         return self.creates.rejected, self.creates.blocked, self.pdb.blocked
 
-    def requeue_after(self, seconds: float) -> None:
-        """Observe the job again after this time at the latest."""
-        self.requeue = seconds if self.requeue is None else min(self.requeue, seconds)
+    def requeue_after(self, delay: float) -> None:
+        """Observe the job again after these seconds at the latest."""
+        self.requeue = delay if self.requeue is None else min(self.requeue, delay)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,9 +136,9 @@ class KubernetesBackend(Applier):
         owner = owner_of(body)
         if owner is None:
             return
-        key = f"{body['metadata']['namespace']}/{owner.name}"
+        key = f"{body['metadata']['namespace']}/{owner['name']}"
         job = self.store.job(key)
-        if job is None or job["metadata"]["uid"] != owner.uid:
+        if job is None or job["metadata"]["uid"] != owner["uid"]:
             return
         phase = last.phase if last.phase.ended else PodPhase.FAILED
         gone = replace(last, phase=phase, ready=False, terminating=True, waiting="", sidecars_running=False)
@@ -150,7 +147,10 @@ class KubernetesBackend(Applier):
     def _record(self, key: str, body: Json) -> JobRecord:
         record = self._records.get(key)
         if record is None or record.uid != body["metadata"]["uid"]:
-            record = self._records[key] = JobRecord(key, body, pdb=CreateBackoff(blocked=_pdb_error(body)))
+            # The disruption budget's error in the job's status is not reported again.
+            failed = pod_status.true_condition(body, ConditionType.DISRUPTION_BUDGET_FAILED)
+            pdb = CreateBackoff(blocked=text(failed, "message") or None)
+            record = self._records[key] = JobRecord(key, body, pdb=pdb)
         return record
 
     def _forget_former(self, key: str, body: Json | None) -> None:
@@ -231,9 +231,9 @@ class KubernetesBackend(Applier):
     async def _why_etcd_waits(self, job: Job) -> str:
         pods, _ = await self.api.list(PODS, job.namespace, labels=f"{LABEL_JOB_UID}={job.uid}")
         for pod in pods:
-            if why := why_waiting(pod, ETCD):
+            if why := pod_status.why_waiting(pod, ETCD):
                 return why
-            if text(pod, "spec", "nodeName") and all(each.running is None for each in container_states(pod)):
+            if text(pod, "spec", "nodeName") and all(each.running is None for each in pod_status.container_states(pod)):
                 return await self._why_not_started(job, text(pod, "metadata", "uid"))
         return ""
 
@@ -308,14 +308,6 @@ def job_of(body: Json, spec: ElasticJobSpec | None = None) -> Job:
     )
 
 
-def _pdb_error(body: Json) -> str | None:
-    """Return the disruption budget's error from the job's status, so that it is not reported again."""
-    for condition in mappings(body, "status", "conditions"):
-        if condition.get("type") == ConditionType.DISRUPTION_BUDGET_FAILED and condition.get("status") == "True":
-            return text(condition, "message")
-    return None
-
-
 def startup_problem(events: Iterable[Json]) -> str:
     """Return why a scheduled pod does not start, from its last event, as a clause; empty if unknown."""
     of_starters = [
@@ -326,8 +318,8 @@ def startup_problem(events: Iterable[Json]) -> str:
     if not of_starters:
         return ""
     # Of two in the same second, a warning is the last.
-    last = max(of_starters, key=lambda event: (event_time(event), text(event, "type") == "Warning"))
-    message = in_a_line(text(last, "message"))
+    last = max(of_starters, key=lambda event: (pod_status.event_time(event), text(event, "type") == "Warning"))
+    message = pod_status.in_a_line(text(last, "message"))
     if text(last, "type") == "Warning":
         return with_hint(message or text(last, "reason"))
     return f"its node is {message[:1].lower()}{message[1:]}" if message and text(last, "reason") == "Pulling" else ""

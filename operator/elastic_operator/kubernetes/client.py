@@ -23,7 +23,7 @@ import yaml
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
-from elastic_operator.api.spec import GROUP, VERSION, GangScheduler
+from elastic_operator.api.spec import GROUP, VERSION, GangScheduler, Json
 from elastic_operator.errors import BadInput, ClusterError
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     import kopf
 
-    from elastic_operator.api.spec import Json
 
 _TIMEOUT: Final = 30.0
 READ_TIMEOUT: Final = 30.0
@@ -400,7 +399,6 @@ class Api:
         content_type: str = _JSON,
         verb: str = "",
     ) -> bytes:
-        """Send a request and return the body of the response."""
         try:
             response = await self._request(method, path, query or {}, body, content_type, _TIMEOUT, verb)
             with contextlib.closing(response):

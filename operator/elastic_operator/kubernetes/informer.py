@@ -23,34 +23,22 @@ import kopf
 
 from elastic_operator.api.constants import LABEL_JOB, LABEL_ROLE, ROLE_ETCD, ROLE_WORKER
 from elastic_operator.errors import ClusterError
-from elastic_operator.kubernetes.client import (
-    DEPLOYMENTS,
-    DISRUPTION_BUDGETS,
-    ELASTIC_JOBS,
-    NETWORK_ERRORS,
-    POD_GROUPS,
-    PODS,
-    SERVICES,
-    ApiError,
-    backoff,
-    unreachable,
-)
+from elastic_operator.kubernetes import client
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from elastic_operator.api.spec import Json
-    from elastic_operator.kubernetes.client import Api, Resource
     from elastic_operator.kubernetes.store import Store
 
 _log: Final = logging.getLogger(__name__)
 
-_WATCHED: Final[Mapping[Resource, str]] = {
-    PODS: f"{LABEL_ROLE}={ROLE_WORKER}",
-    SERVICES: f"{LABEL_ROLE}={ROLE_ETCD}",
-    DEPLOYMENTS: f"{LABEL_ROLE}={ROLE_ETCD}",
-    DISRUPTION_BUDGETS: LABEL_JOB,
-    ELASTIC_JOBS: "",
+_WATCHED: Final[Mapping[client.Resource, str]] = {
+    client.PODS: f"{LABEL_ROLE}={ROLE_WORKER}",
+    client.SERVICES: f"{LABEL_ROLE}={ROLE_ETCD}",
+    client.DEPLOYMENTS: f"{LABEL_ROLE}={ROLE_ETCD}",
+    client.DISRUPTION_BUDGETS: LABEL_JOB,
+    client.ELASTIC_JOBS: "",
 }
 """The watched kinds with their label selectors."""
 _BY_PLURAL: Final = {resource.plural: resource for resource in _WATCHED}
@@ -87,7 +75,7 @@ class Informer:
 
     def __init__(
         self,
-        api: Api,
+        api: client.Api,
         store: Store,
         *,
         namespaces: Sequence[str] = (),
@@ -99,7 +87,7 @@ class Informer:
         self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
         self._base_delay = base_delay
         self._handle_signals = handle_signals
-        self._listed: set[tuple[Resource, str | None]] = set()
+        self._listed: set[tuple[client.Resource, str | None]] = set()
         self._list_slots = asyncio.Semaphore(_CONCURRENT_LISTS)
         self._progress = asyncio.Event()
         self._problems: dict[str | None, str] = {}
@@ -126,20 +114,23 @@ class Informer:
                 await asyncio.sleep(_RESTART_DELAY)
         raise AssertionError("unreachable")
 
-    async def list(self, resource: Resource, namespace: str | None) -> str:
+    async def list(self, resource: client.Resource, namespace: str | None) -> str:
         """List a kind into the store, with retries until it succeeds; return the resource version of the list.
 
         Raises:
             ApiError: the cluster does not know the kind.
         """
-        for delay in backoff(self._base_delay, _MAX_DELAY):
+        for delay in client.backoff(self._base_delay, _MAX_DELAY):
             try:
-                if resource == ELASTIC_JOBS:  # without its pods, a job would seem to have none
-                    await self._until_listed(namespace)
+                if resource == client.ELASTIC_JOBS:  # without its pods, a job would seem to have none
+                    others = {(each, namespace) for each in _WATCHED if each != client.ELASTIC_JOBS}
+                    while not others <= self._listed:
+                        self._progress.clear()
+                        await self._progress.wait()
                     await self._list_pod_groups(namespace)
                 version = await self._list_into_store(resource, namespace, _WATCHED[resource])
             except ClusterError as error:
-                if isinstance(error, ApiError) and error.not_found:
+                if isinstance(error, client.ApiError) and error.not_found:
                     raise
                 self._report(namespace, error)
                 await asyncio.sleep(delay)
@@ -148,17 +139,11 @@ class Informer:
                 return version
         raise AssertionError("unreachable")
 
-    async def _until_listed(self, namespace: str | None) -> None:
-        others = {(resource, namespace) for resource in _WATCHED if resource != ELASTIC_JOBS}
-        while not others <= self._listed:
-            self._progress.clear()
-            await self._progress.wait()
-
     async def _list_pod_groups(self, namespace: str | None) -> None:
-        for group in POD_GROUPS.values():
+        for group in client.POD_GROUPS.values():
             try:
                 await self._list_into_store(group, namespace, LABEL_JOB)
-            except ApiError as error:
+            except client.ApiError as error:
                 if error.not_found:
                     self._store.keep_only(group, (), sys.maxsize, namespace)
                 elif error.status != 403:
@@ -171,13 +156,13 @@ class Informer:
         """
         while True:
             await asyncio.sleep(_POD_GROUPS_INTERVAL)
-            for namespace in [each for resource, each in self._listed if resource == ELASTIC_JOBS]:
+            for namespace in [each for resource, each in self._listed if resource == client.ELASTIC_JOBS]:
                 try:
                     await self._list_pod_groups(namespace)
                 except ClusterError as error:
                     _log.info("the PodGroups could not be listed again: %s", error)
 
-    async def _list_into_store(self, resource: Resource, namespace: str | None, labels: str) -> str:
+    async def _list_into_store(self, resource: client.Resource, namespace: str | None, labels: str) -> str:
         uids: set[str] = set()
         version = ""
         async with self._list_slots, contextlib.aclosing(self._api.pages(resource, namespace, labels=labels)) as pages:
@@ -191,9 +176,9 @@ class Informer:
         self._store.keep_only(resource, uids, int(version), namespace)
         return version
 
-    def _has_listed(self, resource: Resource, namespace: str | None) -> None:
+    def _has_listed(self, resource: client.Resource, namespace: str | None) -> None:
         self._listed.add((resource, namespace))
-        if resource == ELASTIC_JOBS:
+        if resource == client.ELASTIC_JOBS:
             if self._problems.pop(None, ""):
                 _log.info("everything can be listed now")
             if self._problems.pop(namespace, ""):
@@ -205,7 +190,7 @@ class Informer:
 
         An API server responds with 429 for about a second after a CRD was installed: this is logged as information.
         """
-        status = error.status if isinstance(error, ApiError) else 0
+        status = error.status if isinstance(error, client.ApiError) else 0
         problem = f"what exists cannot be listed: {error}"
         if namespace is not None and len(self._namespaces) > 1:
             problem = f"the namespace {namespace} cannot be watched: {error}"
@@ -224,7 +209,7 @@ class Informer:
 
     def _update(self) -> None:
         self._progress.set()
-        complete = {each for each in self._namespaces if (ELASTIC_JOBS, each) in self._listed}
+        complete = {each for each in self._namespaces if (client.ELASTIC_JOBS, each) in self._listed}
         if complete and complete | self._problems.keys() >= set(self._namespaces):
             self.synced.set()
 
@@ -233,10 +218,10 @@ class Informer:
 
         kopf never watches a kind that is defined after it has started.
         """
-        for delay in backoff(self._base_delay, _MAX_DELAY):
+        for delay in client.backoff(self._base_delay, _MAX_DELAY):
             for namespace in self._namespaces:
                 try:
-                    await self._api.list(ELASTIC_JOBS, namespace, name="none")
+                    await self._api.list(client.ELASTIC_JOBS, namespace, name="none")
                 except ClusterError as error:
                     problem = error
                 else:
@@ -259,7 +244,7 @@ class Informer:
         sessions: list[WatchSession] = []
         watchers: set[asyncio.Task[Any]] = set()
 
-        async def list_for_watcher(resource: Resource, namespace: str | None) -> str:
+        async def list_for_watcher(resource: client.Resource, namespace: str | None) -> str:
             if (task := asyncio.current_task()) is not None:
                 watchers.add(task)  # each begins with a list; if one fails, kopf ends and leaves the others
             return await self.list(resource, namespace)
@@ -298,7 +283,7 @@ class Informer:
         errors = (task.exception() for task in tasks if task.done() and not task.cancelled())
         return next((str(error) or type(error).__name__ for error in list(errors) if error is not None), "")
 
-    def _handler(self, resource: Resource) -> Callable[..., Awaitable[None]]:
+    def _handler(self, resource: client.Resource) -> Callable[..., Awaitable[None]]:
         async def handle(event: Mapping[str, Any], **_: object) -> None:
             try:
                 (self._store.remove if event["type"] == "DELETED" else self._store.put)(resource, event["object"])
@@ -331,7 +316,7 @@ class WatchSession:
     def __init__(
         self,
         info: kopf.ConnectionInfo,
-        on_list: Callable[[Resource, str | None], Awaitable[str]],
+        on_list: Callable[[client.Resource, str | None], Awaitable[str]],
         on_watch: Callable[[str], None],
     ) -> None:
         self.info = info
@@ -357,13 +342,13 @@ class WatchSession:
             )
         try:
             response = await self._session.request(url=url, **how)
-        except NETWORK_ERRORS as error:
-            self._on_watch(str(unreachable(error)))
+        except client.NETWORK_ERRORS as error:
+            self._on_watch(str(client.unreachable(error)))
             raise
         if response.status < 400:
             self._on_watch("")
         elif response.status == 403 or response.status >= 500:
-            self._on_watch(str(ApiError.of(response.status, await response.read())))
+            self._on_watch(str(client.ApiError.of(response.status, await response.read())))
         return response
 
     async def _throttle(self, path: str) -> None:
@@ -389,7 +374,6 @@ class _EmptyList(contextlib.nullcontext[None]):
         self._version = version
 
     async def json(self) -> Json:
-        """Return the body."""
         return {"metadata": {"resourceVersion": self._version}, "items": []}
 
 
@@ -397,7 +381,6 @@ class _NoDiffBase(kopf.DiffBaseStorage):
     """Replaces kopf's storage of the last state in the object itself: nothing is stored."""
 
     def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> kopf.BodyEssence:
-        """Return nothing to compare."""
         del body, extra_fields
         return kopf.BodyEssence()
 

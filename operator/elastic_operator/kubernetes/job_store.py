@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, Self
 
 from elastic_operator.api.json_values import mapping, text
 from elastic_operator.errors import ClusterError
-from elastic_operator.kubernetes.client import SECRETS, ApiError, with_hint
+from elastic_operator.kubernetes.client import SECRETS, Api, ApiError, with_hint
 from elastic_operator.store_mirror import StoreMirror, store_at
 from torchelastic.errors import StoreError, StoreRefused, StoreUnavailable
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from elastic_operator.api.spec import Json
-    from elastic_operator.kubernetes.client import Api
     from torchelastic.protocol import SizeRecord
     from torchelastic.store.api import StoreSettings
 

@@ -29,7 +29,6 @@ BAD_INPUT: Final = 2
 
 _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
-_DESCRIPTION: Final = "Manage the pods of all ElasticJobs of a Kubernetes cluster."
 _EPILOG: Final = """\
 In a pod it uses the pod's service account. Elsewhere, or with --kubeconfig or --context, it uses a kubeconfig.
 SIGTERM ends it; the jobs keep training without it.
@@ -115,7 +114,7 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> OperatorSet
 def _parser() -> argparse.ArgumentParser:
     top = _Parser(
         prog="elastic-operator",
-        description=_DESCRIPTION,
+        description="Manage the pods of all ElasticJobs of a Kubernetes cluster.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -258,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the operator; return the exit code."""
     settings = parse(argv, os.environ)
     # Process 1 ignores signals without a handler, and the imports below take a while.
-    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     set_up_log(settings.log_format, settings.log_level)
     try:
         asyncio.run(_run(settings))
@@ -266,10 +265,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"elastic-operator: {error}\n")
         return BAD_INPUT
     return 0
-
-
-def _exit(_number: int, _frame: object) -> NoReturn:
-    raise SystemExit(0)
 
 
 async def _run(settings: OperatorSettings) -> None:

@@ -23,7 +23,7 @@ from elastic_operator.api.json_values import integer, mapping, text
 from elastic_operator.controller.reconciler import Reconciler
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kubernetes.backend import KubernetesBackend
-from elastic_operator.kubernetes.client import ELASTIC_JOBS, LEASES, PODS, ApiError
+from elastic_operator.kubernetes.client import ELASTIC_JOBS, LEASES, PODS, Api, ApiError
 from elastic_operator.kubernetes.informer import Informer
 from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.kubernetes.metrics import JobCollector, OperatorMetrics
@@ -31,11 +31,10 @@ from elastic_operator.kubernetes.store import Store
 from elastic_operator.kubernetes.writer import Writer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+    from collections.abc import AsyncGenerator, Callable, Coroutine
 
     from elastic_operator.api.spec import Json
     from elastic_operator.controller.model import Pod
-    from elastic_operator.kubernetes.client import Api
     from elastic_operator.kubernetes.main import OperatorSettings
 
 
@@ -122,7 +121,6 @@ class Manager:
         _log.info("ended")
 
     async def _lead(self) -> None:
-        """Reconcile whenever this copy leads."""
         await self._informer.synced.wait()
         settings = self._settings
         if not settings.leader_elect:
@@ -156,16 +154,13 @@ class Manager:
             self._reconciler = Reconciler(
                 self._backend,
                 list_keys=lambda: self._store.keys,
-                waited=self._metrics.waited,
+                waited=self._metrics.waits.observe,
                 reconciled=self._metrics.reconciled,
             )
             try:
                 await self._reconciler.run()
             finally:
                 self._reconciler = self._backend = None
-
-    def _jobs(self) -> Iterator[Json]:
-        return (body for key in self._store.keys if (body := self._store.job(key)) is not None)
 
     def _on_change(self, key: str) -> None:
         if self._reconciler is not None:  # a new leader reconciles all jobs
@@ -176,7 +171,7 @@ class Manager:
             self._backend.pod_deleted(body, last)
 
     def _register_metrics(self) -> None:
-        metrics = self._metrics
+        metrics, store = self._metrics, self._store
         metrics.gauge("elastic_operator_leader", "Whether this copy is the leader.", lambda: float(self._is_leader()))
         metrics.gauge(
             "elastic_operator_queue_depth",
@@ -184,9 +179,9 @@ class Manager:
             lambda: self._reconciler.depth if self._reconciler else 0,
         )
         for resource in (ELASTIC_JOBS, PODS):
-            count = functools.partial(self._store.count, resource)
+            count = functools.partial(store.count, resource)
             metrics.gauge(f"elastic_operator_{resource.plural}", "How many of them the operator knows.", count)
-        metrics.registry.register(JobCollector(self._jobs, self._is_leader))
+        metrics.registry.register(JobCollector(lambda: filter(None, map(store.job, store.keys)), self._is_leader))
 
     def _is_leader(self) -> bool:
         return self._reconciler is not None
@@ -231,7 +226,8 @@ class LeaderElector:
             work: the work of the leader; it must run until it is cancelled.
         """
         while True:
-            await self._acquire()
+            while await self._hold(_TIMEOUT) != self.identity:  # noqa: ASYNC110 - a lease can only be polled
+                await asyncio.sleep(self.poll_period)
             _log.info("became leader (%s)", self.identity)
             self.is_leader = True
             try:
@@ -240,12 +236,6 @@ class LeaderElector:
                 self.is_leader = False
                 await self._release()
             _log.warning("no longer leader (%s): the lease could not be renewed", self.identity)
-
-    async def _acquire(self) -> None:
-        while True:
-            if await self._hold(_TIMEOUT) == self.identity:
-                return
-            await asyncio.sleep(self.poll_period)
 
     async def _renew_until_lost(self) -> None:
         while True:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import enum
 import time
 from typing import TYPE_CHECKING, Final
@@ -14,17 +13,13 @@ from prometheus_client.registry import Collector
 
 from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.json_values import integer, mapping, mappings, text
-from elastic_operator.api.spec import MANAGER, modern
-from elastic_operator.api.status import JobState, JobStatus
-from elastic_operator.controller.model import PodEnd, TerminationCause
-from elastic_operator.kubernetes.client import PODS
+from elastic_operator.api.spec import MANAGER, Json, modern
+from elastic_operator.api.status import JobState
+from elastic_operator.controller.model import Job, Plan, PodEnd, TerminationCause
+from elastic_operator.kubernetes.client import PODS, Resource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from elastic_operator.api.spec import Json
-    from elastic_operator.controller.model import Job, Plan
-    from elastic_operator.kubernetes.client import Resource
 
 
 class Cause(enum.StrEnum):
@@ -51,46 +46,6 @@ _BY_TERMINATION: Final[Mapping[TerminationCause | None, Cause]] = {
     TerminationCause.NODE_LOST: Cause.NODE_LOST,
     TerminationCause.NOT_ADMITTED: Cause.NOT_ADMITTED,
 }
-
-
-def restarts(job: Job, plan: Plan) -> Mapping[Cause, int]:
-    """Count the restarts that a written status accounts for.
-
-    Args:
-        job: the job with the former status.
-        plan: the plan with the new status.
-    """
-    if plan.status is None:
-        return {}
-    before, after = job.status, plan.status
-    found = collections.Counter(
-        {
-            Cause.WORKER_FAILED: after.restarts - before.restarts,
-            Cause.FREE: after.uncharged_restarts - before.uncharged_restarts,
-        }
-    )
-    for ended in plan.ended:
-        cause = Cause.POD_LEFT if ended.end is PodEnd.LEFT else Cause.POD_DIED
-        found[_BY_TERMINATION.get(ended.pod.termination_cause, cause)] += 1
-    return +found
-
-
-def seconds_to_running(job: Job, status: JobStatus, now: float) -> float | None:
-    """Return the seconds from a job's creation, or from the resumption of one created suspended, until it trained.
-
-    Args:
-        job: the job with the former status.
-        status: the new status.
-        now: seconds since the Unix epoch.
-
-    Returns:
-        None if this is not the first status that says so.
-    """
-    if job.status.started is not None or status.started is None or status.state is JobState.SUSPENDED:
-        return None
-    was_suspended = any(each.type == ConditionType.SUSPENDED for each in status.conditions)
-    since = status.active if was_suspended and status.active is not None else job.created
-    return max(now - since, 0.0)
 
 
 _JOB_FAMILIES: Final = {
@@ -171,6 +126,7 @@ class OperatorMetrics:
 
     Attributes:
         registry: the registry of the series.
+        waits: the times that jobs waited in the queue.
     """
 
     def __init__(self) -> None:
@@ -190,7 +146,7 @@ class OperatorMetrics:
             buckets=_BUCKETS,
             registry=registry,
         )
-        self._waits = Histogram(
+        self.waits = Histogram(
             "elastic_operator_queue_latency_seconds",
             "How long a job waited in the queue.",
             buckets=_BUCKETS,
@@ -236,29 +192,30 @@ class OperatorMetrics:
         """Count a request to the API server."""
         self._requests.labels(verb.lower(), str(code)).inc()
 
-    def waited(self, seconds: float) -> None:
-        """Count the time that a job waited in the queue."""
-        self._waits.observe(seconds)
-
     def created(self, resource: Resource) -> None:
         """Count a created object."""
         if resource == PODS:
             self._pods.inc()
 
     def status_written(self, job: Job, plan: Plan) -> None:
-        """Count what a written status accounts for.
+        """Count the restarts for which a written status accounts, and the time until the job trained first.
 
         Args:
             job: the job with the former status.
             plan: the plan with the new status.
         """
-        if plan.status is None:
+        before, after = job.status, plan.status
+        if after is None:
             return
-        for cause, count in restarts(job, plan).items():
-            self._restarts.labels(cause.value).inc(count)
-        seconds = seconds_to_running(job, plan.status, time.time())
-        if seconds is not None:
-            self._starts.observe(seconds)
+        self._restarts.labels(Cause.WORKER_FAILED).inc(after.restarts - before.restarts)
+        self._restarts.labels(Cause.FREE).inc(after.uncharged_restarts - before.uncharged_restarts)
+        for ended in plan.ended:
+            cause = Cause.POD_LEFT if ended.end is PodEnd.LEFT else Cause.POD_DIED
+            self._restarts.labels(_BY_TERMINATION.get(ended.pod.termination_cause, cause)).inc()
+        if before.started is None and after.started is not None and after.state is not JobState.SUSPENDED:
+            was_suspended = any(each.type == ConditionType.SUSPENDED for each in after.conditions)
+            since = after.active if was_suspended and after.active is not None else job.created
+            self._starts.observe(max(time.time() - since, 0.0))
 
     def gauge(self, name: str, help_text: str, value: Callable[[], float]) -> None:
         """Show a number that is computed for each scrape."""

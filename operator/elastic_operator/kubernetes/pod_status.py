@@ -8,29 +8,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
-from elastic_operator.api.constants import (
-    ANNOTATION_FAILED,
-    ANNOTATION_FAILURES,
-    ANNOTATION_METRICS_PORT,
-    ANNOTATION_SIZE,
-    LABEL_INDEX,
-    Reason,
-)
+from elastic_operator.api import constants
 from elastic_operator.api.json_values import at, integer, listing, mapping, mappings, seconds, text
-from elastic_operator.api.spec import WORKER
+from elastic_operator.api.spec import WORKER, Json
 from elastic_operator.controller.model import IncompatibleImage, Pod, PodPhase, TerminationCause
 from elastic_operator.kubernetes.client import with_hint
 from elastic_operator.resources.worker_pod import LAUNCHER
 from torchelastic.errors import MalformedRecord
 from torchelastic.protocol import PROTOCOL_VERSION, ExitCode, SizeRecord, TerminationMessage, decode, shorten
-
-if TYPE_CHECKING:
-    from elastic_operator.api.spec import Json
-
 
 DISRUPTION: Final = "DisruptionTarget"
 """The condition of pods that are about to be removed for external reasons."""
@@ -101,12 +90,10 @@ def conditions_of(pod: Json) -> dict[str, str]:
     return {text(entry, "type"): text(entry, "status") for entry in mappings(pod, "status", "conditions")}
 
 
-def disruption_of(pod: Json) -> Json | None:
-    """Return the condition DisruptionTarget, if it holds."""
-    for condition in mappings(pod, "status", "conditions"):
-        if condition.get("type") == DISRUPTION and condition.get("status") == "True":
-            return condition
-    return None
+def true_condition(body: Json | None, kind: str) -> Json | None:
+    """Return an object's condition of this type, if it is true."""
+    conditions = mappings(body, "status", "conditions")
+    return next((each for each in conditions if each.get("type") == kind and each.get("status") == "True"), None)
 
 
 def is_over_its_limit(pod: Json) -> bool:
@@ -209,14 +196,14 @@ def incompatible_image(pod: Json, worker: ContainerState) -> IncompatibleImage |
         message = text(state, "message")
         if _LAUNCHER.search(message) and _NO_SUCH_FILE.search(message):
             return IncompatibleImage(
-                Reason.NO_AGENT,
+                constants.Reason.NO_AGENT,
                 f"the image {image} has no {LAUNCHER}, with which every worker pod starts: install the agent in it, "
                 f"as {OWN_IMAGE_GUIDE} shows, or name an image that has it",
             )
     spoken = _protocol_of(text(worker.terminated, "message"))
     if spoken is not None and spoken != PROTOCOL_VERSION:
         return IncompatibleImage(
-            Reason.PROTOCOL_MISMATCH,
+            constants.Reason.PROTOCOL_MISMATCH,
             f"the agent in the image {image} speaks version {spoken} of the protocol between operator and agents, and "
             f"this operator version {PROTOCOL_VERSION}: use an image with the agent of the operator's release, or the "
             "operator of the agent's",
@@ -291,7 +278,7 @@ def _end_in_words(worker: ContainerState) -> str:
 
 def _end_of_pod(pod: Json) -> str:
     """Return why the whole pod ended: evicted, preempted, its node lost."""
-    for said in (mapping(pod, "status"), disruption_of(pod)):
+    for said in (mapping(pod, "status"), true_condition(pod, DISRUPTION)):
         parts = (text(said, "reason"), in_a_line(text(said, "message")))
         if any(parts):
             return ": ".join(filter(None, parts))
@@ -304,7 +291,6 @@ def _failed_init_container(pod: Json) -> ContainerState | None:
 
 
 def _image(pod: Json, name: str, kind: str) -> str:
-    """Return the image of a container, as in the spec."""
     return next((text(entry, "image") for entry in mappings(pod, "spec", kind) if entry.get("name") == name), "")
 
 
@@ -336,10 +322,10 @@ def pod_of(body: Json) -> Pod:
     worker = next((state for state in states if state.name == WORKER), ContainerState(WORKER, waiting={}))
     phase = _phase(body, worker)
     annotations = mapping(body, "metadata", "annotations")
-    port = _number(text(annotations, ANNOTATION_METRICS_PORT)) or 0
+    port = _number(text(annotations, constants.ANNOTATION_METRICS_PORT)) or 0
     message = last_message(body, worker) if phase.ended else None
     failed_init = _failed_init_container(body) if phase.ended and worker.terminated is None else None
-    label = text(body, "metadata", "labels", LABEL_INDEX)
+    label = text(body, "metadata", "labels", constants.LABEL_INDEX)
     from_name = text(body, "metadata", "name").rpartition("-")[0].rpartition("-")[2]
     waiting = ""
     if phase is PodPhase.PENDING:
@@ -360,9 +346,9 @@ def pod_of(body: Json) -> Pod:
         exit_code=worker.exit_code,
         init_exit_code=None if failed_init is None else failed_init.exit_code,
         message=message,
-        failures=_number(text(annotations, ANNOTATION_FAILURES)) or 0,
-        failed=seconds(annotations, ANNOTATION_FAILED),
-        size=_size(text(annotations, ANNOTATION_SIZE)),
+        failures=_number(text(annotations, constants.ANNOTATION_FAILURES)) or 0,
+        failed=seconds(annotations, constants.ANNOTATION_FAILED),
+        size=_size(text(annotations, constants.ANNOTATION_SIZE)),
         waiting=waiting,
         incompatible_image=incompatible_image(body, worker),
         # The kubelet itself ends sidecars among the init containers.
@@ -388,7 +374,7 @@ def termination_cause_of(
         return None
     if worker.terminated is None and not is_over(pod) and not is_leaving(pod):
         return None
-    disruption = disruption_of(pod)
+    disruption = true_condition(pod, DISRUPTION)
     reason = text(pod, "status", "reason")
     if reason == _NODE_LOST or text(disruption, "reason") == _NODE_DELETED or node_is_silent(pod, worker):
         return TerminationCause.NODE_LOST
@@ -407,7 +393,7 @@ def termination_cause_of(
 def reasons_of(pod: Json, worker: ContainerState) -> frozenset[str]:
     """Return the reasons for which a pod ended, or is to be removed."""
     ended = text(worker.terminated, "reason")
-    reasons = {text(pod, "status", "reason"), text(disruption_of(pod), "reason")}
+    reasons = {text(pod, "status", "reason"), text(true_condition(pod, DISRUPTION), "reason")}
     if not (worker.exit_code == 0 and ended == OUT_OF_MEMORY):
         reasons.add(ended)
     return frozenset(reasons - {""})

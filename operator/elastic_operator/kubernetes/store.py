@@ -14,28 +14,19 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.api.json_values import integer, mapping, mappings, text
+from elastic_operator.api.json_values import integer, mapping, text
 from elastic_operator.api.spec import GROUP, KIND, Json
-from elastic_operator.controller.model import EtcdState
+from elastic_operator.controller.model import EtcdState, Job, Pod
 from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, PODS, SERVICES, Resource, with_hint
-from elastic_operator.kubernetes.pod_status import pod_of
+from elastic_operator.kubernetes.pod_status import pod_of, true_condition
 from elastic_operator.resources.owned_objects import etcd_endpoint, etcd_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from elastic_operator.controller.model import Job, Pod
 
 _TOMBSTONE_TTL: Final = 900.0
 """Seconds for which the deletion of an object is remembered."""
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The job that controls an object."""
-
-    uid: str
-    name: str
 
 
 class Store:
@@ -165,7 +156,7 @@ class Store:
         if resource == ELASTIC_JOBS:
             self._changed(f"{about['namespace']}/{about['name']}")
         elif owner is not None:
-            self._changed(f"{about['namespace']}/{owner.name}")
+            self._changed(f"{about['namespace']}/{owner['name']}")
 
 
 def version_of(body: Json) -> int:
@@ -174,12 +165,13 @@ def version_of(body: Json) -> int:
     return int(version) if version.isdecimal() else 0
 
 
-def owner_of(body: Json) -> Owner | None:
-    """Return the job that controls an object."""
+def owner_of(body: Json) -> Json | None:
+    """Return the reference to the job that controls an object."""
     for reference in body["metadata"].get("ownerReferences") or ():
         ours = reference.get("kind") == KIND and str(reference.get("apiVersion")).startswith(f"{GROUP}/")
         if ours and reference.get("controller"):
-            return Owner(uid=reference["uid"], name=reference["name"])
+            owner: Json = reference
+            return owner
     return None
 
 
@@ -187,7 +179,7 @@ def _home(resource: Resource, body: Json) -> tuple[str, str] | None:
     namespace, owner = body["metadata"].get("namespace", ""), owner_of(body)
     if resource == ELASTIC_JOBS:
         return namespace, body["metadata"]["name"]
-    return None if owner is None else (namespace, owner.uid)
+    return None if owner is None else (namespace, owner["uid"])
 
 
 def _trimmed(resource: Resource, body: Json) -> Json:
@@ -240,7 +232,5 @@ def etcd_state(service: Json | None, deployment: Json | None) -> EtcdState:
 
 def etcd_blocked(deployment: Json | None) -> str | None:
     """Return why the pod of a job's own etcd cannot be created for now, such as a quota."""
-    for condition in mappings(deployment, "status", "conditions"):
-        if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
-            return with_hint(text(condition, "message") or text(condition, "reason")) or None
-    return None
+    condition = true_condition(deployment, "ReplicaFailure")
+    return with_hint(text(condition, "message") or text(condition, "reason")) or None

@@ -13,18 +13,10 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from elastic_operator.api.constants import MANAGED_BY, ROLE_REPORT, report_name, worker_selector
 from elastic_operator.api.json_values import mapping, rfc3339, text
-from elastic_operator.api.status import REPORT_KEY, decode_report, encode_report, merged, status_to_json
+from elastic_operator.api.status import REPORT_KEY, Report, decode_report, encode_report, merged, status_to_json
 from elastic_operator.errors import BadInput, ClusterError
-from elastic_operator.kubernetes.client import (
-    CONFIG_MAPS,
-    ELASTIC_JOBS,
-    EVENTS,
-    PODS,
-    ApiError,
-    backoff,
-    with_hint,
-)
-from elastic_operator.kubernetes.store import owner_of
+from elastic_operator.kubernetes import client
+from elastic_operator.kubernetes.store import Store, owner_of
 from elastic_operator.resources.owned_objects import own_metadata
 from torchelastic.protocol import shorten
 
@@ -32,10 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
 
     from elastic_operator.api.spec import Json
-    from elastic_operator.api.status import JobStatus, Report
+    from elastic_operator.api.status import JobStatus
     from elastic_operator.controller.model import Job, JobEvent
-    from elastic_operator.kubernetes.client import Api, Resource
-    from elastic_operator.kubernetes.store import Store
 
 _log: Final = logging.getLogger(__name__)
 
@@ -77,10 +67,10 @@ class Writer:
 
     def __init__(
         self,
-        api: Api,
+        api: client.Api,
         store: Store,
         identity: str = "elastic-operator",
-        created: Callable[[Resource], None] = lambda _resource: None,
+        created: Callable[[client.Resource], None] = lambda _resource: None,
     ) -> None:
         self._api = api
         self._store = store
@@ -116,18 +106,18 @@ class Writer:
         task.add_done_callback(self._pending.discard)
 
     async def _record(self, event: Json) -> None:
-        for delay in itertools.islice(backoff(_FIRST_RETRY, 60.0), _EVENT_TRIES):
+        for delay in itertools.islice(client.backoff(_FIRST_RETRY, 60.0), _EVENT_TRIES):
             try:
                 async with self._event_slots:
-                    await self._api.create(EVENTS, event["metadata"]["namespace"], event)
+                    await self._api.create(client.EVENTS, event["metadata"]["namespace"], event)
                 return
             except ClusterError as error:
                 _log.debug("an event was not recorded: %s", error)  # perhaps because it was recorded before
-                if isinstance(error, ApiError) and not error.transient:
+                if isinstance(error, client.ApiError) and not error.transient:
                     return
             await asyncio.sleep(delay)
 
-    async def create(self, resource: Resource, job: Job, wanted: Json | Callable[[], Json]) -> None:
+    async def create(self, resource: client.Resource, job: Job, wanted: Json | Callable[[], Json]) -> None:
         """Create an object that a job owns, unless it exists.
 
         Args:
@@ -144,7 +134,7 @@ class Writer:
             async with self._slots[job.namespace]:
                 body = wanted() if callable(wanted) else wanted
                 made = await self._api.create(resource, job.namespace, body)
-        except ApiError as error:
+        except client.ApiError as error:
             if error.reason != "AlreadyExists":
                 raise _classified(error) from None
             made = await self._existing(resource, job, body["metadata"]["name"])
@@ -152,7 +142,7 @@ class Writer:
             self._created(resource)
         self._store.put(resource, made)
 
-    async def apply(self, resource: Resource, job: Job, uid: str, body: Json) -> bool:
+    async def apply(self, resource: client.Resource, job: Job, uid: str, body: Json) -> bool:
         """Apply an object that a job owns; return False if it does not exist any more. Raises as :meth:`create`."""
         name = body["metadata"]["name"]
         this_one = {**body, "metadata": {**body["metadata"], "uid": uid}}
@@ -160,7 +150,7 @@ class Writer:
         return await self._update(resource, job.namespace, name, uid, answer)
 
     async def annotate(
-        self, resource: Resource, namespace: str, name: str, uid: str, annotations: Mapping[str, str]
+        self, resource: client.Resource, namespace: str, name: str, uid: str, annotations: Mapping[str, str]
     ) -> None:
         """Add annotations to an object, unless it is gone.
 
@@ -170,7 +160,7 @@ class Writer:
         change = {"metadata": {"uid": uid, "annotations": dict(annotations)}}
         await self._update(resource, namespace, name, uid, self._api.patch(resource, namespace, name, change))
 
-    async def delete(self, resource: Resource, namespace: str, name: str, uid: str) -> None:
+    async def delete(self, resource: client.Resource, namespace: str, name: str, uid: str) -> None:
         """Delete an object, unless it is gone.
 
         Raises:
@@ -180,7 +170,7 @@ class Writer:
         try:
             async with self._slots[namespace]:
                 left = await self._api.delete(resource, namespace, name, uid=uid)
-        except ApiError as error:
+        except client.ApiError as error:
             # The precondition of a successor causes a conflict, and so does a server in trouble.
             gone = await self._is_gone(resource, namespace, name, uid) if error.conflict else error.not_found
             if not gone:
@@ -200,13 +190,13 @@ class Writer:
         about = body["metadata"]
         change = {"metadata": {"resourceVersion": about["resourceVersion"]}, "spec": {"replicas": replicas}}
         async with self._job_slots[about["namespace"]]:
-            scale = await self._api.patch(ELASTIC_JOBS, about["namespace"], about["name"], change, "scale")
+            scale = await self._api.patch(client.ELASTIC_JOBS, about["namespace"], about["name"], change, "scale")
         if (version := scale["metadata"]["resourceVersion"]) == about["resourceVersion"]:
             return body
         # The answer is the scale alone; of the job, nothing else has changed.
         changed = {**about, "resourceVersion": version, "generation": about["generation"] + 1}
         after = {**body, "metadata": changed, "spec": {**body["spec"], "replicas": replicas}}
-        self._store.put(ELASTIC_JOBS, after)
+        self._store.put(client.ELASTIC_JOBS, after)
         return after
 
     async def write_status(self, body: Json, status: JobStatus) -> None:
@@ -217,14 +207,14 @@ class Writer:
         """
         about = body["metadata"]
         document: dict[str, Any] = {
-            "apiVersion": ELASTIC_JOBS.api_version,
-            "kind": ELASTIC_JOBS.kind,
+            "apiVersion": client.ELASTIC_JOBS.api_version,
+            "kind": client.ELASTIC_JOBS.kind,
             "metadata": {key: about[key] for key in ("name", "namespace", "uid", "resourceVersion")},
             "status": {**status_to_json(status), "selector": worker_selector(about["name"])},
         }
         async with self._job_slots[about["namespace"]]:
-            after = await self._api.replace(ELASTIC_JOBS, about["namespace"], about["name"], document, "status")
-        self._store.put(ELASTIC_JOBS, after)
+            after = await self._api.replace(client.ELASTIC_JOBS, about["namespace"], about["name"], document, "status")
+        self._store.put(client.ELASTIC_JOBS, after)
 
     async def keep_report(self, job: Job, report: Report) -> None:
         """Write the report of a run into a ConfigMap, merged with the report that exists.
@@ -233,28 +223,28 @@ class Writer:
         """
         name = report_name(job.name)
         wanted: dict[str, Any] = {
-            "apiVersion": CONFIG_MAPS.api_version,
-            "kind": CONFIG_MAPS.kind,
+            "apiVersion": client.CONFIG_MAPS.api_version,
+            "kind": client.CONFIG_MAPS.kind,
             "metadata": own_metadata(job, name, ROLE_REPORT),
             "data": {REPORT_KEY: encode_report(report).decode()},
         }
         try:
             async with self._job_slots[job.namespace]:
                 await self._put_report(job, wanted, report)
-        except ApiError as error:
+        except client.ApiError as error:
             raise (error if error.webhook_failed else _classified(error)) from None
 
     async def _put_report(self, job: Job, wanted: dict[str, Any], report: Report) -> None:
         name = wanted["metadata"]["name"]
         try:
-            await self._api.create(CONFIG_MAPS, job.namespace, wanted)
-        except ApiError as error:
+            await self._api.create(client.CONFIG_MAPS, job.namespace, wanted)
+        except client.ApiError as error:
             if error.reason != "AlreadyExists":
                 raise
         else:
             return
-        existing = await self._api.get(CONFIG_MAPS, job.namespace, name)
-        _check_owner(existing, CONFIG_MAPS, job)
+        existing = await self._api.get(client.CONFIG_MAPS, job.namespace, name)
+        _check_owner(existing, client.CONFIG_MAPS, job)
         former = None
         try:
             former = decode_report(text(existing, "data", REPORT_KEY))
@@ -263,14 +253,16 @@ class Writer:
         wanted["data"] = {REPORT_KEY: encode_report(merged(former, report)).decode()}
         if text(existing, "data", REPORT_KEY) != wanted["data"][REPORT_KEY]:
             wanted["metadata"]["uid"] = existing["metadata"]["uid"]
-            await self._api.apply(CONFIG_MAPS, job.namespace, name, wanted)
+            await self._api.apply(client.CONFIG_MAPS, job.namespace, name, wanted)
 
-    async def _update(self, resource: Resource, namespace: str, name: str, uid: str, answer: Awaitable[Json]) -> bool:
+    async def _update(
+        self, resource: client.Resource, namespace: str, name: str, uid: str, answer: Awaitable[Json]
+    ) -> bool:
         """Keep the answer to a change of an object; return False if the object is gone."""
         try:
             async with self._slots[namespace]:
                 self._store.put(resource, await answer)
-        except ApiError as error:
+        except client.ApiError as error:
             # A wrong UID is reported as a conflict, or as invalid.
             perhaps = error.not_found or ((error.conflict or error.invalid) and uid in error.message)
             if not perhaps or not await self._is_gone(resource, namespace, name, uid):
@@ -279,28 +271,27 @@ class Writer:
             return False
         return True
 
-    async def _is_gone(self, resource: Resource, namespace: str, name: str, uid: str) -> bool:
+    async def _is_gone(self, resource: client.Resource, namespace: str, name: str, uid: str) -> bool:
         found, _ = await self._api.list(resource, namespace, name=name)
         return not found or found[0]["metadata"]["uid"] != uid
 
-    async def _existing(self, resource: Resource, job: Job, name: str) -> Json:
-        """Return the object that has the name already."""
+    async def _existing(self, resource: client.Resource, job: Job, name: str) -> Json:
         found, _ = await self._api.list(resource, job.namespace, name=name)
         if not found:
             raise ClusterError(f"the {resource.kind} {name} existed a moment ago and is gone now")
         _check_owner(found[0], resource, job)
-        if resource != PODS and mapping(found[0], "metadata").get("deletionTimestamp"):
+        if resource != client.PODS and mapping(found[0], "metadata").get("deletionTimestamp"):
             raise ClusterError(f"the {resource.kind} {name} of this job is still being removed")
         return found[0]
 
 
-def _check_owner(found: Json, resource: Resource, job: Job) -> None:
+def _check_owner(found: Json, resource: client.Resource, job: Job) -> None:
     """Raise an error if an object with a name that a job needs does not belong to the job."""
     name = found["metadata"]["name"]
     owner = owner_of(found)
-    if owner is not None and owner.uid != job.uid and owner.name == job.name:
+    if owner is not None and owner["uid"] != job.uid and owner["name"] == job.name:
         raise ClusterError(f"the {resource.kind} {name} of the former job of this name is still being removed")
-    if owner is None or owner.uid != job.uid:
+    if owner is None or owner["uid"] != job.uid:
         raise Blocked(
             f"a {resource.kind} called {name} is there that does not belong to this job: remove it, or give the "
             "job another name"
@@ -316,11 +307,11 @@ def raise_worst(results: Iterable[object]) -> None:
                 raise error
 
 
-def _classified(error: ApiError) -> ClusterError:
+def _classified(error: client.ApiError) -> ClusterError:
     if error.invalid:
         return Rejected(error.message)
     if error.blocked:
-        return Blocked(with_hint(_FORBIDDEN.sub("", error.message)))
+        return Blocked(client.with_hint(_FORBIDDEN.sub("", error.message)))
     return error
 
 
@@ -338,12 +329,12 @@ def event_object(job: Json, event: JobEvent, *, identity: str, now: float) -> di
     digest = hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=8).hexdigest()
     when = rfc3339(now)
     return {
-        "apiVersion": EVENTS.api_version,
-        "kind": EVENTS.kind,
+        "apiVersion": client.EVENTS.api_version,
+        "kind": client.EVENTS.kind,
         "metadata": {"name": f"{about['name']}.{digest}", "namespace": about["namespace"]},
         "involvedObject": {
-            "apiVersion": ELASTIC_JOBS.api_version,
-            "kind": ELASTIC_JOBS.kind,
+            "apiVersion": client.ELASTIC_JOBS.api_version,
+            "kind": client.ELASTIC_JOBS.kind,
             "name": about["name"],
             "namespace": about["namespace"],
             "uid": about["uid"],

@@ -16,24 +16,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from elastic_operator.api.constants import (
-    ANNOTATION_METRICS_PORT,
-    LABEL_JOB,
-    LABEL_JOB_UID,
-    LABEL_ROLE,
-    MANAGED_BY,
-    ROLE_ETCD,
-    ROLE_WORKER,
-)
+from elastic_operator.api import constants
 from elastic_operator.api.json_values import listing, mapping, mappings, text
-from elastic_operator.api.spec import GROUP, KIND, VERSION, GangScheduler
+from elastic_operator.api.spec import GROUP, KIND, VERSION, GangScheduler, Json, SchedulingSpec
 from torchelastic.protocol import bracketed
 from torchelastic.store.api import DEFAULT_PORT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from elastic_operator.api.spec import Json, SchedulingSpec
     from elastic_operator.controller.model import Job
 
 ETCD_IMAGE: Final = "quay.io/coreos/etcd:v3.7.3"
@@ -61,7 +52,7 @@ def owner_reference(job: Job) -> dict[str, Any]:
 
 def own_labels(job: Job, role: str) -> dict[str, str]:
     """Return the labels by which an object is found."""
-    return {LABEL_JOB: job.name, LABEL_ROLE: role}
+    return {constants.LABEL_JOB: job.name, constants.LABEL_ROLE: role}
 
 
 def common_labels(job: Job, role: str) -> dict[str, str]:
@@ -70,7 +61,7 @@ def common_labels(job: Job, role: str) -> dict[str, str]:
         "app.kubernetes.io/name": "elasticjob",
         "app.kubernetes.io/instance": job.name,
         "app.kubernetes.io/component": role,
-        "app.kubernetes.io/managed-by": MANAGED_BY,
+        "app.kubernetes.io/managed-by": constants.MANAGED_BY,
     }
 
 
@@ -93,7 +84,7 @@ def metrics_notes(job: Job, port: int) -> dict[str, Any]:
     """Return the annotations of a pod whose agent serves on this port; those of the template take precedence."""
     said = mapping(job.spec.template, "metadata", "annotations")
     missing = {name: value for name, value in for_prometheus(port).items() if name not in said}
-    return {**missing, ANNOTATION_METRICS_PORT: str(port)}
+    return {**missing, constants.ANNOTATION_METRICS_PORT: str(port)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +143,7 @@ def pod_group(job: Job, gang: GangScheduler, min_member: int) -> dict[str, Any]:
     return {
         "apiVersion": _GANGS[gang].api_version,
         "kind": "PodGroup",
-        "metadata": own_metadata(job, job.name, ROLE_WORKER),
+        "metadata": own_metadata(job, job.name, constants.ROLE_WORKER),
         "spec": spec,
     }
 
@@ -171,11 +162,11 @@ def disruption_budget(job: Job, min_available: int) -> dict[str, Any]:
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
-        "metadata": own_metadata(job, f"{job.name}-workers", ROLE_WORKER),
+        "metadata": own_metadata(job, f"{job.name}-workers", constants.ROLE_WORKER),
         "spec": {
             # A percentage would refer to the replicas of the scale, which an elastic job may not reach.
             "minAvailable": min_available,
-            "selector": {"matchLabels": own_labels(job, ROLE_WORKER)},
+            "selector": {"matchLabels": own_labels(job, constants.ROLE_WORKER)},
             # A worker that does not run does not delay a drain.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
         },
@@ -348,12 +339,12 @@ def _shared_with_workers(job: Job) -> dict[str, Any]:
 
 
 def _metadata(job: Job) -> dict[str, Any]:
-    return {**own_metadata(job, etcd_name(job.name), ROLE_ETCD), "labels": _labels(job)}
+    return {**own_metadata(job, etcd_name(job.name), constants.ROLE_ETCD), "labels": _labels(job)}
 
 
 def _labels(job: Job) -> dict[str, str]:
-    return {**common_labels(job, ROLE_ETCD), **_selector(job)}
+    return {**common_labels(job, constants.ROLE_ETCD), **_selector(job)}
 
 
 def _selector(job: Job) -> dict[str, str]:
-    return {**own_labels(job, ROLE_ETCD), LABEL_JOB_UID: job.uid}
+    return {**own_labels(job, constants.ROLE_ETCD), constants.LABEL_JOB_UID: job.uid}

@@ -25,42 +25,11 @@ import posixpath
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from elastic_operator.api.constants import (
-    ANNOTATION_FAILED,
-    ANNOTATION_FAILURES,
-    ANNOTATION_METRICS_PORT,
-    ANNOTATION_PROTOCOL,
-    ANNOTATION_SIZE,
-    CHECKPOINT_FOLDER,
-    ETCD_TLS_FOLDER,
-    LABEL_INDEX,
-    METRICS_PORT,
-    ROLE_WORKER,
-    hostname,
-)
+from elastic_operator.api import constants
 from elastic_operator.api.json_values import integer, listing, mapping, mappings, rfc3339, text
-from elastic_operator.api.spec import (
-    NEVER,
-    WORKER,
-    FailureAction,
-    launcher_flags,
-    mounted_folders,
-    program_of,
-    user_env,
-)
+from elastic_operator.api.spec import WORKER, FailureAction, launcher_flags, mounted_folders, program_of, user_env
 from elastic_operator.api.validation import AROUND
-from elastic_operator.resources.owned_objects import (
-    RESTRICTED,
-    SECCOMP,
-    common_labels,
-    extended,
-    for_prometheus,
-    gang_marks,
-    own_labels,
-    owner_reference,
-    scheduler_of,
-    tolerate_silent_node,
-)
+from elastic_operator.resources import owned_objects as owned
 from torchelastic.protocol import PROTOCOL_VERSION, Env, encode
 
 if TYPE_CHECKING:
@@ -68,7 +37,6 @@ if TYPE_CHECKING:
 
     from elastic_operator.api.spec import AppliedSpec, FailureRule, Json
     from elastic_operator.controller.model import Job, NewPod
-    from elastic_operator.resources.owned_objects import PodSettings
 
 
 def completed(given: object, defaults: Json) -> object:
@@ -99,14 +67,14 @@ def mount(
     taken = {text(volume, "name") for volume in mappings(pod, "volumes")}
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     unused = next(each for each in names if each not in taken)
-    pod["volumes"] = extended(pod.get("volumes"), [{**source, "name": unused}])
+    pod["volumes"] = owned.extended(pod.get("volumes"), [{**source, "name": unused}])
     mounted = {"name": unused, "mountPath": folder, **({"readOnly": True} if read_only else {})}
-    container["volumeMounts"] = extended(container.get("volumeMounts"), [mounted])
+    container["volumeMounts"] = owned.extended(container.get("volumeMounts"), [mounted])
 
 
 def restricted(context: object) -> object:
     """Return a container's security context with defaults for what it leaves out."""
-    defaults = dict(RESTRICTED)
+    defaults = dict(owned.RESTRICTED)
     asked = mapping(context)
     # The API server rejects these together with the default.
     if asked.get("privileged") is True or "CAP_SYS_ADMIN" in listing(asked, "capabilities", "add"):
@@ -135,14 +103,14 @@ def _exclude(pod: dict[str, Any], nodes: Collection[str]) -> None:
     for term in listing(terms):
         # An empty term matches no node; with this requirement it would match all other nodes.
         if isinstance(term, dict) and (term.get("matchExpressions") or term.get("matchFields")):
-            term["matchFields"] = extended(term.get("matchFields"), demands)
+            term["matchFields"] = owned.extended(term.get("matchFields"), demands)
 
 
 _TERMINATION_LOG: Final = "/dev/termination-log"
 _DEFAULT_CONTAINER: Final = "kubectl.kubernetes.io/default-container"
 
 
-def worker_pod(job: Job, new: NewPod, settings: PodSettings, *, store: str) -> dict[str, Any]:
+def worker_pod(job: Job, new: NewPod, settings: owned.PodSettings, *, store: str) -> dict[str, Any]:
     """Return the pod, ready to be created; it shares no data with the job.
 
     Args:
@@ -160,7 +128,7 @@ def worker_pod(job: Job, new: NewPod, settings: PodSettings, *, store: str) -> d
     }
 
 
-def _metrics_port(job: Job, settings: PodSettings) -> int:
+def _metrics_port(job: Job, settings: owned.PodSettings) -> int:
     """Return the port of the agent's /metrics; 0 for any free port."""
     if job.spec.metrics_port is not None:
         return job.spec.metrics_port
@@ -172,18 +140,22 @@ def _metrics_port(job: Job, settings: PodSettings) -> int:
 def _metadata(job: Job, new: NewPod, given: object, metrics_port: int) -> object:
     defaults = {_DEFAULT_CONTAINER: WORKER}
     if metrics_port:
-        defaults |= for_prometheus(metrics_port)
-    metadata = completed(given, {"labels": common_labels(job, ROLE_WORKER), "annotations": defaults})
+        defaults |= owned.for_prometheus(metrics_port)
+    metadata = completed(given, {"labels": owned.common_labels(job, constants.ROLE_WORKER), "annotations": defaults})
     if not isinstance(metadata, dict):
         return metadata
-    own = {**own_labels(job, ROLE_WORKER), LABEL_INDEX: str(new.index), **gang_marks(job, "labels")}
+    own = {
+        **owned.own_labels(job, constants.ROLE_WORKER),
+        constants.LABEL_INDEX: str(new.index),
+        **owned.gang_marks(job, "labels"),
+    }
     notes = {
-        **gang_marks(job, "annotations"),
-        ANNOTATION_PROTOCOL: str(PROTOCOL_VERSION),
-        ANNOTATION_FAILURES: str(new.failures),
-        **({} if new.failed is None else {ANNOTATION_FAILED: rfc3339(new.failed)}),
-        ANNOTATION_SIZE: encode(new.size).decode(),
-        **({ANNOTATION_METRICS_PORT: str(metrics_port)} if metrics_port else {}),
+        **owned.gang_marks(job, "annotations"),
+        constants.ANNOTATION_PROTOCOL: str(PROTOCOL_VERSION),
+        constants.ANNOTATION_FAILURES: str(new.failures),
+        **({} if new.failed is None else {constants.ANNOTATION_FAILED: rfc3339(new.failed)}),
+        constants.ANNOTATION_SIZE: encode(new.size).decode(),
+        **({constants.ANNOTATION_METRICS_PORT: str(metrics_port)} if metrics_port else {}),
     }
     for key, ours in (("labels", own), ("annotations", notes)):
         if isinstance(metadata[key], dict):
@@ -192,24 +164,24 @@ def _metadata(job: Job, new: NewPod, given: object, metrics_port: int) -> object
         **metadata,
         "name": new.name,
         "namespace": job.namespace,
-        "ownerReferences": extended(metadata.get("ownerReferences"), [owner_reference(job)]),
+        "ownerReferences": owned.extended(metadata.get("ownerReferences"), [owned.owner_reference(job)]),
     }
 
 
-def _spec(job: Job, new: NewPod, settings: PodSettings, store: str, given: object) -> object:
+def _spec(job: Job, new: NewPod, settings: owned.PodSettings, store: str, given: object) -> object:
     defaults = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": SECCOMP,
+        "securityContext": owned.SECCOMP,
         "terminationGracePeriodSeconds": ending_of(job.spec)[0],
     }
     pod = completed(given, defaults)
     if not isinstance(pod, dict):
         return pod
-    pod |= {"restartPolicy": NEVER, "hostname": hostname(job.name, new.index)}
-    tolerate_silent_node(pod, job.spec.node_loss)
+    pod |= {"restartPolicy": "Never", "hostname": constants.hostname(job.name, new.index)}
+    owned.tolerate_silent_node(pod, job.spec.node_loss)
     scheduling = {
-        "schedulerName": scheduler_of(job.spec.scheduling),
+        "schedulerName": owned.scheduler_of(job.spec.scheduling),
         "priorityClassName": job.spec.scheduling.priority_class,
     }
     pod |= {field: value for field, value in scheduling.items() if value and pod.get(field) is None}
@@ -229,7 +201,7 @@ def _containers(given: list[Any], worker: dict[str, Any]) -> list[Any]:
     return [worker, *given]
 
 
-def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: PodSettings, store: str) -> dict[str, Any]:
+def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: owned.PodSettings, store: str) -> dict[str, Any]:
     """Return the worker container, and add the volumes that it needs to the pod."""
     given: Json = next((entry for entry in mappings(pod, "containers") if entry.get("name") == WORKER), {})
     container = completed_mapping(
@@ -240,7 +212,7 @@ def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: PodSettings
         job,
         new,
         store=store,
-        checkpoints=f"{CHECKPOINT_FOLDER}/{job.name}/{new.index}",
+        checkpoints=f"{constants.CHECKPOINT_FOLDER}/{job.name}/{new.index}",
         termination_log=str(container["terminationMessagePath"]),
         metrics_port=metrics_port,
     )
@@ -258,14 +230,14 @@ def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: PodSettings
         "securityContext": restricted(given.get("securityContext")),
     }
     if metrics_port:
-        port = {"name": METRICS_PORT, "containerPort": metrics_port, "protocol": "TCP"}
-        container["ports"] = extended(given.get("ports"), [port])
+        port = {"name": constants.METRICS_PORT, "containerPort": metrics_port, "protocol": "TCP"}
+        container["ports"] = owned.extended(given.get("ports"), [port])
     if (secret := job.spec.etcd.tls_secret) is not None:  # the agent reads them, and the workers may
-        mount(pod, container, ETCD_TLS_FOLDER, "etcd-tls", {"secret": {"secretName": secret}}, read_only=True)
+        mount(pod, container, constants.ETCD_TLS_FOLDER, "etcd-tls", {"secret": {"secretName": secret}}, read_only=True)
     mount(pod, container, "/dev/shm", "dshm", {"emptyDir": {"medium": "Memory"}})  # noqa: S108 - in a container
     mount(pod, container, "/tmp", "tmp", {"emptyDir": {}})  # noqa: S108
     checkpoints: Json = job.spec.checkpoint.volume or {"emptyDir": {}}
-    mount(pod, container, CHECKPOINT_FOLDER, "checkpoints", copy.deepcopy(checkpoints))
+    mount(pod, container, constants.CHECKPOINT_FOLDER, "checkpoints", copy.deepcopy(checkpoints))
     return container
 
 
@@ -310,7 +282,7 @@ def agent_variables(
         "last_call_timeout": rendezvous.joining_window,
         "join_timeout": rendezvous.join_timeout,
         "lease": rendezvous.lease,
-        "tls": None if spec.etcd.tls_secret is None else ETCD_TLS_FOLDER,
+        "tls": None if spec.etcd.tls_secret is None else constants.ETCD_TLS_FOLDER,
     }
     optional = {
         "PET_FINAL_EXIT_CODES": _exit_codes(spec.failure_policy.rules, FailureAction.FAIL_JOB),
