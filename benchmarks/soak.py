@@ -20,7 +20,7 @@ from benchmarks.command_line import at_least, parser, run_to_end
 from benchmarks.etcd import BreakableEtcd, choose_etcd
 from benchmarks.processes import ProcessTree
 from benchmarks.report import Measurement, Report, note
-from benchmarks.soak_faults import KINDS, missing, plan
+from benchmarks.soak_faults import KINDS, Fault, missing, plan
 from benchmarks.soak_run import Agents
 from benchmarks.worker_reports import Missing, WorkerReports
 from elastic_operator.local.processes import free_ports
@@ -28,8 +28,6 @@ from elastic_operator.local.processes import free_ports
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Sequence
-
-    from benchmarks.soak_faults import Fault
 
 LEASE: Final = 2.0
 """Seconds; short, so that the soak is short."""
@@ -118,6 +116,8 @@ async def soak(
                 was_calm = calm
                 round = await _strike(group, strike, round, result)
                 note(f"{number + 1}: {result.history[-1]}")
+            # Ports that were offered before etcd lost its data stay open until the next round.
+            await _strike(group, [Fault("worker killed", (0,), 0.0)], round, result)
             result.leaked = await _leaked(group, before)
         except Missing as why:
             result.failed = f"{why}\n\n{group.state()}\n"
