@@ -57,7 +57,7 @@ class AgentConnection:
 
     def _leave_to_parent(self) -> None:
         """Close this process's copy of its parent's connection, after a fork."""
-        if self._socket is not None:
+        if self._socket is not None and self._socket.fileno() >= 0:  # otherwise the parent was forked, too
             os.close(self._socket.detach())  # the thread that reads from it is not in this process
 
     def send(self, message: dict[str, Any]) -> bool:

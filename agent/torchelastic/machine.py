@@ -68,7 +68,8 @@ def interface_of(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no IPv4 address
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                request = struct.pack("16sH2x4s232x", name.encode(), socket.AF_INET, wanted)  # of several, this address
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, request)
                 if found[20:24] == wanted and name != "lo":
                     return name
     return ""

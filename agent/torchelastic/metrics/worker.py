@@ -27,7 +27,10 @@ def forward_torch() -> None:
     """Record the values of torch's own metrics in ours, too, if torch is imported."""
     if "torch" not in sys.modules:
         return
-    stream: Any = importlib.import_module(_TORCHS).MetricStream
+    try:
+        stream: Any = importlib.import_module(_TORCHS).MetricStream
+    except ImportError:  # only a part of torch, or another module of this name
+        return
     plain = stream.add_value
     if hasattr(plain, "__wrapped__"):  # by us
         return

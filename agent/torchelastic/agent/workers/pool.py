@@ -360,7 +360,8 @@ class Workers:
                         orders[-1][HEARTBEAT_FILE] = str(heartbeats.file(local_rank))
                 children = await self._fork(orders, outputs, listener)
             except OSError as error:
-                raise StartError(f"no worker can be started: {error.strerror}") from None
+                where = f"{error.filename}: " if error.filename else ""
+                raise StartError(f"no worker can be started: {where}{error.strerror}") from None
             finally:
                 for output in outputs:
                     output.handed_over()
