@@ -215,7 +215,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _get(client: JobClient, arguments: argparse.Namespace) -> str:
     from elastic_operator.views.formatting import objects, table
 
-    jobs = client.jobs(arguments.name, every_run=arguments.all, pods=arguments.output == "wide")
+    jobs = client.jobs(arguments.name, every_run=arguments.all)
     if arguments.output in ("json", "yaml"):
         return objects(jobs, arguments.output, single=arguments.name is not None)
     if not jobs:

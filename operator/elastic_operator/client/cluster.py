@@ -99,9 +99,9 @@ class ClusterJobs:
         return "in any namespace" if self._all_namespaces else f"in the namespace {self._api.namespace}"
 
     @_blocking
-    async def jobs(self, name: str | None, *, every_run: bool, pods: bool) -> list[JobView]:  # noqa: ARG002
-        """Return all jobs, or one."""
-        return await self._views(name, pods=pods)
+    async def jobs(self, name: str | None, *, every_run: bool) -> list[JobView]:  # noqa: ARG002
+        """Return all jobs, or one, without their pods."""
+        return await self._views(name, pods=False)
 
     @_blocking
     async def describe(self, name: str) -> JobView:

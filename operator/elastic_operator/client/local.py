@@ -57,13 +57,12 @@ class LocalJobs:
     def close(self) -> None:
         """Do nothing: no connection stays open."""
 
-    def jobs(self, name: str | None = None, *, every_run: bool = False, pods: bool = True) -> list[JobView]:  # noqa: ARG002
+    def jobs(self, name: str | None = None, *, every_run: bool = False) -> list[JobView]:
         """Return the latest run of each job, those that are alive first.
 
         Args:
             name: only the runs of this name.
             every_run: all runs, not just the latest of each job.
-            pods: ignored; a run always has them.
 
         Raises:
             NotFound: no run has that name.
@@ -111,7 +110,7 @@ class LocalJobs:
         """
         job = self.describe(name)
         kept = RunDir(Path(job.run.directory)).read_report()
-        if kept is None and job.run.alive:
+        if job.run.alive and (kept is None or not (job.status.finished or job.status.suspended)):
             raise NotFound(still_running(name, job.state))
         if kept is None:
             why = "was its run killed, or started by a version without reports?"

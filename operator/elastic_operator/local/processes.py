@@ -187,8 +187,8 @@ class PodProcess:
         chosen = command()
         try:
             process = await self._start(chosen)
-        except OSError as error:
-            self._end(None, f"its process could not be started: {error.strerror}")
+        except (OSError, ValueError) as error:  # ValueError: an argument or a variable that no process can have
+            self._end(None, f"its process could not be started: {getattr(error, 'strerror', None) or error}")
             return
         try:
             code = await process.wait()
