@@ -149,14 +149,20 @@ class Reports:
 
     def send(self, *, at_exit: bool = False) -> None:
         """Send the unsent reports, unless the interval is not over."""
-        if not self._unsent or (time.perf_counter() < self._next and not at_exit) or not is_worker():
+        if not self._is_due(at_exit) or not is_worker():
             return
         with self._lock:
+            if not self._is_due(at_exit):  # another thread has sent them
+                return
             unsent, self._unsent = self._unsent, {}
-            if not (sent := AGENT.send(unsent)):
-                self._unsent = unsent | self._unsent
-            if "kept" in unsent or not sent:
+            if "kept" in unsent:  # set before the message is sent: a signal handler may save meanwhile
                 self._next = time.perf_counter() + INTERVAL
+            if not AGENT.send(unsent):
+                self._unsent = unsent | self._unsent
+                self._next = time.perf_counter() + INTERVAL
+
+    def _is_due(self, at_exit: bool) -> bool:
+        return bool(self._unsent) and (at_exit or time.perf_counter() >= self._next)
 
 
 REPORTS: Final = Reports()
