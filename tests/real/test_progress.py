@@ -135,6 +135,10 @@ async def test_a_child_of_a_worker_cannot_report_for_it_but_an_executed_program_
             torchelastic.step()
             if (pid := os.fork()) == 0:
                 train()
+                sys.unraisablehook = lambda _: os._exit(9)
+                if (pid := os.fork()) == 0:
+                    os._exit(0)
+                assert os.waitpid(pid, 0)[1] == 0
                 os._exit(0)
             assert os.waitpid(pid, 0)[1] == 0
             print("nothing is kept", flush=True)

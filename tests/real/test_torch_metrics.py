@@ -46,6 +46,13 @@ def test_torch_metrics_arrive_with_any_configuration() -> None:
     assert [line.rpartition("]")[2] for line in lines if not line.startswith("ours")] == [": loss=1"]
 
 
+@pytest.mark.parametrize("stub", ["None", "types.ModuleType('torch')"])
+def test_a_program_without_a_whole_torch_can_use_metrics(stub: str) -> None:
+    assert said(
+        f"import sys, types\nsys.modules['torch'] = {stub}\n{RECORDER}ours.put_metric('loss', 3, 'my_app')"
+    ) == ["ours: my_app loss 3"]
+
+
 def test_torchs_agent_records_its_metrics_in_our_series() -> None:
     lines = said(
         """

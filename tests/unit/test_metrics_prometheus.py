@@ -203,7 +203,8 @@ BUCKETS = "buckets of 'x' must be finite numbers, each above"
     ("asked", "answer"),
     [
         ({"counters": "samples"}, r"counters is a collection of names, as \['samples'\]"),
-        ({"histograms": ["size"]}, "histograms maps names to buckets"),
+        ({"counters": 5}, r"counters is a collection of names, as \['samples'\]"),
+        *(({"histograms": wrong}, "histograms maps names to buckets") for wrong in (["size"], [], 0)),
         *(({"histograms": {"x": buckets}}, BUCKETS) for buckets in ([], [2, 1], [1, 1], [math.nan], [None], 1, "high")),
     ],
 )
