@@ -47,6 +47,10 @@ logger = logging.getLogger(__name__)
 _DRAIN_TIMEOUT: Final = 0.5
 """Seconds to wait for the rest of an ended worker's output."""
 
+_STORE_LINGER: Final = 1.0
+"""Seconds for which a round's TCPStore outlives the workers of its node: workers of other nodes may use it until they
+are stopped, too, and the end of a process takes CPU time that the next round's workers need to start."""
+
 _CONSOLE_PATIENCE: Final = 5.0
 """Seconds after which the remaining output is dropped at the end if its reader takes nothing."""
 
@@ -127,7 +131,7 @@ class WorkerGroup:
         heartbeats: the heartbeats of the workers; None if no worker is ended for a lack of them.
 
     Attributes:
-        stopped: whether all processes of the group have ended.
+        stopped: whether the workers and all processes that they started have ended.
     """
 
     def __init__(
@@ -158,7 +162,7 @@ class WorkerGroup:
         return [worker for worker in self.workers if worker.child.running]
 
     async def stop(self, grace: float) -> None:
-        """End all workers, all processes that they started, and the TCPStore; return after their end.
+        """End all workers and all processes that they started, and return after their end; the TCPStore ends later.
 
         Args:
             grace: seconds between SIGTERM and SIGKILL; 0 for SIGKILL at once. A second call may shorten it.
@@ -178,7 +182,7 @@ class WorkerGroup:
             await worker.output.drained(_DRAIN_TIMEOUT)
             worker.output.close()
         if self.store is not None:
-            self.store.signal(signal.SIGKILL)  # without waiting: the next round's store has its own socket
+            asyncio.get_running_loop().call_later(_STORE_LINGER, self.store.signal, signal.SIGKILL)
         self.stopped = True
 
     def _ended(self, worker: Worker) -> None:
