@@ -7,11 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from elastic_operator.api.constants import ConditionType, Reason, pod_name
+from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.spec import ElasticJobSpec, FailureAction, FailurePolicy, FailureRule, PodCondition
 from elastic_operator.api.status import Condition, JobState, JobStatus
 from elastic_operator.api.validation import problem_of
 from elastic_operator.controller.model import EtcdState, Job, Observed, Pod, PodPhase, TerminationCause
+from elastic_operator.controller.plan import pod_name
 from torchelastic.protocol import (
     FailureRecord,
     Member,

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace as replaced
 
-from elastic_operator.api.constants import ConditionType, Reason, pod_name
+from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.spec import FailureAction
 from elastic_operator.api.status import JobState, LastFailure
 from elastic_operator.controller.messages import MESSAGE_LIMIT
 from elastic_operator.controller.model import EtcdState, IncompatibleImage, Plan
-from elastic_operator.controller.plan import LONGEST_BACK_OFF, back_off, plan
+from elastic_operator.controller.plan import LONGEST_BACK_OFF, back_off, plan, pod_name
 from tests.support.builders import (
     NAME,
     NOW,

@@ -8,7 +8,6 @@ from typing import Any, get_type_hints
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_operator.api.constants import pod_name
 from elastic_operator.api.spec import (
     MANAGER,
     CleanPodPolicy,
@@ -22,7 +21,7 @@ from elastic_operator.api.spec import (
 )
 from elastic_operator.controller import model
 from elastic_operator.controller.model import IncompatibleImage, Job, Observed, Plan, Pod
-from elastic_operator.controller.plan import plan
+from elastic_operator.controller.plan import plan, pod_name
 from tests.support.any_job import STATUSES
 from tests.support.builders import NAME, NOW, UID
 from tests.support.simulated_cluster import is_live

@@ -6,7 +6,6 @@ The names that it shares with the agents are in :mod:`torchelastic.protocol`.
 from __future__ import annotations
 
 import enum
-import hashlib
 from typing import Final
 
 from elastic_operator.api.spec import GROUP
@@ -157,32 +156,9 @@ class Reason(enum.StrEnum):
     DELETED = "Deleted"
 
 
-_SUFFIX_LENGTH: Final = 5
-_SUFFIX_LETTERS: Final = "bcdfghjklmnpqrstvwxz2456789"
-"""No vowels, and no characters that look alike."""
-
-
 def hostname(job: str, index: int) -> str:
     """Return the host name of the pods of an index."""
     return f"{job}-{index}"
-
-
-def pod_name(job: str, job_uid: str, index: int, replaces: str) -> str:
-    """Return the name of a pod: the same in all operators that saw the same pods, and different from its predecessor's.
-
-    Args:
-        job: the job's name.
-        job_uid: the UID of the job.
-        index: the index of the pod.
-        replaces: the UID of the pod that it replaces; empty for the first of its index.
-    """
-    digest = hashlib.blake2b(f"{job_uid}\n{index}\n{replaces}".encode(errors="surrogatepass"), digest_size=8).digest()
-    number = int.from_bytes(digest, "big")
-    suffix = ""
-    for _ in range(_SUFFIX_LENGTH):
-        number, letter = divmod(number, len(_SUFFIX_LETTERS))
-        suffix += _SUFFIX_LETTERS[letter]
-    return f"{hostname(job, index)}-{suffix}"
 
 
 def report_name(job: str) -> str:

@@ -9,9 +9,19 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.api.constants import ConditionType, Reason
+from elastic_operator.api.constants import ConditionType, Reason, hostname
+from elastic_operator.api.json_values import rfc3339
 from elastic_operator.api.status import JobState, JobStatus
-from elastic_operator.controller.model import EndedPod, JobEvent, PlannedPods, Pod, PodEnd, Snapshot, TerminationCause
+from elastic_operator.controller.model import (
+    EndedPod,
+    JobEvent,
+    Observed,
+    PlannedPods,
+    Pod,
+    PodEnd,
+    Snapshot,
+    TerminationCause,
+)
 from torchelastic.protocol import ExitCode, FailureRecord, RoundReason, TerminationMessage, shorten
 
 if TYPE_CHECKING:
@@ -25,6 +35,12 @@ MESSAGE_LIMIT: Final = 8192
 SIGNAL_BASE: Final = 128
 """An exit code of 128 + n stands for the signal n."""
 
+OUTCOME_UNKNOWN: Final = "whether the run has ended is not known while the store cannot be read"
+
+_PODS_UNKNOWN: Final = "whether pods existed and the run has ended is unknown until the store is read"
+_HELD: Final = "no pod is started until it can be read"
+_CAUSES_SHOWN: Final = 3
+"""Maximum number of different causes for unready pods in a message."""
 _NAMES_SHOWN: Final = 5
 _LAST_LINE_LIMIT: Final = 512
 _QUOTE_LIMIT: Final = 2048
@@ -152,6 +168,85 @@ def _new_round(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
         because = f": {round.cause}" if round.cause else ""
         message = f"round {round.number} with world size {round.world_size}{because}"
         yield JobEvent(Reason.ROUND, message, warning=failed)
+
+
+def missing_pods(snapshot: Snapshot, status: JobStatus, planned: PlannedPods) -> tuple[str, str]:
+    """Return how many pods are ready, and which are missing and why: compared to the minimum, and to the desired size.
+
+    If the store must be read first, the first message says that.
+    """
+    ready, minimum = status.ready_replicas, snapshot.job.spec.min_replicas
+    missing = _missing(snapshot, planned)
+    too_few = _clauses(f"{ready} of at least {count(minimum, 'pod')} {'is' if ready == 1 else 'are'} ready", missing)
+    if planned.held:
+        had_pods = status.size_generation > 0
+        unknown = OUTCOME_UNKNOWN if had_pods else _PODS_UNKNOWN
+        too_few = _clauses(unknown, _HELD, _why_unread(snapshot.observed))
+    return too_few, _clauses(f"{ready} of {count(status.desired, 'pod')} ready", missing)
+
+
+def store_unread(observed: Observed) -> str:
+    """Return why it is unknown whether the run of a job has ended."""
+    return _clauses(OUTCOME_UNKNOWN, _why_unread(observed))
+
+
+def spec_changes(changes: Sequence[str]) -> str:
+    """Return that these fields of the spec differ from the applied spec, and what to do."""
+    has_changed = "has changed" if len(changes) == 1 else "have changed"
+    return f"{listed(changes)} {has_changed}; suspend the job and resume it to apply the change"
+
+
+def _missing(snapshot: Snapshot, planned: PlannedPods) -> str:
+    """Return which pods are missing, and why."""
+    blocked = snapshot.observed.blocked
+    starting = [(pod.index, pod.name, clause(pod.waiting)) for pod in planned.staying if not pod.ready]
+    parts = []
+    if blocked is None:
+        starting += [(pod.index, pod.name, "") for pod in planned.created]
+    elif planned.created:
+        names = listed([pod.name for pod in planned.created])
+        parts.append(f"{names} cannot be created for now: {clause(blocked)}")
+    parts += _not_ready(starting)
+    if blocked is not None and not planned.created:
+        parts.append(f"not all that the job needs can be created for now: {clause(blocked)}")
+    waits = []
+    for new in planned.missing:
+        if new.due > snapshot.now:
+            last, often = new.replaces, count(new.failures, "time")
+            how = "was deleted" if last is not None and last.terminating and last.exit_code is None else "failed"
+            who = hostname(snapshot.job.name, new.index)
+            waits.append(f"{who} {how} {often} in a row and is started again at {rfc3339(new.due)}")
+    parts.append(listed(waits))
+    if planned.held:
+        parts += [OUTCOME_UNKNOWN, _HELD, _why_unread(snapshot.observed)]
+    if (problem := snapshot.job.problem) is not None:
+        parts.append(f"no pod is created from this spec: {clause(problem)}")
+    elif snapshot.observed.rejected is not None:
+        parts.append("no more pods are created from this spec, which the cluster rejects")
+    return _clauses(*parts)
+
+
+def _not_ready(starting: Sequence[tuple[int, str, str]]) -> list[str]:
+    """Return clauses about pods that are not ready (index, name and cause), grouped by cause."""
+    causes: dict[str, list[str]] = {}
+    for _, name, cause in sorted(starting):
+        causes.setdefault(cause if cause in causes or len(causes) < _CAUSES_SHOWN else "", []).append(name)
+    return [
+        f"{listed(names)} {'is' if len(names) == 1 else 'are'} not ready yet: {cause}"
+        if cause
+        else f"{listed(names)} {'has' if len(names) == 1 else 'have'} not joined yet"
+        for cause, names in causes.items()
+    ]
+
+
+def _clauses(*parts: str) -> str:
+    """Return the parts that are not empty, as one sentence."""
+    return "; ".join(part for part in parts if part)
+
+
+def _why_unread(observed: Observed) -> str:
+    """Return why the store cannot be read, perhaps because it cannot be created."""
+    return clause(observed.blocked or observed.store_error or observed.etcd_error or "")
 
 
 def pod_death(pod: Pod) -> str:

@@ -256,6 +256,7 @@ class Snapshot:
         outcome_unknown: whether the run may have ended without the operator knowing: the job had pods, has none, and
             its store has not been read.
         store_wait: seconds to wait for the store before a decision about an event.
+        was_suspended: whether the job has ever been suspended.
         applied: the applied spec that the status keeps; None if nothing is applied.
         changes: the fields in which the user's spec differs from the applied spec.
     """
@@ -271,6 +272,7 @@ class Snapshot:
     never_read: bool
     outcome_unknown: bool
     store_wait: float
+    was_suspended: bool
     applied: AppliedSpec | None = None
     changes: tuple[str, ...] = ()
 
@@ -297,6 +299,7 @@ class Snapshot:
             never_read=unread and observed.round is None,
             outcome_unknown=unread and not live and _had_pods(job, observed),
             store_wait=_store_wait(job, observed) if unread else 0.0,
+            was_suspended=job.status.condition(ConditionType.SUSPENDED) is not None,
         )
 
     def store_may_tell(self, since: float) -> bool:

@@ -27,13 +27,14 @@ time, and starts over after :data:`HEALTHY_TIME`. The number and the time of the
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from elastic_operator.api.constants import ConditionType, Reason, pod_name
+from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.json_values import rfc3339
 from elastic_operator.api.spec import MANAGER, CleanPodPolicy, changed_fields
 from elastic_operator.api.status import JobState, JobStatus
@@ -61,6 +62,11 @@ ENDED_PODS_KEPT: Final = 3
 
 _AT_ONCE: Final = 0.1
 """Seconds after which a job continues that was resumed before its pods were gone."""
+
+
+_SUFFIX_LENGTH: Final = 5
+_SUFFIX_LETTERS: Final = "bcdfghjklmnpqrstvwxz2456789"
+"""No vowels, and no characters that look alike."""
 
 
 def plan(job: model.Job, observed: model.Observed, now: float) -> model.Plan:
@@ -121,7 +127,7 @@ def _run(snapshot: model.Snapshot, failures: FailureCount) -> model.Plan:
     """Bring the job to its size; if its spec is invalid, running pods continue, and nothing is created."""
     spec, before, observed = snapshot.job.spec, snapshot.job.status, snapshot.observed
     valid, breakdown = snapshot.job.problem is None, before.time_breakdown
-    if valid and before.active is None and before.condition(ConditionType.SUSPENDED) is not None:
+    if valid and before.active is None and snapshot.was_suspended:
         breakdown = statuses.breakdown_at_change(snapshot.job, observed, snapshot.now)  # it is resumed
     planned = plan_pods(snapshot, failures, breakdown)
     status = statuses.running_status(snapshot, failures, planned, breakdown)
@@ -252,8 +258,7 @@ def plan_pods(snapshot: model.Snapshot, failures: FailureCount, breakdown: TimeB
         staying = _without(staying, yielding)
     held = (snapshot.outcome_unknown or failures.may_be_fatal) and observed.rejected is None
     # Live pods know the run, and can write it to a store that lost it.
-    was_suspended = job.status.condition(ConditionType.SUSPENDED) is not None
-    resume = None if staying and not was_suspended else _resume_record(job.status, breakdown)
+    resume = None if staying and not snapshot.was_suspended else _resume_record(job.status, breakdown)
     new = model.NewPod(name="", index=0, size=size, resume=resume, excluded=failures.excluded_nodes)
     missing = _missing_pods(snapshot, staying, surplus + yielding, new)
     obsolete = [pod for pod in _obsolete(snapshot.ended, missing) if pod.uid not in failures.pending]
@@ -269,6 +274,24 @@ def plan_pods(snapshot: model.Snapshot, failures: FailureCount, breakdown: TimeB
         size=size,
         announce=announce,
     )
+
+
+def pod_name(job: str, job_uid: str, index: int, replaces: str) -> str:
+    """Return the name of a pod: the same in all operators that saw the same pods, and different from its predecessor's.
+
+    Args:
+        job: the job's name.
+        job_uid: the UID of the job.
+        index: the index of the pod.
+        replaces: the UID of the pod that it replaces; empty for the first of its index.
+    """
+    digest = hashlib.blake2b(f"{job_uid}\n{index}\n{replaces}".encode(errors="surrogatepass"), digest_size=8).digest()
+    number = int.from_bytes(digest, "big")
+    suffix = ""
+    for _ in range(_SUFFIX_LENGTH):
+        number, letter = divmod(number, len(_SUFFIX_LETTERS))
+        suffix += _SUFFIX_LETTERS[letter]
+    return f"{job}-{index}-{suffix}"
 
 
 def back_off(failures: int) -> float:
@@ -351,7 +374,7 @@ def _missing_pods(
     taken = {pod.name for pod in snapshot.observed.pods}.union(stored.draining if stored is not None else ())
     # After a suspension names differ, because the last round may still name the former pods.
     active = snapshot.now if job.status.active is None else job.status.active
-    first = "" if job.status.condition(ConditionType.SUSPENDED) is None else rfc3339(active)
+    first = rfc3339(active) if snapshot.was_suspended else ""
     missing: list[model.NewPod] = []
     for index in itertools.islice((index for index in itertools.count() if index not in filled), number):
         made = replace(new, index=index)

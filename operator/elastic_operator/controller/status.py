@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from elastic_operator.api.constants import ConditionType, Reason, hostname
-from elastic_operator.api.json_values import rfc3339
+from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.status import Condition, JobState, JobStatus, Report
 from elastic_operator.controller import messages
 from torchelastic.protocol import COUNT_LIMIT, HistoryRecord, NodeEnd, RoundRecord, RunState, TimeBreakdown, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from elastic_operator.controller.failures import Completion, FailureCount
     from elastic_operator.controller.model import Job, Observed, PlannedPods, Pod, Snapshot
@@ -36,11 +35,6 @@ existed."""
 
 Value = tuple[bool, Reason, str]
 """The value of a condition: whether it holds, the reason, and the message."""
-
-_CAUSES_SHOWN: Final = 3
-"""Maximum number of different causes for unready pods in a message."""
-_UNKNOWN: Final = "whether the run has ended is not known while the store cannot be read"
-_HELD: Final = "no pod is started until it can be read"
 
 
 def running_status(
@@ -168,15 +162,13 @@ def _world_size(round: RoundRecord, staying: Iterable[Pod]) -> int:
 def running_conditions(snapshot: Snapshot, status: JobStatus, planned: PlannedPods) -> tuple[Condition, ...]:
     """Return the conditions of a job that is neither suspended nor finished."""
     observed, before, problem = snapshot.observed, snapshot.job.status, snapshot.job.problem
-    missing = _missing(snapshot, planned)
-    waiting = _waiting(snapshot, status, planned, missing)
+    too_few, incomplete = messages.missing_pods(snapshot, status, planned)
+    waiting = _waiting(snapshot, status, planned, too_few)
     values: dict[str, Value] = {
         ConditionType.RUNNING: _running(observed, status, waiting),
         ConditionType.WAITING: waiting,
-        ConditionType.DEGRADED: _degraded(observed, status, missing),
+        ConditionType.DEGRADED: _degraded(observed, status, incomplete),
     }
-    has_changed = "has changed" if len(snapshot.changes) == 1 else "have changed"
-    change = f"{messages.listed(snapshot.changes)} {has_changed}; suspend the job and resume it to apply the change"
     budget_ok = Reason.BUDGET_CREATED if snapshot.job.spec.disruption_budget else Reason.NOT_REQUESTED
     # These are set when they first become true, and kept from then on.
     rare: dict[str, tuple[Reason, str | None, Reason]] = {
@@ -188,7 +180,7 @@ def running_conditions(snapshot: Snapshot, status: JobStatus, planned: PlannedPo
         ConditionType.SUSPENDED: (Reason.SUSPENDED, None, Reason.RESUMED),
         ConditionType.RESTART_REQUIRED: (
             Reason.SPEC_CHANGED,
-            change if snapshot.changes else None,
+            messages.spec_changes(snapshot.changes) if snapshot.changes else None,
             Reason.SPEC_IN_EFFECT,
         ),
         ConditionType.STORE_UNREACHABLE: (
@@ -223,10 +215,10 @@ def suspended_conditions(snapshot: Snapshot, *, stopping: bool, unread: bool) ->
     if stopping:
         suspended: Value = (False, Reason.STOPPING, "the pods are terminating")
     elif unread:
-        suspended = (False, Reason.STORE_UNREADABLE, _UNKNOWN)
+        suspended = (False, Reason.STORE_UNREADABLE, messages.OUTCOME_UNKNOWN)
     else:
         suspended = (True, Reason.SUSPENDED, "no pod is created until spec.suspend is false again")
-    why = _clauses(_UNKNOWN, _why_unread(snapshot.observed))
+    why = messages.store_unread(snapshot.observed) if unread else ""
     values: dict[str, Value] = {
         ConditionType.RUNNING: no,
         ConditionType.WAITING: (True, Reason.STORE_UNREADABLE, why) if unread else no,
@@ -279,18 +271,12 @@ def with_times(before: JobStatus, values: Mapping[str, Value], now: float) -> tu
     )
 
 
-def _waiting(snapshot: Snapshot, status: JobStatus, planned: PlannedPods, missing: str) -> Value:
-    minimum, observed = snapshot.job.spec.min_replicas, snapshot.observed
-    if status.ready_replicas >= minimum:
+def _waiting(snapshot: Snapshot, status: JobStatus, planned: PlannedPods, message: str) -> Value:
+    if status.ready_replicas >= snapshot.job.spec.min_replicas:
         return (False, Reason.ENOUGH_PODS, "")
     if planned.held:
-        seen = status.size_generation > 0
-        unknown = _UNKNOWN if seen else "whether pods existed and the run has ended is unknown until the store is read"
-        return (True, Reason.STORE_UNREADABLE, _clauses(unknown, _HELD, _why_unread(observed)))
-    verb = "is" if status.ready_replicas == 1 else "are"
-    there = f"{status.ready_replicas} of at least {messages.count(minimum, 'pod')} {verb} ready"
-    reason = Reason.BELOW_MINIMUM if observed.blocked is None else Reason.RESOURCES_BLOCKED
-    return (True, reason, _clauses(there, missing))
+        return (True, Reason.STORE_UNREADABLE, message)
+    return (True, Reason.BELOW_MINIMUM if snapshot.observed.blocked is None else Reason.RESOURCES_BLOCKED, message)
 
 
 def _running(observed: Observed, status: JobStatus, waiting: Value) -> Value:
@@ -308,67 +294,12 @@ def _running(observed: Observed, status: JobStatus, waiting: Value) -> Value:
     return (False, Reason.STARTING, cause or "the agents have not formed a round yet")
 
 
-def _degraded(observed: Observed, status: JobStatus, missing: str) -> Value:
+def _degraded(observed: Observed, status: JobStatus, message: str) -> Value:
     if status.started is None:
         return (False, Reason.NOT_STARTED, "")
     if status.ready_replicas >= status.desired:
         return (False, Reason.ALL_PODS, "")
-    there = f"{status.ready_replicas} of {messages.count(status.desired, 'pod')} ready"
-    reason = Reason.BELOW_DESIRED if observed.blocked is None else Reason.RESOURCES_BLOCKED
-    return (True, reason, _clauses(there, missing))
-
-
-def _clauses(*parts: str) -> str:
-    """Return the parts that are not empty, as one sentence."""
-    return "; ".join(part for part in parts if part)
-
-
-def _why_unread(observed: Observed) -> str:
-    """Return why the store cannot be read, perhaps because it cannot be created."""
-    return messages.clause(observed.blocked or observed.store_error or observed.etcd_error or "")
-
-
-def _missing(snapshot: Snapshot, planned: PlannedPods) -> str:
-    """Return which pods are missing, and why."""
-    blocked = snapshot.observed.blocked
-    starting = [(pod.index, pod.name, messages.clause(pod.waiting)) for pod in planned.staying if not pod.ready]
-    parts = []
-    if blocked is None:
-        starting += [(pod.index, pod.name, "") for pod in planned.created]
-    elif planned.created:
-        names = messages.listed([pod.name for pod in planned.created])
-        parts.append(f"{names} cannot be created for now: {messages.clause(blocked)}")
-    parts += _not_ready(starting)
-    if blocked is not None and not planned.created:
-        parts.append(f"not all that the job needs can be created for now: {messages.clause(blocked)}")
-    waits = []
-    for new in planned.missing:
-        if new.due > snapshot.now:
-            last, often = new.replaces, messages.count(new.failures, "time")
-            how = "was deleted" if last is not None and last.terminating and last.exit_code is None else "failed"
-            who = hostname(snapshot.job.name, new.index)
-            waits.append(f"{who} {how} {often} in a row and is started again at {rfc3339(new.due)}")
-    parts.append(messages.listed(waits))
-    if planned.held:
-        parts += [_UNKNOWN, _HELD, _why_unread(snapshot.observed)]
-    if (problem := snapshot.job.problem) is not None:
-        parts.append(f"no pod is created from this spec: {messages.clause(problem)}")
-    elif snapshot.observed.rejected is not None:
-        parts.append("no more pods are created from this spec, which the cluster rejects")
-    return _clauses(*parts)
-
-
-def _not_ready(starting: Sequence[tuple[int, str, str]]) -> list[str]:
-    """Return clauses about pods that are not ready (index, name and cause), grouped by cause."""
-    causes: dict[str, list[str]] = {}
-    for _, name, cause in sorted(starting):
-        causes.setdefault(cause if cause in causes or len(causes) < _CAUSES_SHOWN else "", []).append(name)
-    return [
-        f"{messages.listed(names)} {'is' if len(names) == 1 else 'are'} not ready yet: {cause}"
-        if cause
-        else f"{messages.listed(names)} {'has' if len(names) == 1 else 'have'} not joined yet"
-        for cause, names in causes.items()
-    ]
+    return (True, Reason.BELOW_DESIRED if observed.blocked is None else Reason.RESOURCES_BLOCKED, message)
 
 
 def breakdown_at_suspension(job: Job, observed: Observed, now: float) -> TimeBreakdown | None:
