@@ -26,25 +26,22 @@ from rich.console import Console
 
 from elastic_operator.api.validation import Problem, problem_of
 from elastic_operator.client import LogSelector
-from elastic_operator.client.local import LocalJobs, log_files
+from elastic_operator.client.local import LocalJobs, LogFile, log_files
 from elastic_operator.controller import messages
 from elastic_operator.errors import BadInput, ElasticJobError
 from elastic_operator.local.job import LiveJob
 from elastic_operator.local.processes import check_program, find_etcd
 from elastic_operator.local.run import LocalRun, RunRequest, begin_end, manifest_text, on_signals
-from elastic_operator.local.run_dir import create_run, home_dir, lock_name, reopen_run, replace_file
+from elastic_operator.local.run_dir import RunDir, create_run, home_dir, lock_name, reopen_run, replace_file
 from elastic_operator.local.view import DONE, FAILED, NOW, LiveView, Step, View, own_command
 from elastic_operator.manifest.loader import load_checked
 from elastic_operator.views import formatting
-from elastic_operator.views.job_view import JobView
+from elastic_operator.views.job_view import EndView, JobView, PodView
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Mapping
 
-    from elastic_operator.client.local import LogFile
-    from elastic_operator.local.run_dir import RunDir
-    from elastic_operator.views.job_view import EndView, PodView
 
 _RECOVERY_LIMIT: Final = 180.0
 """Seconds; with a cold disk the first import of torch alone can take half a minute."""

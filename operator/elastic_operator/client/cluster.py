@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 
 from elastic_operator.api.constants import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, report_name, worker_selector
 from elastic_operator.api.json_values import integer, mappings, text
-from elastic_operator.api.spec import GROUP
+from elastic_operator.api.spec import GROUP, Json
 from elastic_operator.api.status import REPORT_KEY
-from elastic_operator.client import ScrapedJob, still_running
+from elastic_operator.client import LogSelector, ScrapedJob, still_running
 from elastic_operator.client.cluster_logs import ClusterLogs, is_finished, uid_of
 from elastic_operator.errors import BadInput, ClusterError, NotFound
-from elastic_operator.kubernetes.client import CONFIG_MAPS, ELASTIC_JOBS, EVENTS, PODS, Api, ApiError
+from elastic_operator.kubernetes.client import CONFIG_MAPS, ELASTIC_JOBS, EVENTS, PODS, Api, ApiError, Resource
 from elastic_operator.kubernetes.pod_status import event_time, pod_of
 from elastic_operator.views.job_view import EventView, JobView, PodView, RunView
 from elastic_operator.views.top import MAX_PAGE, scrape
@@ -28,10 +28,9 @@ if TYPE_CHECKING:
 
     from kubernetes.aio.client import Configuration
 
-    from elastic_operator.api.spec import Json
-    from elastic_operator.client import LogSelector, Tell
-    from elastic_operator.kubernetes.client import Resource
+    from elastic_operator.client import Tell
     from elastic_operator.views.top import Fetch
+
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")

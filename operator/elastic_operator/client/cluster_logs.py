@@ -26,21 +26,18 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from elastic_operator.api.constants import worker_selector
 from elastic_operator.api.json_values import integer, rfc3339, text
-from elastic_operator.api.spec import WORKER
+from elastic_operator.api.spec import WORKER, Json
 from elastic_operator.api.status import JobState
-from elastic_operator.controller.model import PodPhase
+from elastic_operator.controller.model import Pod, PodPhase
 from elastic_operator.errors import ClusterError, NotFound
-from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, READ_TIMEOUT, ApiError
+from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, READ_TIMEOUT, Api, ApiError
 from elastic_operator.kubernetes.pod_status import pod_of
 from torchelastic.output import ROUND_LINE, WORKER_LINE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 
-    from elastic_operator.api.spec import Json
     from elastic_operator.client import LogSelector, Tell
-    from elastic_operator.controller.model import Pod
-    from elastic_operator.kubernetes.client import Api
 
 AGENT: Final = -1
 """The rank of the agent's own lines."""

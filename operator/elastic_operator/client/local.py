@@ -25,13 +25,13 @@ from msgspec.structs import replace
 from elastic_operator.client import LogSelector, ScrapedJob, still_running
 from elastic_operator.errors import BadInput, ClusterError, NotFound
 from elastic_operator.local.run_dir import RunDir, all_runs, home_dir
-from elastic_operator.views.job_view import EventView, JobView
+from elastic_operator.views.job_view import EventView, JobView, PodView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from elastic_operator.client import Tell
-    from elastic_operator.views.job_view import PodView
+
 
 _TIMEOUT: Final = 10.0
 _WORKER_LOG: Final = re.compile(r"round_(\d+)/rank_(\d+)/[^/]+\.log")

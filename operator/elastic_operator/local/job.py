@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
@@ -29,13 +29,10 @@ from elastic_operator.api.validation import Problem, in_words, problem_of
 from elastic_operator.controller.model import Job
 from elastic_operator.errors import BadInput
 from elastic_operator.manifest import crd
-from elastic_operator.manifest.loader import with_defaults
+from elastic_operator.manifest.loader import ElasticJobManifest, Manifest, with_defaults
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from elastic_operator.api.spec import Json
-    from elastic_operator.manifest.loader import ElasticJobManifest, Manifest
 
 _POD_FIELDS: Final = frozenset(
     {

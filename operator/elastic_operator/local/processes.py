@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from elastic_operator.api.constants import Reason
 from elastic_operator.api.spec import user_env
-from elastic_operator.controller.model import EtcdState, JobEvent, NewPod, Pod, PodPhase
+from elastic_operator.controller.model import EtcdState, Job, JobEvent, NewPod, Pod, PodPhase
 from elastic_operator.errors import BadInput
 from elastic_operator.local.pdeathsig import with_pdeathsig
 from elastic_operator.resources.worker_pod import agent_arguments, agent_variables, resolved
@@ -39,7 +39,6 @@ from torchelastic.protocol import TERMINATION_MESSAGE_LIMIT, Env, ExitCode, Size
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from elastic_operator.controller.model import Job
     from elastic_operator.local.run_dir import RunDir
 
 _LAUNCHER: Final = (sys.executable, "-P", "-m", "torchelastic.run")

@@ -14,7 +14,7 @@ import signal
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import msgspec
 import yaml
@@ -28,9 +28,9 @@ from elastic_operator.controller.status import breakdown_at_change, report_of
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.local.control import SnapshotFeed, control_server
 from elastic_operator.local.job import LiveJob, warning_of
-from elastic_operator.local.processes import EtcdProcess, PodProcess, pod_command, tail
-from elastic_operator.local.run_dir import replace_file
-from elastic_operator.manifest.loader import load
+from elastic_operator.local.processes import EtcdProcess, PodCommand, PodProcess, pod_command, tail
+from elastic_operator.local.run_dir import RunDir, replace_file
+from elastic_operator.manifest.loader import ElasticJobManifest, Manifest, load
 from elastic_operator.resources.worker_pod import ending_of
 from elastic_operator.store_mirror import StoreMirror, store_at
 from elastic_operator.views.job_view import EndView, EtcdView, EventView, JobView, PodView, ProgressView, RunView
@@ -39,13 +39,9 @@ from torchelastic.errors import StoreError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
-    from typing import TextIO
 
     from elastic_operator.api.status import Report
     from elastic_operator.controller.model import Job, NewPod, Pod
-    from elastic_operator.local.processes import PodCommand
-    from elastic_operator.local.run_dir import RunDir
-    from elastic_operator.manifest.loader import ElasticJobManifest, Manifest
     from torchelastic.protocol import SizeRecord
 
 STOP_GRACE: Final = 3.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
-from rich.console import Group
+from rich.console import Console, Group, RenderableType
 from rich.constrain import Constrain
 from rich.live import Live
 from rich.padding import Padding
@@ -26,8 +26,6 @@ from elastic_operator.views import formatting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from rich.console import Console, RenderableType
 
     from elastic_operator.views.job_view import EventView, JobView, PodView
 

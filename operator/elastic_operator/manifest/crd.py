@@ -20,7 +20,7 @@ import celpy
 import yaml
 from celpy import celtypes
 from celpy.adapter import json_to_cel
-from celpy.evaluation import CELEvalError
+from celpy.evaluation import CELEvalError, Context, Result
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 from jsonschema.validators import extend
@@ -32,7 +32,6 @@ from torchelastic.protocol import shorten
 
 if TYPE_CHECKING:
     from celpy.celtypes import Value
-    from celpy.evaluation import Context, Result
 
 Schema = Mapping[str, Any]
 _Errors = Iterator[ValidationError]

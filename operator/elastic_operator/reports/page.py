@@ -22,13 +22,12 @@ from markupsafe import Markup
 from elastic_operator.controller import messages
 from elastic_operator.views import formatting
 from elastic_operator.views.top import goodput
-from torchelastic.protocol import RoundReason, RunState
+from torchelastic.protocol import FailureRecord, PastRound, RoundReason, RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from elastic_operator.api.status import Report
-    from torchelastic.protocol import FailureRecord, PastRound
 
 STATES: Final[Mapping[str, str]] = {
     RunState.TRAINING: "the workers train",

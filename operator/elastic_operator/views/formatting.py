@@ -7,13 +7,12 @@ import re
 import shlex
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TextIO
 
 from elastic_operator.controller.messages import count, signal_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from typing import TextIO
 
     from elastic_operator.views.job_view import JobView, PodView
 
