@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torchelastic.config.settings import RendezvousSettings
 from torchelastic.protocol import FailureRecord, NodeRecord, SizeRecord
 from torchelastic.rendezvous.node import RendezvousNode, RoundStarted
+from torchelastic.store import etcd_v3  # noqa: F401 - else it is imported at the first connection
 from torchelastic.store.api import StoreSettings
 from torchelastic.store.client import connect
 

@@ -28,9 +28,6 @@ EVERY: Final = 0.1
 """Seconds between two reports of a worker."""
 
 SPARE: Final = "torchelastic: spare process"
-COMPILER: Final = "temporary: torchinduc*"
-"""The folder that torch's compiler makes when a fork server imports it, after the spare processes are there."""
-
 SPARES: Final = 2
 """The spare processes of an agent with one worker: for the worker, and for the store of a round."""
 
@@ -183,13 +180,13 @@ class Agents:
         return found
 
     async def inventory_at_rest(self, limit: float) -> Counter[str]:
-        """Return the inventory when each agent has its spare processes, and torch's compiler has been imported.
+        """Return the inventory when each agent has its spare processes.
 
         Raises:
             Missing: some agent has not within the limit.
         """
         deadline = time.monotonic() + limit
-        while (found := self.inventory())[f"{SPARE}: processes"] < SPARES * self.count or not found[COMPILER]:
+        while (found := self.inventory())[f"{SPARE}: processes"] < SPARES * self.count:
             if time.monotonic() > deadline:
                 raise Missing(f"the agents do not have their spare processes: {dict(found)}")
             await asyncio.sleep(0.5)

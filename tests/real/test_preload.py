@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.agents import AgentProcess
 from tests.support.programs import output_of, script
-from tests.support.workers import LIMIT, next_exit, start_workers, workers_of
+from tests.support.workers import next_exit, start_workers, workers_of
 from torchelastic.config.settings import LogSettings, Program, ProgramKind, StartMethod
 from torchelastic.errors import StartError
 from torchelastic.protocol import ExitCode
@@ -119,25 +118,20 @@ async def test_executed_programs_preload_nothing(tmp_path: Path, caplog: pytest.
 TRAINS = """
 import os, sys, tempfile
 there = "torch._dynamo" in sys.modules
-print(tempfile.tempdir, os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", "/set/by/the/program"))
+print(tempfile.tempdir, os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", "/set/by/the/program"), there)
 import torch
 layer = torch.nn.Linear(2, 2)
 layer(torch.ones(2)).sum().backward()
 torch.optim.SGD(layer.parameters()).step()
-print(there)
+sys.exit(not there)
 """
 
 
 async def test_modules_that_torch_imports_for_training_are_preloaded_for_later_workers(tmp_path: Path) -> None:
-    async with workers_of(script(tmp_path, TRAINS), LogSettings(tmp_path / "logs")) as workers:
-        printed = []
-        async with asyncio.timeout(LIMIT):
-            while len(printed) < 2 or "True" not in printed[-1]:
-                round = len(printed) + 1
-                group = await start_workers(workers, {}, round=round)
-                assert (await next_exit(group)).exit_code == 0
-                await group.stop(0)
-                printed.append((tmp_path / f"logs/round_{round}/rank_0/output.log").read_text())
-    as_by_hand = "None /set/by/the/program\n"
-    assert printed[0] == f"{as_by_hand}False\n"
-    assert printed[-1] == f"{as_by_hand}True\n"
+    [program] = script(tmp_path, TRAINS).argv
+    restart = ("--max-restarts=1000", "--rdzv-conf=crash_loop_limit=1000")  # until they are preloaded
+    async with AgentProcess(*restart, program) as agent:
+        assert await agent.code() == ExitCode.SUCCEEDED
+    printed = [line for line in agent.lines if "/set/by/the/program" in line]
+    assert printed[0] == "[rank 0] None /set/by/the/program False"
+    assert printed[-1] == "[rank 0] None /set/by/the/program True"

@@ -1,8 +1,8 @@
 """The agent's end of the socket of its workers: see :mod:`torchelastic.training`.
 
-One connection belongs to one process of a worker. The process may ask for notices and answer them, report progress, or
-ask once whether its round is still current. A process that sends anything else is disconnected. The socket is in a
-private folder, so other users cannot connect.
+One connection belongs to one process of a worker. The process may ask for notices and answer them, report progress and
+the import of torch's compiler, or ask once whether its round is still current. A process that sends anything else is
+disconnected. The socket is in a private folder, so other users cannot connect.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     saved: _Number | None = None
     stepped: _Time = 0.0
     kept: _Time = 0.0
+    compiler: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -86,16 +87,26 @@ class WorkerSocket:
         node: this node; gets requests for notices, answers and progress.
         limit: maximum number of seconds of a notice.
         changed: called when the requests or answers of the workers have changed; the receiver calls :meth:`report`.
+        compiler_imported: called when a worker imports the compiler of torch.
 
     Attributes:
         path: the path of the socket.
     """
 
-    def __init__(self, folder: Path, node: RendezvousNode, *, limit: float, changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        node: RendezvousNode,
+        *,
+        limit: float,
+        changed: Callable[[], None],
+        compiler_imported: Callable[[], None],
+    ) -> None:
         self.path = str(folder / "channel")
         self._node = node
         self._limit = limit
         self._changed = changed
+        self._compiler_imported = compiler_imported
         self._round = 0
         self._reporter: int | None = None
         self._began = 0.0
@@ -248,6 +259,8 @@ class WorkerSocket:
             process.answered = message.saved
         if message.ask is not None or message.saved is not None:
             self._changed()
+        if message.compiler:
+            self._compiler_imported()
         if process.local_rank == self._reporter:
             self._report_progress(message)
 

@@ -36,9 +36,9 @@ REFILL_DELAY: Final = 3.0
 
 A fork server that has died is restarted after the same time, or as soon as there are too few spare processes."""
 
-_COMPILER: Final = "torch._dynamo"
-"""The module that the first step of any optimizer imports, which takes longer than the rest of a restart. It is
-preloaded after the first workers have started, for the workers of later rounds."""
+COMPILER: Final = "torch._dynamo"
+"""The module that the first step of any optimizer imports, which takes longer than the rest of a restart. After a
+worker has imported it, it is preloaded for the workers of later rounds."""
 
 _ATTEMPTS: Final = 2
 
@@ -114,21 +114,17 @@ class ForkServer:
         environment: the environment of the fork server.
         program: the program of the workers.
         spares: the number of processes that are kept ready.
-        compiler: whether to preload the compiler of torch.
     """
 
-    def __init__(
-        self, reaper: Reaper, environment: Mapping[str, str], program: Program, *, spares: int, compiler: bool
-    ) -> None:
+    def __init__(self, reaper: Reaper, environment: Mapping[str, str], program: Program, *, spares: int) -> None:
         self._reaper = reaper
         self._environment = environment
         self._program = program
         self._wanted = spares
         self._spares: list[ForkedProcess] = []
         self._import_error: str | None = None
-        self._compiler = compiler
+        self._compiler_wanted = False
         self._compiler_imported = False
-        self._has_forked = False
         self._refill = asyncio.Event()
         self._lock = asyncio.Lock()
         self._process: Child | None = None
@@ -192,9 +188,13 @@ class ForkServer:
             for process in taken:
                 process.link.close()
             raise
-        self._has_forked = True
         self._refill.set()
         return taken
+
+    def preload_compiler(self) -> None:
+        """Preload the compiler of torch soon, for the workers of later rounds."""
+        self._compiler_wanted = True
+        self._refill.set()
 
     def _take_spares(self, count: int) -> list[ForkedProcess]:
         taken: list[ForkedProcess] = []
@@ -221,8 +221,8 @@ class ForkServer:
     async def _fill(self) -> None:
         self._start_if_dead()
         await self._fork_missing_spares()
-        if self._compiler and self._has_forked and not self._compiler_imported:
-            send(self._connection, {"import": _COMPILER})
+        if self._compiler_wanted and not self._compiler_imported:
+            send(self._connection, {"import": COMPILER})
             await _receive(self._connection)
             self._compiler_imported = True
             for spare in self._take_spares(self._wanted):

@@ -34,6 +34,7 @@ import torchelastic.training  # noqa: F401 - a signal handler may need it while 
 from torchelastic import agent_socket
 from torchelastic.agent.failures import record_exception, record_message
 from torchelastic.agent.workers.fork_server import (
+    COMPILER,
     CONTROL,
     DESCRIPTOR_LIMIT,
     MESSAGE_LIMIT,
@@ -286,6 +287,8 @@ def _run_worker(inherited: Mapping[str, str], *, kind: str, argv: Sequence[str],
     set_title(sys.orig_argv)
     if agent_socket.METRICS_FILE in environment:
         worker_metrics.attach()
+    if COMPILER not in sys.modules:
+        sys.meta_path.insert(0, _CompilerImport())
     try:
         _run_program(kind, argv)
     except SystemExit:
@@ -327,6 +330,17 @@ def _reset_process(environment: Mapping[str, str]) -> None:
     sys._torchelastic_quiet_end = _QuietEnd()  # type: ignore[attr-defined]  # noqa: SLF001 - sys is cleared last
     # A file or pipe would get the output in blocks.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+class _CompilerImport:
+    """Reports to the agent that the program imports the compiler of torch."""
+
+    def find_spec(self, name: str, _path: Sequence[str] | None = None, _target: object = None) -> None:
+        if name == COMPILER:
+            with contextlib.suppress(ValueError):  # the program has removed it
+                sys.meta_path.remove(self)
+            if agent_socket.is_worker():
+                agent_socket.AGENT.send({"compiler": True})
 
 
 class _QuietEnd:

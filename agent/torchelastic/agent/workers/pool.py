@@ -293,7 +293,7 @@ class Workers:
             logger.warning("--preload has no effect: each worker starts a new interpreter, which imports everything.")
             program = dataclasses.replace(program, preload=())
         spares = 1 + self._settings.workers  # one for the store
-        return ForkServer(self._reaper, self._base, program, spares=spares, compiler=not self._executed)
+        return ForkServer(self._reaper, self._base, program, spares=spares)
 
     async def _end_workers(self) -> None:
         if self._group is not None:
@@ -304,6 +304,10 @@ class Workers:
         """Process ids of running workers by global rank; may be read in any thread."""
         group = self._group
         return {} if group is None else {worker.rank: worker.child.pid for worker in group.running}
+
+    def preload_compiler(self) -> None:
+        """Preload the compiler of torch, which a worker has imported, for the workers of later rounds."""
+        self._fork_server.preload_compiler()
 
     async def ready(self) -> None:
         """Wait until workers can be started without delay.
