@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 CHANNEL: Final = "TORCHELASTIC_WORKER_CHANNEL"
-"""The variable with the path of the agent's socket."""
+"""The environment variable with the path of the agent's socket."""
 
 HEARTBEAT_FILE: Final = "TORCHELASTIC_HEARTBEAT_FILE"
-"""The variable with the path of the file whose modification time is the worker's last heartbeat."""
+"""The environment variable with the path of the file whose modification time is the worker's last heartbeat."""
 
 METRICS_FILE: Final = "TORCHELASTIC_METRICS_FILE"
-"""The variable with the path of the file to which the worker writes its metrics."""
+"""The environment variable with the path of the file to which the worker writes its metrics."""
 
 LINE_LIMIT: Final = 4096
 """Maximum length of a line in bytes, in either direction."""
 
 own_pid = os.getpid()
-"""The process id of the program; a fork of it has another one. The fork server sets it in a worker."""
+"""The process id of the program; a fork of the program has another id. A forked worker sets it to its own id."""
 
 
 def is_worker() -> bool:
@@ -41,7 +41,7 @@ def is_worker() -> bool:
     processes = sys.modules.get("multiprocessing.process")
     return processes is None or not (
         processes.parent_process() is not None
-        # While it imports the program's main module, a spawned process does not know its parent yet.
+        # While a spawned process imports the program's main module, its parent is not set yet.
         or getattr(processes.current_process(), "_inheriting", False)
     )
 
@@ -57,7 +57,7 @@ class AgentConnection:
 
     def _leave_to_parent(self) -> None:
         """Close this process's copy of its parent's connection, after a fork."""
-        if self._socket is not None and self._socket.fileno() >= 0:  # otherwise the parent was forked, too
+        if self._socket is not None and self._socket.fileno() >= 0:  # it is closed in a fork of a fork
             os.close(self._socket.detach())  # the thread that reads from it is not in this process
 
     def send(self, message: dict[str, Any]) -> bool:
@@ -75,12 +75,12 @@ class AgentConnection:
                 return bool(self._socket.send(encoded(*lines), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL))
             except BlockingIOError:  # the agent does not read, or is stopped
                 return False
-            except OSError:  # it has closed the connection, or is gone
+            except OSError:  # the agent has closed the connection, or has exited
                 self.close()
                 return False
 
     def read(self, take: Callable[[dict[str, Any]], object], closed: Callable[[], object]) -> None:
-        """Pass the agent's messages to `take` from now on, in a thread; call `closed` when the connection has ended."""
+        """Start a thread that passes the agent's messages to `take`, and calls `closed` when the connection ends."""
         with self._lock:
             if self._socket is not None and not self._read:
                 self._read = True
@@ -117,7 +117,7 @@ def run_beside(doing: Callable[..., object], *arguments: object) -> None:
     """Run a function in a thread that blocks all signals; a signal handler may call this.
 
     Raises:
-        RuntimeError: no more threads are allowed, or the program exits.
+        RuntimeError: no more threads are allowed, or the program is exiting.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
@@ -149,12 +149,12 @@ def connected(path: str, timeout: float) -> socket.socket:
 
 
 def encoded(*messages: dict[str, Any]) -> bytes:
-    """Return the lines of messages."""
+    """Return messages as lines of JSON."""
     return b"".join(json.dumps(message).encode() + b"\n" for message in messages)
 
 
 def received(line: bytes) -> dict[str, Any]:
-    """Return the message in a line; raise ValueError if it is not one."""
+    """Return the message in a line; raise ValueError if the line is not a message."""
     message = json.loads(line)
     if not isinstance(message, dict):
         raise ValueError("not a message")  # noqa: TRY004 - as with any other malformed line

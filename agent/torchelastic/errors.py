@@ -1,4 +1,4 @@
-"""The errors of torchelastic, one tree under one root.
+"""The errors of torchelastic, with one base class.
 
 Each message is a sentence that says what is wrong and, if possible, what to do.
 """
@@ -25,7 +25,7 @@ class StoreRefused(StoreError):  # noqa: N818
 
 
 class LeaseLost(StoreError):  # noqa: N818
-    """The lease has ended: its keys are gone and must be written again under a new one."""
+    """The lease no longer exists: the store has deleted its keys, which must be written again under a new lease."""
 
 
 class NoPortFree(TorchElasticError):  # noqa: N818
@@ -41,7 +41,7 @@ class MalformedRecord(TorchElasticError):  # noqa: N818
 
 
 class RendezvousError(TorchElasticError):
-    """The nodes could not agree on who trains together."""
+    """The nodes could not agree on a round."""
 
 
 class RendezvousClosedError(RendezvousError):

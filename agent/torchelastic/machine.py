@@ -1,7 +1,7 @@
 """This machine: its host, its own address, and the number of CPUs and GPUs that this process may use.
 
-The agent's process never imports torch, which could count GPUs. For CPUs, torch ignores the limit of a container.
-The argument ``root`` replaces the folder of /dev, /proc and /sys in tests.
+This module does not use torch, because the agent's process never imports it, and torch ignores a container's CPU limit.
+Tests pass another ``root`` of /dev, /proc and /sys.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _source_address(family: int, peer: tuple[str | int, ...] | tuple[int, bytes]
 
 
 def interface_of(host: str) -> str:
-    """Return the network interface with the IPv4 address of a host; empty for the loopback interface or without one."""
+    """Return the network interface with a host's IPv4 address; empty for loopback or if no interface has it."""
     try:
         wanted = socket.inet_aton(socket.gethostbyname(host))
     except (OSError, UnicodeError):  # UnicodeError: not a valid host name
@@ -68,8 +68,8 @@ def interface_of(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no IPv4 address
-                request = struct.pack("16sH2x4s232x", name.encode(), socket.AF_INET, wanted)  # of several, this address
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+                request = struct.pack("16sH2x4s232x", name.encode(), socket.AF_INET, wanted)
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, request)  # of several addresses, that of the request
                 if found[20:24] == wanted and name != "lo":
                     return name
     return ""
@@ -90,7 +90,7 @@ def cpu_count(root: Path = Path("/")) -> int:
 def control_groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
     """Yield the folders of the control groups (version 1 and 2) that this process is in, the innermost first.
 
-    The controller is one of version 1, such as cpu or memory.
+    ``controller`` is the name of a controller of version 1, such as cpu or memory.
     """
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)

@@ -1,7 +1,7 @@
-"""The format of an agent's output, on which readers of its log may rely.
+"""The format of an agent's output; programs that read its log may rely on this format.
 
-Without a log folder, the workers' output is passed on to the agent's own streams, line by line, with the rank in front.
-The agent's own messages go to standard error, with the time and the node in front::
+Without a log folder, the agent copies each line of the workers to its own streams, with the rank before the line.
+The agent's own messages go to standard error, with the time and the node before the message::
 
     10:15:02 [digits-0-x4k2p] round 2: digits-1-9kd7w left
     10:15:02 [digits-0-x4k2p] round 2: started ranks 0, 1 of a world of 2
@@ -26,11 +26,11 @@ WORKER_LINE: Final = re.compile(rb"\[(?:[^\]]* )?rank (?P<rank>[0-9]{1,9})\] ")
 ROUND_LINE: Final = re.compile(
     rb"[0-9:]{8} \[[^\]]*\] round (?P<round>[0-9]{1,15}): (?:started ranks? (?P<ranks>[0-9, ]+) of a world of [0-9]+)?"
 )
-"""A message of an agent about a round; with ``ranks`` when its workers have started, whose output follows."""
+"""A message of an agent about a round; it has ``ranks`` if it says that these workers have started."""
 
 
 STARTED: Final = "round %d: started %s of a world of %d"
-"""The message that the workers of a round have started: its number, their ranks, and the world size."""
+"""The message when the workers of a round have started, with the round, their ranks and the world size."""
 
 
 def rank_label(role: str) -> str:

@@ -5,12 +5,12 @@ The keys of a run, below ``/torchelastic/<run id>/``:
 =============== ============================ =====================================================
 key             written by                   record
 =============== ============================ =====================================================
-``c/leader``    the leader (leased)          :class:`LeaderRecord`: who leads
+``c/leader``    the leader (leased)          :class:`LeaderRecord`: the leader and its address
 ``c/state``     the leader, compare-and-swap :class:`StateRecord`: the current round, the outcome
 ``c/notice``    the leader                   :class:`NoticeRecord`: the round is about to change
-``c/size``      the operator                 :class:`SizeRecord`: how many nodes there should be
+``c/size``      the operator                 :class:`SizeRecord`: the desired number of nodes
 ``n/<node id>`` each node (leased)           :class:`NodeRecord`: the node itself
-``t/breakdown`` the leader                   :class:`TimeBreakdown`: where the run's time went
+``t/breakdown`` the leader                   :class:`TimeBreakdown`: the run's time by state
 ``t/history``   the leader                   :class:`HistoryRecord`: the rounds of the run
 =============== ============================ =====================================================
 
@@ -41,7 +41,7 @@ RUN_LEASE_TTL: Final = 86_400.0
 """Seconds after which the keys of an abandoned run expire."""
 
 RUN_LEASE_RENEWALS: Final = 24
-"""Renewals of the run's lease within its TTL: one an hour."""
+"""Number of renewals of the run's lease within its TTL: one per hour."""
 
 
 class RunKeys:
@@ -81,7 +81,7 @@ def run_lease(run_id: str) -> int:
 
 
 PROTOCOL_VERSION: Final = 1
-"""The version of the records and rules. Each incompatible change raises it. Only nodes of one version share a round."""
+"""The version of the records and rules. Each incompatible change increments it. Nodes of a round have the same one."""
 
 MAX_RECORD_BYTES: Final = 1 << 20
 """Size limit of a record; etcd refuses requests above 1.5 MiB by default."""
@@ -105,16 +105,16 @@ class _Record(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _VersionedRecord(_Record, frozen=True, kw_only=True):
-    """A record with the writer's protocol version, which a factory gives, so that it is always written."""
+    """A record with the writer's protocol version. Its default comes from a factory, so that it is always written."""
 
     protocol: Count = msgspec.field(default_factory=lambda: PROTOCOL_VERSION)
 
 
 class SizeRecord(_VersionedRecord, frozen=True):
-    """How many nodes the job should have; the highest generation wins.
+    """The size of a job in nodes; the record with the highest generation is valid.
 
     Attributes:
-        generation: counts the changes of size; 0 for a launcher without an operator.
+        generation: counts the changes of the size; 0 without an operator.
         min: the minimum number of nodes that train.
         max: the maximum number of nodes that train.
         desired: a round forms as soon as this many nodes are present; None if the number is unknown.
@@ -139,41 +139,41 @@ class RunState(enum.StrEnum):
     WAITING = "waiting"
     """Too few nodes are present to train."""
     RENDEZVOUS = "rendezvous"
-    """Enough nodes are present, and agree on a round."""
+    """Enough nodes are present, and they have not agreed on a round yet."""
     STARTING = "starting"
     """The worker processes are being started."""
     RESTORING = "restoring"
-    """The workers run, and the program has not begun its first step; known only if the program reports steps."""
+    """The workers run, but the program has not begun its first step; known only if the program reports steps."""
     TRAINING = "training"
     STOPPING = "stopping"
-    """Workers are being stopped, after a failure, for another round, or because the run is over."""
+    """Workers are being stopped: after a failure, for another round, or because the run has ended."""
     SUSPENDED = "suspended"
 
 
 class NodeEnd(enum.StrEnum):
-    """Why a member of one round is not in the next."""
+    """Why a member of one round is not in the next one."""
 
     LEFT = "left"
-    """The node announced that it leaves."""
+    """The node announced that it leaves the run."""
     DIED = "died"
-    """The node died, or its connection was lost."""
+    """The node failed, or its connection was lost."""
     NOT_NEEDED = "not_needed"
     """The node is present, but the size of the run was reduced."""
 
 
 class TimeBreakdown(_Record, frozen=True):
-    """Where the time of a run went, from the creation of its job until a moment.
+    """How a run has spent its time since the creation of its job.
 
     Attributes:
-        until: that moment, in seconds since the Unix epoch.
-        state: the run's state at that moment.
+        until: the time of this record, in seconds since the Unix epoch.
+        state: the run's state at that time.
         seconds: time spent in each state; they add up to the time since the job was created.
-        lost: seconds of training that no checkpoint held when they ended; None if no checkpoint was ever reported.
-        round: the round at that moment.
+        lost: seconds of training that no checkpoint contained when a round ended; None if no checkpoint was reported.
+        round: the round at that time.
         first_step_at: when the program began its first step in that round; 0 if unknown.
         last_checkpoint_at: when the last checkpoint of that round was begun; 0 if unknown.
-        joined: nodes that joined, including those of the first round.
-        gone: members of a round that were not in the next round, by reason.
+        joined: number of nodes that joined, including those of the first round.
+        gone: number of members of a round that were not in the next round, by reason.
         there: in a round without members, the members of the previous round that are still present.
     """
 
@@ -195,7 +195,7 @@ class ResumeRecord(_Record, frozen=True):
     Attributes:
         round: the last round's number.
         restarts: worker failures charged to the job so far.
-        uncharged_restarts: restarts without a charge so far.
+        uncharged_restarts: uncharged restarts so far.
         time_breakdown: the time until the resumption, including the suspension; None if unknown.
     """
 
@@ -206,13 +206,7 @@ class ResumeRecord(_Record, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """One node of a round.
-
-    Attributes:
-        node: its id.
-        address: the address at which its peers reach it.
-        workers: the number of its workers.
-    """
+    """One node of a round: its id, the address at which peers reach it, and its number of workers."""
 
     node: _Name
     address: _Address
@@ -220,7 +214,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RoundReason(enum.StrEnum):
-    """Why a round replaced the one before, in one word; ``RoundRecord.cause`` has the sentence."""
+    """Why a round replaced the previous one, in one word; ``RoundRecord.cause`` explains it in a sentence."""
 
     NODE_JOINED = "node_joined"
     NODE_LOST = "node_lost"
@@ -234,18 +228,18 @@ class RoundRecord(_VersionedRecord, frozen=True):
 
     Attributes:
         number: counts the rounds of the run, from 1; never decreases.
-        nonce: a random text that distinguishes two rounds with the same number, after the store lost the first one.
+        nonce: random text that distinguishes two rounds with the same number if the store has lost the first one.
         members: the nodes in rank order; empty while too few are present (``cause`` says why).
         store: host:port of the TCPStore of this round.
         restarts: worker failures charged to the job so far.
         early_failures: consecutive failures soon after the start of a round.
-        uncharged_restarts: restarts without a charge: for a change of membership, an uncharged failure, or because
-            enough nodes are present again.
+        uncharged_restarts: restarts that are not charged: after a change of membership or an uncharged failure, or
+            when enough nodes are present again.
         desired: the desired size when this round was committed; None if unknown.
-        reason: why this round replaced the one before.
-        cause: the same in a sentence.
+        reason: why this round replaced the previous one.
+        cause: the reason as a sentence.
         failure: the last worker failure that was charged, if any; its text may be shortened.
-        time_breakdown: where the run's time went up to this round, for the next leader if the store loses it.
+        time_breakdown: the time breakdown up to this round, for the next leader if the store loses its own copy.
     """
 
     number: Number
@@ -291,9 +285,9 @@ class FailureKind(enum.StrEnum):
     PROGRAM = "program"
     """A signal from outside, the out-of-memory killer, or an exception of the program."""
     COMMUNICATION = "communication"
-    """A broken collective: usually because another worker died."""
+    """A broken collective, usually because another worker has failed."""
     ENDED = "ended"
-    """Ended by the agent, because another worker had failed."""
+    """Stopped by the agent because another worker had failed."""
 
 
 class FailureRecord(_Record, frozen=True):
@@ -306,10 +300,10 @@ class FailureRecord(_Record, frozen=True):
         node: the node's id.
         host: the node's address.
         pid: the process id on that node.
-        exit_code: the exit code, or the negative number of the signal that ended the worker.
+        exit_code: the exit code, or the negative number of the signal that killed the worker.
         kind: the class of the failure.
         message: the exception, or the end of the worker's output.
-        uptime: seconds from the start of the worker to its end.
+        uptime: seconds from the start of the worker to its exit.
         non_retryable: whether the program or the configuration of exit codes declares that a retry is useless.
         uncharged: whether the configuration of exit codes exempts the failure from the restart budget.
     """
@@ -335,8 +329,8 @@ class NoticeRecord(_VersionedRecord, frozen=True):
         round: the round that ends.
         serial: counts the notices of a run, from 1; never decreases.
         seconds: the maximum time that the next round waits; 0 withdraws the notice.
-        reason: why, in one word.
-        cause: the same in a sentence.
+        reason: why the round is replaced, in one word.
+        cause: the reason as a sentence.
     """
 
     round: Number
@@ -347,20 +341,20 @@ class NoticeRecord(_VersionedRecord, frozen=True):
 
 
 class OutcomeState(enum.StrEnum):
-    """How a run can end."""
+    """The result of a run."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
 
 
 class OutcomeRecord(_Record, frozen=True):
-    """How the run ended; written once. Nodes of every version read it, so its fields never change.
+    """How the run ended; written once. Nodes of all versions read this record, so its fields never change.
 
     Attributes:
         state: succeeded or failed.
         round: the last round.
         restarts: worker failures charged to the job.
-        message: why it failed; empty if it succeeded.
+        message: why the run failed; empty if it succeeded.
         failure: the root cause, if it was a worker.
     """
 
@@ -372,9 +366,9 @@ class OutcomeRecord(_Record, frozen=True):
 
 
 class StateRecord(_Record, frozen=True):
-    """The run's state: the current round, and the outcome once the run is over.
+    """The run's state: the current round, and the outcome after the end of the run.
 
-    It is one record under one key, so a compare-and-swap of a leader that others have replaced always fails.
+    It is one record under one key, so a compare-and-swap by a leader that has been replaced always fails.
     """
 
     round: RoundRecord | None = None
@@ -387,29 +381,29 @@ class NodePhase(enum.StrEnum):
     READY = "ready"
     """Waiting for a round, or training in one."""
     FINISHING = "finishing"
-    """At least one of its workers has exited with 0, others still run."""
+    """At least one of its workers has exited with 0; others still run."""
     DONE = "done"
     """All its workers have exited with 0; it stays until the outcome is committed."""
     PARTITIONED = "partitioned"
     """Its workers were stopped because it reached neither the store nor a peer; it is ready for the next round."""
     LEAVING = "leaving"
-    """About to leave: the next round excludes it."""
+    """It is about to leave; the next round excludes it."""
 
 
 class NodeRecord(_VersionedRecord, frozen=True):
     """A node's own record, under its lease. An empty store is restored from these records.
 
     Attributes:
-        name: the pod's or host's name, as the operator knows it.
+        name: the name of the pod or host.
         address: the address at which peers reach it.
-        workers: the number of workers that it would run.
+        workers: the number of workers that it runs in a round.
         link: port of its peer server (see :mod:`torchelastic.rendezvous.peer_connection`).
-        store: port on which it offers to serve the next round's TCPStore; never used before.
-        joined: the store's revision at which it first joined, which defines its seniority; 0 until known.
+        store: port on which it can serve the next round's TCPStore; not the port of an earlier round.
+        joined: the store's revision when it first joined, which defines its seniority; 0 if not yet known.
         phase: its progress in ``round``.
-        round: the highest round number that it knows.
-        restarts: the highest count of charged restarts that it knows.
-        uncharged_restarts: the highest count of uncharged restarts that it knows.
+        round: the highest round number that it has seen.
+        restarts: the highest count of charged restarts that it has seen.
+        uncharged_restarts: the highest count of uncharged restarts that it has seen.
         failure: its first failed worker in ``round``.
         size: the size that it was started with.
         metrics: port of its /metrics; 0 for none.
@@ -447,12 +441,12 @@ class PastRound(_Record, frozen=True):
     Attributes:
         number: its number.
         began: when it was committed, in seconds since the Unix epoch.
-        nodes: its number of nodes; 0 while too few are present to train.
+        nodes: its number of nodes; 0 if too few were present to train.
         workers: its number of workers.
-        reason: why it replaced the round before.
-        cause: the same in a sentence, perhaps shortened.
-        failure: the worker failure that ended the round before, if any.
-        lost: seconds of training of the round before that no checkpoint held when it ended; None if unknown.
+        reason: why it replaced the previous round.
+        cause: the reason as a sentence, perhaps shortened.
+        failure: the worker failure that ended the previous round, if any.
+        lost: seconds of training of the previous round that no checkpoint contained at its end; None if unknown.
         ended: when its workers stopped running; 0 while they run, or if unknown.
     """
 
@@ -468,33 +462,23 @@ class PastRound(_Record, frozen=True):
 
 
 HISTORY_LIMIT: Final = 200
-"""Maximum number of rounds in a history: the first half and the last half are kept."""
+"""Maximum number of rounds in a history: half of them are the first rounds, and half are the last ones."""
 
 
 class HistoryRecord(_Record, frozen=True):
-    """The rounds of a run.
-
-    Attributes:
-        created: when the job was created, in seconds since the Unix epoch.
-        rounds: the first and the last rounds.
-    """
+    """The first and the last rounds of a run, and when its job was created, in seconds since the Unix epoch."""
 
     created: _Time = 0.0
     rounds: tuple[PastRound, ...] = ()
 
     @property
     def omitted(self) -> int:
-        """The number of rounds that are missing between the others."""
+        """The number of rounds that are missing between the first and the last ones."""
         return sum(max(after.number - before.number - 1, 0) for before, after in itertools.pairwise(self.rounds))
 
 
 class LeaderRecord(_VersionedRecord, frozen=True):
-    """The leader of a run.
-
-    Attributes:
-        node: the leader's id; empty after a leader has resigned.
-        address: host:port of its peer server.
-    """
+    """The leader of a run: its node id (empty after a leader has resigned) and host:port of its peer server."""
 
     node: _Name
     address: _Address
@@ -515,7 +499,7 @@ def decode(data: bytes, kind: type[Record]) -> Record:
     """Return the record in this JSON.
 
     Raises:
-        MalformedRecord: the data is not such a record, or too large.
+        MalformedRecord: the data is not such a record, or is too large.
     """
     if len(data) > MAX_RECORD_BYTES:
         raise MalformedRecord(f"a {kind.__name__} of {len(data)} bytes is too large (at most {MAX_RECORD_BYTES})")
@@ -538,9 +522,9 @@ class _StateHeader(msgspec.Struct, frozen=True):
 
 
 def decode_state(data: bytes) -> StateRecord:
-    """Return the run's state, also if a leader of another version wrote it.
+    """Return the run's state, even if a leader of another version wrote it.
 
-    Only the number of that leader's round is used: the returned round has no members; its cause names both versions.
+    In that case, the returned round has the number of the leader's round and no members; its cause names both versions.
 
     Raises:
         MalformedRecord: the data is not a state.
@@ -548,7 +532,7 @@ def decode_state(data: bytes) -> StateRecord:
     header = decode(data, _StateHeader)
     if header.round is None or header.round.protocol == PROTOCOL_VERSION:
         return decode(data, StateRecord)
-    cause = f"this node cannot train with the nodes that lead the run: {other_version(header.round.protocol)}"
+    cause = f"this node cannot train with the leader of the run: {other_version(header.round.protocol)}"
     round = RoundRecord(number=header.round.number, cause=cause, protocol=header.round.protocol)
     return StateRecord(round, header.outcome)
 
@@ -560,7 +544,7 @@ def decode_ours(data: bytes, kind: type[_Versioned]) -> _Versioned:
     """Return the record in this JSON; raise MalformedRecord if it is invalid, or has another protocol version."""
     record = decode(data, kind)
     if record.protocol != PROTOCOL_VERSION:
-        raise MalformedRecord(f"not a {kind.__name__} for us: {other_version(record.protocol)}")
+        raise MalformedRecord(f"not a readable {kind.__name__}: {other_version(record.protocol)}")
     return record
 
 
@@ -578,7 +562,7 @@ def name_of(node: str) -> str:
 
 
 def bracketed(host: str) -> str:
-    """Return a host as written before a colon and a port: an IPv6 address in brackets."""
+    """Return the host for use before ``:port``: an IPv6 address is in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -592,7 +576,7 @@ def shorten(text: str, limit: int) -> str:
 
 
 class Env:
-    """Environment variables that the operator sets in an agent's container, beside torchrun's PET_* variables.
+    """Environment variables that the operator sets in an agent's container, in addition to torchrun's PET_* variables.
 
     Command-line flags override PET_* variables.
     """
@@ -606,7 +590,7 @@ class Env:
     RESUME: Final = "TORCHELASTIC_RESUME"
     """A :class:`ResumeRecord`, as JSON; unset if the run was never suspended."""
     JOB: Final = "TORCHELASTIC_JOB"
-    """The job's namespace and name, separated by a slash; labels of the agent's metrics."""
+    """The job's namespace and name, separated by a slash, for the labels of the agent's metrics."""
     JOB_CREATED: Final = "TORCHELASTIC_JOB_CREATED"
     """When the job was created, in seconds since the Unix epoch: the start of its time breakdown."""
     UNIQUE_RUN: Final = "TORCHELASTIC_UNIQUE_RUN"
@@ -622,7 +606,7 @@ class Env:
 
 
 class ExitCode(enum.IntEnum):
-    """The agent's exit codes. A signal that ends the agent gives 128 + n, as in a shell."""
+    """The agent's exit codes. If signal n kills the agent, the exit code is 128 + n, as in a shell."""
 
     SUCCEEDED = 0
     """The run succeeded, whether or not this node's workers took part to the end."""
@@ -631,7 +615,7 @@ class ExitCode(enum.IntEnum):
     BAD_INPUT = 2
     """The command line or the environment is invalid; nothing was started."""
     STORE = 3
-    """The store could not be reached within the join timeout, or its data was lost: not a failure of the node."""
+    """The store could not be reached within the join timeout, or has lost its data; the node itself did not fail."""
     NO_PORT = 4
     """No port of the configured range is free on this host; a retry may find one."""
     BROKEN = 5
@@ -639,16 +623,16 @@ class ExitCode(enum.IntEnum):
     INTERRUPTED = 130
     """The agent left on SIGINT."""
     LEFT = 143
-    """The agent left on SIGTERM: not a failure of the job."""
+    """The agent left on SIGTERM; this is not a failure of the job."""
 
 
 class TerminationMessage(_VersionedRecord, frozen=True, rename="camel"):
     """The agent's last message, for the operator and for users: JSON of at most 4,096 bytes.
 
     Attributes:
-        reason: one word in CamelCase: Succeeded, WorkerFailed, RestartsExhausted, Left, BadInput, StoreUnavailable…
+        reason: one word in CamelCase: Succeeded, WorkerFailed, TooFewNodes, Left, BadInput, StoreUnavailable…
         message: a sentence.
-        round: the last round that the agent knew.
+        round: the last round that the agent has received; 0 for none.
         failure: the failed worker, if any.
     """
 

@@ -1,6 +1,6 @@
 """``torchelastic-run``: the agent's command, a drop-in replacement for torchrun.
 
-The order matters: the agent starts its fork server, which imports torch, before it imports anything heavy itself.
+The agent first starts its fork server, which imports torch. The agent's own large imports run at the same time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger("torchelastic")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run an agent and return its exit code; with ``--check`` as the first argument, only check the rest of the line.
+    """Run an agent and return its exit code; with ``--check`` as the first argument, only check the other arguments.
 
     Args:
         argv: the arguments; None for the arguments of this process.
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = parse(arguments[1:] if check else arguments, os.environ)
     except SettingsError as error:
-        print(f"torchelastic-run: {error}", file=sys.stderr)  # noqa: T201 - the user's answer
+        print(f"torchelastic-run: {error}", file=sys.stderr)  # noqa: T201 - output for the user
         if path := os.environ.get(Env.TERMINATION_LOG):
             _write_termination_message(Path(path), ExitStatus.by_error(error).message)
         return ExitCode.BAD_INPUT
@@ -59,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         ending = asyncio.run(_run(settings))
     except KeyboardInterrupt:  # before the agent handles signals
         return ExitCode.INTERRUPTED
-    except StartError as error:  # of this node; the run may continue
+    except StartError as error:  # only this node fails; the run may continue
         print(f"torchelastic-run: {error}", file=sys.stderr)  # noqa: T201
         return ExitCode.FAILED
-    with suppress(OSError):  # stderr is closed; the exit code says the same
+    with suppress(OSError):  # stderr is closed; the exit code remains
         if ending.code in (ExitCode.FAILED, ExitCode.STORE, ExitCode.BROKEN):
             print(f"torchelastic-run: the run has failed: {ending.message.message}", file=sys.stderr)  # noqa: T201
         elif ending.code in (ExitCode.BAD_INPUT, ExitCode.NO_PORT):
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Open the standard streams that are closed, or the next file that is opened would get their output."""
+    """Open closed standard streams as /dev/null; otherwise, the next opened file would receive their output."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
@@ -80,7 +80,7 @@ def _open_standard_streams() -> None:
 async def _run(settings: AgentSettings) -> ExitStatus:
     async with AsyncExitStack() as stack:
         ending = await _take_part(stack, settings)
-        # Before the stack is closed, which may wait for a slow reader of the workers' output.
+        # Write it before the stack is closed: closing may wait for a slow reader of the workers' output.
         _write_termination_message(settings.termination_log, ending.message)
     return ending
 
@@ -90,7 +90,7 @@ async def _take_part(stack: AsyncExitStack, settings: AgentSettings) -> ExitStat
 
     try:
         workers = await stack.enter_async_context(Workers(settings))
-        # What follows is imported while the fork server imports torch.
+        # Import these modules while the fork server imports torch.
         from torchelastic.agent.agent import Agent
         from torchelastic.metrics.agent import AgentMetrics
 
@@ -122,7 +122,7 @@ async def _serve_metrics(
 
 
 def _leave(*_: object) -> NoReturn:
-    """Exit on a signal before the agent handles signals: by default a signal does not end process 1 of a container."""
+    """Exit on a signal that arrives before the agent handles signals; by default, PID 1 of a container ignores it."""
     raise SystemExit(ExitCode.LEFT)
 
 

@@ -1,3 +1,3 @@
-"""Timers for operations that may take too long in a worker: torch's."""
+"""torch's timers for operations of a worker that may take too long, re-exported."""
 
 from torch.distributed.elastic.timer import *  # noqa: F403

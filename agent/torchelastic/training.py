@@ -4,13 +4,13 @@
   time of the first step and of the last checkpoint to the agent, for the time breakdown of the run.
 * :func:`ask_for_notice` asks for time to save before a planned change of the round: before a node joins or leaves, or
   the size changes. :func:`notice` returns the notice, and :func:`saved` answers it. Without a request, workers are
-  ended at once.
-* :func:`round_stands` returns, before a checkpoint is committed, whether this worker's round is still current.
+  stopped at once.
+* :func:`round_stands` returns whether this worker's round is still current. Call it before you commit a checkpoint.
 * :func:`heartbeat` reports that the worker makes progress.
 * :class:`NonRetryableException` ends the run even if restarts are left.
 
-Messages are sent without blocking the training. A checkpoint is reported at once; of several within a second, the last
-one is reported later, like a message that the agent did not accept: at the next call after the second, or at the exit.
+Sending never blocks the training. A checkpoint is reported at once; of several within a second, only the last one is
+reported, at the first call after that second or at exit. A message that the agent did not accept is resent then, too.
 
 Without an agent these functions do nothing. A worker is one process: its forked and :mod:`multiprocessing` children
 send nothing to the agent; a program that it executes (for example from a shell script) takes its place.
@@ -52,11 +52,11 @@ INTERVAL: Final = 1.0
 """Minimum number of seconds between two reports of checkpoints, and between two attempts to send one."""
 
 _LONGEST: Final = 1e6
-"""Maximum of a request in seconds; the agent also has its own limit."""
+"""Maximum number of seconds in a request; the agent also applies its own limit."""
 
 
 class Checkpoint:
-    """A checkpoint that is being written; it contains the training up to its start.
+    """A checkpoint that is being written; it contains the state of the training at its start.
 
     As a context manager, it starts with the block and is written when the block ends without an exception. A checkpoint
     that is written in the background starts when the object is created, and is written when :meth:`done` is called, in
@@ -77,11 +77,11 @@ class Checkpoint:
             self.done()
 
     def done(self, future: Any = None) -> None:  # noqa: ANN401 - of concurrent.futures, asyncio or torch
-        """Report that the checkpoint is written; a second call changes nothing.
+        """Report that the checkpoint is written; a second call has no effect.
 
         Args:
-            future: the future that has written it, as in ``future.add_done_callback(writing.done)``. If the future was
-                cancelled or has failed, nothing is reported.
+            future: the future of the write, as in ``future.add_done_callback(writing.done)``. If it was cancelled or
+                failed, nothing is reported.
         """
         if self._written or (future is not None and (future.cancelled() or future.exception() is not None)):
             return
@@ -106,7 +106,7 @@ def step() -> None:
 
 
 def checkpoint() -> Checkpoint:
-    """Return the context manager of a block that writes a checkpoint of the training before the block.
+    """Return a context manager for a block that writes a checkpoint; it contains the training before the block.
 
     ::
 
@@ -139,7 +139,7 @@ class Reports:
         """Report to the agent.
 
         Args:
-            what: ``stepped``, which is reported once, or ``kept``, of which the last one counts.
+            what: ``stepped``, which is reported once, or ``kept``; only the last ``kept`` counts.
             when: the time, in seconds since the Unix epoch.
         """
         if is_worker() and os.environ.get("RANK") == "0":
@@ -148,7 +148,7 @@ class Reports:
             self.send()
 
     def send(self, *, at_exit: bool = False) -> None:
-        """Send the unsent reports, unless the interval is not over."""
+        """Send the unsent reports if the interval is over or the process exits."""
         if not self._is_due(at_exit) or not is_worker():
             return
         with self._lock:
@@ -173,7 +173,7 @@ atexit.register(REPORTS.send, at_exit=True)
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """An announcement that the round is about to change and its workers are about to be ended.
+    """An announcement that the round is about to change and that its workers will be stopped.
 
     Attributes:
         reason: ``node_joined``, ``node_left`` or ``resized``.
@@ -194,15 +194,15 @@ class Notice:
 def round_stands(timeout: float = 5.0) -> bool:
     """Return whether the round of this process is still current. Call it before a commit.
 
-    The agent reads the round from the store; if the store cannot be reached, it answers from its last state. This is
-    not a lock: the round may end right after the answer, so a commit must be harmless if it happens twice.
+    The agent reads the round from the store; if the store cannot be reached, it uses the last state that it read. This
+    is not a lock: the round may end right after the answer, so a commit must be harmless if it happens twice.
 
     Args:
         timeout: maximum number of seconds to wait for an answer.
 
     Returns:
-        False also without an answer, because a worker without its agent must not commit anything. True if the program
-        was not started by an agent.
+        True if the round is current, or if no agent started the program. False if the round has ended or the agent does
+        not answer: a worker without its agent must not commit anything.
     """
     path = os.environ.get(CHANNEL)
     if not path:
@@ -230,7 +230,7 @@ class Notices:
     def ask_for_notice(self, seconds: float = 30.0, callback: Callable[[Notice], object] | None = None) -> None:
         """Ask for time to save before a planned change of the round.
 
-        The request is valid until the worker ends; another call replaces it. The agent's ``--notice`` limits it.
+        The request is valid until the worker exits; another call replaces it. The agent's ``--notice`` limits it.
 
         Args:
             seconds: maximum time that the change waits for this worker; 0 withdraws the request.
@@ -258,11 +258,11 @@ class Notices:
         standing = self._standing
         if standing is None or not is_worker():
             return None
-        self._shown, told = standing
-        return told
+        self._shown, notice = standing
+        return notice
 
     def saved(self) -> None:
-        """Answer the last notice that :func:`notice` returned: the round may change now."""
+        """Answer the last notice that :func:`notice` returned; the round may then change at once."""
         if is_worker():
             self._answer(self._shown)
 
@@ -278,16 +278,16 @@ class Notices:
             if number <= self._answered:
                 return
             known = self._standing is not None and self._standing[0] == number
-            told = Notice(str(message["reason"]), str(message["cause"]), time.monotonic() + seconds)
-            self._standing = number, told
+            notice = Notice(str(message["reason"]), str(message["cause"]), time.monotonic() + seconds)
+            self._standing = number, notice
             callback = self._callback
         if callback is not None and not known:
-            run_beside(self._call, callback, number, told)
+            run_beside(self._call, callback, number, notice)
 
-    def _call(self, callback: Callable[[Notice], object], number: int, told: Notice) -> None:
+    def _call(self, callback: Callable[[Notice], object], number: int, notice: Notice) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._signals)  # processes that it starts inherit the mask
         try:
-            callback(told)
+            callback(notice)
         except Exception:  # noqa: BLE001 - anything that the program raises
             traceback.print_exc()
         finally:
@@ -310,9 +310,9 @@ saved: Final = _notices.saved
 def heartbeat() -> None:
     """Report that this worker makes progress. The call is cheap enough for every step.
 
-    If ``--heartbeat-timeout`` is given, a worker without a heartbeat for that time counts as hung. The agent ends it
-    and reports a failure with the stack of the worker. A program that is not written in Python touches the file named
-    by ``TORCHELASTIC_HEARTBEAT_FILE`` instead; the variable is set if ``--heartbeat-timeout`` is given.
+    If ``--heartbeat-timeout`` is given, a worker without a heartbeat for that time counts as hung. The agent kills it
+    and reports a failure with the worker's stack. A program that is not written in Python touches the file named by
+    ``TORCHELASTIC_HEARTBEAT_FILE`` instead; the variable is set if ``--heartbeat-timeout`` is given.
     """
     path = os.environ.get(HEARTBEAT_FILE)
     if path and is_worker():
@@ -320,14 +320,14 @@ def heartbeat() -> None:
             os.utime(path)
 
 
-class NonRetryableException(Exception):  # noqa: N818 - the name that torchelastic's users know
-    """Raised by a program to end the run: the run fails with this exception, and is not restarted.
+class NonRetryableException(Exception):  # noqa: N818 - the established name
+    """Raised by a program to end the run: the run fails with this exception and is not restarted.
 
     A program's own exceptions may derive from it. Only the exception that ends the worker counts.
     """
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Make sure that the agent learns of this exception if it ends the program."""
+        """Install the hook that reports this exception to the agent if it ends the program."""
         _install_hook()
         return super().__new__(cls, *args, **kwargs)
 

@@ -77,7 +77,7 @@ async def test_a_module_in_the_working_directory_is_found_for_a_module_program(
         ),
         (
             "import torch; torch.set_num_threads(3); torch.ones(999, 999) @ torch.ones(999, 999)",
-            "it leaves threads behind, as an OpenMP pool has them",
+            "it leaves threads behind, such as those of an OpenMP pool",
         ),
         ("import torch; torch.cuda._initialized = True", "it initialises CUDA"),
     ],

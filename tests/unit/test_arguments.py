@@ -224,7 +224,7 @@ def test_local_addr_also_selects_the_network_interface(monkeypatch: pytest.Monke
 def test_the_operators_size_overrides_nnodes_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     size = f'{Env.SIZE}={{"min":1,"max":4,"desired":2}} {SEVERAL}'
     assert run(f"--nnodes=2:8 {size}").rendezvous.size.max == 4
-    assert "--nnodes ignored: the operator says how many nodes there are, 1 to 4" in caplog.text
+    assert "--nnodes ignored: the operator sets the number of nodes, 1 to 4" in caplog.text
     caplog.clear()
     assert run(f"--nnodes=1:4 {size}").rendezvous.size.desired == 2
     assert caplog.records == []
@@ -264,7 +264,7 @@ def test_static_rendezvous_flags_are_ignored_with_one_warning(caplog: pytest.Log
         ("--nnodes=2 --rdzv-endpoint=e", "--rdzv-id is missing"),
         (
             "--nnodes=2 --rdzv-id=a",
-            "A run of up to 2 nodes needs an etcd where they meet: name it with --rdzv-endpoint H",
+            "A run of up to 2 nodes needs an etcd: set --rdzv-endpoint H",
         ),
         ("--nproc-per-node=1.5", "--nproc-per-node 1.5: must be a whole number from 1 to 10000, or auto, cpu or gpu."),
         ("--rdzv-backend=c10d", "--rdzv-backend c10d: this agent does not support torch's own rendezvous; leave"),
@@ -290,9 +290,9 @@ def test_static_rendezvous_flags_are_ignored_with_one_warning(caplog: pytest.Log
             f"{SEVERAL} --rdzv-conf=protocol=http,tls=both",
             "in --rdzv-conf: certificates need protocol=https",
         ),
-        (f"{SEVERAL} --rdzv-conf=key=train.py", "--rdzv-conf key: key needs cert beside it."),
-        (f"{SEVERAL} --rdzv-conf=username=root", "--rdzv-conf username: username needs password beside it."),
-        (f"{SEVERAL} --rdzv-conf=password=hush", "--rdzv-conf password: password needs username beside it."),
+        (f"{SEVERAL} --rdzv-conf=key=train.py", "--rdzv-conf key: key requires cert."),
+        (f"{SEVERAL} --rdzv-conf=username=root", "--rdzv-conf username: username requires password."),
+        (f"{SEVERAL} --rdzv-conf=password=hush", "--rdzv-conf password: password requires username."),
         (
             "--rdzv-endpoint=http://e --rdzv-conf=protocol=https",
             "protocol=https: --rdzv-endpoint says http://; leave one",

@@ -1,7 +1,7 @@
-"""The agent: join the rendezvous, run the workers of each round, and report how they end.
+"""The agent: join the rendezvous, run the workers of each round, and report how they exit.
 
-All events (a new round, the end of a worker, a signal, the end of the run) go through the queue of the rendezvous and
-are handled in order, so that the state is changed in one place only.
+All events (a new round, the exit of a worker, a signal, the end of the run) go through the queue of the rendezvous and
+are handled in order, so that the state changes in one place only.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ LEAVE_TIMEOUT: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnded:
-    """A worker of a round has ended."""
+    """A worker of a round has exited."""
 
     round: int
     exit: WorkerExit
@@ -68,38 +68,38 @@ class WorkerEnded:
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """A failure has waited for its cause, or the process that serves the TCPStore has ended: do this work now."""
+    """Work that is due: a failure has waited long enough for its cause, or the process of the TCPStore has exited."""
 
     work: Callable[[], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestsChanged:
-    """The workers ask for other notices than before, or have answered one."""
+    """The workers have changed their requests for notice, or have answered a notice."""
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousFailed:
-    """This node can no longer take part."""
+    """This node can no longer take part in the run."""
 
     error: BaseException | None
 
 
 class SignalledFirst(Exception):  # noqa: N818 - control flow within the agent
-    """A signal came before the work was done."""
+    """A signal arrived before the work was done."""
 
 
 class Signals:
-    """Listens to the signals that ask the agent to leave; a context manager, after which they are ignored.
+    """Listens to the signals that ask the agent to leave; a context manager. After its exit, they are ignored.
 
     Args:
         received: called for each signal.
         listen: False to handle only the signals that are passed to :meth:`take`.
 
     Attributes:
-        number: the first signal; SIGTERM before it.
+        number: the first signal; SIGTERM if there was none.
         first: set by the first signal.
-        hurry: set by the second signal, which asks the agent to end at once.
+        hurry: set by the second signal, which asks the agent to exit at once.
     """
 
     def __init__(self, received: Callable[[signal.Signals], None], *, listen: bool = True) -> None:
@@ -121,13 +121,13 @@ class Signals:
         loop = asyncio.get_running_loop()
         for number in self._numbers:
             loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_IGN)  # a late one must not prevent the termination message
+            signal.signal(number, signal.SIG_IGN)  # a late signal must not prevent the termination message
 
     async def unless_first(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Do the work, unless a signal comes first.
+        """Return the result of the work, unless a signal arrives first.
 
         Raises:
-            SignalledFirst: a signal came, and the work was cancelled.
+            SignalledFirst: a signal arrived, and the work was cancelled.
         """
         return await _unless(self.first, work)
 
@@ -163,12 +163,7 @@ async def _unless(signalled: asyncio.Event, work: Coroutine[Any, Any, Result]) -
 
 
 class Agent:
-    """Runs one node of a run until the run ends.
-
-    Args:
-        settings: the settings of the agent.
-        metrics: records the measurements.
-    """
+    """Runs one node of a run until the run ends; `metrics` records the measurements."""
 
     def __init__(self, settings: AgentSettings, metrics: AgentMetrics) -> None:
         self._settings = settings
@@ -187,10 +182,10 @@ class Agent:
         self._history = History(settings.job_created or None, settings.rendezvous.resume.time_breakdown)
 
     async def run(self, workers: Workers, metrics_port: int = 0) -> ExitStatus:
-        """Take part until the run ends, or a signal asks this agent to leave.
+        """Take part in the run until it ends or a signal asks this agent to leave.
 
         Args:
-            workers: starts the workers; entered by the caller. No worker is left at the end.
+            workers: starts the workers; entered by the caller. No worker runs when this method returns.
             metrics_port: port on which /metrics is served, for the operator; 0 for none.
         """
         began = time.monotonic()
@@ -325,7 +320,7 @@ class Agent:
         if not takes_part:
             if round.members:
                 logger.info("round %d: not needed now; waiting as a spare", round.number)
-                self._history.workers_started()  # on other nodes, about now
+                self._history.workers_started()  # they start on the other nodes about now
             else:
                 self._history.enter(RunState.WAITING)
             self._metrics.worker_state(self._settings.role, "stopped")
@@ -389,7 +384,7 @@ class Agent:
             self._broken_at = time.monotonic()
             self._history.enter(RunState.STOPPING)
             spent = self._round is not None and self._round.restarts >= self._settings.rendezvous.max_restarts
-            patience = REPORT_WINDOW if spent else CAUSE_WINDOW  # for a failure that explains this one
+            patience = REPORT_WINDOW if spent else CAUSE_WINDOW  # another failure may explain this one
             overdue = Deferred(partial(self._blame, ended.round))
             asyncio.get_running_loop().call_later(patience, self._events.put_nowait, overdue)
         if failure.kind is FailureKind.PROGRAM or len(self._failures) == len(self._unfinished):
@@ -425,7 +420,7 @@ class Agent:
         await self._round_failed(f"the process that serves the round's TCPStore {end}", kind)
 
     async def _round_failed(self, message: str, kind: FailureKind) -> None:
-        """Report a failure of this node itself."""
+        """Report a failure of this node that is not the exit of a worker."""
         round = self._round
         if round is None or self._node_id not in round.nodes:
             return
@@ -436,11 +431,11 @@ class Agent:
         await self._report_failure(failure)
 
     async def _leave(self, number: signal.Signals) -> None:
-        """Leave the run, and stop the workers when no round needs them any more.
+        """Leave the run, and stop the workers when no round needs them.
 
         The workers continue until a round without this node begins. If a worker of the round has asked for notices,
-        the leader forms that round after all workers have answered. If no leader forms that round, the agent waits
-        only for the answers of its own workers.
+        the leader forms that round after all workers have answered. If no leader forms it, the agent waits only for the
+        answers of its own workers.
         """
         logger.info("%s: leaving the run", number.name)
         clock = asyncio.get_running_loop().time
@@ -512,5 +507,5 @@ class Agent:
 
 def _cannot_go_on(error: BaseException | None) -> ExitStatus:
     if not isinstance(error, SettingsError | NoPortFree | StoreError):
-        logger.error("the rendezvous broke", exc_info=error)
+        logger.error("the rendezvous failed unexpectedly", exc_info=error)
     return ExitStatus.by_error(error)

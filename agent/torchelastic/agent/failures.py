@@ -1,4 +1,4 @@
-"""The message and the kind of a worker's failure, and how an agent ends.
+"""The message and the kind of a worker's failure, and the exit status of an agent.
 
 A worker writes its uncaught exception to its error file, as torch's ``@record`` does. The agent reads a limited part of
 that file and of the worker's output.
@@ -66,7 +66,7 @@ _OF_THE_DEVICE: Final = re.compile(r"CUDA error: |out of memory|device-side asse
 _FRAME: Final = re.compile(r'^ *File "(?P<path>[^"\n]+)", line (?P<line>\d+)', re.MULTILINE)
 _LIBRARY: Final = re.compile(
     r"(?:site|dist)-packages/|/lib/python3|^<"
-    r"|/torch/(?:autograd|distributed|multiprocessing|nn|optim|utils|_\w+)[/.]"  # torch, where it was built
+    r"|/torch/(?:autograd|distributed|multiprocessing|nn|optim|utils|_\w+)[/.]"  # torch in its source tree
 )
 _TRACEBACK: Final = "Traceback (most recent call last):\n"
 _CHAINED: Final = re.compile(
@@ -96,10 +96,10 @@ class WorkerExit:
     """The exit of a worker that hung or that the agent did not stop.
 
     Attributes:
-        exit_code: its exit code, or the negative number of the signal that ended it.
+        exit_code: its exit code, or the negative number of the signal that killed it.
         uptime: seconds from its start to its exit.
         ended: the time of the exit, on the event loop's clock.
-        explanation: the kind and the message of the failure; the message is empty if the exit code is 0.
+        explanation: the kind and the message of the failure; an empty message if the exit code is 0.
     """
 
     local_rank: int
@@ -112,7 +112,7 @@ class WorkerExit:
 
 
 def explain(exit_code: int, *, error_file: Path, tail: str, out_of_memory: bool) -> Explanation:
-    """Return why a worker failed, from its exit code, its error file, its last output and out-of-memory kills."""
+    """Return why a worker failed, from its exit code, error file, last output and out-of-memory kill."""
     if out_of_memory:
         return Explanation(FailureKind.PROGRAM, OUT_OF_MEMORY)
     recorded, final = _recorded_exception(error_file)
@@ -161,7 +161,7 @@ def record_message(message: str, trace: str = "", *, final: bool = False) -> Non
         message: the exception, or another reason.
         trace: its traceback.
         final: whether the failure is non-retryable; if so, an existing file is replaced, because ``@record`` does not
-            record this.
+            record this property.
     """
     path = os.environ.get(ERROR_FILE)
     if not path or (Path(path).exists() and not final):
@@ -170,7 +170,7 @@ def record_message(message: str, trace: str = "", *, final: bool = False) -> Non
     if final:
         details["final"] = True
     record = {"message": {"message": _bounded(message, _RECORDED_MESSAGE), "extraInfo": details}}
-    with contextlib.suppress(OSError):  # the output says the same
+    with contextlib.suppress(OSError):  # the output contains the message, too
         partial = Path(f"{path}.{os.getpid()}")
         partial.write_text(json.dumps(record), encoding="utf-8")
         partial.rename(path)
@@ -181,14 +181,14 @@ def _bounded(text: str, limit: int) -> str:
 
 
 def _recorded_exception(path: Path) -> tuple[str, bool]:
-    """Return the exception in an error file with its line, and whether it is non-retryable; empty without a file."""
+    """Return the exception in an error file with its place, and whether it is non-retryable; empty without a file."""
     try:
         with path.open("rb") as file:
             message = json.loads(file.read(_FILE_LIMIT))["message"]
         if isinstance(message, str):
             return message.strip(), False
         text, details = message["message"].strip(), message.get("extraInfo")
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):  # not what torch writes
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):  # not torch's format
         return "", False
     details = details if isinstance(details, dict) else {}
     trace = details.get("py_callstack")
@@ -201,7 +201,7 @@ def _recorded_exception(path: Path) -> tuple[str, bool]:
 def _root(text: str, trace: str) -> str:
     """Return the exception that explains a traceback, with its place in the program.
 
-    If a collective fails while the program handles another exception, that first one explains more.
+    If a collective fails while the program handles another exception, return the other exception.
     """
     first, chained = _CHAINED.split(trace, 1)[0], _CHAINED.search(trace)
     if chained and _kind(text) is FailureKind.COMMUNICATION:
@@ -258,7 +258,7 @@ def _kind(text: str) -> FailureKind:
 
 
 def end_of(exit_code: int) -> str:
-    """Describe an exit code, or the negative number of a signal."""
+    """Return a description of an exit code or of the negative number of a signal."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
@@ -269,7 +269,7 @@ def end_of(exit_code: int) -> str:
 
 
 def in_full(failure: FailureRecord) -> str:
-    """Describe a failure with its rank, node, process and exit, for the agent's log."""
+    """Return a failure as text for the agent's log: its rank, node, process, exit and message."""
     process = f", process {failure.pid}" if failure.pid else ""
     end = end_of(failure.exit_code)
     message = failure.message or end
@@ -300,7 +300,7 @@ def failure_of_worker(worker: WorkerExit, round: int, node: str, settings: Agent
 def failure_of_node(
     round: RoundRecord, node: str, settings: AgentSettings, *, message: str, kind: FailureKind, began: float
 ) -> FailureRecord:
-    """Return the failure of a node itself, for its first rank; `began` is the round's start by the monotonic clock."""
+    """Return a failure of a node, for its first rank; `began` is the round's start on the monotonic clock."""
     return FailureRecord(
         round=round.number,
         rank=round.first_rank(node),
@@ -316,21 +316,21 @@ def failure_of_node(
 
 @dataclass(frozen=True, slots=True)
 class ExitStatus:
-    """How an agent ended: its exit code, and the termination message with the reason."""
+    """How an agent exits: its exit code, and the termination message with the reason."""
 
     code: ExitCode
     message: TerminationMessage
 
     @classmethod
     def because(cls, code: ExitCode, reason: str, message: str, *, round: int = 0) -> ExitStatus:
-        """Return the status of an agent whose end was not caused by a worker."""
+        """Return the status of an agent that exits for a reason other than a failed worker."""
         return cls(code, TerminationMessage(reason=reason, message=message, round=round))
 
     @classmethod
     def by_error(cls, error: BaseException | None) -> ExitStatus:
-        """Return the status of an agent that cannot take part; ``error`` is None if the rendezvous just ended.
+        """Return the status of an agent that cannot take part; ``error`` is None if the rendezvous ended without one.
 
-        An unreachable store and a refusal of the store have different exit codes.
+        An unreachable store and a store that refuses the agent give different exit codes.
         """
         match error:
             case SettingsError() | StartError():
@@ -341,7 +341,7 @@ class ExitStatus:
                 return cls.because(ExitCode.BROKEN, "StoreRefused", f"{error}")
             case StoreError():
                 return cls.because(ExitCode.STORE, "StoreUnavailable", f"{error}")
-        said = "the rendezvous ended by itself" if error is None else str(error) or type(error).__name__
+        said = "the rendezvous ended unexpectedly" if error is None else str(error) or type(error).__name__
         return cls.because(ExitCode.BROKEN, "Defect", said)
 
     @classmethod

@@ -1,8 +1,8 @@
-"""Pass a function to the workers that call it, and their results back.
+"""Pass a function to the workers, which call it, and pass their results back.
 
-The function and the results are files in the agent's scratch folder, which only this user can read and which is removed
-with the agent. Only the program that starts the workers and the workers themselves write these files; no other data is
-unpickled.
+The function and the results are files in the agent's scratch folder, which only this user can read, and which the agent
+removes when it exits. Only the program that starts the workers and the workers themselves write these files; no other
+data is unpickled.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def call_of(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     """
     main = sys.modules["__main__"]
     name = getattr(getattr(main, "__spec__", None), "name", None)
-    file = Path(getattr(main, "__file__", None) or "").absolute()  # interactive code has no file, or an invented one
-    # The worker sets the path before it unpickles the function, whose module may be found there only.
+    file = Path(getattr(main, "__file__", None) or "").absolute()  # interactive code has no real file
+    # The worker sets sys.path before it unpickles the function: only this path may contain the function's module.
     settings = sys.path, sys.argv, name, str(file) if file.is_file() else None
     return pickle.dumps((settings, pickled(function, arguments)))
 
@@ -61,14 +61,14 @@ def write_call(scratch: Path, call: bytes) -> None:
     """Write the call to the agent's scratch folder.
 
     Raises:
-        SettingsError: there is no room for it.
+        SettingsError: the file cannot be written.
     """
     try:
         _write(scratch / _CALL, call)
     except OSError as error:
         raise SettingsError(
-            f"What the workers are to call cannot be written below {scratch}: {error.strerror}. Make room there, "
-            "or name another folder in TMPDIR."
+            f"The function for the workers cannot be written below {scratch}: {error.strerror}. Free space there, "
+            "or set TMPDIR to another folder."
         ) from None
 
 
@@ -91,7 +91,7 @@ def make_call() -> None:
     main = sys.modules["__main__"]
     main.__spec__ = ModuleSpec(name, None) if name else None
     main.__file__ = file
-    # The worker can then pickle these by name, and the worker's own processes can import them from the program.
+    # The worker can then pickle these objects by name, and its child processes can import them from the program.
     for thing in (function, *map(type, arguments)):
         used = {**getattr(thing, "__globals__", {}), getattr(thing, "__name__", ""): thing}
         vars(main).update({key: each for key, each in used.items() if getattr(each, "__module__", None) == "__main__"})
@@ -115,5 +115,5 @@ def _write(path: Path, data: bytes) -> None:
     partial.rename(path)
 
 
-if __name__ == "__main__":  # the workers' program; the call replaces names of __main__, not of this module
+if __name__ == "__main__":  # the program of the workers; the call sets names in __main__, not in this module
     importlib.import_module("torchelastic.agent.function_call").make_call()

@@ -79,7 +79,7 @@ class Console:
         return self._queued - self._written > _QUEUE_LIMIT
 
     async def close(self, *, patience: float, limit: float) -> None:
-        """Wait for all writes, at most `limit` seconds, and `patience` seconds while the reader reads nothing."""
+        """Wait for all writes: at most `limit` seconds, and at most `patience` seconds without progress."""
         for handler in self._handlers:
             handler.setStream(sys.stderr)  # type: ignore[attr-defined] # a StreamHandler
         self._queue.put(None)
@@ -93,7 +93,7 @@ class Console:
         while (item := self._queue.get()) is not None:
             descriptor, lines = item
             for piece in _PIECE.finditer(lines):
-                with contextlib.suppress(OSError):  # its reader is gone: this output is dropped
+                with contextlib.suppress(OSError):  # the reader has closed it: this output is dropped
                     _write(descriptor, piece[0])
                 self._written += len(piece[0])
 
@@ -122,7 +122,7 @@ def _write(descriptor: int, data: bytes) -> None:
 class LogPipe:
     """A pipe for one stream of a worker. The agent copies it to its own `descriptor`, and to a file if one is given.
 
-    The worker writes to `writing`. `tail` is the end of its output. `ended` is done when no process can write any more.
+    The worker writes to `writing`. `tail` is the end of its output. `ended` is done when no process can write to it.
     """
 
     def __init__(self, *, prefix: bytes, console: Console, descriptor: int, file: Path | None) -> None:
@@ -140,13 +140,13 @@ class LogPipe:
         self._loop.add_reader(self._reading, self._read)
 
     def catch_up(self) -> None:
-        """Read the remaining output of an ended worker, even if the console is full."""
+        """Read the remaining output of an exited worker, even if the console is full."""
         left = _PIPE_LIMIT
         while left > 0 and (size := self._read_chunk()):
             left -= size
 
     def close(self) -> None:
-        """Read the output so far, and stop reading."""
+        """Read the remaining output, and stop reading."""
         self.catch_up()
         self._end()
 
@@ -214,7 +214,7 @@ class LogPipe:
 
 
 class LogFile:
-    """A file to which a worker writes itself; the output of an earlier run in it is kept."""
+    """A file to which a worker itself writes; output of an earlier run in the file is kept."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -234,7 +234,7 @@ class LogFile:
 
 
 class WorkerOutput:
-    """The output of one worker, and the file in which it may describe an exception."""
+    """The output of one worker, and the file to which it may write an exception."""
 
     def __init__(self, out: LogPipe | LogFile, err: LogPipe | LogFile, error_file: Path) -> None:
         self._out = out

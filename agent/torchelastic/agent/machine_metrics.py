@@ -1,7 +1,7 @@
 """The metrics of this node that are read when ``/metrics`` is scraped: the memory of workers, and GPUs.
 
-NVIDIA's driver is asked if ``pynvml`` is installed. A driver may fail or hang. A separate thread reads it, for which a
-scrape waits a limited time; without an answer, ``/metrics`` has no GPU series.
+The values of GPUs come from NVIDIA's driver if ``pynvml`` is installed. A driver may fail or hang, so a separate thread
+reads it. A scrape waits for this thread for a limited time; without an answer, ``/metrics`` has no GPU series.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FIELDS: Final = {
     "nvmlDeviceGetMemoryInfo": {"used": GPU_MEMORY_USED, "total": GPU_MEMORY_TOTAL},
     "nvmlDeviceGetUtilizationRates": {"gpu": GPU_UTILIZATION},
 }
-"""The series by function of the driver and field of its result."""
+"""The series, by the driver's function and the field of its result."""
 
 
 class WorkerMemory(Collector):
@@ -48,7 +48,7 @@ class WorkerMemory(Collector):
         self._running = running
 
     def collect(self) -> Iterable[Metric]:
-        """Return the current values; called at each scrape, in any thread."""
+        """Return the families with their current values; a registry calls this at each scrape, from any thread."""
         workers = self._running()
         table = read_table() if workers else {}
         trees = {
@@ -60,7 +60,7 @@ class WorkerMemory(Collector):
 
 
 def _resident(pid: int) -> int:
-    """Return the resident memory in bytes; 0 if the process has ended."""
+    """Return the resident memory in bytes; 0 if the process has exited."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * _PAGE
     except OSError:
@@ -70,8 +70,7 @@ def _resident(pid: int) -> int:
 class Gpus(Collector):
     """The visible GPUs of this machine or container, numbered as by ``nvidia-smi``.
 
-    Args:
-        patience: seconds that a scrape waits for the driver.
+    A scrape waits at most `patience` seconds for the driver.
     """
 
     def __init__(self, patience: float = 1.0) -> None:
@@ -85,7 +84,7 @@ class Gpus(Collector):
     def collect(self) -> Iterable[Metric]:
         """Return the families with their current values; a registry calls this at each scrape, from any thread."""
         with self._lock:
-            if self._thread is None or not self._thread.is_alive():  # otherwise it still waits for the driver
+            if self._thread is None or not self._thread.is_alive():  # a live thread still waits for the driver
                 self._thread = threading.Thread(target=self._read, name="gpus", daemon=True)
                 self._thread.start()
             thread = self._thread
@@ -106,8 +105,8 @@ class Gpus(Collector):
                 nvml.nvmlInit()
                 self._open = True
             self._found = self._readings(nvml)
-        except Exception as error:  # noqa: BLE001 - errors of pynvml itself too, once and without a traceback
-            if self._open:  # it is opened again at the next scrape
+        except Exception as error:  # noqa: BLE001 - errors of pynvml, too: logged once, without a traceback
+            if self._open:  # the next scrape opens it again
                 self._open = False
                 with suppress(nvml.NVMLError):
                     nvml.nvmlShutdown()
@@ -118,7 +117,7 @@ class Gpus(Collector):
     def _readings(self, nvml: Any) -> list[tuple[Series, dict[str, str], tuple[float]]]:  # noqa: ANN401
         readings = []
         for index in range(nvml.nvmlDeviceGetCount()):
-            for function, fields in _FIELDS.items():  # a GPU may support only one of them, or be lost
+            for function, fields in _FIELDS.items():  # a GPU may support only one function, or may have failed
                 try:
                     found = getattr(nvml, function)(nvml.nvmlDeviceGetHandleByIndex(index))
                 except nvml.NVMLError as error:

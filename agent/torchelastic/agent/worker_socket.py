@@ -1,4 +1,4 @@
-"""The agent's end of the socket of its workers: see :mod:`torchelastic.training`.
+"""The agent's side of its workers' socket: see :mod:`torchelastic.training`.
 
 One connection belongs to one process of a worker. The process may ask for notices and answer them, report progress and
 the import of torch's compiler, or ask once whether its round is still current. A process that sends anything else is
@@ -78,16 +78,16 @@ class WorkerSocket:
     """Listens to the workers of the current round; an async context manager.
 
     Progress is written to the node's record at once, because the leader needs it before the next round. A leaving node
-    gives notice to its own workers; the leader's notice of the same change is not a new one.
+    gives notice to its own workers; the leader's notice of the same change is not passed on.
 
     Entering the context raises SettingsError if the socket cannot be created.
 
     Args:
         folder: a private folder.
-        node: this node; gets requests for notices, answers and progress.
+        node: this node; receives requests for notice, answers and progress.
         limit: maximum number of seconds of a notice.
         changed: called when the requests or answers of the workers have changed; the receiver calls :meth:`report`.
-        compiler_imported: called when a worker imports the compiler of torch.
+        compiler_imported: called when a worker imports torch's compiler.
 
     Attributes:
         path: the path of the socket.
@@ -152,7 +152,7 @@ class WorkerSocket:
         self._processes.clear()
 
     def forget(self, local_rank: int) -> None:
-        """Remove an exited worker, so that its answer is not awaited."""
+        """Remove an exited worker: the notice no longer waits for its answer."""
         for process in [process for process in self._processes if process.local_rank == local_rank]:
             process.writer.close()
             self._processes.discard(process)
@@ -162,11 +162,11 @@ class WorkerSocket:
 
     @property
     def pending(self) -> bool:
-        """Whether the leader has given notice of a change, or a worker has not answered one."""
+        """Whether the leader has given notice of a change, or a worker has not answered a notice."""
         return self._leaders_notice != 0 or not self._all_answered()
 
     def take_notice(self, record: NoticeRecord) -> None:
-        """Pass on a notice of the leader, or its withdrawal."""
+        """Pass the leader's notice, or its withdrawal, to the workers."""
         if record.round != self._round:
             return
         if record.seconds > 0:
@@ -230,7 +230,7 @@ class WorkerSocket:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         process: _Process | None = None
         try:
-            with contextlib.suppress(OSError, ValueError, RecursionError):  # of an invalid message, too
+            with contextlib.suppress(OSError, ValueError, RecursionError):  # also for an invalid message
                 sender = await _receive(reader, _Registration)
                 process = _Process(sender.local_rank, writer)
                 current = sender.round == self._round
@@ -248,7 +248,7 @@ class WorkerSocket:
                 self._changed()
 
     def _take(self, message: _Message, process: _Process) -> None:
-        if process not in self._processes:  # its round has ended meanwhile
+        if process not in self._processes:  # its round has ended
             return
         if message.ask is not None:
             first = process.seconds == 0
@@ -275,5 +275,5 @@ class WorkerSocket:
 
 
 async def _receive(reader: asyncio.StreamReader, kind: type[Any]) -> Any:  # noqa: ANN401 - of that kind
-    """Return the next message; raise ValueError if it is invalid or too long, or at the end."""
+    """Return the next message; raise ValueError at the end, or if the message is invalid or too long."""
     return msgspec.json.decode(await reader.readline(), type=kind)

@@ -1,10 +1,9 @@
 """The flags of ``torchelastic-run``: a table that defines values, help and environment variables.
 
-A flag has torchrun's variable ``PET_<NAME>``. The operator's variables (:class:`~torchelastic.protocol.Env`)
-and the keys of ``--rdzv-conf`` are parsed like flags.
+Each flag can also be set by torchrun's variable ``PET_<NAME>``. The operator's variables
+(:class:`~torchelastic.protocol.Env`) and the keys of ``--rdzv-conf`` are parsed like flags.
 
-getopt parses the command line, because it stops at the program. argparse only prints the help, because its import is
-slow.
+getopt parses the command line, because it stops at the program. argparse is slow to import, so it only prints the help.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ CONF: Final[Mapping[str, Callable[[Given], Any]]] = {
 """The keys of ``--rdzv-conf``."""
 
 CONF_ALIASES: Final = {"timeout": "join_timeout"}
-"""Keys of torch's handlers that mean the same as one of ours, which wins if both are given."""
+"""Keys of torch's handlers, with torchelastic's key of the same meaning, which takes precedence if both are given."""
 
 FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
     "Size": (
@@ -106,7 +105,7 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
         Flag("role NAME", "role of the workers, for logs and metrics. Default: default", of.name()),
     ),
     "Output": (
-        Flag("log-dir DIR", "write the workers' output to files, round_E/rank_R/ below this folder"),
+        Flag("log-dir DIR", "write the workers' output to files, round_N/rank_R/ below this folder"),
         Flag(
             "redirects STREAMS",
             "streams for files only: 0 none, 1 stdout, 2 stderr, 3 both; or as in 0:1,1:3",
@@ -116,8 +115,8 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
     ),
     "Node": (
         Flag("local-addr ADDR", "address for the other nodes; gloo and NCCL use its interface", of.address),
-        Flag("port-range FIRST-LAST", "at least 16 ports to listen on. Default: any free ones", of.ports),
-        Flag("node-name NAME", "its name in logs and for the operator. Default: host name", of.name(_NODE_NAME_LIMIT)),
+        Flag("port-range FIRST-LAST", "at least 16 ports to listen on. Default: any free ports", of.ports),
+        Flag("node-name NAME", "name in logs and for the operator. Default: host name", of.name(_NODE_NAME_LIMIT)),
         Flag("notice SECONDS", "maximum time to save before a planned change. Default: 30", of.seconds(zero=True)),
         Flag("stop-timeout SECONDS", "from SIGTERM to SIGKILL if the round ends. Default: 0", of.seconds(zero=True)),
         Flag("stop-grace SECONDS", "from SIGTERM to SIGKILL if this node leaves. Default: 5", of.seconds(zero=True)),
@@ -141,7 +140,7 @@ _FROM_OPERATOR: Final[Mapping[str, Callable[[Given], Any]]] = {
     "job": of.job,
     "job_created": of.seconds(zero=True),
 }
-"""Values that only the operator gives."""
+"""Parsers of the values that only the operator sets."""
 
 OPERATOR_VARIABLES: Final[Mapping[str, str]] = {
     "local-addr": Env.NODE_ADDRESS,
@@ -157,7 +156,7 @@ OPERATOR_VARIABLES: Final[Mapping[str, str]] = {
 """The operator's variables; a flag and its PET_ variable override them."""
 
 _FIELDS: Final = {"rdzv-id": "run_id", "local-addr": "address", "port-range": "ports"}
-"""The fields of the settings whose names differ from their flags'."""
+"""The fields of the settings whose names differ from the names of their flags."""
 
 _BY_NAME: Final = {flag.name: flag for flags in FLAGS.values() for flag in flags}
 _PARSERS: Final = {**{name: flag.read for name, flag in _BY_NAME.items()}, **_FROM_OPERATOR, **CONF}
@@ -168,7 +167,7 @@ _AS_WRITTEN: Final = {
 
 
 class CommandLine:
-    """The given flags, variables and keys of ``--rdzv-conf``.
+    """The flags, variables and keys of ``--rdzv-conf`` that are given.
 
     Args:
         given: the given texts by the name of the flag or key.
@@ -227,7 +226,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
 
 
 def read_conf(source: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Given]:
-    """Return pairs of ``--rdzv-conf`` by our names of the keys.
+    """Return the pairs of ``--rdzv-conf`` by torchelastic's names of the keys.
 
     Raises:
         SettingsError: there is no such key.
@@ -254,7 +253,7 @@ def _pairs(conf: Given) -> list[tuple[str, str]]:
 
 
 def _explained(written: str) -> str:
-    """Return why a flag cannot be used in this way."""
+    """Return the error message for a flag that does not exist or is given in the wrong way."""
     flag = _AS_WRITTEN.get(written)
     if flag is not None and flag.metavar:
         return f"{written} needs a value: {flag.metavar}."

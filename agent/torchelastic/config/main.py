@@ -1,10 +1,10 @@
-"""Parses a command line and an environment into :class:`~torchelastic.config.settings.AgentSettings`.
+"""Parse a command line and an environment into :class:`~torchelastic.config.settings.AgentSettings`.
 
-All errors that can be detected before the start are reported here, in a sentence that names the flag or variable.
+All errors that can be detected before the start are raised here, with a sentence that names the flag or variable.
 Differences from ``torchrun``:
 
-* A run of one node needs neither an etcd nor an id. A run of several nodes needs both, because unrelated runs would
-  meet under torchrun's default id.
+* A run of one node needs neither an etcd nor an id. A run of several nodes needs both, because unrelated runs with
+  torchrun's default id would join each other.
 * ``--node-rank``, ``--master-addr`` and ``--master-port`` are ignored with a warning: many scripts pass them and work
   without them.
 """
@@ -49,9 +49,9 @@ _log: Final = logging.getLogger(__name__)
 _MAX_WORKERS: Final = 10_000
 
 BACKENDS: Final[Mapping[str, int | None]] = {"torchelastic": None, "etcd": None, "etcd-v3": 3, "etcd-v2": 2}
-"""The names of our rendezvous, and the version of etcd's API that a name selects."""
+"""The names of torchelastic's rendezvous, with the version of etcd's API that each selects."""
 
-_NAME_AN_ETCD: Final = "leave the flag out, and name an etcd with --rdzv-endpoint unless there is only one node"
+_NAME_AN_ETCD: Final = "leave out this flag, and set --rdzv-endpoint to an etcd unless the run has only one node"
 _INSTEAD: Final = {
     "c10d": f"this agent does not support torch's own rendezvous; {_NAME_AN_ETCD}",
     "static": f"the nodes agree on ranks and addresses by themselves; {_NAME_AN_ETCD}",
@@ -63,7 +63,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
 
     Args:
         argv: the command line without the name of the command.
-        environ: has torchrun's PET_* variables and the operator's variables (:class:`~torchelastic.protocol.Env`).
+        environ: contains torchrun's PET_* variables and the operator's variables (:class:`~torchelastic.protocol.Env`).
 
     Raises:
         SettingsError: a setting is invalid; the message says what to change.
@@ -72,7 +72,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
     spoken = environ.get(Env.PROTOCOL)  # checked first, because another version may have other flags
     if spoken and spoken.strip() != str(PROTOCOL_VERSION):
         raise SettingsError(
-            f"The operator speaks version {spoken} of the protocol between operator and agents, this agent version "
+            f"The operator speaks version {spoken} of the protocol between operator and agents, and this agent version "
             f"{PROTOCOL_VERSION}: use an image with an agent of the operator's release, or upgrade the operator."
         )
     line = flags.read(argv, environ)
@@ -97,7 +97,7 @@ def _warn_of_ignored(line: CommandLine, size: SizeRecord) -> None:
     asked: SizeRecord = line.values.get("nnodes", size)
     if (asked.min, asked.max) != (size.min, size.max):
         _log.warning(
-            "%s ignored: the operator says how many nodes there are, %d to %d (minReplicas, maxReplicas).",
+            "%s ignored: the operator sets the number of nodes, %d to %d (minReplicas, maxReplicas).",
             line.given["nnodes"].source,
             size.min,
             size.max,
@@ -115,14 +115,14 @@ def read_node(line: CommandLine) -> dict[str, Any]:
     store = None if standalone else _read_store(line)
     if store is None and size.max > 1:
         raise SettingsError(
-            f"A run of up to {size.max} nodes needs an etcd where they meet: name it with --rdzv-endpoint HOST:2379"
+            f"A run of up to {size.max} nodes needs an etcd: set --rdzv-endpoint HOST:2379"
             f"{', and leave out --standalone, which is a run of one node' * standalone}."
         )
     rules = line.settings(RendezvousSettings) | {"size": size}
     if "run_id" not in rules and size.max > 1:
         raise SettingsError(
-            "--rdzv-id is missing: nodes with the same id train together, so a run of several nodes needs one that no "
-            "other run on this etcd has, for example --rdzv-id digits-7."
+            "--rdzv-id is missing: nodes with the same id train together, so a run of several nodes needs an id that "
+            "no other run on this etcd has, for example --rdzv-id digits-7."
         )
     given = line.settings(NodeSettings)
     address = given.get("address") or ("127.0.0.1" if store is None else machine.own_address(store.endpoints))
@@ -161,7 +161,7 @@ def _read_store(line: CommandLine) -> StoreSettings | None:
         raise SettingsError(f"{', '.join(files)} in --rdzv-conf: certificates need protocol=https.")
     for one, other in (("key", "cert"), ("username", "password"), ("password", "username")):
         if one in values and other not in {*values, *files}:
-            raise line.given[one].refused(f"{one} needs {other} beside it", secret=True)
+            raise line.given[one].refused(f"{one} requires {other}", secret=True)
     return StoreSettings(
         endpoints=endpoints,
         protocol=protocol,
@@ -183,7 +183,7 @@ def _workers(line: CommandLine, environ: Mapping[str, str]) -> int:
     if (text := given.text.strip().lower()) not in counts:
         return integer(1, _MAX_WORKERS, also=", or auto, cpu or gpu")(given)
     if not counts[text]:
-        raise given.refused("no GPU is visible here; ask for cpu, auto or a number")
+        raise given.refused("no GPU is visible here; use cpu, auto or a number")
     return counts[text]
 
 
@@ -207,8 +207,8 @@ def _program(line: CommandLine) -> Program:
 def program_of_command(argv: Sequence[str], start_method: StartMethod = StartMethod.FORK_SERVER) -> Program:
     """Return the program that a command line starts.
 
-    ``python x.py …`` and ``python -m x …`` are Python programs. Anything else is a command, including an
-    interpreter with flags and any other interpreter.
+    ``python x.py …`` and ``python -m x …`` are Python programs. Anything else is a command, including this
+    interpreter with flags, and another interpreter.
     """
     command, *rest = argv
     names = ("python", "python3", f"python3.{sys.version_info.minor}")
@@ -229,7 +229,7 @@ def _check_exists(program: Program, *, is_command: bool) -> None:
                 raise SettingsError(f"There is no command {name}: it is not on the PATH, or not executable.")
         case ProgramKind.MODULE:
             package = name.partition(".")[0]
-            # The first folder is that of `python -m`.
+            # The working directory comes first, as with `python -m`.
             if package not in sys.builtin_module_names and not PathFinder.find_spec(package, [str(here), *sys.path]):
                 raise SettingsError(f"There is no module {name} (looked up from {here} and by {sys.executable}).")
         # pathlib would raise if the path is too long or a folder is not accessible.
@@ -241,7 +241,7 @@ def _check_exists(program: Program, *, is_command: bool) -> None:
                 raise SettingsError(f"There is no script {name}; to run the command {name}, put --no-python before it.")
             raise SettingsError(f"There is no script {name} (looked up from {here}).")
         case ProgramKind.SCRIPT if not os.access(name, os.R_OK):
-            raise SettingsError(f"The script {name} cannot be read by the user that runs this.")
+            raise SettingsError(f"This user has no permission to read the script {name}.")
 
 
 def read_logs(given: Mapping[str, Given], workers: int) -> LogSettings:

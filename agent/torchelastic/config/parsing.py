@@ -159,7 +159,7 @@ def ports(given: Given) -> PortRange:
 
 
 def start_method(given: Given) -> StartMethod:
-    """Parse a start method, by our names or torch's names."""
+    """Parse a start method, by torchelastic's name or torch's name."""
     name = given.text.strip().lower().replace("_", "-")
     name = {"forkserver": "fork-server", "fork": "fork-server", "spawn": "exec"}.get(name, name)
     if name not in set(StartMethod):
@@ -188,13 +188,13 @@ def record(kind: type[Record]) -> Callable[[Given], Record]:
 
 
 def job(given: Given) -> tuple[str, str]:
-    """Parse the namespace and name of a job, with a slash between them; the namespace may be empty."""
+    """Parse ``NAMESPACE/NAME`` of a job; the namespace may be empty."""
     namespace, _, own = given.text.rpartition("/")
     return namespace, own
 
 
 def protocol(given: Given) -> str:
-    """Parse the protocol to etcd."""
+    """Parse the protocol of connections to etcd."""
     if (found := given.text.lower()) not in {"http", "https"}:
         raise given.refused("etcd is reached over http or https")
     return found
@@ -208,7 +208,7 @@ def file(given: Given) -> str:
 
 
 def tls_folder(given: Given) -> Mapping[str, str]:
-    """Return the files of a folder that has the keys of a TLS Secret; a client certificate is optional."""
+    """Return the files in a mounted TLS Secret; the client certificate is optional."""
     names = {"cacert": "ca.crt", "cert": "tls.crt", "key": "tls.key"}
     paths = {key: os.path.join(given.text, name) for key, name in names.items()}  # noqa: PTH118 - as above
     found = {key: path for key, path in paths.items() if os.path.isfile(path)}  # noqa: PTH113

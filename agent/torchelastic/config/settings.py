@@ -63,7 +63,7 @@ class LogSettings:
     """The destinations of the workers' output.
 
     Attributes:
-        directory: the folder for files in ``round_E/rank_R/``; None for no files.
+        directory: the folder for files in ``round_N/rank_R/``; None for no files.
         redirects: by local rank, streams that go only to ``stdout.log`` and ``stderr.log``. If neither this nor
             ``tee`` names a rank, both streams go to one file ``output.log``.
         tee: by local rank, streams that go to files and to the agent's own streams, with the rank before each line.
@@ -98,17 +98,17 @@ class RendezvousSettings:
     Attributes:
         run_id: nodes with the same id in the same store train together.
         size: the minimum, maximum and desired number of nodes.
-        unique_run: whether the id is never reused: an outcome in the store then belongs to this run.
+        unique_run: whether the id is never reused; if so, an outcome in the store belongs to this run.
         max_restarts: maximum number of charged restarts of the whole run.
         last_call_timeout: seconds that the first round waits for nodes above the minimum.
         join_debounce: seconds during which joins are collected into one change.
         join_timeout: seconds that a run below the minimum waits for nodes before it fails.
         lease: seconds after which a silent node counts as lost.
-        run_lease: seconds after which the store removes a run without nodes.
-        crash_loop_limit: the run fails after this number of consecutive failures, each within ``crash_loop_seconds``
-            of a start.
+        run_lease: seconds after which the store removes the keys of a run without nodes.
+        crash_loop_limit: number of consecutive failures, each within ``crash_loop_seconds`` of a start, after which
+            the run fails.
         crash_loop_seconds: see ``crash_loop_limit``.
-        notice: maximum number of seconds that workers get to save before a planned change.
+        notice: maximum number of seconds for workers to save before a planned change.
         ports: the ports on which this node listens for other nodes and serves the stores of rounds; None for any.
         resume: the state of the run before it was suspended.
     """
@@ -137,7 +137,7 @@ class NodeSettings:
         rendezvous: the rules of the rendezvous.
         store: the store; None for a run of one node, which needs no etcd.
         node_name: the name of this node for users and the operator.
-        address: the address at which peers reach this node; also MASTER_ADDR if it serves the store.
+        address: the address at which peers reach this node; also MASTER_ADDR if this node serves the TCPStore.
         interface: the network interface for gloo and NCCL; empty if they choose it themselves.
         place: the topology key; nodes with the same key get consecutive ranks; empty for none.
     """
@@ -160,14 +160,14 @@ class AgentSettings(NodeSettings):
         role: the role of the workers, as torchrun's --role.
         logs: the destinations of the workers' output.
         stop_grace: seconds between SIGTERM and SIGKILL when this node leaves.
-        stop_timeout: seconds between SIGTERM and SIGKILL when the round ends.
+        stop_timeout: seconds between SIGTERM and SIGKILL when a round ends.
         heartbeat_timeout: seconds without a heartbeat after which a worker counts as hung; None for no limit.
         final_exit_codes: exit codes of workers after which the run fails at once; 128 + n for signal n.
         free_exit_codes: exit codes of workers after which a restart is not charged; 128 + n for signal n.
         metrics_port: the port of /metrics; 0 for any free port; None for no /metrics.
         termination_log: the file for the termination message.
         job: namespace and name of the job; without a job, an empty namespace and the run's id.
-        job_created: the creation time of the job, in seconds since 1970; 0 if it is unknown.
+        job_created: the creation time of the job, in seconds since the Unix epoch; 0 if unknown.
     """
 
     program: Program

@@ -1,1 +1,1 @@
-"""Torch's older import path of the launcher: see :mod:`.launch`."""
+"""The package of the launcher's older name, as in torch: see :mod:`.launch`."""

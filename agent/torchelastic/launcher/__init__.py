@@ -1,4 +1,4 @@
-"""Launching a function, or a command, from Python: see :mod:`torchelastic.launcher.api`."""
+"""Launch a function or a command from Python: see :mod:`torchelastic.launcher.api`."""
 
 from torchelastic.launcher.api import LaunchConfig, elastic_launch, launch_agent
 

@@ -1,6 +1,6 @@
-"""Launches a function or a command: ``elastic_launch(LaunchConfig(…), fn)(*args)``.
+"""Launch a function or a command: ``elastic_launch(LaunchConfig(…), fn)(*args)``.
 
-The names have the same meaning as in torch; the agent and the default rendezvous are ours.
+The names have the same meaning as in torch; the agent and the default rendezvous are torchelastic's.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class LaunchConfig:
     """How a function is launched on this node.
 
     Attributes:
-        min_nodes: the smallest number of nodes.
-        max_nodes: the largest number of nodes.
+        min_nodes: the minimum number of nodes.
+        max_nodes: the maximum number of nodes.
         nproc_per_node: number of workers on this node.
         logs_specs: torch's object for the log folder; used if ``log_dir`` is not given.
         run_id: nodes with the same id train together; optional for one node.
         role: the role of the workers.
-        rdzv_endpoint: the address of the rendezvous; for ours that of an etcd, required for several nodes.
-        rdzv_backend: "torchelastic" (or "etcd") is ours; c10d, static and others that torch knows are torch's.
+        rdzv_endpoint: the address of the rendezvous, by default of an etcd; required for several nodes.
+        rdzv_backend: "torchelastic" (or "etcd"), or a backend of torch, such as "c10d" or "static".
         rdzv_configs: more settings of the rendezvous, with the keys of ``--rdzv-conf``.
-        rdzv_timeout: seconds to wait for the minimum of nodes; -1 to use ``rdzv_configs``.
+        rdzv_timeout: seconds to wait for the minimum number of nodes; -1 to use ``rdzv_configs``.
         max_restarts: the maximum number of worker failures in the run.
-        monitor_interval: seconds between two polls, with a rendezvous that is not ours.
+        monitor_interval: seconds between two polls, with a backend of torch.
         start_method: see :class:`~torchelastic.agent.server.LocalElasticAgent`.
         metrics_cfg: the parameters of :func:`torchelastic.metrics.initialize_metrics`.
         local_addr: the address at which other nodes reach this node; None to detect it.
@@ -84,12 +84,7 @@ class LaunchConfig:
 
 
 class elastic_launch:  # noqa: N801 - torch's name
-    """Launches a function or a command when it is called with its arguments; see :func:`launch_agent`.
-
-    Args:
-        config: the launch configuration.
-        entrypoint: the function, or the name of a command.
-    """
+    """Launches a function or a command when it is called with its arguments; see :func:`launch_agent`."""
 
     def __init__(self, config: LaunchConfig, entrypoint: Callable[..., Any] | str) -> None:
         self._config = config
@@ -114,7 +109,7 @@ def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arg
 
     Raises:
         ChildFailedError: the run has failed; torch's exception, with the root cause as its first failure.
-        RendezvousError: this node cannot meet the others.
+        RendezvousError: this node cannot join the run.
         SettingsError: a setting is invalid; the message says what to change.
     """
     from torchelastic import metrics
@@ -154,7 +149,7 @@ def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arg
 
 def _parameters(config: LaunchConfig) -> RendezvousParameters:
     options = config.rdzv_configs | ({} if config.rdzv_timeout == -1 else {"timeout": config.rdzv_timeout})
-    # torch's handlers always need an id; ours needs one if the run may have several nodes.
+    # torch's handlers always need an id; torchelastic's needs one if the run may have several nodes.
     return RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
@@ -174,7 +169,7 @@ def _shut_down(handler: RendezvousHandler) -> None:
 
 
 def _child_failed(name: str, failures: Mapping[int, ProcessFailure]) -> ChildFailedError:
-    """Return torch's exception; each failure has a file, because ``@record`` copies that of the first failure."""
+    """Return torch's exception; each failure has a file, because ``@record`` copies the file of the first one."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     folder = Path(tempfile.mkdtemp(prefix="torchelastic-"))

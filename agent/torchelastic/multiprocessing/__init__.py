@@ -1,3 +1,3 @@
-"""Processes of workers and their streams: torch's."""
+"""torch's module for worker processes and their streams, re-exported."""
 
 from torch.distributed.elastic.multiprocessing import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""Torch's ``@record`` and its errors of failed runs."""
+"""torch's ``@record`` and its exceptions for failed runs, re-exported."""
 
 from torch.distributed.elastic.multiprocessing.errors import *  # noqa: F403

@@ -2,7 +2,7 @@
 
 The state of a run that is alive is read from its control socket (:mod:`elastic_operator.local.control`); the state of a
 run that has ended or was killed is read from its directory. A name is a job's name or a run's id. Logs are files:
-workers write ``<pod>/round_E/rank_R/output.log`` (or ``stdout.log`` and ``stderr.log``), agents ``<pod>/agent.log``.
+workers write ``<pod>/round_N/rank_R/output.log`` (or ``stdout.log`` and ``stderr.log``), agents ``<pod>/agent.log``.
 """
 
 from __future__ import annotations

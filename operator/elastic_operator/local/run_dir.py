@@ -5,7 +5,7 @@ The path is ``<home>/runs/<job>-<UTC time>-<4 characters>/``::
 job.json       the latest snapshot of the run (elastic_operator.views.job_view)
 manifest.yaml  the last applied manifest
 report.json    the report, once the job is over or suspended (elastic_operator.api.status)
-logs/          <pod>/agent.log and <pod>/round_E/rank_R/output.log
+logs/          <pod>/agent.log and <pod>/round_N/rank_R/output.log
 logs.1/ …      the logs of earlier runs that this one resumed
 checkpoints/   <job>/<index>/, the directory for each pod's program
 run.log        the log of elasticjob itself

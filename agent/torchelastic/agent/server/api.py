@@ -31,13 +31,13 @@ class WorkerSpec:
         local_world_size: the number of workers on this node.
         rdzv_handler: the rendezvous handler; None for a run of one node.
         fn: the function that each worker calls; the older name of ``entrypoint``.
-        entrypoint: the function, or a command. cloudpickle serializes a function and its arguments, so it may be a
-            lambda or defined in ``__main__``.
+        entrypoint: the function, or a command. cloudpickle serializes the function and its arguments, so the function
+            may be a lambda or defined in ``__main__``.
         args: the arguments, the same for all workers.
         max_restarts: the maximum number of worker failures in the whole run, on all nodes.
-        monitor_interval: with a handler that is not ours, seconds between two polls of workers and handler.
-        master_port: with such a handler, the port of the store in which the workers meet; None for any free port.
-        master_addr: with such a handler, the host of that store; None for the address of the first node.
+        monitor_interval: with a custom handler, seconds between two polls of workers and handler.
+        master_port: with a custom handler, the port of the workers' TCPStore; None for any free port.
+        master_addr: with a custom handler, the host of the workers' TCPStore; None for the address of the first node.
         local_addr: the address at which other nodes reach this node; None to detect it.
         redirects: streams that go to files only: 0 none, 1 stdout, 2 stderr, 3 both; or such a number by local rank.
         tee: streams that go to files and to the console, in the same form.
@@ -104,10 +104,10 @@ class ProcessFailure:
     Attributes:
         local_rank: the rank of the worker on its node.
         pid: the process id.
-        exitcode: the exit code, or the negative number of the signal that ended the worker.
+        exitcode: the exit code, or the negative number of the signal that killed the worker.
         message: the reason for the failure.
         host: the address of the node.
-        timestamp: when this node learned of the failure, in seconds since the Unix epoch.
+        timestamp: when this node received the failure, in seconds since the Unix epoch.
         error_file: the file in which the worker described the failure; "<N/A>" for none, as in torch.
     """
 
@@ -120,7 +120,7 @@ class ProcessFailure:
     error_file: str = NOT_AVAILABLE
 
     def signal_name(self) -> str:
-        """Return the name of the signal that ended the worker; "<N/A>" without one, as in torch."""
+        """Return the name of the signal that killed the worker; "<N/A>" if there is none, as in torch."""
         if self.exitcode >= 0:
             return NOT_AVAILABLE
         try:
@@ -138,7 +138,7 @@ class RunResult:
     """How a run ended for this node.
 
     Attributes:
-        state: SUCCEEDED; FAILED; or STOPPED if this node has left the run, or was not needed.
+        state: SUCCEEDED, FAILED, or STOPPED (this node has left the run, or was not needed).
         return_values: the return values of this node's workers, by global rank; None for commands.
         failures: the failed workers by global rank; the first one is the root cause, on any node.
     """

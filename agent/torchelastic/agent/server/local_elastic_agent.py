@@ -1,12 +1,12 @@
 """The agent that runs a node's workers on this machine, for launchers in Python.
 
-With our rendezvous, the agent is the one of ``torchelastic-run``, in a thread with its own event loop. With another
-handler, the agent is torch's, see :mod:`.torch_agent`.
+With torchelastic's rendezvous, this is the agent of ``torchelastic-run``, in a thread with its own event loop. With a
+custom rendezvous handler, it is torch's agent: see :mod:`.torch_agent`.
 
 The program keeps its signal handlers. If a handler raises an exception (Ctrl-C, for example),
-:meth:`LocalElasticAgent.run` raises the exception after the other nodes know and the workers have ended. If a handler
-calls :meth:`LocalElasticAgent.stop`, :meth:`LocalElasticAgent.run` returns. If the program is killed, or ended by a
-SIGTERM without a handler, its workers die with it.
+:meth:`LocalElasticAgent.run` raises the exception after this node has left the run and its workers have exited. If a
+handler calls :meth:`LocalElasticAgent.stop`, :meth:`LocalElasticAgent.run` returns. If a signal kills the program, for
+example a SIGTERM without a handler, its workers are killed, too.
 """
 
 from __future__ import annotations
@@ -58,11 +58,10 @@ class LocalElasticAgent:
 
     Args:
         spec: the program and number of the workers, and the rendezvous.
-        start_method: "fork-server" (also "forkserver", "fork"): workers are forked from a process that has torch
-            imported; "exec" (also "spawn"): each worker is a new interpreter. A custom handler implies
-            "exec".
-        exit_barrier_timeout: with a custom handler, seconds to wait for the other nodes after the workers
-            of this node have succeeded. With our handler there is no limit.
+        start_method: "fork-server" (also "forkserver", "fork"): workers are forked from a process that has
+            imported torch; "exec" (also "spawn"): each worker is a new interpreter. A custom handler implies "exec".
+        exit_barrier_timeout: with a custom handler, seconds to wait for the other nodes after the workers of this
+            node have succeeded. Without one, there is no limit.
         log_dir: a folder for the workers' output; None for no files.
         logs_specs: torch's object for the log folder; used if ``log_dir`` is not given.
         shutdown_timeout: seconds between SIGTERM and SIGKILL when this node leaves.
@@ -112,7 +111,7 @@ class LocalElasticAgent:
             raise RuntimeError("Another agent runs in this process; a process can have one at a time.")
         try:
             if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the kernel drops the exit statuses of children
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # otherwise the kernel drops exit statuses
             return self._run()
         finally:
             self._agent = None
@@ -129,7 +128,7 @@ class LocalElasticAgent:
             agent.stop()
 
     def _run(self) -> RunResult:
-        """Run the agent in a thread, and wait for it in a way that lets signal handlers run."""
+        """Run the agent in a thread. The wait for the thread lets signal handlers run."""
         result: Future[RunResult] = Future()
 
         def settle(how: Callable[[Any], None], value: object) -> None:
@@ -139,7 +138,7 @@ class LocalElasticAgent:
         def launch() -> None:
             try:
                 settle(result.set_result, agent.launch())
-            except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
                 settle(result.set_exception, error)
 
         agent = self._agent = self._made(lambda: settle(result.set_result, RunResult(WorkerState.STOPPED)))
@@ -150,7 +149,7 @@ class LocalElasticAgent:
         try:
             return result.result()
         except BaseException:
-            agent.stop()  # no effect if it has ended
+            agent.stop()  # has no effect after its end
             raise
         finally:
             while not result.done():
@@ -187,7 +186,7 @@ class LocalElasticAgent:
 
 
 class _OurAgent(Agent):
-    """One node of a run within another program: it handles no signals.
+    """An agent within another program, whose signals it does not handle.
 
     Args:
         settings: the settings of the agent.
@@ -201,7 +200,7 @@ class _OurAgent(Agent):
         self._loop = asyncio.new_event_loop()
 
     def launch(self) -> RunResult:
-        """Run the workers until they end, in a new event loop.
+        """Run the workers until they exit, in a new event loop.
 
         Raises:
             RendezvousConnectionError: this node cannot join the run.
@@ -212,7 +211,7 @@ class _OurAgent(Agent):
 
     def stop(self) -> None:
         """Leave the run, as on SIGTERM; a second call does not wait for the workers. May be called from any thread."""
-        with contextlib.suppress(RuntimeError):  # it has ended
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._signals.take, signal.SIGTERM)
 
     async def _result(self) -> RunResult:
@@ -231,7 +230,7 @@ class _OurAgent(Agent):
             case ExitCode.SUCCEEDED:
                 return RunResult(WorkerState.SUCCEEDED, return_values=results)
             case ExitCode.FAILED if failure is not None:
-                now = int(time.time())  # the same for all, so that the first in the list counts as the earliest
+                now = int(time.time())  # equal for all, so that the first in the list counts as the earliest
                 failures = {
                     each.rank: ProcessFailure(
                         local_rank=each.local_rank,
@@ -253,7 +252,7 @@ class _OurAgent(Agent):
 
 
 def _as_text(streams: int | Mapping[int, int]) -> str:
-    """Return streams as ``--redirects`` takes them."""
+    """Return streams in the form of ``--redirects``."""
     if not isinstance(streams, Mapping):
         return f"{int(streams)}"
     return ",".join(f"{rank}:{int(each)}" for rank, each in streams.items()) or "0"

@@ -1,8 +1,8 @@
-"""torch's own agent, for a rendezvous handler that is not ours: torch's c10d and static, or a user's.
+"""torch's own agent, for a custom rendezvous handler: torch's c10d and static, or a user's.
 
 torch's agent polls its workers and the handler, and starts each worker as a new interpreter. This module adds two
-features: a handler needs only ``next_rendezvous``, and all nodes agree on the number of the round and of the restarts,
-which the workers find in their environment.
+features: a handler needs only ``next_rendezvous``, and all nodes agree on the number of the round and of the restarts;
+the workers find both in their environment.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
     from torchelastic.config.settings import LogSettings
 
-# Unless this is set, torch shares its c10d store with the workers, but announces the address of the store only in the
-# first rendezvous: a node that joins later waits for the address without end.
+# If this is not set, torch shares its c10d store with the workers, but announces the address of the store only in the
+# first rendezvous: a node that joins later waits for the address forever.
 _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 class TorchAgent(LocalElasticAgent):
-    """torch's agent, with numbers on which all nodes agree.
+    """torch's agent, with a round number and restart count on which all nodes agree.
 
     Args:
-        spec: the workers, with a handler that is not ours.
+        spec: the workers, with a custom handler.
         logs: the destinations of the output.
         exit_barrier_timeout: seconds for which a node whose workers have succeeded waits for the others.
         stopped: called if :meth:`stop` is called while the handler blocks, because nothing can interrupt a handler.
@@ -92,9 +92,9 @@ class TorchAgent(LocalElasticAgent):
         )
 
     def launch(self) -> RunResult:
-        """Run the workers until they end; exceptions of the handler are passed on."""
+        """Run the workers until they exit; raise an exception of the handler unchanged."""
         result: TorchResult | None = self.run()
-        if result is None:  # the handler does not need this node, or it was asked to stop
+        if result is None:  # the handler does not need this node, or the agent was asked to stop
             return RunResult(WorkerState.STOPPED)
         values = result.return_values
         return RunResult(
@@ -114,7 +114,7 @@ class TorchAgent(LocalElasticAgent):
             raise torch_rendezvous.RendezvousGracefulExitError("this agent was asked to stop")
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self._blocked = True  # and no worker runs
+        self._blocked = True  # no worker runs
         try:
             self._check()
             super()._rendezvous(worker_group)
@@ -126,11 +126,11 @@ class TorchAgent(LocalElasticAgent):
     def _agree(self, worker_group: WorkerGroup) -> None:
         store: Any = worker_group.store
         allowed = worker_group.spec.max_restarts
-        mine = f"{self._round + 1} {allowed - self._remaining_restarts}"
-        store.set(f"agreed/{worker_group.group_rank}", mine)
-        told = [store.get(f"agreed/{rank}").split() for rank in range(cast("int", worker_group.group_world_size))]
-        self._round = max(int(round) for round, _ in told)
-        self._remaining_restarts = allowed - max(int(restarts) for _, restarts in told)
+        own = f"{self._round + 1} {allowed - self._remaining_restarts}"
+        store.set(f"agreed/{worker_group.group_rank}", own)
+        reports = [store.get(f"agreed/{rank}").split() for rank in range(cast("int", worker_group.group_world_size))]
+        self._round = max(int(round) for round, _ in reports)
+        self._remaining_restarts = allowed - max(int(restarts) for _, restarts in reports)
         os.environ["TORCHELASTIC_ROUND"] = str(self._round)  # the workers inherit it
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> TorchResult:
@@ -152,7 +152,7 @@ class _Handler:
             store, rank, size = _parts(self._handler.next_rendezvous())
         except RendezvousGracefulExitError as error:
             raise torch_rendezvous.RendezvousGracefulExitError(str(error)) from None
-        # A handler may return the same store each time. All nodes take part in each rendezvous, so they count alike.
+        # A handler may return the same store each time. All nodes take part in each rendezvous, so counts are equal.
         store = PrefixStore(f"torchelastic/{store.add(f'torchelastic/count/{rank}', 1)}", store)
         address = self._local_addr or ("127.0.0.1" if size == 1 else machine.own_address(()))
         where = torch_rendezvous.RendezvousStoreInfo.build(rank, store, address)
@@ -168,7 +168,7 @@ class _Handler:
         return str(getattr(self._handler, "get_backend", lambda: type(self._handler).__name__)())
 
 
-def _parts(found: Any) -> tuple[Store, int, int]:  # noqa: ANN401 - whatever a handler returns
+def _parts(found: Any) -> tuple[Store, int, int]:  # noqa: ANN401 - any value that a handler returns
     parts = found
     if all(hasattr(found, name) for name in ("store", "rank", "world_size")):
         parts = (found.store, found.rank, found.world_size)
@@ -182,7 +182,7 @@ def _parts(found: Any) -> tuple[Store, int, int]:  # noqa: ANN401 - whatever a h
 
 
 def _call(carried: bytes) -> bytes:
-    """In a worker: call the function."""
+    """Call the function, in a worker, and return its pickled result."""
     function, arguments = pickle.loads(carried)  # noqa: S301 - written by the program that starts the worker
     return cast("bytes", cloudpickle.dumps(function(*arguments)))
 

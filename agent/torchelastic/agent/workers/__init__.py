@@ -1,1 +1,1 @@
-"""The worker processes of one node: start, watch and end them."""
+"""The worker processes of one node: start, watch and stop them."""

@@ -1,4 +1,4 @@
-"""The agent's side of the fork server: start it early, keep spare processes ready, restart it if it has died.
+"""The agent's side of the fork server: start it early, keep spare processes ready, restart it if it exits.
 
 A message between the agent, the fork server and a process that it forks is JSON in one packet of a SOCK_SEQPACKET
 socket, sent together with descriptors. The arguments and the environment of a process are passed in a memory file,
@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 REFILL_DELAY: Final = 3.0
 """Seconds from the start of workers until spare processes are forked again, so that the workers have the CPUs first.
 
-A fork server that has died is restarted after the same time, or as soon as there are too few spare processes."""
+A fork server that has exited is restarted after the same time, or as soon as there are too few spare processes."""
 
 COMPILER: Final = "torch._dynamo"
-"""The module that the first step of any optimizer imports, which takes longer than the rest of a restart. After a
-worker has imported it, it is preloaded for the workers of later rounds."""
+"""The module that the first step of any optimizer imports. The import takes longer than the rest of a restart, so the
+fork server preloads the module after a worker has imported it, for the workers of later rounds."""
 
 _ATTEMPTS: Final = 2
 
@@ -66,7 +66,7 @@ def python_command(
 
 
 def search_path(kind: str, name: str) -> str:
-    """Return the folder or archive in which a program looks for modules first; empty if there is none.
+    """Return the folder or archive in which a program first looks for modules; empty if there is none.
 
     Args:
         kind: ``script`` or ``module``.
@@ -80,12 +80,12 @@ def search_path(kind: str, name: str) -> str:
 
 
 def is_container(name: str) -> bool:
-    """Return whether this is a folder or an archive, which Python runs by its ``__main__``."""
+    """Return whether this is a folder or an archive, whose ``__main__`` module Python runs."""
     return pkgutil.get_importer(name) is not None
 
 
 def absolute(name: str) -> str:
-    """Return the absolute path as the interpreter computes it, with its dots."""
+    """Return the absolute path as the interpreter computes it, with ``.`` and ``..`` unchanged."""
     return str(Path.cwd()) if name == "." else os.path.join(os.getcwd(), name)  # noqa: PTH109, PTH118
 
 
@@ -97,12 +97,12 @@ class ForkedProcess:
     link: socket.socket
 
     def begin(self, role: str, content: Mapping[str, Any], output: tuple[int, int], extra: Sequence[int] = ()) -> None:
-        """Give the process its role ("worker", "command" or "store"), arguments, output and more descriptors."""
+        """Send the process its role ("worker", "command" or "store"), arguments, output and more descriptors."""
         self.child.begin()
         with open(os.memfd_create("content"), "wb") as file:  # noqa: PTH123 - a descriptor
             file.write(json.dumps(content).encode())
             file.flush()
-            with contextlib.suppress(OSError):  # it is dead, and its end is reported like any other
+            with contextlib.suppress(OSError):  # the process has exited; its exit is reported
                 send(self.link, {"role": role}, [file.fileno(), *output, *extra])
 
 
@@ -148,7 +148,7 @@ class ForkServer:
         self._process = self._reaper.adopt(pid)
         program = self._program
         order = {"preload": program.preload, "search_path": search_path(program.kind.value, program.argv[0])}
-        with contextlib.suppress(OSError):  # it is dead already, which is noticed as any later death
+        with contextlib.suppress(OSError):  # it has exited, which the next request detects
             send(self._connection, order)
         self._compiler_imported = False
         self._import_error = None
@@ -156,7 +156,7 @@ class ForkServer:
             self._keeper = asyncio.create_task(self._keep_filled())
 
     async def close(self) -> None:
-        """Stop restarting the fork server; it and the spare processes end with the reaper."""
+        """Stop restarting the fork server; the reaper then kills it and the spare processes."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])
@@ -165,10 +165,10 @@ class ForkServer:
             spare.link.close()
 
     async def ready(self) -> None:
-        """Wait until everything is imported; a server that dies meanwhile is restarted.
+        """Wait until everything is imported; a fork server that exits meanwhile is restarted.
 
         Raises:
-            StartError: something cannot be imported.
+            StartError: a module cannot be imported.
         """
         async with self._lock:
             await self._fork_now(0)
@@ -192,7 +192,7 @@ class ForkServer:
         return taken
 
     def preload_compiler(self) -> None:
-        """Preload the compiler of torch soon, for the workers of later rounds."""
+        """Preload torch's compiler with the next spare processes, for the workers of later rounds."""
         self._compiler_wanted = True
         self._refill.set()
 
@@ -211,7 +211,7 @@ class ForkServer:
     async def _keep_filled(self) -> None:
         """Keep spare processes ready."""
         while True:
-            with contextlib.suppress(EOFError, ConnectionError, StartError):  # reported when processes are needed
+            with contextlib.suppress(EOFError, ConnectionError, StartError):  # reported when a process is needed
                 async with self._lock:
                     await self._fill()
             await self._refill.wait()
@@ -230,7 +230,7 @@ class ForkServer:
             await self._fork_missing_spares()
 
     async def _fork_missing_spares(self) -> None:
-        self._spares = self._take_spares(len(self._spares))  # which drops those that have died
+        self._spares = self._take_spares(len(self._spares))  # drops those that have exited
         self._spares += await self._fork_now(self._wanted - len(self._spares))
 
     # -- requests; the lock is held
@@ -292,7 +292,7 @@ def _spawn(environment: Mapping[str, str]) -> tuple[int, socket.socket]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with contextlib.ExitStack() as stack, theirs:
         stack.enter_context(ours)
-        # What modules print during import goes to the agent's standard error.
+        # Output of modules during import goes to the agent's standard error.
         descriptors = {1: 2, 2: 2, CONTROL: theirs.fileno()}
         pid = spawn(python_code("torchelastic.agent.workers.fork_server_main"), environment, descriptors)
         ours.setblocking(False)

@@ -1,12 +1,12 @@
 """The fork server's process: it imports torch and the modules to preload, and is forked into workers.
 
-A fork copies memory but no threads, and a CUDA context does not work in the child, so a module that would break
-the workers is refused. A worker is forked twice, so that its parent is the agent, which watches and reaps it. The
-garbage collector is off during imports, which makes them faster, and ignores all imported objects afterwards: a
-collection in a worker then does not copy shared memory pages.
+A fork copies memory but no threads, and a CUDA context does not work in the child, so a module that starts threads or
+initialises CUDA is refused. A worker is forked twice, so that its parent is the agent, which watches and reaps it. The
+garbage collector is off during imports, which makes them faster. Afterwards, it ignores all imported objects, so that a
+collection in a worker does not copy shared memory pages.
 
 A forked process waits for its role, and then serves a TCPStore or runs the user's program, in the same environment
-as if the program had been started by hand.
+as a program that is started from a shell.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _NOT_FOUND: Final = 127
 
 
 def main() -> None:
-    """Serve the agent until it has ended; in a forked child, run the child's role."""
+    """Serve the agent until it exits; in a forked child, run the child's role."""
     close_fds(CONTROL + 1)
     agent = os.getppid()
     set_parent_death_signal(signal.SIGKILL)
@@ -69,9 +69,9 @@ def main() -> None:
 
 
 def _serve(control: socket.socket) -> socket.socket | None:
-    """Serve the agent; return None when it has ended, and in a forked child, return the child's link to the agent."""
+    """Serve the agent; return None when it has exited, and in a forked child, return the child's link to the agent."""
     error = _import_torch()
-    with contextlib.suppress(EOFError, ConnectionError):  # the agent is gone, or has given up a request
+    with contextlib.suppress(EOFError, ConnectionError):  # the agent has exited, or has cancelled a request
         while True:
             message, descriptors = _receive(control)
             match message:
@@ -101,7 +101,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _fork() -> int:
-    """Fork without a warning about threads; output that was printed before appears once."""
+    """Fork without a warning about threads; flush the output first, so that it appears only once."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # closed by its reader, or by a module
             stream.flush()
@@ -111,9 +111,9 @@ def _fork() -> int:
 
 
 def _fork_each(links: Sequence[socket.socket]) -> tuple[dict[str, Any], socket.socket | None]:
-    """Fork an orphan for each link, which the agent inherits; return the answer to the agent, and in a child its link.
+    """Fork an orphan for each link; return the answer to the agent, and in an orphan, return its link.
 
-    An intermediate process forks the orphans, reports their ids and exits.
+    An intermediate process forks the orphans, reports their ids and exits; the agent then becomes their parent.
     """
     reading, writing = os.pipe()
     middle = _fork()
@@ -136,7 +136,7 @@ def _fork_each(links: Sequence[socket.socket]) -> tuple[dict[str, Any], socket.s
     os.close(writing)
     with os.fdopen(reading, "rb") as file:
         text = file.read()
-    os.waitpid(middle, 0)  # now the agent is the parent
+    os.waitpid(middle, 0)  # the agent is now the parent of the orphans
     for link in links:
         link.close()
     return json.loads(text) if text else {"error": "the process that forks workers died"}, None
@@ -201,12 +201,12 @@ def _tasks() -> set[int]:
 
 
 def _problem(threads: set[int]) -> str:
-    """Return why workers cannot be forked after the import of a module, which left these threads; empty if they can."""
+    """Return why workers cannot be forked after the import of a module that left these threads; empty if they can."""
     if sys.modules["torch"].cuda.is_initialized():
-        return "it initialises CUDA, which does not work in a process that is forked after that"
+        return "it initialises CUDA, which processes that are forked later cannot use"
     if threads:
         names = sorted(f"{thread.name!r}" for thread in threading.enumerate() if thread.native_id in threads)
-        which = f" ({', '.join(names)})" if names else ", as an OpenMP pool has them"
+        which = f" ({', '.join(names)})" if names else ", such as those of an OpenMP pool"
         return f"it leaves threads behind{which}; forked workers would not have them"
     return ""
 
@@ -215,7 +215,7 @@ def _problem(threads: set[int]) -> str:
 
 
 def _play_role(link: socket.socket, agent: int, inherited: Mapping[str, str]) -> None:
-    """Wait for the role of this process, and run it until it ends.
+    """Wait for the role of this process, and perform it.
 
     `inherited` is the environment of the fork server before it imported anything.
     """
@@ -223,7 +223,7 @@ def _play_role(link: socket.socket, agent: int, inherited: Mapping[str, str]) ->
     set_title(["torchelastic: spare process"])
     try:
         role, (memory, out, err, *listener) = _receive(link)
-    except (EOFError, OSError):  # the agent is gone, or no longer needs this process
+    except (EOFError, OSError):  # the agent has exited, or no longer needs this process
         os._exit(1)
     set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != agent:
@@ -256,13 +256,13 @@ def _serve_store(listener: int, *, host: str, port: int) -> None:
 
 
 def _execute(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Replace this process by a command that has nothing open but the standard streams."""
+    """Replace this process by a command, with only the standard streams open."""
     close_fds(3)
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):  # changed by the interpreter
         signal.signal(number, signal.SIG_DFL)
     _set_environment(environment)
     try:
-        os.execvp(argv[0], [*argv])  # noqa: S606 - no shell is wanted
+        os.execvp(argv[0], [*argv])  # noqa: S606 - no shell is needed
     except OSError as error:
         message = f"{argv[0]} cannot be executed: {error.strerror}"
         record_message(message)
@@ -278,7 +278,7 @@ def _set_environment(environment: Mapping[str, str]) -> None:
 def _run_worker(inherited: Mapping[str, str], *, kind: str, argv: Sequence[str], environment: dict[str, str]) -> None:
     if _shadows_imported_module(search_path(kind, argv[0])):
         _execute(*python_command(kind, argv, environment))
-    for name, value in os.environ.items():  # what imports have set
+    for name, value in os.environ.items():  # keep the variables that imports have set
         if inherited.get(name) != value and environment.get(name) == inherited.get(name):
             environment[name] = value
     _reset_process(environment)
@@ -297,7 +297,7 @@ def _run_worker(inherited: Mapping[str, str], *, kind: str, argv: Sequence[str],
         error.__traceback__ = _without_our_frames(error.__traceback__)
         record_exception(error)
         sys.excepthook(type(error), error, error.__traceback__)
-        sys.excepthook = lambda *_: None  # it has been printed, without our frames
+        sys.excepthook = lambda *_: None  # the exception is printed already, without our frames
         raise
 
 
@@ -319,21 +319,21 @@ def _reset_process(environment: Mapping[str, str]) -> None:
     time.tzset()
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # A new interpreter takes its seeds from the system; forked ones would have the same in all ranks.
+    # A new interpreter takes its seeds from the system; forked processes would have the same seeds in all ranks.
     random.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
     if (torch := sys.modules.get("torch")) is not None:
-        torch.default_generator.seed()  # the CPU's; those of devices have the same seed in every process
+        torch.default_generator.seed()  # the CPU's only: devices have the same seed in every process
     if (processes := sys.modules.get("multiprocessing.process")) is not None:
         processes.current_process().authkey = os.urandom(32)
     sys._torchelastic_quiet_end = _QuietEnd()  # type: ignore[attr-defined]  # noqa: SLF001 - sys is cleared last
-    # A file or pipe would get the output in blocks.
+    # By default, Python writes to a file or pipe in blocks.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 class _CompilerImport:
-    """Reports to the agent that the program imports the compiler of torch."""
+    """Reports to the agent that the program imports torch's compiler."""
 
     def find_spec(self, name: str, _path: Sequence[str] | None = None, _target: object = None) -> None:
         if name == COMPILER:
@@ -344,14 +344,14 @@ class _CompilerImport:
 
 
 class _QuietEnd:
-    """Silences standard error at the very end of the interpreter.
+    """Silences standard error at the end of the interpreter's shutdown.
 
-    Modules imported before the fork are not destroyed at the end, because that would copy all their memory pages. Some
+    The shutdown does not destroy modules imported before the fork, because that would copy all their memory pages. Some
     libraries report such modules as leaks, for example triton, which torch's compiler imports.
     """
 
     def __init__(self) -> None:
-        self._steps = (os.open, os.devnull, os.O_WRONLY, os.dup2)  # global names are gone then
+        self._steps = (os.open, os.devnull, os.O_WRONLY, os.dup2)  # global names no longer exist in __del__
 
     def __del__(self) -> None:
         open_, nowhere, mode, dup2 = self._steps
@@ -386,7 +386,7 @@ def _new_main_module() -> types.ModuleType:
         main.__dict__.update(__annotations__={})
     former = sys.modules["__main__"]
     for name, module in [*sys.modules.items()]:
-        if module is former:  # as __main__ and as __mp_main__
+        if module is former:  # as __main__ and perhaps as __mp_main__
             sys.modules[name] = main
     return main
 

@@ -1,8 +1,8 @@
-"""Heartbeats: find a worker that hangs, end it, and report where it hung.
+"""Heartbeats: find a worker that hangs, kill it, and report where it hung.
 
-A heartbeat is a change of a file's modification time, which any program can make, and which costs a system call. A
-Python program that gets SIGABRT writes its stacks to standard error, because workers run with ``PYTHONFAULTHANDLER=1``
-if heartbeats are expected.
+A heartbeat is a change of a file's modification time: any program can make it, with one system call. A Python program
+that gets SIGABRT writes its stacks to standard error, because workers run with ``PYTHONFAULTHANDLER=1`` if heartbeats
+are expected.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from torchelastic.agent.workers.processes import Child
 
 VARIABLES: Final = {"PYTHONFAULTHANDLER": "1"}
-"""Environment with which workers can report where they hang."""
+"""Environment variables with which workers report where they hang."""
 
 HANG_EXIT_CODES: Final = (-signal.SIGABRT, -signal.SIGKILL)
-"""Exit codes of a worker that was ended because it hung."""
+"""Exit codes of a worker that was killed because it hung."""
 
 _DUMP_TIMEOUT: Final = 2.0
 """Seconds that a worker has to write its stacks."""
@@ -37,8 +37,8 @@ _LOOKS: Final = 20
 """Number of checks of the files during one time-out."""
 
 _LATE: Final = 0.25
-"""Fraction of a time-out after which a check is late: the agent was suspended, and so were the workers. Their time-outs
-start again."""
+"""If the time between two checks exceeds this fraction of the time-out, the agent and the workers were suspended: their
+time-outs start again."""
 
 _TOGETHER: Final = 0.9
 """If one worker has reached the time-out, workers that were silent for this fraction of it count as hung, too."""
@@ -56,12 +56,12 @@ _WAITING_FOR_OTHERS: Final = ("/torch/distributed/", "/torch/autograd/graph.py")
 
 
 class Heartbeats:
-    """The heartbeats of one round's workers; `timeout` seconds after the last one, a worker counts as hung."""
+    """The heartbeats of one round's workers. A worker without a heartbeat for `timeout` seconds counts as hung."""
 
     def __init__(self, folder: Path, timeout: float) -> None:
         self.timeout = timeout
         self._folder = folder
-        self._changed: dict[int, tuple[int, float]] = {}  # the file's time, and when it was seen to have changed
+        self._changed: dict[int, tuple[int, float]] = {}  # the file's time, and when its last change was seen
 
     def file(self, local_rank: int) -> Path:
         """Create the file of a worker that is about to be started; raise OSError if that is not possible."""
@@ -74,7 +74,7 @@ class Heartbeats:
     async def silent(self, running: Callable[[], Collection[int]]) -> list[int]:
         """Wait until a worker hangs; return the local ranks of all silent workers, the longest silent first.
 
-        The list is empty when no worker is running any more.
+        The list is empty when no worker runs.
         """
         clock = asyncio.get_running_loop().time
         before = clock()
@@ -96,15 +96,15 @@ class Heartbeats:
 
 
 def silence_of(child: Child, seconds: float) -> str:
-    """Describe the silence of a worker that has sent no heartbeat for a number of seconds."""
+    """Return a description of a worker that has sent no heartbeat for a number of seconds."""
     entry = read_process(child.pid)
     state = _STOPPED.get(entry.state) if entry is not None else None
     return f"{state}: no heartbeat for {seconds:g} s" if state else f"no heartbeat for {seconds:g} s"
 
 
 async def end(child: Child) -> None:
-    """End a worker that hangs, after it has written its stacks if it can."""
-    with contextlib.suppress(OSError, ValueError):  # no core file with a whole model
+    """Let a worker that hangs write its stacks, if it can, and kill it."""
+    with contextlib.suppress(OSError, ValueError):  # a core file would contain the whole model
         resource.prlimit(child.pid, resource.RLIMIT_CORE, (0, 0))
     child.signal(signal.SIGABRT)
     await asyncio.wait([child.ended], timeout=_DUMP_TIMEOUT)
@@ -113,7 +113,7 @@ async def end(child: Child) -> None:
 
 
 def explain(silence: str, tail: str) -> Explanation:
-    """Return why a hung worker was ended, from its silence and the end of its output.
+    """Return why a hung worker was killed, from its silence and the end of its output.
 
     A worker that waits for others in a collective is a less likely root cause than the worker that they wait for.
     """

@@ -1,12 +1,12 @@
-"""Linux processes: the table in /proc, what a process changes about itself, and the process of the watchdog.
+"""Linux processes: the table in /proc, the attributes that a process sets on itself, and the process of the watchdog.
 
-A worker's process tree is everything that must end with it. Three properties identify it, because a process can lose
-any one of them: its ancestry (lost when a parent in between dies), its session (lost with setsid), and a mark in the
-environment that it was started with (lost when the environment is cleared).
+A worker's process tree contains all processes that must exit with it. Three properties identify them, because a process
+can lose any one of the three: its ancestry (lost when a parent in between exits), its session (lost with setsid), and a
+mark in its initial environment (lost when the environment is cleared).
 
-The watchdog ends these trees when the agent dies, however it dies. The kernel ends the workers themselves (their
-parent-death signal), but not the processes that they have started. The watchdog runs this module alone, because it
-imports nothing large, and watches the agent through a pidfd. The agent writes the workers' sessions to a file.
+The watchdog kills these trees when the agent exits for any reason. The kernel kills the workers themselves, by their
+parent-death signal, but not the processes that they have started. The watchdog imports only this module, which imports
+no large module, and watches the agent through a pidfd. The agent writes the workers' sessions to a file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TREE_MARK: Final = "TORCHELASTIC_PROCESS_TREE"
 """The environment variable that marks the processes of an agent's workers."""
 
 TITLE_ROOM: Final = " " * 512
-"""An argument of a process that is forked later: room for :func:`set_title`."""
+"""An argument that reserves space for :func:`set_title` in forked processes."""
 
 SESSIONS: Final = "sessions"
 """The name of the file with the workers' sessions."""
@@ -42,7 +42,7 @@ _SET_PARENT_DEATH_SIGNAL: Final = 1
 _SET_CHILD_SUBREAPER: Final = 36
 
 _ARGUMENTS: Final = 45
-"""The field of /proc/self/stat, after the command's name, with the start of its arguments; the next is their end."""
+"""Index of the field of /proc/self/stat, after the command's name, with the arguments' start; the next is their end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ProcessEntry:
 
     @property
     def dead(self) -> bool:
-        """Whether it has ended and waits to be reaped."""
+        """Whether it has exited and waits to be reaped."""
         return self.state in "ZX"
 
 
@@ -114,9 +114,9 @@ def with_descendants(table: Mapping[int, ProcessEntry], roots: Iterable[int]) ->
 
 
 def set_parent_death_signal(number: int) -> None:
-    """Have the kernel send this signal to the calling process when its current parent dies.
+    """Have the kernel send this signal to the calling process when its current parent exits.
 
-    It survives exec; children do not inherit it.
+    This setting survives exec; children do not inherit it.
     """
     _prctl(_SET_PARENT_DEATH_SIGNAL, ctypes.c_ulong(number))
 
@@ -141,13 +141,13 @@ def close_fds(first: int) -> None:
                 os.close(int(link.name))
 
 
-# setproctitle is of no use here: it joins the arguments, and overwrites the environment, which contains the mark.
+# setproctitle is unsuitable: it joins the arguments, and overwrites the environment, which contains the mark.
 
 
 def set_title(argv: Sequence[str]) -> None:
-    """Show another command line in /proc, as far as there is room for it."""
+    """Set the command line that /proc shows, cut to the available space."""
     text = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
-    # The second field is the command's name in parentheses, which may contain anything.
+    # The second field is the command's name in parentheses, which may contain any character.
     start, end = (int(field) for field in text[text.rindex(")") + 2 :].split()[_ARGUMENTS : _ARGUMENTS + 2])
     room = end - start
     if room > 0:
@@ -159,7 +159,7 @@ def set_title(argv: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Wait for the agent's end. Arguments: the agent's process id, the tree mark, and folders to be removed then."""
+    """Wait for the agent's exit. Arguments: the agent's process id, the tree mark, and folders to remove afterwards."""
     agent, mark, folders = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     set_title(["torchelastic: watchdog"])
     with contextlib.suppress(ProcessLookupError):
@@ -186,7 +186,7 @@ def _kill_trees(mark: str, sessions: Mapping[int, int]) -> None:
             time.sleep(0.01)
         for pid in living:
             if pid not in killed:
-                with contextlib.suppress(OSError):  # it has ended, or runs as another user
+                with contextlib.suppress(OSError):  # it has exited, or runs as another user
                     os.kill(pid, signal.SIGKILL)
                 killed.add(pid)
 
@@ -194,7 +194,7 @@ def _kill_trees(mark: str, sessions: Mapping[int, int]) -> None:
 def _living(mark: str, sessions: Mapping[int, int]) -> list[int]:
     table = read_table()
     marked = {pid for pid in table if has_mark(pid, mark)}
-    # The id of a session that has ended may belong to another one, with another leader.
+    # The id of an ended session may be reused by another session, whose leader has another start time.
     ours = {pid for pid, started in sessions.items() if pid not in table or table[pid].started == started}
     roots = [entry.pid for entry in table.values() if entry.pid in marked or entry.session in marked | ours]
     return [pid for pid in with_descendants(table, roots) if not table[pid].dead]

@@ -1,7 +1,7 @@
 """The worker pool: starts the workers and the TCPStore of each round.
 
 Workers are forked from the fork server. A worker then executes a command or a new interpreter if the program is not
-Python, if ``--start-method exec`` is given, or if the program needs what only a new interpreter has.
+Python, if ``--start-method exec`` is given, or if the program needs a new interpreter.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DRAIN_TIMEOUT: Final = 0.5
-"""Seconds to wait for the rest of an ended worker's output."""
+"""Seconds to wait for the rest of an exited worker's output."""
 
 _STORE_LINGER: Final = 1.0
 """Seconds for which a round's TCPStore outlives the workers of its node: workers of other nodes may use it until they
-are stopped, too, and the end of a process takes CPU time that the next round's workers need to start."""
+are stopped, too, and the exit of a process takes CPU time that the next round's workers need to start."""
 
 _CONSOLE_PATIENCE: Final = 5.0
-"""Seconds after which the remaining output is dropped at the end if its reader takes nothing."""
+"""Seconds after which the agent drops the remaining output at its exit if nothing reads it."""
 
 _CONSOLE_LIMIT: Final = 20.0
-"""Seconds after which the remaining output is dropped at the end if its reader is slow."""
+"""Seconds after which the agent drops the remaining output at its exit if its reader is slow."""
 
 _READ_AT_IMPORT: Final = (
     *("ACC_", "GOMP_", "KMP_", "OMP_"),  # OpenMP
-    *("OPENBLAS_", "GOTO_", "NPY_", "VECLIB_", "NUMEXPR_", "MKL_", "DNNL_", "MKLDNN_", "ONEDNN_"),  # below numpy, torch
+    *("OPENBLAS_", "GOTO_", "NPY_", "VECLIB_", "NUMEXPR_", "MKL_", "DNNL_", "MKLDNN_", "ONEDNN_"),  # numpy and torch
     *("PYTORCH_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
 )
 """Prefixes of variables that torch and its libraries read when they are imported."""
 
 _READ_AT_USE: Final = ("TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME", "TORCH_EXTENSIONS_DIR")
-"""Exceptions: prefixes of variables that torch reads at each use."""
+"""Exceptions to these prefixes: prefixes of variables that torch reads at each use."""
 
 _OF_THE_COMPILER: Final = ("TORCHDYNAMO_", "TORCHINDUCTOR_")
 """Prefixes of variables that torch reads when it imports its compiler, which is later than its own import."""
 
 _STARTED_WITH_INTERPRETER: Final = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
-"""Variables that ask for a tool that only starts with an interpreter."""
+"""Variables for a tool that only starts with a new interpreter."""
 
 _ASSIGNMENT: Final = re.compile(
     r"\benviron(?:\[|\.setdefault\(|\.update\(\{?)\s*[\"']?(?P<name>[A-Z][A-Z0-9_]+)[\"']?\s*(?:\]\s*=[^=]|[,:]|=[^=])"
@@ -120,18 +120,18 @@ class Worker:
 
 
 class WorkerGroup:
-    """The workers of one round on this node, and the process that serves the round's TCPStore if it is here.
+    """The workers of one round on this node, and the process of the round's TCPStore if this node serves it.
 
     Args:
         workers: the workers by local rank.
         store: the process that serves the TCPStore; None if another node serves it.
-        report: gets the exit of each worker that is not stopped, in the order of the exits.
-        reaper: ends the workers' processes.
+        report: called with the exit of each worker that is not stopped, in the order of the exits.
+        reaper: kills the workers' processes.
         mark: the tree mark of all workers of this agent.
-        heartbeats: the heartbeats of the workers; None if no worker is ended for a lack of them.
+        heartbeats: the heartbeats of the workers; None if they are not monitored.
 
     Attributes:
-        stopped: whether the workers and all processes that they started have ended.
+        stopped: whether the workers and all processes that they started have exited.
     """
 
     def __init__(
@@ -158,11 +158,11 @@ class WorkerGroup:
 
     @property
     def running(self) -> list[Worker]:
-        """The workers that have not ended."""
+        """The workers that have not exited."""
         return [worker for worker in self.workers if worker.child.running]
 
     async def stop(self, grace: float) -> None:
-        """End all workers and all processes that they started, and return after their end; the TCPStore ends later.
+        """Stop all workers and all processes that they started, and wait for their exit; the TCPStore exits later.
 
         Args:
             grace: seconds between SIGTERM and SIGKILL; 0 for SIGKILL at once. A second call may shorten it.
@@ -200,9 +200,9 @@ class WorkerGroup:
         self._reporting.append(asyncio.create_task(report()))
 
     async def _end_hanging(self, heartbeats: hang.Heartbeats) -> None:
-        """End workers that hang, until none runs.
+        """Kill workers that hang, until no worker runs.
 
-        All workers that wait for a hanging worker are silent, too. So all silent workers are ended, and the most likely
+        Workers that wait for a hanging worker are silent, too. So all silent workers are killed, and the most likely
         root causes are reported first.
         """
         while silent := await heartbeats.silent(lambda: [worker.local_rank for worker in self.running]):
@@ -216,17 +216,17 @@ class WorkerGroup:
 
 
 class Workers:
-    """Starts the workers of all rounds; an async context manager that ends all of them with their process trees.
+    """Starts the workers of all rounds; an async context manager, which kills their process trees at its exit.
 
-    The fork server and the watchdog start when it is entered. Entering raises SettingsError if files cannot be made.
+    Entering it starts the fork server and the watchdog, and raises SettingsError if files cannot be created.
 
     Args:
         settings: the settings of the agent.
         owns_process: see :class:`~torchelastic.agent.workers.processes.Reaper`.
 
     Attributes:
-        scratch: a private folder, which is removed at the end.
-        metrics: the workers' metrics; None if they are not shown.
+        scratch: a private folder, which is removed at the exit.
+        metrics: the workers' metrics; None without ``--metrics-port``.
     """
 
     def __init__(self, settings: AgentSettings, *, owns_process: bool = True) -> None:
@@ -259,7 +259,7 @@ class Workers:
             stack.push_async_callback(self._fork_server.close)
             self._fork_server.start()
             stack.push_async_callback(self._end_workers)
-            if self._settings.metrics_port is not None:  # imported while the fork server imports torch
+            if self._settings.metrics_port is not None:  # the fork server imports torch meanwhile
                 from torchelastic.metrics.worker_collector import WorkerMetrics
 
                 self.metrics = WorkerMetrics()
@@ -275,7 +275,7 @@ class Workers:
         if interface := self._settings.interface:
             base.setdefault("GLOO_SOCKET_IFNAME", interface)
             base.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=", eth1 would match eth10
-        for name in (CHANNEL, METRICS_FILE):  # of a worker that this agent runs in
+        for name in (CHANNEL, METRICS_FILE):  # they are set if this agent runs in a worker
             base.pop(name, None)
         if self._settings.heartbeat_timeout is not None:
             base.update(hang.VARIABLES)
@@ -292,7 +292,7 @@ class Workers:
         if self._executed and program.preload:
             logger.warning("--preload has no effect: each worker starts a new interpreter, which imports everything.")
             program = dataclasses.replace(program, preload=())
-        spares = 1 + self._settings.workers  # one for the store
+        spares = 1 + self._settings.workers  # one for the TCPStore
         return ForkServer(self._reaper, self._base, program, spares=spares)
 
     async def _end_workers(self) -> None:
@@ -301,12 +301,12 @@ class Workers:
 
     @property
     def running_pids(self) -> Mapping[int, int]:
-        """Process ids of running workers by global rank; may be read in any thread."""
+        """Process ids of running workers by global rank; any thread may read them."""
         group = self._group
         return {} if group is None else {worker.rank: worker.child.pid for worker in group.running}
 
     def preload_compiler(self) -> None:
-        """Preload the compiler of torch, which a worker has imported, for the workers of later rounds."""
+        """Preload torch's compiler, which a worker has imported, for the workers of later rounds."""
         self._fork_server.preload_compiler()
 
     async def ready(self) -> None:
@@ -326,13 +326,13 @@ class Workers:
     ) -> WorkerGroup:
         """Start a round's workers, and its TCPStore; the group of the previous round must have been stopped.
 
-        If the program cannot be run, the worker ends at once.
+        If the program cannot be run, the worker exits at once.
 
         Args:
             round: the number of the round.
             environments: the variables of each worker, by local rank, in addition to this process's own environment.
-            report: gets the exit of each worker that is not stopped, in the order of the exits.
-            listener: the bound socket of the TCPStore, to be closed by the caller; None if another node serves it.
+            report: called with the exit of each worker that is not stopped, in the order of the exits.
+            listener: the bound socket of the TCPStore, which the caller closes; None if another node serves it.
 
         Raises:
             StartError: a process cannot be started.
@@ -394,7 +394,7 @@ class Workers:
         """Start a process for each environment and output, and one for the TCPStore."""
         processes = await self._fork_server.fork(len(environments) + (listener is not None))
         try:
-            if listener is not None:  # the first one to begin, because the workers wait for it
+            if listener is not None:  # it begins first, because the workers wait for it
                 _serve_store(processes[-1], listener)
             for process, environment, output in zip(processes, environments, outputs, strict=False):
                 process.begin(*self._role_of(environment), output.descriptors)
@@ -408,7 +408,7 @@ class Workers:
         return [process.child for process in processes]
 
     def _role_of(self, environment: Mapping[str, str]) -> tuple[str, dict[str, object]]:
-        """Return the role of a worker with this environment, and its content."""
+        """Return the role of a worker with this environment, and the arguments of the role."""
         kind, argv = self._settings.program.kind, self._settings.program.argv
         if kind is ProgramKind.COMMAND:
             return "command", {"argv": argv, "environment": environment}
@@ -430,8 +430,7 @@ def _temporary_folder() -> Path:
         return Path(tempfile.mkdtemp(prefix="torchelastic-"))
     except OSError as error:
         raise SettingsError(
-            f"there is no folder for temporary files: {error.strerror}. Mount a writable one at /tmp, or name one in "
-            "TMPDIR."
+            f"there is no folder for temporary files: {error.strerror}. Mount a writable folder at /tmp, or set TMPDIR."
         ) from None
 
 

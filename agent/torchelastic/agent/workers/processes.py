@@ -44,11 +44,7 @@ _PACKAGE_ROOT: Final = str(Path(__file__).resolve().parents[3])
 
 
 class MemoryKills:
-    """Counts the processes that the kernel has killed for memory in this process's cgroup, or else on the machine.
-
-    Args:
-        root: the folder of /proc and /sys.
-    """
+    """Counts the out-of-memory kills of the kernel in this process's cgroup, or else on the machine."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         names = ("memory.events", "memory.oom_control")  # of versions 2 and 1
@@ -67,11 +63,11 @@ class MemoryKills:
 
 
 class Child:
-    """A child process that leads a process group; the rest of the group is killed when the child ends.
+    """A child process that leads a process group; the rest of the group is killed when the child exits.
 
     Attributes:
         pid: the process id.
-        ended: the exit code, or the negative number of the signal that ended the process.
+        ended: a future with the exit code, or with the negative number of the signal that killed the process.
         began: when the process began its work, on the loop's clock.
         end_time: when the process was reaped, on the same clock; 0 while it runs.
     """
@@ -98,12 +94,12 @@ class Child:
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether the kernel has killed it for memory."""
+        """Whether the kernel has killed it because memory ran out."""
         killed = self.ended.done() and self.ended.result() == -signal.SIGKILL
         return killed and self._memory_kills.count() > self._killed_before
 
     def reap(self) -> None:
-        """Take its exit status if it has ended."""
+        """Reap it if it has exited, and set `ended`."""
         if self.ended.done():
             return
         try:
@@ -114,7 +110,7 @@ class Child:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
-        except ChildProcessError:  # other code in this process waited for all children
+        except ChildProcessError:  # other code in this process has reaped it
             exit_code = _UNKNOWN
         else:
             exit_code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
@@ -133,7 +129,7 @@ class Child:
 class Reaper:
     """The known children of this process, and the orphans that it inherits.
 
-    An async context manager, which kills the known children at its end.
+    An async context manager, which kills the known children at its exit.
 
     Args:
         owns_process: whether this process has no other children, so that any unknown child is an orphan to be reaped.
@@ -178,7 +174,7 @@ class Reaper:
 
     @contextlib.contextmanager
     def adopting(self) -> Iterator[None]:
-        """Return a context manager: in its block, unknown children are not orphans, because they may be new."""
+        """Return a context manager in whose block unknown children are not reaped, because they may be new."""
         self._settled.clear()
         try:
             yield
@@ -188,14 +184,14 @@ class Reaper:
                 self._sweep()
 
     def adopt(self, pid: int) -> Child:
-        """Watch a child of this process, running or already dead."""
+        """Watch a child of this process, which runs or has exited."""
         child = Child(pid, self._loop, self._memory_kills)
         self._children[pid] = child
         child.ended.add_done_callback(lambda _: self._children.pop(pid, None))
         return child
 
     def _sweep(self) -> None:
-        """Reap all dead children, known or orphans."""
+        """Reap all exited children, known ones and orphans."""
         while (status := _wait(os.P_ALL, 0, os.WNOWAIT)) is not None:
             child = self._children.get(status.si_pid)
             if child is not None:
@@ -212,7 +208,7 @@ class Reaper:
             children: leaders of sessions.
             mark: the tree mark of their processes.
         """
-        if self.owns_process:  # otherwise only its parent leads to a process without session and mark
+        if self.owns_process:  # otherwise, a living parent may be the only way to find a process
             for child in children:
                 child.signal(signal.SIGKILL)
         refused: set[ProcessEntry] = set()
@@ -221,9 +217,9 @@ class Reaper:
             await self._settled.wait()
             table = read_table()
             chosen = [table[pid] for pid in self._trees(table, children, mark)]
-            chosen.sort(key=lambda entry: (entry.started, entry.pid))  # parents first: a shell reports a killed child
+            chosen.sort(key=lambda entry: (entry.started, entry.pid))  # parents first: shells report killed children
             killed.update((entry.pid, entry.started) for entry in chosen)
-            for entry in table.values():  # a dead process has no mark: its start time identifies it
+            for entry in table.values():  # an exited process has no mark: its start time identifies it
                 if entry.dead and self._is_orphan(entry) and (entry.pid, entry.started) in killed:
                     _wait(os.P_PID, entry.pid, 0)
             living = [entry for entry in chosen if not entry.dead and entry not in refused]
@@ -258,7 +254,7 @@ class Reaper:
             try:
                 await asyncio.wait_for(ended.wait(), _SLOW_DEATH)
             except TimeoutError:
-                logger.warning("Process %d still runs after SIGKILL: the kernel holds it, perhaps a driver.", entry.pid)
+                logger.warning("Process %d still runs after SIGKILL: the kernel or a driver blocks it.", entry.pid)
                 await ended.wait()
         except ProcessLookupError:
             return True
@@ -281,13 +277,13 @@ def _wait(kind: int, pid: int, options: int) -> os.waitid_result | None:
 def spawn(argv: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int]) -> int:
     """Start a process that leads its own session, with default signal handling; return its id.
 
-    `descriptors` maps the descriptor numbers of the new process to ours. The standard input is empty by default.
+    `descriptors` maps descriptors of the new process to those of this process. The standard input is empty by default.
     """
     with contextlib.ExitStack() as stack:
         nothing = stack.enter_context(Path(os.devnull).open("rb")).fileno()
         actions = []
         for target, source in {0: nothing, **descriptors}.items():
-            # A copy with a high number, so that none is overwritten before it is copied.
+            # A copy with a high number, so that no descriptor is overwritten before it is copied.
             copy = fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_DESCRIPTOR)
             stack.callback(os.close, copy)
             actions.append((os.POSIX_SPAWN_DUP2, copy, target))
@@ -303,24 +299,24 @@ def spawn(argv: Sequence[str], environment: Mapping[str, str], descriptors: Mapp
 
 
 def python_code(module: str, *, minimal: bool = False) -> list[str]:
-    """Return the command that runs ``main()`` of one of our modules in this interpreter.
+    """Return the command that runs ``main()`` of a torchelastic module in this interpreter.
 
     If `minimal`, it starts in a few milliseconds, without site-packages and PYTHON* variables.
     """
     start = f"from {module} import main; main()"
     if minimal:
         return [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {_PACKAGE_ROOT!r}); {start}"]
-    # With -c, the working directory comes first in sys.path: a file there must not replace one of our modules.
+    # With -c, the working directory comes first in sys.path: a file there must not replace a module.
     return [sys.executable, "-c", f"import sys; sys.flags.safe_path or sys.path.pop(0); {start}", TITLE_ROOM]
 
 
 class Watchdog:
-    """A small process that ends the workers' process trees when the agent dies: see :mod:`.linux`.
+    """A small process that kills the workers' process trees when the agent exits: see :mod:`.linux`.
 
     Args:
         reaper: adopts the process.
         mark: the tree mark of all workers.
-        folders: the folders to remove after the agent's death; the first one is private.
+        folders: the folders to remove after the agent's exit; the first one is private.
     """
 
     def __init__(self, reaper: Reaper, mark: str, folders: Sequence[Path]) -> None:
@@ -335,7 +331,7 @@ class Watchdog:
         self._reaper.adopt(pid).ended.add_done_callback(self._ended)
 
     def watch(self, workers: Sequence[Child]) -> None:
-        """Record the current workers. Each leads a session."""
+        """Record the current workers, each of which leads a session."""
         found = {worker.pid: entry.started for worker in workers if (entry := read_process(worker.pid)) is not None}
         with contextlib.suppress(OSError):  # the watchdog also finds them by the mark
             self._sessions.write_text(json.dumps(found))
