@@ -69,7 +69,13 @@ class Agent(WorkerSocket):
 
     def __init__(self, folder: Path) -> None:
         self.node = Node()
-        super().__init__(folder, self.node, limit=LIMIT, changed=lambda: self.report())  # type: ignore[arg-type]
+        super().__init__(
+            folder,
+            self.node,  # type: ignore[arg-type]
+            limit=LIMIT,
+            changed=lambda: self.report(),
+            compiler_imported=lambda: None,
+        )
 
     def give(self, serial: int = 1, *, seconds: float = 10.0, cause: str = "b joined") -> None:
         """Receive a notice of the leader."""
