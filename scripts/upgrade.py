@@ -1,7 +1,7 @@
 """Pins the newest versions of all requirements of the project in constraints.txt.
 
-They are resolved for the oldest supported Python, and then checked for the others. The file contains only names and
-versions, so that each user's pip can use its own package index.
+The versions are resolved for the oldest supported Python, and then checked for the others. The file contains only names
+and versions, so that each user's pip can use its own package index.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 OLDEST, OTHERS = "3.11", ("3.12", "3.13", "3.14")
 SOURCE_ONLY = {"python-etcd": ("0.4.5", ("dnspython>=1.13", "urllib3>=1.7.1"))}
-"""Packages without wheels, which pip cannot resolve for another Python: the last version and the requirements."""
+"""Packages without wheels, which pip cannot resolve for another Python: the latest version and its requirements."""
 HEADER = """\
 # The versions with which the project is tested; `make run` and `make test` install these. Renewed by `make upgrade`.
 """
 
 
 def requirements(project: dict[str, Any]) -> list[str]:
-    """Return the requirements of the project and of all its extras, without the project itself."""
+    """Return the requirements of the project and all its extras, except the project and packages without wheels."""
     extras = project["optional-dependencies"].values()
     every = {*project["dependencies"], *(requirement for extra in extras for requirement in extra)}
     every |= {need for _, needs in SOURCE_ONLY.values() for need in needs}
@@ -35,7 +35,7 @@ def requirements(project: dict[str, Any]) -> list[str]:
 
 
 def resolve(pip: Path, python: str, wanted: list[str]) -> dict[str, str]:
-    """Return the versions that pip would install for a Python, by name, without packages that have no wheels."""
+    """Return the versions that pip would install for a Python, by name, except packages without wheels."""
     command = [str(pip), "install", "--dry-run", "--quiet", "--ignore-installed", "--report", "-"]
     command += ["--python-version", python, "--only-binary", ":all:", *wanted]
     run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)

@@ -38,7 +38,7 @@ dist.init_process_group("gloo")
 torchelastic.ask_for_notice(seconds=600)
 print(f"round {{os.environ['TORCHELASTIC_ROUND']}} world {{dist.get_world_size()}}", flush=True)
 for step in range(1_000_000):
-    save_if_need_be(step)
+    save_if_needed(step)
     time.sleep(0.005)
 """
 

@@ -121,7 +121,7 @@ async def test_an_example_reports_progress_and_runs_unchanged_without_an_agent(
     tmp_path: Path, number: int, ranks: int, said: str
 ) -> None:
     path, port = tmp_path / "train.py", free_range(1).first
-    source = below("Saying how far training is", number)
+    source = below("Reporting progress", number)
     path.write_text(f"{source}\nimport os, signal\n'RANK' in os.environ and signal.pause()\n")
     flags = ("--standalone", f"--nproc-per-node={ranks}", f"--metrics-port={port}", "--local-addr=127.0.0.1")
     async with AgentProcess(*flags, path, cwd=tmp_path) as agent:

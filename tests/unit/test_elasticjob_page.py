@@ -44,9 +44,9 @@ def rows(*headings: str) -> dict[str, list[str]]:
 
 
 FIELDS = rows(
-    "What is trained, and with how many pods",
-    "How long it lives, and what it may cost",
-    "How its pods meet, and where they run",
+    "Program and size",
+    "Lifetime and budgets",
+    "Rendezvous and scheduling",
 )
 
 
@@ -130,9 +130,7 @@ def test_the_archived_example_has_the_described_meaning_and_can_be_rewritten_as_
 
 
 def test_each_flag_that_only_the_operator_sets_is_refused() -> None:
-    rejected = (
-        section("What is trained, and with how many pods").split("only the operator may set")[1].split("The message")[0]
-    )
+    rejected = section("Program and size").split("only the operator may set")[1].split("The message")[0]
     flags = re.findall(r"`(--[a-z-]+)`", rejected)
     assert len(flags) == 9
     for flag in flags:
