@@ -32,7 +32,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- if .Values.serviceAccount.create -}}
 {{- .Values.serviceAccount.name | default (include "elastic-operator.name" .) -}}
 {{- else -}}
-{{- required "serviceAccount.create is false, so serviceAccount.name must say which one the operator runs as" .Values.serviceAccount.name -}}
+{{- required "serviceAccount.create is false, so serviceAccount.name must name the one that the operator uses" .Values.serviceAccount.name -}}
 {{- end -}}
 {{- end -}}
 
@@ -48,7 +48,7 @@ The operator's rights in the namespaces that it manages.
 - apiGroups: [elastic.pytorch.org]
   resources: [elasticjobs/status]
   verbs: [update]
-# The number of pods, once, of a job that does not name it.
+# The number of pods of a job that does not give it; written once.
 - apiGroups: [elastic.pytorch.org]
   resources: [elasticjobs/scale]
   verbs: [patch]
@@ -63,11 +63,11 @@ The operator's rights in the namespaces that it manages.
 - apiGroups: [apps]
   resources: [deployments]
   verbs: [list, watch, create, delete]
-# The disruption budget of a job that asks for one.
+# The disruption budget of a job that requests one.
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [list, watch, create, patch, delete]
-# The PodGroup of a job that asks for gang scheduling.
+# The PodGroup of a job with gang scheduling.
 - apiGroups: [scheduling.x-k8s.io, scheduling.volcano.sh]
   resources: [podgroups]
   verbs: [list, create, patch, delete]

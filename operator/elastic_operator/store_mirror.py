@@ -1,7 +1,7 @@
-"""A copy of a run's keys in the store: listed, then watched, and listed again after the store was unavailable.
+"""A copy of a run's keys in the store. It lists the keys, watches them, and lists them again after an outage.
 
-While the store is unavailable the mirror keeps what it read last, and is not ``readable``. While it follows a run it
-also renews the run's lease, as the leading agent does.
+During an outage of the store, the mirror keeps the last known values, and ``readable`` is false. Like the leading
+agent, the mirror renews the run's lease.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _log = logging.getLogger(__name__)
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 Reach = Callable[[], StoreSettings | Awaitable[StoreSettings]]
-"""Returns the settings of a store, perhaps asynchronously."""
+"""A function that returns the settings of a store, or an awaitable of them."""
 
 
 def store_at(endpoint: str) -> StoreSettings:
-    """Return the settings of the etcd at this endpoint, parsed as by an agent.
+    """Return the settings of the etcd at an endpoint, which is parsed as an agent parses it.
 
     Args:
-        endpoint: ``host[:port]``, several with commas, with or without ``http://`` or ``https://``.
+        endpoint: one or more ``host[:port]``, separated by commas; ``http://`` or ``https://`` may precede each.
 
     Raises:
         SettingsError: the endpoint is malformed.
@@ -43,8 +43,8 @@ def store_at(endpoint: str) -> StoreSettings:
 class StoreMirror:
     """The keys of one run.
 
-    It calls ``changed()`` when an attribute has changed, except for the history and a program's progress, and
-    ``away(message)`` when the store could not be reached, the connection broke, or its address is unknown.
+    It calls ``changed()`` after a change of an attribute other than ``history``, ``time_breakdown`` and the progress of
+    the program, and ``away(message)`` if the store cannot be reached, the connection breaks, or the address is unknown.
 
     Args:
         run_id: the run's id.
@@ -55,12 +55,12 @@ class StoreMirror:
     Attributes:
         readable: whether the following attributes are current.
         round: the current round.
-        outcome: the end of the run.
+        outcome: how the run ended; None if it has not.
         size: the desired size.
-        time_breakdown: the run's time breakdown; rewritten every few seconds, without a call of ``changed()``.
+        time_breakdown: the run's time breakdown, which the leader writes every few seconds.
         history: the run's rounds.
         nodes: the registered nodes by node id.
-        names: the pods of all nodes that were ever seen, by node id.
+        names: the names of the pods of all nodes that were ever registered, by node id.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StoreMirror:
         self._keys = protocol.RunKeys.of(run_id)
         self._changed = changed
         self._away = away
-        self._store: Store | None = None  # while it is connected; it may not answer
+        self._store: Store | None = None  # set while it is connected, even if it does not respond
         self.readable = False
         self.round: protocol.RoundRecord | None = None
         self.outcome: protocol.OutcomeRecord | None = None
@@ -90,8 +90,8 @@ class StoreMirror:
         """Follow the store until cancelled.
 
         Args:
-            settings: called before each attempt; may raise SettingsError or StoreError.
-            available: set while an attempt may succeed; None if that is unknown.
+            settings: called before each attempt to connect; may raise SettingsError or StoreError.
+            available: set while the store should be available; None if that is unknown.
         """
         task = asyncio.current_task()
         backoff = Backoff()
@@ -116,12 +116,12 @@ class StoreMirror:
                     self.readable = False
                     self._changed()
             if task is not None and task.cancelling():
-                # If a connection breaks at the moment of the cancellation, the task group reports only that.
+                # If the connection breaks during the cancellation, the task group reports only the broken connection.
                 raise asyncio.CancelledError
             await backoff.wait()
 
     async def write_size(self, size: protocol.SizeRecord) -> None:
-        """Write the desired size if the store is connected; if not, ``changed()`` is called when it can be read.
+        """Write the desired size if the store is connected; otherwise, ``changed()`` follows the next connection.
 
         Raises:
             StoreError: the store is unavailable, or refused the request.
@@ -130,12 +130,12 @@ class StoreMirror:
             await self._lease(self._store).put(self._keys.size, protocol.encode(size))
 
     async def forget_run(self) -> None:
-        """Delete the run's keys from a store that outlives it.
+        """Delete the run's keys from a store that outlives the run.
 
         Raises:
             StoreError: the store is unavailable, or refused the request.
         """
-        if (store := self._store) is not None:  # which may change at any await
+        if (store := self._store) is not None:  # the attribute may change at each await
             await self._lease(store).end()
             await store.delete_prefix(self._keys.root)
 
@@ -156,7 +156,7 @@ class StoreMirror:
     def _take(self, listing: Listing) -> None:
         if not self.nodes or self.outcome is not None:
             self.round = self.outcome = None
-        # Otherwise the store has lost the round, and its nodes are about to restore it.
+        # Otherwise the store has lost the round, and the nodes are about to restore it.
         self.size = self.time_breakdown = self.history = None
         self.nodes = {}
         for entry in listing.entries:
@@ -196,7 +196,7 @@ def _but_progress(node: protocol.NodeRecord) -> protocol.NodeRecord:
 
 
 def _record(entry: Entry | None, kind: type[_Record]) -> _Record | None:
-    """Return the record in an entry; None if there is no record, or a malformed one."""
+    """Return the record in an entry; None if the record is missing or malformed."""
     if entry is None:
         return None
     try:

@@ -268,7 +268,7 @@ async def test_a_chart_without_its_crd_link_is_reported(helm: Helm, own_chart: P
     (own_chart / "crd" / "elasticjob.yaml").write_text("../../crds/elasticjob.yaml")
     result = await helm("template", str(own_chart), "--kube-version=1.30.0", check=False)
     assert result.returncode != 0
-    assert "it is a symbolic link, which was lost on the way here. Use a packaged chart" in result.stderr
+    assert "it is a symbolic link that was lost during a copy. Use a packaged chart" in result.stderr
     assert await rendered(helm, "--set=crds.install=false", chart=own_chart)
 
 
@@ -280,7 +280,7 @@ async def test_a_chart_without_its_crd_link_is_reported(helm: Helm, own_chart: P
         ("podLabels.a=1", "/podLabels/a.*got number, want string"),
         ("logging.level=verbose", "/logging/level.*'debug', 'info', 'warning', 'error'"),
         ("replicas=2,leaderElection=false", "all copies would act at once: set leaderElection=true or replicas=1"),
-        ("serviceAccount.create=false", "serviceAccount.name must say which one the operator runs as"),
+        ("serviceAccount.create=false", "serviceAccount.name must name the one that the operator uses"),
     ],
 )
 async def test_invalid_values_are_refused_in_one_sentence(helm: Helm, setting: str, words: str) -> None:

@@ -155,7 +155,9 @@ async def test_a_pod_over_its_storage_limit_is_evicted_and_charged_unless_a_rule
     )
     if excludes:
         status = (
-            await user.wait_for_status("writes", lambda status: "no node takes it" in message_of(status, "Waiting"))
+            await user.wait_for_status(
+                "writes", lambda status: "it cannot be scheduled" in message_of(status, "Waiting")
+            )
         )["status"]
         assert status["excludedNodes"] == [NODE]
         assert has_no_charges(status), "the end of the pod itself is counted as well"
@@ -202,7 +204,7 @@ async def test_a_pod_rejected_by_its_node_is_created_again_with_backoff_and_with
         "forced", lambda status: "failed 2 times in a row" in message_of(status, "Waiting")
     )
     assert has_no_charges(job["status"])
-    assert re.search(rf"was turned away by its node\s+{NODE}: OutOfcpu", await user.events("forced"))
+    assert re.search(rf"was not admitted by its node\s+{NODE}: OutOfcpu", await user.events("forced"))
 
 
 # The node
@@ -276,7 +278,7 @@ async def test_pods_of_a_silent_node_are_replaced_without_a_charge(user: User) -
             # Its pods stay Terminating until their kubelet reports that they have ended.
             await user.wait(f"pod/{lost}", "jsonpath={.metadata.deletionTimestamp}")
             job = await user.wait_for_status(
-                "silent", lambda status: "no node takes it" in message_of(status, "Waiting")
+                "silent", lambda status: "it cannot be scheduled" in message_of(status, "Waiting")
             )
             assert len((await user.pods("silent")).keys() - {lost}) == 1
             assert (await user.get(f"pod/{lost}"))["status"]["phase"] == "Running", "the pod is reported as ended"

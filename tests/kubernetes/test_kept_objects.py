@@ -49,7 +49,7 @@ async def test_a_gang_scheduled_job_waits_for_the_pod_group_kind_and_follows_the
     store = {"endpoint": etcd.endpoint}
     await ns.apply(minReplicas=2, schedulingPolicy={"gang": gang}, etcd=store, template={})
     job = await ns.wait_for_job(lambda status: "PodGroup" in str(conditions(status).get("Waiting", {}).get("message")))
-    assert f"this cluster knows no PodGroup of {resource.group}" in message_of(job, "Waiting")
+    assert f"this cluster has no PodGroup of {resource.group}" in message_of(job, "Waiting")
     await ns.wait_for_event("ResourcesBlocked", resource.group, "install")
     assert await ns.wait_for_pods(0) == {}
 
@@ -64,7 +64,7 @@ async def test_a_gang_scheduled_job_waits_for_the_pod_group_kind_and_follows_the
                 marks.get("scheduling.x-k8s.io/pod-group"),
                 marks.get("scheduling.k8s.io/group-name"),
             )
-        asked = f"the scheduler {scheduler} has not looked at it yet; does it run?"
+        asked = f"the scheduler {scheduler} has not processed it yet; check that this scheduler runs"
         await ns.wait_for_job(lambda status: asked in str(conditions(status)["Waiting"]["message"]))
 
         await ns.api.patch(resource, ns.name, "digits", {"metadata": {"labels": {"mine": "yes"}}})

@@ -155,7 +155,7 @@ async def test_an_operator_without_list_permission_raises_an_alert(cluster_with_
         kubeconfig = await cluster_with_crd.kubeconfig_for(namespace, "nobody")
         async with OperatorProcess(tmp_path, kubeconfig, f"--namespace={namespace}", wait=False) as operator:
             await operator.wait_for_log(
-                "what exists cannot be listed: ", f":{namespace}:nobody", 'cannot list resource "'
+                "the objects cannot be listed: ", f":{namespace}:nobody", 'cannot list resource "'
             )
             prometheus.scrape([operator.address])
             [sample] = await prometheus.until("max(elastic_operator_leader)")

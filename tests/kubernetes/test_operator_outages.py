@@ -141,7 +141,7 @@ async def test_a_namespace_without_permissions_blocks_no_other(
         kubeconfig = await own_control_plane.kubeconfig_for(ns.name, "operator")
         flags = (f"--namespace={closed}", f"--namespace={ns.name}", "--no-leader-elect")
         async with OperatorProcess(tmp_path, kubeconfig, *flags) as operator:
-            await operator.wait_for_log(f"the namespace {closed} cannot be watched", "take it out of --namespace")
+            await operator.wait_for_log(f"the namespace {closed} cannot be watched", "remove it from --namespace")
             await ns.apply(replicas=1)
             await ns.wait_for_pods(1)
 

@@ -178,7 +178,7 @@ def test_max_restarts_flag_becomes_the_field() -> None:
 
 def test_flag_that_no_field_can_hold_is_rejected() -> None:
     problem = problem_of(ElasticJobSpec.of(archived("--max_restarts=many", "x.py")))
-    assert problem == "the flag --max_restarts in args is the operator's to set; use spec.maxRestarts instead"
+    assert problem == "the flag --max_restarts in args is reserved for the operator; use spec.maxRestarts instead"
 
 
 @pytest.mark.parametrize(

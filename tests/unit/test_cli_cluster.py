@@ -128,7 +128,7 @@ async def test_the_kubeconfig_is_found_as_kubectl_finds_it(
         (["get", "-n", "a/b"], "invalid namespace 'a/b'"),
         (["get", "-n", ""], "invalid namespace ''"),
         (["delete", "digits", "--no-wait"], "--no-wait is for jobs on a cluster"),
-        (["get", "-n", "team"], "there is no kubeconfig (~/.kube/config is not there); name one with --kubeconfig"),
+        (["get", "-n", "team"], "there is no kubeconfig (~/.kube/config does not exist); name one with --kubeconfig"),
         (["get", "--kubeconfig", "/no/such"], "there is no kubeconfig /no/such; check the path"),
     ],
 )
@@ -156,7 +156,7 @@ NO_PROGRAM = {"name": "u", "user": {"exec": {"command": "/no/such/program", "api
         ({"current-context": "b", "contexts": [CONTEXT]}, "Expected object with name b in"),
         ({**VALID, "clusters": []}, "Expected object with name c in"),
         ({**VALID, "contexts": [{"name": "a", "context": 5}]}, "cannot be used"),
-        ({**VALID, "clusters": [NO_CERTIFICATE]}, "the certificates of the kubeconfig cannot be used"),
+        ({**VALID, "clusters": [NO_CERTIFICATE]}, "the certificates for https://127.0.0.1:1 cannot be used"),
         ({**VALID, "users": [NO_PROGRAM]}, "gives no credentials: [Errno 2] No such file or directory: '/no/such/pro"),
     ],
 )

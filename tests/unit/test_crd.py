@@ -132,7 +132,7 @@ def test_the_local_check_supports_every_keyword_of_the_definition() -> None:
 
 def test_the_typed_spec_has_each_field_of_the_spec() -> None:
     typed = set(ElasticJobSpec.__struct_encode_fields__)
-    declared = FIELDS[".spec"]["properties"].keys() - {"rdzvEndpoint", "replicaSpecs", "RunPolicy"}
+    declared = FIELDS[".spec"]["properties"].keys() - {"managedBy", "rdzvEndpoint", "replicaSpecs", "RunPolicy"}
     assert declared == typed - {"firstReplicas", "objection"}
 
 
@@ -197,8 +197,8 @@ REFUSED: list[tuple[Any, str]] = [
         "metadata.name: this field is missing; it must be given",
     ),
     ({**job(), "metadata": []}, "metadata: [] is not of type 'object'"),
-    (named(""), "metadata.name: must begin with a small letter"),
-    (named("Digits"), "metadata.name: must begin with a small letter"),
+    (named(""), "metadata.name: must begin with a lowercase letter"),
+    (named("Digits"), "metadata.name: must begin with a lowercase letter"),
     (named("a", lables={}), "metadata.lables: there is no such field; did you mean labels?"),
     (named("a", labels={"x/y": 1}), "metadata.labels[x/y]: 1 is not a text; write it in quotes"),
     # Unknown fields
@@ -290,7 +290,7 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (
         archived(rdzvEndpoint="etcd:2379", etcd={"image": "i"}),
-        "spec.rdzvEndpoint: cannot be combined with etcd, which says the same; remove one of the two",
+        "spec.rdzvEndpoint: cannot be combined with etcd, which has the same meaning; remove one of the two",
     ),
     (archived(rdzvEndpoint="<your_etcd_endpoint>:<your_etcd_port>"), "spec.rdzvEndpoint: must be host:port, such as"),
     (

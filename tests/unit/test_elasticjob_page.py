@@ -136,6 +136,6 @@ def test_each_flag_that_only_the_operator_sets_is_refused() -> None:
     for flag in flags:
         words = (flag,) if flag == "--standalone" else (flag, "1")
         spec = ElasticJobSpec(min_replicas=1, max_replicas=1, image="i", args=(*words, "x.py"))
-        assert str(problem_of(spec)).startswith(f"the flag {flag} in args is the operator's to set")
+        assert str(problem_of(spec)).startswith(f"the flag {flag} in args is reserved for the operator")
     spec = ElasticJobSpec(min_replicas=1, max_replicas=1, image="i", args=("--tee", "3", "--log-dir=x", "x.py"))
     assert problem_of(spec) is None

@@ -100,8 +100,8 @@ async def test_a_secret_is_read_on_every_call(server: ObjectServer, stores: JobS
 @pytest.mark.parametrize(
     ("status", "kind", "words"),
     [
-        (404, StoreRefused, "there is no Secret hub in the namespace team, which spec.etcd.tlsSecret names: make it"),
-        (403, StoreRefused, "the right to get secrets there comes with the chart's value etcd.secretNamespaces"),
+        (404, StoreRefused, "the Secret hub of spec.etcd.tlsSecret does not exist in the namespace team: create it"),
+        (403, StoreRefused, "the chart grants this right in the namespaces of its value etcd.secretNamespaces"),
         (500, StoreUnavailable, "the Secret hub with the credentials for etcd cannot be read: .*words"),
     ],
 )

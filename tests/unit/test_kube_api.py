@@ -122,7 +122,7 @@ async def test_only_the_beginning_of_an_endless_error_body_is_read() -> None:
         ("the certificate of etcd at a:2379 cannot be trusted: self-signed certificate", "spec.etcd.tlsSecret"),
         ('pods "digits-etcd-5" is forbidden: exceeded quota: few.', "raise that quota"),
         ("failed quota: compute: must specify limits.cpu for: worker", "spec.template.spec.containers"),
-        ('violates PodSecurity "restricted:latest": runAsNonRoot != true', "say so in spec.template.spec"),
+        ('violates PodSecurity "restricted:latest": runAsNonRoot != true', "set it in spec.template.spec"),
     ],
 )
 def test_frequent_errors_get_a_hint(message: str, hint: str) -> None:

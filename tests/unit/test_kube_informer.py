@@ -194,7 +194,7 @@ async def test_pod_groups_that_have_gone_are_missed(server: Server, monkeypatch:
     [
         (("a",), 403, "is not for you; grant the operator its rights there"),
         (("a", "b"), 404, "this cluster does not know the ElasticJob: install the definition"),
-        (("a", "b"), 429, "what exists cannot be listed: the API server refused (429"),
+        (("a", "b"), 429, "the objects cannot be listed: the API server refused (429"),
     ],
 )
 async def test_if_nothing_can_be_listed_the_reason_is_logged_once(

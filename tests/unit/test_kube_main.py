@@ -74,9 +74,9 @@ def test_outside_of_a_pod_a_cluster_must_be_named(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("flag", "complaint"),
     [
-        ("--namespace=Team", "'Team' is not a valid namespace: small letters, digits and dashes, at most 63 of them"),
+        ("--namespace=Team", "'Team' is not a valid namespace: at most 63 lowercase letters, digits and dashes"),
         ("--agent-metrics-port=70000", "'70000' is not a valid port: a number from 0 to 65535"),
-        ("--lease-name=", "'' is not a valid name: small letters, digits, dashes and dots"),
+        ("--lease-name=", "'' is not a valid name: lowercase letters, digits, dashes and dots"),
         ("--listen=8080", "'8080' is not HOST:PORT, such as 0.0.0.0:8080 or [::]:8080"),
         ("--listen=::1:8080", "'::1:8080' is not HOST:PORT, such as 0.0.0.0:8080 or [::]:8080"),
         ("--log-level=loud", "invalid choice: 'loud'"),

@@ -164,7 +164,7 @@ LOST = ended(137, "The container could not be located", "ContainerStatusUnknown"
 @pytest.mark.parametrize(
     ("statuses", "more", "code", "last_line"),
     [
-        ([worker(ended(137, "step 7", "OOMKilled"))], {}, 137, "OOMKilled: it needed more memory than it may have"),
+        ([worker(ended(137, "step 7", "OOMKilled"))], {}, 137, "OOMKilled: it exceeded its memory limit"),
         ([worker(ended(137, "", "ContainerStatusUnknown"))], {}, None, "ContainerStatusUnknown"),
         ([], {"reason": "Evicted", "message": "low on memory. "}, None, "Evicted: low on memory."),
         (
@@ -346,15 +346,15 @@ def initialized(state: dict[str, Any], name: str = "fetch", **more: Any) -> dict
         (starting(), ""),
         (starting("PodInitializing"), ""),
         (an_object("Pending", worker({})), ""),
-        (unscheduled("Unschedulable", NO_GPU), f"no node takes it: {UNAVAILABLE}Insufficient nvidia.com/gpu."),
-        (unscheduled("SchedulingGated"), "no node takes it: SchedulingGated"),
+        (unscheduled("Unschedulable", NO_GPU), f"it cannot be scheduled: {UNAVAILABLE}Insufficient nvidia.com/gpu."),
+        (unscheduled("SchedulingGated"), "it cannot be scheduled: SchedulingGated"),
         (
             unscheduled("SchedulingGated", template=GATED),
-            "it may not be given to a node before its scheduling gates are lifted: team/quota, team/data",
+            "it is not scheduled before its scheduling gates are removed: team/quota, team/data",
         ),
         (
             without_node(an_object("Pending", conditions=[], template={"schedulerName": "volcano"})),
-            "the scheduler volcano has not looked at it yet; does it run?",
+            "the scheduler volcano has not processed it yet; check that this scheduler runs",
         ),
         (without_node(an_object("Pending", conditions=[], template={"schedulerName": "default-scheduler"})), ""),
         (starting(template={"schedulerName": "volcano"}), ""),
@@ -416,7 +416,7 @@ def test_an_image_without_the_agent_is_incompatible(obj: dict[str, Any]) -> None
     assert incompatible_image is not None
     assert incompatible_image.reason is Reason.NO_AGENT
     assert incompatible_image.message == (
-        "the image team/train:1 has no torchelastic-run, with which every worker pod starts: install the agent in it, "
+        "the image team/train:1 has no torchelastic-run, which every worker pod runs: install the agent in it, "
         "as docs/own-image.md shows, or name an image that has it"
     )
 
@@ -446,8 +446,7 @@ def test_an_agent_of_another_protocol_version_is_incompatible(message: str) -> N
     assert incompatible_image.reason is Reason.PROTOCOL_MISMATCH
     assert incompatible_image.message == (
         "the agent in the image team/train:1 speaks version 7 of the protocol between operator and agents, and this "
-        f"operator version {PROTOCOL_VERSION}: use an image with the agent of the operator's release, or the operator "
-        "of the agent's"
+        f"operator version {PROTOCOL_VERSION}: use an agent and an operator of the same release"
     )
 
 
@@ -530,7 +529,7 @@ def test_a_job_is_read_with_its_status() -> None:
     ],
 )
 def test_a_job_of_another_definition_is_refused(spec: Any) -> None:
-    with pytest.raises(BadInput, match="the spec of the job digits is not as this operator's definition has it"):
+    with pytest.raises(BadInput, match="the spec of the job digits does not match this operator's definition"):
         job_of({**a_stored_job(), "spec": spec})
 
 

@@ -66,7 +66,7 @@ async def test_a_later_report_is_merged_with_the_one_that_exists(server: ObjectS
 
 async def test_a_config_map_of_another_owner_is_not_changed(server: ObjectServer, api: Api) -> None:
     server.put(CONFIG_MAPS, REPORT, data={"mine": "1"})
-    with pytest.raises(Blocked, match=f"a ConfigMap called {REPORT} is there that does not belong to this job"):
+    with pytest.raises(Blocked, match=f"a ConfigMap named {REPORT} exists and does not belong to this job"):
         await store_report(api, a_report(1))
     assert server.get(CONFIG_MAPS, REPORT)["data"] == {"mine": "1"}
 
@@ -121,7 +121,7 @@ async def test_a_job_whose_report_is_rejected_finishes_with_an_event(
     await cluster.wait_for(lambda: cluster.server.count_requests("DELETE", DEPLOYMENTS) == 1)
     await cluster.wait_for(lambda: len(cluster.events("ReportNotKept")) == 1)
     message = cluster.events("ReportNotKept")[0]
-    assert message.startswith(f"what is known of its run cannot be kept in the ConfigMap {REPORT}: ")
+    assert message.startswith(f"the report of its run cannot be written to the ConfigMap {REPORT}: ")
     assert words in message
     assert cluster.status["state"] == "Succeeded"
     await cluster.reconcile()

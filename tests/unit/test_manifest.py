@@ -61,7 +61,7 @@ def test_every_field_reaches_the_typed_form() -> None:
     assert spec.command == ("python", "-m", "training")
     assert spec.env[0] == {"name": "LEARNING_RATE", "value": "0.1"}
     assert (spec.nproc_per_node, spec.max_restarts, spec.backoff_limit) == ("gpu", 7, 5)
-    assert (spec.suspend, spec.managed_by) == (True, "kueue.x-k8s.io/multikueue")
+    assert spec.suspend
     assert (spec.active_deadline, spec.ttl_after_finished, spec.clean_pod_policy) == (86400, 3600, "All")
     assert spec.failure_policy.rules == (
         FailureRule(FailureAction.FAIL_JOB, exit_codes=ExitCodes(frozenset({2, 64}), "In")),

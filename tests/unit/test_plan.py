@@ -150,9 +150,9 @@ def test_new_pods_get_a_resume_record_if_no_pod_is_left() -> None:
 
 def test_etcd_error_is_reported() -> None:
     job = that_trained(a_job(replicas=1))
-    world = a_world(store_read=False, etcd_error="its etcd does not serve yet: no node takes it")
+    world = a_world(store_read=False, etcd_error="its etcd does not serve yet: it cannot be scheduled")
     waiting = condition(plan(job, world, NOW).status, ConditionType.WAITING)
-    assert waiting.message.endswith("its etcd does not serve yet: no node takes it")
+    assert waiting.message.endswith("its etcd does not serve yet: it cannot be scheduled")
 
 
 def test_completion_time_in_the_future_delays_nothing() -> None:
@@ -173,8 +173,7 @@ def test_exceeded_backoff_limit_fails_the_job() -> None:
     failed = condition(made.status, ConditionType.FAILED)
     assert failed.reason == Reason.POD_FAILURES
     assert failed.message == (
-        "4 pods died by themselves, and backoffLimit allows 3; "
-        f"the last was {died(1).name}, which was killed by SIGSEGV"
+        f"4 pods failed, and backoffLimit allows 3; the last was {died(1).name}, which was killed by SIGSEGV"
     )
     assert [pod.name for pod in made.remove] == [running(0).name]
     assert made.create == ()
@@ -411,7 +410,7 @@ def test_events_of_ended_pods_name_the_successor() -> None:
     ("dead", "how"),
     [
         (died(1, 1, message="Traceback\n  …\nKeyError: 'x'\n"), "exited with code 1: KeyError: 'x'"),
-        (died(1, None), "came to an unknown end"),
+        (died(1, None), "ended for an unknown reason"),
     ],
 )
 def test_event_says_how_a_pod_died(dead: Pod, how: str) -> None:

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_operator.api.spec import (
-    MANAGER,
     CleanPodPolicy,
     ElasticJobSpec,
     FailureAction,
@@ -73,7 +72,6 @@ SPECS = st.builds(
     replicas=st.none() | NUMBERS,
     backoff_limit=NUMBERS,
     suspend=st.booleans(),
-    managed_by=st.sampled_from([MANAGER, MANAGER, MANAGER, "kueue.x-k8s.io/multikueue"]),
     active_deadline=st.none() | NUMBERS,
     ttl_after_finished=st.none() | NUMBERS,
     clean_pod_policy=st.sampled_from(CleanPodPolicy),

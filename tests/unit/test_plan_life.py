@@ -106,8 +106,7 @@ def test_restarted_operator_reads_the_store_before_it_creates_pods() -> None:
     waits = plan(job, a_world(store_read=False), NOW)
     assert waits.create == ()
     assert condition(waits.status, ConditionType.WAITING).message == (
-        "whether pods existed and the run has ended is unknown until the store is read; no pod is started until it can "
-        "be read"
+        "whether the run has ended is not known while the store cannot be read; no pod is started until it can be read"
     )
     ended = plan(job, a_world(outcome=success()), NOW).status
     assert ended.state is JobState.SUCCEEDED
@@ -228,7 +227,7 @@ def test_events_name_the_termination_cause() -> None:
         ),
         (
             Reason.POD_DISRUPTED,
-            f"{pods[4].name} was turned away by its node node-7: the resource cpu is short; a new pod takes its place",
+            f"{pods[4].name} was not admitted by its node node-7: the resource cpu is short; a new pod takes its place",
         ),
     }
     assert made.status.pod_failures == 1
@@ -248,7 +247,7 @@ def test_failure_policy_is_named_in_messages() -> None:
 
     fails = (on_disruption(FailureAction.IGNORE), on_reasons(FailureAction.FAIL_JOB, "OOMKilled"))
     made = plan(that_trained(a_job(failure_rules=fails)), a_world(running(0), out_of_memory(1)), NOW)
-    why = f"{out_of_memory(1).name} ran out of memory, and spec.failurePolicy.rules[1] fails the job then"
+    why = f"{out_of_memory(1).name} ran out of memory, and spec.failurePolicy.rules[1] fails the job"
     assert condition(made.status, ConditionType.FAILED).message == why
     assert messages_of(made) == {Reason.FAILED: f"failed: {why}"}
 
@@ -336,6 +335,6 @@ def test_forbidden_store_and_enough_pods_count_as_running() -> None:
 
     assert (status.state, status.started, status.world_size) == (JobState.RUNNING, NOW, 0)
     known = condition(status, ConditionType.RUNNING)
-    assert (known.status, known.message) == (True, "enough pods are ready; they know the round")
+    assert (known.status, known.message) == (True, "enough pods are ready; the operator cannot read the round")
     unreachable = condition(status, ConditionType.STORE_UNREACHABLE)
     assert (unreachable.status, unreachable.reason) == (True, Reason.NOT_ALLOWED)

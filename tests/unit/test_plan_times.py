@@ -290,4 +290,3 @@ def test_deleted_job_has_no_report() -> None:
     at_once = plan(with_spec_applied(a_job(ttl_after_finished=0)), world, NOW)
     assert (at_once.delete_job, at_once.report) == (True, None)
     assert plan(with_spec_applied(a_job(deleting=True)), world, NOW).report is None
-    assert plan(with_spec_applied(a_job(managed_by="somebody.else/x")), world, NOW).report is None

@@ -197,38 +197,38 @@ def test_template_may_be_empty_or_repeat_the_operators_values(shape: dict[str, o
         ),
         (
             {"env": ({"name": "PET_MAX_RESTARTS", "value": "1"},)},
-            "the environment variable PET_MAX_RESTARTS is the operator's to set; use spec.maxRestarts instead",
+            "the environment variable PET_MAX_RESTARTS is reserved for the operator; use spec.maxRestarts instead",
         ),
         (
             {"env": ({"name": "TORCHELASTIC_SIZE", "value": "1"},)},
-            "the environment variable TORCHELASTIC_SIZE is the operator's to set; remove it",
+            "the environment variable TORCHELASTIC_SIZE is reserved for the operator; remove it",
         ),
         (
             {"env": ({"name": "PET_RDZV_BACKEND", "value": "etcd-v2"},)},
-            "the environment variable PET_RDZV_BACKEND is the operator's to set; remove it",
+            "the environment variable PET_RDZV_BACKEND is reserved for the operator; remove it",
         ),
         (
             {"args": ("--max-restarts=3", "x.py")},
-            "the flag --max-restarts in args is the operator's to set; use spec.maxRestarts instead",
+            "the flag --max-restarts in args is reserved for the operator; use spec.maxRestarts instead",
         ),
         (
             {"template": template(image="i", args=["--tee", "3", "--rdzv_endpoint", "other:2379", "x.py"])},
-            "the flag --rdzv_endpoint in args is the operator's to set; use spec.etcd instead",
+            "the flag --rdzv_endpoint in args is reserved for the operator; use spec.etcd instead",
         ),
         (
             {"args": ("--nnode=2", "x.py")},
-            "the flag --nnode in args is the operator's to set; use spec.minReplicas and spec.maxReplicas instead",
+            "the flag --nnode in args is reserved for the operator; use spec.minReplicas and spec.maxReplicas instead",
         ),
         (
             {"args": ("--no-py", "--max-rest", "3", "./x")},
-            "the flag --max-rest in args is the operator's to set; use spec.maxRestarts instead",
+            "the flag --max-rest in args is reserved for the operator; use spec.maxRestarts instead",
         ),
         (
             {"args": ("-m", "--metrics-port=1", "x")},
-            "the flag --metrics-port in args is the operator's to set; use spec.metricsPort instead",
+            "the flag --metrics-port in args is reserved for the operator; use spec.metricsPort instead",
         ),
         *(
-            ({"args": (flag, *value, "x.py")}, f"the flag {flag} in args is the operator's to set; remove it")
+            ({"args": (flag, *value, "x.py")}, f"the flag {flag} in args is reserved for the operator; remove it")
             for flag, *value in (
                 ("--rdzv-id", "mine"),
                 ("--rdzv_backend", "etcd-v2"),
@@ -284,7 +284,7 @@ def test_invalid_spec_is_rejected(fields: dict[str, object], words: str) -> None
 def test_command_that_starts_a_launcher_is_rejected(command: tuple[str, ...]) -> None:
     for fields in ({"command": command}, {"template": template(image="i", command=[*command])}):
         assert str(problem_of(a_job(**fields).spec)).startswith(
-            f'the command "{command[0]}" starts a launcher such as torchrun, but each pod is the launcher itself'
+            f'the command "{command[0]}" starts a launcher such as torchrun, but each pod runs the launcher itself'
         )
     for args in (command, ("--tee=3", "--no-python", "--", *command), ("-m", "torch.distributed.run", "x.py")):
         assert str(problem_of(a_job(args=args).spec)).startswith("the program in args starts a launcher, but each pod")
@@ -371,10 +371,10 @@ def test_references_are_resolved_as_by_a_kubelet() -> None:
     ("fields", "words"),
     [
         *(
-            ({"args": (flag, "x.py")}, f"the flag {flag} in args makes the agent print something and end; remove it")
+            ({"args": (flag, "x.py")}, f"the flag {flag} in args makes the agent print a text and exit; remove it")
             for flag in ("--help", "--version", "-h")
         ),
-        ({"args": tuple(["x" * 100_000] * 6)}, "the spec has more than 512 KiB"),
+        ({"args": tuple(["x" * 100_000] * 6)}, "the spec is larger than 512 KiB"),
         *(
             ({"checkpoint": CheckpointSpec(volume)}, "which is not a source of a volume")
             for volume in ({"persistentVolumeClaim": None}, {"name": "x"}, {"hostPath": "/x"})

@@ -99,7 +99,7 @@ def test_missing_status_fields_have_defaults_and_unknown_ones_are_ignored(docume
     ],
 )
 def test_foreign_status_is_rejected(document: dict[str, object]) -> None:
-    with pytest.raises(BadInput, match="is not one that this operator writes"):
+    with pytest.raises(BadInput, match="does not have the form that this operator writes"):
         status_from_json(document)
 
 

@@ -132,7 +132,7 @@ def from_json(document: object, kind: type[_T]) -> _T:
     """Return the record in a document.
 
     Raises:
-        BadInput: the document is not one that :func:`to_json` makes.
+        BadInput: the document does not have the form that :func:`to_json` writes.
     """
     try:
         return msgspec.convert(_read(document), kind)
@@ -141,16 +141,12 @@ def from_json(document: object, kind: type[_T]) -> _T:
 
 
 def rfc3339(seconds: float) -> str:
-    """Format a time in whole seconds, rounded down, and clamped to the range of a calendar.
-
-    Args:
-        seconds: the seconds since the Unix epoch.
-    """
+    """Format seconds since the Unix epoch as whole seconds, rounded down and clamped to the years 1970 to 9999."""
     return f"{_EPOCH + timedelta(seconds=math.floor(_clamped(seconds))):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def moment(seconds: float) -> str:
-    """Format a time in milliseconds, clamped to the range of a calendar."""
+    """Format seconds since the Unix epoch as milliseconds, clamped to the years 1970 to 9999."""
     time = _EPOCH + timedelta(milliseconds=round(_clamped(seconds) * 1000))
     return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
@@ -182,12 +178,7 @@ def _camel(name: str) -> str:
 
 
 def _read(value: object, key: str = "") -> object:
-    """Convert a value of a document to the value of its field.
-
-    Args:
-        value: the value.
-        key: its key; empty for an item of a list.
-    """
+    """Convert a value of a document to the value of its field; an item of a list has the key of the list."""
     if key in _VERBATIM:
         return value
     if isinstance(value, list):

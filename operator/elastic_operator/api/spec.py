@@ -1,21 +1,21 @@
 """The spec of an ElasticJob: typed, with every default filled in.
 
-The CRD (crds/elasticjob.yaml) defines what is allowed. These structs decode a manifest that has passed it.
+The CRD (crds/elasticjob.yaml) defines what is allowed. These structs decode a manifest that is valid.
 :class:`AppliedSpec` is the part that a job's pods are made from; ``status.appliedSpec`` keeps a copy of it.
 
-The rules for a command line are the same for torchrun and ``torchelastic-run``. The agent checks the flags; the
-operator only has to know which ones are given, to reject those that only it may set.
+torchrun and ``torchelastic-run`` parse a command line by the same rules. The agent checks the flags. The operator only
+determines which flags are given, and rejects those that are reserved for it.
 
 The first controller, of the same group and version, was archived in 2022; its manifests have ``rdzvEndpoint`` and
-``replicaSpecs.Worker``. The CRD accepts both forms, but not a mixture. The conversion:
+``replicaSpecs.Worker``. The CRD accepts both forms, but not a mixture. :func:`modern` converts such manifests:
 
 * A pod ran the image's launcher with the controller's flags and the container's ``args``, which begin with more flags
-  of the launcher (``--nproc_per_node=1``). The operator sets the launcher and those flags now, so they are removed, and
+  of the launcher (``--nproc_per_node=1``). The operator now sets the launcher and those flags, so they are removed, and
   so is a ``command`` that is a launcher. Any other command starts a launcher in its own way and is rejected.
-* Flags that have a field in today's spec become that field.
+* A flag that corresponds to a field of the current spec becomes that field.
 * The container may have any name.
-* Names and restart policies inside the template had no effect, and neither does the template's ``kind``.
-* ``replicas`` was the number of pods, and the default of each bound. (The default of the lower bound is 1 here.)
+* Names and restart policies inside the template, and its ``kind``, had no effect and are ignored.
+* ``replicas`` was the number of pods, and the default of each bound. (The default of the lower bound is now 1.)
 * With ``restartPolicy: Never`` the job failed when a pod did; otherwise the pod was replaced.
 """
 
@@ -40,7 +40,7 @@ KIND: Final = "ElasticJob"
 Json = Mapping[str, Any]
 
 WORKER: Final = "worker"
-"""The name of the job's own container in today's template."""
+"""The name of the job's own container in the template."""
 
 MANAGER: Final = f"{GROUP}/elastic-operator"
 """The value of ``spec.managedBy`` for jobs of this operator, and its default."""
@@ -54,7 +54,7 @@ class CleanPodPolicy(enum.StrEnum):
 
     ALL = "All"
     RUNNING = "Running"
-    """Those in which a container still runs; the others stay for their logs."""
+    """The pods in which a container still runs; the others are kept for their logs."""
     NONE = "None"
 
 
@@ -104,7 +104,7 @@ class FailureRule(_Part, frozen=True):
         exit_codes: exit codes of worker programs. The agents apply this.
         pod_reasons: reasons for which pods end, such as OOMKilled or Evicted. The operator applies this.
         pod_conditions: conditions of pods that end. The operator applies this.
-        exclude_node: whether later pods keep away from the failed pod's node.
+        exclude_node: whether later pods avoid the failed pod's node.
     """
 
     action: FailureAction
@@ -179,19 +179,19 @@ class EtcdSpec(_Part, frozen=True):
 
 
 class CheckpointSpec(_Part, frozen=True):
-    """The volume for the program's checkpoints: any volume source; None for an emptyDir, lost with its pod."""
+    """The volume for the program's checkpoints: any volume source; None for an emptyDir, deleted with its pod."""
 
     volume: dict[str, Any] | None = None
 
 
 class AppliedSpec(_Part, frozen=True, kw_only=True):
-    """The part of the spec from which pods are made. A change takes effect when the job is suspended and resumed.
+    """The part of the spec from which pods are created. A change takes effect when the job is suspended and resumed.
 
     Attributes:
         image: the image of the worker container; None if the template names it.
         command: the program of each worker; empty to pass ``args`` to torchelastic-run.
         args: see ``command``.
-        env: more environment variables, each as in a container's spec.
+        env: additional environment variables, each as in a container's spec.
         nproc_per_node: workers in each pod: a number, or "auto", "cpu", "gpu".
         failure_policy: the rules for failures.
         scheduling: how the pods are scheduled.
@@ -230,8 +230,7 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
         first_replicas: the number to begin with, from a manifest of the first controller; None for the maximum.
         max_restarts: the maximum number of worker failures in the whole job.
         backoff_limit: the maximum number of failed pods.
-        suspend: whether the job has no pods until this is false again.
-        managed_by: the controller that is responsible for the job.
+        suspend: whether the job is suspended, so that it has no pods.
         active_deadline: the maximum number of seconds that it runs, from its start or last resumption.
         ttl_after_finished: seconds from the end of the job to its deletion; None to keep it.
         clean_pod_policy: which pods of the finished job are deleted.
@@ -246,7 +245,6 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
     max_restarts: int = 100
     backoff_limit: int = 100
     suspend: bool = False
-    managed_by: str = MANAGER
     active_deadline: int | None = msgspec.field(default=None, name="activeDeadlineSeconds")
     ttl_after_finished: int | None = msgspec.field(default=None, name="ttlSecondsAfterFinished")
     clean_pod_policy: CleanPodPolicy = CleanPodPolicy.RUNNING
@@ -255,22 +253,22 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, spec: Json) -> Self:
-        """Decode a ``spec``, of today's form or the first controller's, that has passed the CRD's validation.
+        """Decode a valid ``spec`` of the current form or of the first controller's.
 
         Raises:
             msgspec.ValidationError: a value has another type than the CRD allows.
         """
-        today = {key: value for key, value in modern(spec).items() if value is not None}
-        if "maxRestarts" in today:
-            today = {"backoffLimit": today["maxRestarts"], **today}
+        current = {key: value for key, value in modern(spec).items() if value is not None}
+        if "maxRestarts" in current:
+            current = {"backoffLimit": current["maxRestarts"], **current}
         for key in ("command", "args", "env", "etcd", "checkpoint", "rendezvous", "schedulingPolicy", "failurePolicy"):
-            if isinstance(value := today.get(key), dict):
-                today[key] = {name: inner for name, inner in value.items() if inner is not None}
+            if isinstance(value := current.get(key), dict):
+                current[key] = {name: inner for name, inner in value.items() if inner is not None}
         replicas = spec.get("replicas")
         return msgspec.structs.replace(
-            msgspec.convert(today, cls),
+            msgspec.convert(current, cls),
             replicas=replicas,
-            first_replicas=today.get("replicas") if replicas is None else None,
+            first_replicas=current.get("replicas") if replicas is None else None,
         )
 
     @property
@@ -281,7 +279,7 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
 
     @property
     def applied(self) -> AppliedSpec:
-        """The part from which pods are made."""
+        """The part from which pods are created."""
         return AppliedSpec(**{name: getattr(self, name) for name in AppliedSpec.__struct_fields__})
 
     def with_applied(self, applied: AppliedSpec | None) -> Self:
@@ -303,7 +301,7 @@ def worker_container(spec: AppliedSpec) -> Json:
 
 
 def mounted_folders(container: Json) -> frozenset[str]:
-    """Return the folders of a container with volumes."""
+    """Return the folders of a container on which volumes are mounted."""
     paths = (mount.get("mountPath") for mount in mappings(container, "volumeMounts"))
     return frozenset(posixpath.normpath(path) for path in paths if isinstance(path, str) and path)
 
@@ -329,7 +327,7 @@ def changed_fields(spec: ElasticJobSpec, applied: AppliedSpec) -> tuple[str, ...
 
 
 _FORMER_WORKER: Final = "elasticjob-worker"
-"""Its name in the first controller's examples."""
+"""The name of the job's own container in the first controller's examples."""
 
 _ARCHIVED: Final = ("rdzvEndpoint", "replicaSpecs", "RunPolicy")
 _POLICIES: Final = ("cleanPodPolicy", "ttlSecondsAfterFinished", "activeDeadlineSeconds", "backoffLimit")
@@ -355,21 +353,21 @@ _FIELDS: Final = {"nproc-per-node": "nprocPerNode", "max-restarts": "maxRestarts
 
 
 def modern(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a spec that has passed the CRD's validation in today's form; unchanged if it has that form already.
+    """Convert a valid spec to the current form; return it unchanged if it already has that form.
 
     If the spec is not supported, the field ``objection`` says why, in a sentence.
     """
     if "replicaSpecs" not in spec:
         return spec
     worker = mapping(spec, "replicaSpecs", "Worker")
-    today = {key: value for key, value in spec.items() if key not in _ARCHIVED}
-    today |= {key: value for key, value in mapping(spec, "RunPolicy").items() if key in _POLICIES}
+    current = {key: value for key, value in spec.items() if key not in _ARCHIVED}
+    current |= {key: value for key, value in mapping(spec, "RunPolicy").items() if key in _POLICIES}
     if endpoint := text(spec, "rdzvEndpoint"):
-        today["etcd"] = {"endpoint": endpoint}
+        current["etcd"] = {"endpoint": endpoint}
     if (replicas := integer(worker, "replicas")) is not None:
-        today = {"replicas": replicas, "maxReplicas": replicas, **today}
+        current = {"replicas": replicas, "maxReplicas": replicas, **current}
     if text(worker, "restartPolicy") == "Never":
-        today = {"backoffLimit": 0, **today}
+        current = {"backoffLimit": 0, **current}
     template = mapping(worker, "template")
     metadata = {key: value for key, value in mapping(template, "metadata").items() if key not in _WITHOUT_EFFECT}
     pod = {key: value for key, value in mapping(template, "spec").items() if key != "restartPolicy"}
@@ -378,23 +376,23 @@ def modern(spec: Mapping[str, Any]) -> Mapping[str, Any]:
         own = named.get(WORKER) or named.get(_FORMER_WORKER) or containers[0]
         container, fields = _of_launcher(own)
         pod["containers"] = [container if each is own else each for each in containers]
-        today |= fields
-    today["template"] = {"metadata": metadata, "spec": pod} if metadata else {"spec": pod}
-    return today
+        current |= fields
+    current["template"] = {"metadata": metadata, "spec": pod} if metadata else {"spec": pod}
+    return current
 
 
 def _of_launcher(own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the job's own container in today's form, and the spec's fields for its flags, or an objection."""
-    today = {**own, "name": WORKER}
+    """Return the job's own container in the current form, and the spec's fields for its flags, or an objection."""
+    current = {**own, "name": WORKER}
     command, args = ([str(word) for word in listing(own, key)] for key in ("command", "args"))
     before = after_launcher(command) if command else ()
     if before is None:
-        return today, {
+        return current, {
             "objection": f"the container {text(own, 'name')} of spec.replicaSpecs.Worker has the command "
-            f"{shown(command)}, which got the launcher's flags from the first controller; here each pod is the "
-            "launcher itself: remove the command, and name the program in args"
+            f"{shown(command)}, to which the first controller passed the launcher's flags; here each pod runs "
+            "the launcher itself: remove the command, and name the program in args"
         }
-    today.pop("command", None)
+    current.pop("command", None)
     words = [*before, *args]
     kept: list[str] = []
     fields: dict[str, Any] = {}
@@ -407,13 +405,11 @@ def _of_launcher(own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
             fields["nprocPerNode"] = flag.value
         elif flag.name not in _OPERATORS:
             kept += flag.words
-    return {**today, "args": [*kept, *words[seen:]]}, fields
+    return {**current, "args": [*kept, *words[seen:]]}, fields
 
 
 _SWITCHES: Final = frozenset({"m", "module", "no-python", "run-path", "standalone", "use-env"})
 """Flags without a value."""
-
-_OLD_NAMES: Final = {"nnode": "nnodes"}
 
 _KNOWN: Final = (
     _SWITCHES
@@ -421,10 +417,10 @@ _KNOWN: Final = (
     | _FIELDS.keys()
     | {"help", "metrics-port", "node-name", "notice", "stop-grace", "termination-log", "version"}
 )
-"""Flags that the operator looks for. Launchers accept each unambiguous beginning of a flag."""
+"""Flags that the operator looks for. Launchers accept each unambiguous prefix of a flag."""
 
 _LONGEST_START: Final = 8
-"""Number of words of a command that are searched for a launcher."""
+"""Number of words at the start of a command in which a launcher is searched."""
 
 _LAUNCHER_MODULES: Final = frozenset(
     {"torch.distributed.launch", "torch.distributed.run", "torchelastic.distributed.launch", "torchelastic.run"}
@@ -435,15 +431,15 @@ _LAUNCHER: Final = re.compile(
 )
 _SHELLS: Final = frozenset({"ash", "bash", "dash", "ksh", "sh", "zsh"})
 _SCRIPT_FLAG: Final = re.compile(r"-[A-Za-z]*c")
-"""A shell's flags in one word, the last of which is followed by a script."""
-_COMMANDS: Final = re.compile(r"[;&|\n]|(?<!\$)[({]")  # a command in $( ) is run for its output; it does not train
-"""What separates the commands of a script, approximately: quotes and escapes are not interpreted."""
+"""One word with a shell's flags, of which the last is -c; the script follows it."""
+_COMMANDS: Final = re.compile(r"[;&|\n]|(?<!\$)[({]")  # a command in $( ) only produces output
+"""A separator between the commands of a script. Quotes and escapes are not interpreted."""
 
 _STARTS_LAUNCHER: Final = re.compile(
     r"\s*(?:(?:!|do|else|exec|if|nohup|then|time|while)\s+|[A-Za-z_]\w*=\S*\s+)*"
     rf"{_LAUNCHER.pattern}(?:\s|$)"
 )
-"""A launcher at the start of a command. Scripts may be long, so nothing here may take more than linear time."""
+"""A launcher at the start of a command. Scripts may be long, so the match must take linear time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,8 +447,7 @@ class LauncherFlag:
     """A flag before the program.
 
     Attributes:
-        name: without leading dashes, and with inner dashes: nproc-per-node, m; the whole and current name of a
-            flag that is shortened or was renamed.
+        name: the full name with inner dashes and without leading ones: nproc-per-node, m.
         value: the value; empty for a switch, or if it is missing.
         words: the words as given, one or two.
     """
@@ -470,7 +465,6 @@ def launcher_flags(words: Sequence[str]) -> Iterator[LauncherFlag]:
         long = word.startswith("--")
         written, equals, value = word.partition("=") if long else (word[:2], word[2:], word[2:].removeprefix("="))
         name = written.lstrip("-").replace("_", "-")
-        name = _OLD_NAMES.get(name, name)
         if long and name not in _KNOWN:
             begun = [known for known in _KNOWN if known.startswith(name)]
             name = begun[0] if len(begun) == 1 else name

@@ -35,8 +35,6 @@ from torchelastic.protocol import HISTORY_LIMIT, HistoryRecord, OutcomeRecord, T
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from elastic_operator.api.spec import Json
-
 REPORT_KEY: Final = "report.json"
 """The key in the ConfigMap, and the name of the file."""
 
@@ -45,7 +43,7 @@ REPORT_LIMIT: Final = 900_000
 
 _LONGEST_TEXT: Final = 16384
 _SHORTEST_TEXT: Final = 256
-"""Characters with which the rounds of the longest history fit into a ConfigMap."""
+"""Maximum length of each text with which the longest history fits into a ConfigMap."""
 _OF_JOB: Final = ("namespace", "name", "uid", "created", "completed", "state", "message")
 
 
@@ -116,14 +114,14 @@ class JobStatus:
     Attributes:
         state: one word.
         observed_generation: the generation of the spec that this status describes.
-        replicas: worker pods that neither have ended nor terminate, once the plan with this status is carried out.
+        replicas: the number of worker pods that have not ended and do not terminate, after the plan is carried out.
         ready_replicas: the number of ready pods among these.
         desired: the desired number of pods.
         round: the number of the current round.
         world_size: the number of workers in the current round.
-        restarts: failures of workers charged so far.
-        uncharged_restarts: restarts of workers for other reasons: membership changes, ignored failures.
-        pod_failures: pods that failed and are charged so far.
+        restarts: the number of worker failures that were charged.
+        uncharged_restarts: the number of other restarts of workers: membership changes, ignored failures.
+        pod_failures: the number of pod failures that were charged.
         counted_pod_uids: UIDs of ended or terminating pods that are already counted or ignored.
         size_generation: the generation of the last size that the agents received; 0 before the first pod was seen, and
             while the job is suspended.
@@ -132,7 +130,7 @@ class JobStatus:
         completed: when the job finished.
         last_failure: the last failure; None if there was none.
         excluded_nodes: nodes on which later pods are not scheduled.
-        applied_spec: the part of the spec that its pods are made from, as of its start or last resumption; None before
+        applied_spec: the spec from which its pods are created, as of its start or last resumption; None before
             it has pods, and once it is suspended and the last pod has ended.
         time_breakdown: the job's time breakdown up to its last suspension, resumption or end; None if unknown.
         conditions: the conditions by type.
@@ -166,12 +164,12 @@ class JobStatus:
 
     @property
     def suspended(self) -> bool:
-        """Whether the job's pods were all gone after a suspension, and it was not resumed since."""
+        """Whether the job is suspended and all its pods are gone."""
         return self.state is JobState.SUSPENDED and self.holds("Suspended")
 
     @property
     def ready(self) -> str:
-        """The ready pods of the desired ones: 2/3."""
+        """The number of ready pods and of desired pods: 2/3."""
         return f"{self.ready_replicas}/{self.desired}"
 
     @property
@@ -208,7 +206,7 @@ def status_from_json(document: Mapping[str, Any] | None) -> JobStatus:
     """Return the status of an object; an empty one if it has none yet.
 
     Raises:
-        BadInput: the operator did not write it; ignoring it would lose its counters.
+        BadInput: the status is malformed; it is not ignored, because its counters would be lost.
     """
     read = dict(document or {})
     if isinstance(conditions := read.get("conditions"), list):
@@ -218,7 +216,7 @@ def status_from_json(document: Mapping[str, Any] | None) -> JobStatus:
     try:
         return from_json(read, JobStatus)
     except BadInput as error:
-        raise BadInput(f"the job's status is not one that this operator writes: {error}") from None
+        raise BadInput(f"the job's status does not have the form that this operator writes: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,16 +250,19 @@ class Report:
     rested: tuple[float, ...] = ()
 
 
-def encode_report(report: Report, limit: int = REPORT_LIMIT) -> bytes:
-    """Return the report as text of at most ``limit`` bytes; its sentences are shortened if necessary."""
+def encode_report(report: Report) -> bytes:
+    """Return the report as text of at most :data:`REPORT_LIMIT` bytes; its messages are shortened if necessary."""
     whole = to_json(report)
     job = {key: whole.pop(key) for key in _OF_JOB if key in whole}
     history = whole.pop("history")
     document = {"job": job, **whole, "rounds": history["rounds"], "omitted": report.history.omitted}
     longest = _LONGEST_TEXT
-    while len(text := _text_of(document, longest)) > limit and longest > _SHORTEST_TEXT:
+    while True:
+        text = json.dumps(_shortened(document, longest), ensure_ascii=False, indent=1)
+        encoded = text.encode(errors="replace")  # a lone surrogate in a program's message becomes a question mark
+        if len(encoded) <= REPORT_LIMIT or longest <= _SHORTEST_TEXT:
+            return encoded
         longest //= 2
-    return text
 
 
 def decode_report(text: str | bytes) -> Report:
@@ -281,7 +282,7 @@ def decode_report(text: str | bytes) -> Report:
 
 
 def merged(kept: Report | None, report: Report) -> Report:
-    """Merge a report with an earlier one: after a suspension, the history of the next leader is empty at first.
+    """Return a report merged with an earlier one, because the history is empty after a suspension.
 
     Args:
         kept: the earlier report; None if there is none.
@@ -291,7 +292,7 @@ def merged(kept: Report | None, report: Report) -> Report:
         return report
     by_number = {round.number: round for round in (*kept.history.rounds, *report.history.rounds)}
     rounds = tuple(by_number[number] for number in sorted(by_number))
-    if len(rounds) > HISTORY_LIMIT:  # the first half of them is kept, and the last ones
+    if len(rounds) > HISTORY_LIMIT:  # keep the first and the last rounds
         first = HISTORY_LIMIT // 2
         rounds = rounds[:first] + rounds[first - HISTORY_LIMIT :]
     return replace(
@@ -303,13 +304,8 @@ def merged(kept: Report | None, report: Report) -> Report:
     )
 
 
-def _text_of(document: Json, longest: int) -> bytes:
-    """Return the report as text; a lone surrogate in a program's message becomes a question mark."""
-    return json.dumps(_shortened(document, longest), ensure_ascii=False, indent=1).encode(errors="replace")
-
-
 def _shortened(value: object, longest: int) -> object:
-    """Return a part of a document with texts of at most this many characters."""
+    """Return a part of a document, with its texts shortened to this number of characters."""
     if isinstance(value, dict):
         return {key: _shortened(below, longest) for key, below in value.items()}
     if isinstance(value, list):

@@ -99,12 +99,12 @@ _FLAGS_OF_OPERATOR: Final = {
     for name in (RESERVED | _UNSUPPORTED) - {"PET_NPROC_PER_NODE"}
     if name.startswith("PET_")
 }
-"""Flags with the same effect, with their variables; --nproc-per-node is the user's to set."""
+"""The flags with the same effect, each with its variable. --nproc-per-node is not reserved."""
 
 _INSTEAD_OF_TRAINING: Final = frozenset({"h", "help", "version"})
 
 _LARGEST: Final = 512 << 10
-"""Bytes of a spec. etcd takes 1.5 MiB in one request, which holds the spec and the applied spec of the status."""
+"""Maximum size of a spec in bytes: a job contains it twice, with the applied spec, and etcd accepts 1.5 MiB."""
 
 AROUND: Final = 25.0
 """Seconds that a pod has in addition to notice and grace, to leave the store and to write final messages."""
@@ -131,8 +131,8 @@ def _problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
     long = (spec.command, spec.args, spec.env, spec.template, spec.checkpoint.volume)
     if sum(len(json.dumps(each, default=str)) for each in long) > _LARGEST:
         yield (
-            f"the spec has more than {_LARGEST >> 10} KiB, and with what the status repeats of it, the job would not "
-            "fit into the cluster's etcd: put what is long into a ConfigMap, or into the image"
+            f"the spec is larger than {_LARGEST >> 10} KiB, and the status repeats most of it, so the job would not "
+            "fit into the cluster's etcd: move long values into a ConfigMap, or into the image"
         )
 
 
@@ -144,20 +144,20 @@ def _program_problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
     command, args = program_of(spec)
     if command and starts_launcher((*command, *args)):
         yield (
-            f"the command {shown(command[0])} starts a launcher such as torchrun, but each pod is the launcher itself, "
-            "and the command is what each worker is; remove it, and give the launcher's flags and the program in args"
+            f"the command {shown(command[0])} starts a launcher such as torchrun, but each pod runs the launcher "
+            "itself; remove command, and give the launcher's flags and the program in args"
         )
     if not command and program_is_launcher(args):
         yield (
-            "the program in args starts a launcher, but each pod is the launcher itself; name the program alone, and "
-            "before it the launcher's flags"
+            "the program in args starts a launcher, but each pod runs the launcher itself; give only the launcher's "
+            "flags and the program"
         )
     for flag in () if command else launcher_flags(args):
         written = flag.words[0].partition("=")[0]
         if flag.name in _INSTEAD_OF_TRAINING:
-            yield f"the flag {written} in args makes the agent print something and end; remove it"
+            yield f"the flag {written} in args makes the agent print a text and exit; remove it"
         if flag.name in _FLAGS_OF_OPERATOR:
-            yield f"the flag {written} in args is the operator's to set; {_instead(_FLAGS_OF_OPERATOR[flag.name])}"
+            yield f"the flag {written} in args is reserved for the operator; {_instead(_FLAGS_OF_OPERATOR[flag.name])}"
 
 
 def _variable_problems(spec: ElasticJobSpec) -> Iterator[str]:
@@ -166,7 +166,7 @@ def _variable_problems(spec: ElasticJobSpec) -> Iterator[str]:
     for entry in user_env(spec):
         name = str(entry.get("name"))
         if name in RESERVED or name in _UNSUPPORTED:
-            yield f"the environment variable {name} is the operator's to set; {_instead(name)}"
+            yield f"the environment variable {name} is reserved for the operator; {_instead(name)}"
         if name in seen:
             yield f"the environment variable {name} is given twice; remove one of the two"
         seen.add(name)
@@ -202,7 +202,7 @@ def _template_problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
             f"spec.gracePeriodSeconds is {grace}, but terminationGracePeriodSeconds of the template gives the whole "
             f"pod {period}; remove that, or make it {least} or more"
         )
-    # Without a template, the CRD demands both.
+    # Without a template, the CRD requires an image and a program.
     if spec.template and not (spec.image or worker.get("image")):
         yield f"neither spec.image nor the template's container {WORKER} names an image; give one of the two"
     if spec.template and not any(program_of(spec)):

@@ -4,7 +4,7 @@ The failure policy's rules on exit codes apply to workers, and the agents apply 
 pods that failed and to pods that were disrupted. The status that counts a pod is written before the pod is deleted,
 and remembers its UID until it is gone: a crash between the two neither loses a failure nor counts it twice.
 
-The outcome that the agents commit to the store defines how the job ends; their exit codes say the same if the store
+The outcome that the agents commit to the store defines how the job ends; their exit codes define it if the store
 cannot be read. The operator itself ends a job only if its agents cannot run: an image without an agent or with an
 incompatible one, bad input, too many failed pods or one that the failure policy makes fatal, and the deadline.
 """
@@ -37,12 +37,12 @@ _NOT_ITS_FAULT: Final = (TerminationCause.DISRUPTED, TerminationCause.NODE_LOST,
 
 @dataclass(frozen=True, slots=True)
 class FailureCount:
-    """The pods that ended.
+    """The classified pods, and the counts of their failures.
 
     Attributes:
         judged: all ended pods except the pending ones, in the order in which they ended.
         ended: the judged pods that ended since the last status, and are counted.
-        pending: UIDs of pods that would be charged or end the job, unless the store says that the run had ended before.
+        pending: UIDs of pods that are charged or end the job unless the store shows that the run had ended before.
         pod_failures: the job's number of pod failures, including these.
         last_failure: the last failure, if the job has not finished.
         excluded_nodes: nodes on which later pods are not scheduled, including the new ones.
@@ -63,7 +63,7 @@ class FailureCount:
 
 
 def count_failures(snapshot: Snapshot) -> FailureCount:
-    """Classify the pods that ended, and count those that have not been counted."""
+    """Classify the ended pods, and count those that have not been counted yet."""
     spec, status = snapshot.job.spec, snapshot.job.status
     judged: list[EndedPod] = []
     counted: list[EndedPod] = []
@@ -120,14 +120,14 @@ def judge(pod: Pod, rules: Sequence[FailureRule]) -> EndedPod:
 def pod_end(pod: Pod) -> PodEnd:
     """Return the meaning of the end of an ended or terminating pod.
 
-    An agent's message about the run's end counts however its pod ended. Otherwise a deleted pod has not failed.
+    An agent's message that the run has ended takes precedence. Otherwise a deleted pod has not failed.
     """
     code = ExitCode.SUCCEEDED if pod.exit_code is None and pod.phase is PodPhase.SUCCEEDED else pod.exit_code
     if pod.phase.ended and code == ExitCode.SUCCEEDED:
         return PodEnd.RUN_SUCCEEDED
     if pod.phase.ended and code == ExitCode.FAILED and isinstance(pod.message, TerminationMessage):
         return PodEnd.RUN_FAILED
-    # In these two cases the pod itself caused the request to leave.
+    # In these two cases the pod itself caused its termination.
     over_limit = pod.termination_cause is TerminationCause.OVER_LIMIT or _POD_DEADLINE in pod.reasons
     if over_limit and not pod.terminating:
         return PodEnd.FAILED
@@ -233,7 +233,7 @@ def _by_exit_codes(snapshot: Snapshot, failures: FailureCount) -> Completion | N
     if (failed := ends.get(PodEnd.RUN_FAILED)) is not None:
         return _failed(snapshot, Reason.RUN_FAILED, messages.last_message(failed), failed)
     incompatible = [pod for pod in snapshot.live if pod.incompatible_image is not None]
-    # Pods that cannot start know nothing of the run's end: if the store is being read, it comes first.
+    # Pods that cannot start do not show whether the run has ended: if the store is being read, it comes first.
     if incompatible and snapshot.never_read and snapshot.store_may_tell(0.0):
         incompatible = []
     if PodEnd.INCOMPATIBLE in ends:
@@ -243,7 +243,7 @@ def _by_exit_codes(snapshot: Snapshot, failures: FailureCount) -> Completion | N
             return _failed(snapshot, image.reason, image.message, pod)
     if (refused := ends.get(PodEnd.BAD_INPUT)) is not None:
         message = messages.last_message(refused)
-        message = message or "the agent cannot honour its command line or environment; its log says why"
+        message = message or "the agent cannot use its command line or environment; its log says why"
         return _failed(snapshot, Reason.BAD_INPUT, message, refused)
     return None
 
@@ -254,12 +254,12 @@ def _by_limits(snapshot: Snapshot, failures: FailureCount) -> Completion | None:
     for each in failures.ended:
         if is_fatal(each):
             rule = f"spec.failurePolicy.rules[{each.position}]"
-            message = f"{each.pod.name} {messages.pod_death(each.pod)}, and {rule} fails the job then"
+            message = f"{each.pod.name} {messages.pod_death(each.pod)}, and {rule} fails the job"
             return _failed(snapshot, Reason.POD_FAILURE_POLICY, message, each.pod, counts_pods=True)
     charged = [each.pod for each in failures.ended if each.charged]
     if charged and failures.pod_failures > spec.backoff_limit:
         message = (
-            f"{messages.count(failures.pod_failures, 'pod')} died by themselves, and backoffLimit allows "
+            f"{messages.count(failures.pod_failures, 'pod')} failed, and backoffLimit allows "
             f"{spec.backoff_limit}; the last was {charged[-1].name}, which {messages.pod_death(charged[-1])}"
         )
         return _failed(snapshot, Reason.POD_FAILURES, message, charged[-1], counts_pods=True)

@@ -37,7 +37,6 @@ SIGNAL_BASE: Final = 128
 
 OUTCOME_UNKNOWN: Final = "whether the run has ended is not known while the store cannot be read"
 
-_PODS_UNKNOWN: Final = "whether pods existed and the run has ended is unknown until the store is read"
 _HELD: Final = "no pod is started until it can be read"
 _CAUSES_SHOWN: Final = 3
 """Maximum number of different causes for unready pods in a message."""
@@ -75,8 +74,7 @@ def completion_event(status: JobStatus) -> JobEvent:
     if status.state is JobState.SUCCEEDED:
         restarts = count(status.restarts, "restart")
         return JobEvent(Reason.SUCCEEDED, f"succeeded in round {status.round} after {restarts}")
-    why = status.last_failure.message if status.last_failure is not None else ""
-    return JobEvent(Reason.FAILED, f"failed: {why}", warning=True)
+    return JobEvent(Reason.FAILED, f"failed: {status.what_failed}", warning=True)
 
 
 def _pods_ended(failures: FailureCount, planned: PlannedPods | None = None, now: float = 0.0) -> Iterator[JobEvent]:
@@ -92,7 +90,7 @@ def _pods_ended(failures: FailureCount, planned: PlannedPods | None = None, now:
             message = f"{each.pod.name} {how}{successors.get(each.pod.uid, '')}"
             yield JobEvent(reason, message, warning=reason is Reason.POD_DIED)
     for node, pod in failures.newly_excluded:
-        message = f"later pods keep away from the node {node}, where {pod.name} {pod_death(pod)}"
+        message = f"later pods avoid the node {node}, where {pod.name} {pod_death(pod)}"
         yield JobEvent(Reason.NODE_EXCLUDED, message, warning=True)
 
 
@@ -114,7 +112,7 @@ def _pod_ended(ended: EndedPod) -> tuple[Reason, str] | None:
 
 
 def _obstacles(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
-    """Yield events about obstacles to the creation of pods according to the spec."""
+    """Yield the events about a rejected spec, a required restart, blocked objects and an unreachable store."""
     before, blocked = snapshot.job.status, snapshot.observed.blocked
     news = _news(before, status)
     yield from _spec_rejected(news)
@@ -123,8 +121,8 @@ def _obstacles(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
     if (budget := news.get(ConditionType.DISRUPTION_BUDGET_FAILED)) is not None:
         yield JobEvent(Reason.RESOURCES_BLOCKED, budget, warning=True)
     if blocked is not None and _is_blocked(status) and not _is_blocked(before):
-        what = "pods cannot" if status.replicas < status.desired else "not all that the job needs can"
-        message = f"{what} be created for now: {clause(blocked)}"
+        what = "pods" if status.replicas < status.desired else "some objects of the job"
+        message = f"{what} cannot be created for now: {clause(blocked)}"
         yield JobEvent(Reason.RESOURCES_BLOCKED, message, warning=True)
     unreachable = news.get(ConditionType.STORE_UNREACHABLE)
     if unreachable is not None and not before.holds(ConditionType.STORE_UNREACHABLE):
@@ -159,7 +157,7 @@ def _new_round(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
     if charged and not failed and round.failure is not None:
         yield JobEvent(Reason.WORKER_FAILED, worker_failure(round.failure), warning=True)
     if not round.members:
-        message = f"no pod trains now: {round.cause or 'too few nodes are there'}"
+        message = f"no pod trains now: {round.cause or 'too few nodes are available'}"
         yield JobEvent(Reason.PAUSED, message, warning=True)
     elif before.started is None:
         pods = count(len(round.members), "pod")
@@ -171,17 +169,15 @@ def _new_round(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
 
 
 def missing_pods(snapshot: Snapshot, status: JobStatus, planned: PlannedPods) -> tuple[str, str]:
-    """Return how many pods are ready, and which are missing and why: compared to the minimum, and to the desired size.
+    """Return messages about missing pods, compared to the minimum and to the desired size, with the reasons.
 
-    If the store must be read first, the first message says that.
+    If the store must be read first, the first message says so instead.
     """
     ready, minimum = status.ready_replicas, snapshot.job.spec.min_replicas
     missing = _missing(snapshot, planned)
     too_few = _clauses(f"{ready} of at least {count(minimum, 'pod')} {'is' if ready == 1 else 'are'} ready", missing)
     if planned.held:
-        had_pods = status.size_generation > 0
-        unknown = OUTCOME_UNKNOWN if had_pods else _PODS_UNKNOWN
-        too_few = _clauses(unknown, _HELD, _why_unread(snapshot.observed))
+        too_few = _clauses(OUTCOME_UNKNOWN, _HELD, _why_unread(snapshot.observed))
     return too_few, _clauses(f"{ready} of {count(status.desired, 'pod')} ready", missing)
 
 
@@ -191,7 +187,7 @@ def store_unread(observed: Observed) -> str:
 
 
 def spec_changes(changes: Sequence[str]) -> str:
-    """Return that these fields of the spec differ from the applied spec, and what to do."""
+    """Return a message about the fields of the spec that differ from the applied spec."""
     has_changed = "has changed" if len(changes) == 1 else "have changed"
     return f"{listed(changes)} {has_changed}; suspend the job and resume it to apply the change"
 
@@ -208,7 +204,7 @@ def _missing(snapshot: Snapshot, planned: PlannedPods) -> str:
         parts.append(f"{names} cannot be created for now: {clause(blocked)}")
     parts += _not_ready(starting)
     if blocked is not None and not planned.created:
-        parts.append(f"not all that the job needs can be created for now: {clause(blocked)}")
+        parts.append(f"some objects of the job cannot be created for now: {clause(blocked)}")
     waits = []
     for new in planned.missing:
         if new.due > snapshot.now:
@@ -259,7 +255,7 @@ def pod_death(pod: Pod) -> str:
     if pod.exit_code is None and pod.init_exit_code is not None:
         return f"did not start: {said}"
     if pod.exit_code is None:
-        how = "came to an unknown end"
+        how = "ended for an unknown reason"
     elif pod.exit_code == ExitCode.STORE:
         how = "gave up on the store"
     else:
@@ -276,8 +272,8 @@ def pod_disruption(pod: Pod) -> str:
         return "ran out of memory"
     said = last_message(pod)
     if pod.termination_cause is TerminationCause.NOT_ADMITTED:
-        return f"was turned away by its node{node}{f': {clause(said)}' if said else ''}"
-    for reason in pod.reasons:  # the cluster may repeat it before its message
+        return f"was not admitted by its node{node}{f': {clause(said)}' if said else ''}"
+    for reason in pod.reasons:  # the cluster may put it before its message
         said = said.removeprefix(f"{reason}: ")
     preempted = any(reason.startswith("Preempt") for reason in pod.reasons)
     return f"was {'preempted' if preempted else 'evicted'}{f': {clause(said)}' if said else ''}"
@@ -305,7 +301,7 @@ def worker_failure(failure: FailureRecord) -> str:
 
 
 def node_name(failure: FailureRecord) -> str:
-    """Return the pod where a worker failed."""
+    """Return the name of the pod in which a worker failed."""
     return failure.node.rpartition(".")[0] or failure.node
 
 

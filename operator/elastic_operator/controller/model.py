@@ -2,9 +2,9 @@
 
 Frozen dataclasses without I/O, clock or Kubernetes. Times are in seconds since the Unix epoch, durations in seconds.
 
-While the store has not been read, no pod is created for a run without pods, no unread store is deleted, and no pod
-failure or deadline ends the job: the run may have ended before. A store that stays unreadable delays failures,
-deadlines and suspensions by at most :data:`PATIENCE`.
+Until the store has been read, the run may have ended unnoticed. So no pod is created for a run without pods, the store
+is not deleted, and no pod failure or deadline ends the job. A store that remains unreadable delays failures, deadlines
+and suspensions by at most :data:`PATIENCE`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TerminationCause(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class IncompatibleImage:
-    """Why a pod's image has no agent that this operator understands: a word, and a sentence that says what to do."""
+    """The reason why a pod's image has no compatible agent, and a message that says what to do."""
 
     reason: Reason
     message: str
@@ -67,7 +67,7 @@ class IncompatibleImage:
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """A worker pod as it was observed.
+    """The observed state of a worker pod.
 
     Attributes:
         name: ``<job>-<index>-<suffix>``.
@@ -82,16 +82,16 @@ class Pod:
         ended: when its worker container ended; None if it has not.
         exit_code: the exit code of the agent; 128 + n for a signal; None while it runs, or if unknown.
         init_exit_code: the exit code of the init container that failed; None if none failed.
-        message: the agent's termination message; a text if another program wrote it, None for nothing.
+        message: the agent's termination message; a plain text if another program wrote it; None if there is none.
         failures: the number of consecutive failures of earlier pods with this index.
         failed: when the last of them failed; None if none failed, or if that is unknown.
         size: the desired size that it was started with; None if unknown.
         waiting: why its worker container has not started, or is not ready; empty if unknown.
-        incompatible_image: why its image cannot run an agent that this operator understands; None if it can.
+        incompatible_image: why its image has no compatible agent; None if it has one.
         sidecars_running: whether its worker container has ended and another container still runs.
         node: its node; empty while it has none.
         termination_cause: why it ended, if its agent did not cause that; None otherwise.
-        reasons: why it ended, each in one word, from its status and its worker container's.
+        reasons: the reasons for its end in its status and in the status of its worker container.
         conditions: the conditions of its status by type: True, False or Unknown.
         metrics_port: the port of its agent's /metrics; 0 if unknown.
         etcd_address: the address at which it looks for the job's own etcd; None if it does not.
@@ -128,9 +128,9 @@ class PodEnd(enum.Enum):
     """The meaning of a pod's end."""
 
     RUN_SUCCEEDED = enum.auto()
-    """The agent says that the run succeeded."""
+    """The agent reports that the run succeeded."""
     RUN_FAILED = enum.auto()
-    """The agent says, in a termination message, that the run failed."""
+    """The agent reports, in a termination message, that the run failed."""
     BAD_INPUT = enum.auto()
     """The settings of the agent are invalid; another agent would fail, too."""
     INCOMPATIBLE = enum.auto()
@@ -145,7 +145,7 @@ class PodEnd(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class EndedPod:
-    """A pod that ended or terminates, and the consequences.
+    """A pod that has ended or terminates, and the consequences.
 
     Attributes:
         pod: the pod.
@@ -177,20 +177,20 @@ class Observed:
     Attributes:
         pods: its worker pods, in any state.
         etcd: the store; an external one counts as ready.
-        store_read: whether the following keys are current; if not, they are the last known ones, and None is unknown.
+        store_read: whether the following keys are current; if not, they have the last known values, None for unknown.
         round: the current round.
         outcome: how the run ended.
         size: the desired size in the store.
-        time_breakdown: the run's time breakdown that the leader wrote last.
-        history: the run's rounds that the leader wrote last.
-        rejected: why the cluster will never accept the pods or the etcd of this spec; None if it does.
-        blocked: why an object could not be created for now; None if all could.
+        time_breakdown: the run's time breakdown, as the leader wrote it last.
+        history: the run's rounds, as the leader wrote them last.
+        rejected: why the cluster will never accept the pods or the etcd of this spec; None if it accepts them.
+        blocked: why an object cannot be created at present; None if all were created.
         etcd_blocked: whether the blocked object is the etcd pod: workers may occupy the resources that it needs.
         store_error: why an existing store cannot be used; None if it can, or if that is unknown.
         store_forbidden: whether the operator lacks a permission for the store, so that waiting does not help.
         etcd_error: why the job's own etcd does not serve; None if unknown.
-        disruption_budget_error: why the disruption budget could not be created; None if it could, or is not requested.
-        unreadable: why the job's spec cannot be read, in which case nothing else was observed; None if it can.
+        disruption_budget_error: why the disruption budget could not be created; None if it exists or is not requested.
+        unreadable: why the job's spec cannot be read; then all other attributes have their defaults. None if it can.
     """
 
     pods: tuple[Pod, ...] = ()
@@ -224,8 +224,7 @@ class Job:
         status: the status that the operator wrote last.
         created: when it was created.
         deleting: whether its deletion has begun.
-        problem: why no pod can be made of the spec, from :func:`~elastic_operator.api.validation.problem_of`; None if
-            the spec is valid.
+        problem: why the spec is invalid, from :func:`~elastic_operator.api.validation.problem_of`; None if it is valid.
     """
 
     name: str
@@ -252,7 +251,7 @@ class Snapshot:
         gone: the other pods: first those that are being deleted, then those that ended.
         ended: the pods that ended and are kept, for their log or until a successor exists.
         unfinished: the pods whose agent may still run; a terminating pod on a lost node does not count.
-        never_read: whether nothing is known of the run from its store.
+        never_read: whether the run has never been read from its store.
         outcome_unknown: whether the run may have ended without the operator knowing: the job had pods, has none, and
             its store has not been read.
         store_wait: seconds to wait for the store before a decision about an event.
@@ -285,7 +284,7 @@ class Snapshot:
         for pod in sorted(observed.pods, key=lambda pod: (pod.index, pod.created, pod.uid)):
             (terminating if pod.terminating else ended if pod.phase.ended else live).append(pod)
         leaving = [pod for pod in terminating if pod.termination_cause is not TerminationCause.NODE_LOST]
-        # The operator does not wait for a store that it may not read: the agents will read it.
+        # The operator does not wait for a store that it has no permission to read.
         unread = not observed.store_read and not observed.store_forbidden
         return cls(
             job,
@@ -307,7 +306,7 @@ class Snapshot:
         return self.store_wait == math.inf or since <= self.now < since + self.store_wait
 
     def store_needed_until(self) -> float | None:
-        """Return until when to keep the store of a suspended job without agents, to read it; None if not needed."""
+        """Return the time until which the unread store of a suspended job is kept; None if it is not needed."""
         if self.unfinished or not self.outcome_unknown:
             return None
         status, since = self.job.status, self.now
@@ -323,12 +322,12 @@ def _had_pods(job: Job, observed: Observed) -> bool:
     if status.size_generation > 0 or any(pod.uid not in status.counted_pod_uids for pod in observed.pods):
         return True
     errors = (observed.rejected, observed.blocked, observed.store_error)
-    # The operator may have stopped before it saw them. It does not wait for a store with an error if it never saw any.
+    # The operator may have restarted after it created pods. If it never saw any, it does not wait for a faulty store.
     return status.applied_spec is not None and observed.etcd is EtcdState.READY and errors == (None, None, None)
 
 
 def _store_wait(job: Job, observed: Observed) -> float:
-    """Without end for a store that is being read; a starting one has nothing to tell of a job that has not trained."""
+    """Return the seconds to wait for an unread store: 0 if it has no data of the job, infinity if it is being read."""
     has_trained = job.status.started is not None or job.status.round > 0
     if observed.etcd is EtcdState.ABSENT or (observed.etcd is EtcdState.STARTING and not has_trained):
         return 0.0
@@ -367,10 +366,10 @@ class PlannedPods:
     """The pods that the job will have after the plan is carried out.
 
     Attributes:
-        staying: live pods that stay.
+        staying: the live pods that stay.
         gone: UIDs of pods that have ended, terminate, or are deleted now; without those whose failure is pending.
-        created: pods that are created now.
-        remove: pods that are deleted now.
+        created: the pods that are created now.
+        remove: the pods that are deleted now.
         missing: the pods that are created now or later.
         held: whether no pod is created because it is unknown whether the run has ended.
         size: the size that new pods are started with; None if no pod can be created.
@@ -421,8 +420,7 @@ class Plan:
         create: pods to create.
         delete_job: whether to delete the job itself.
         wake_at: when to plan again at the latest; None for no limit.
-        hands_off: whether no object of the job may be changed: another controller manages it, or its spec cannot be
-            read.
+        hands_off: whether no object of the job may be changed, because its spec cannot be read.
     """
 
     report: Report | None = None
@@ -442,7 +440,7 @@ class Plan:
 
 
 def with_applied_spec(job: Job, plan: Plan | None = None) -> Job:
-    """Return the job with the spec from which its pods and its store are made.
+    """Return the job with the spec from which its pods and its store are created.
 
     Args:
         job: the observed job.

@@ -1,7 +1,7 @@
 """The plan for a job: a pure function of the job, its observed state, and the time.
 
 The function does no I/O, reads no clock, logs nothing, and never raises. It is level-triggered, and its only memory is
-the status. After a plan was carried out, the next plan is empty; after a plan was carried out in part, the next plan
+the status. After a plan is carried out, the next plan is empty; after a part of a plan is carried out, the next plan
 has the rest. The function uses these modules, in this order:
 
 ==============  ==================================================================================
@@ -13,16 +13,16 @@ module          question
 ``messages``    which events are emitted?
 ==============  ==================================================================================
 
-The pods of a job are made from the spec that was applied when the job was started or resumed. A change of the template
-would otherwise reach only the pods that are created after it, and two kinds of pods would train together. The applied
-spec is fixed once there is a pod, or training has begun. A change takes effect when the job is suspended and resumed.
+The pods of a job are created from the spec that was applied when the job was started or resumed. Otherwise a change of
+the template would affect only later pods, and two kinds of pods would train together. The applied spec is fixed once a
+pod exists or training has begun. A change takes effect when the job is suspended and resumed.
 
-The first size travels with the pods. A later one is written to the store before a pod is changed, with the names of
-the draining pods, so that the agents form one round without them. The known sizes are observed in the store and on the
-pods; the highest generation counts.
+Annotations of the pods contain the first size. A later size is written to the store before a pod is changed, with the
+names of the draining pods, so that the agents form one round without them. The known sizes are observed in the store
+and on the pods; the highest generation counts.
 
-A pod that was deleted is replaced at once. One that failed is too, the first time; then its index waits longer each
-time, and starts over after :data:`HEALTHY_TIME`. The number and the time of the failures travel with the pods.
+A deleted pod is replaced at once, and so is a pod after its first failure. After each further failure, its index waits
+longer, until :data:`HEALTHY_TIME` passes without one. Annotations of the pods contain the number and time of failures.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import msgspec
 
 from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.json_values import rfc3339
-from elastic_operator.api.spec import MANAGER, CleanPodPolicy, changed_fields
+from elastic_operator.api.spec import CleanPodPolicy, changed_fields
 from elastic_operator.api.status import JobState, JobStatus
 from elastic_operator.controller import model
 from elastic_operator.controller import status as statuses
@@ -61,8 +61,7 @@ ENDED_PODS_KEPT: Final = 3
 """Maximum number of replaced pods per job that are kept for their logs."""
 
 _AT_ONCE: Final = 0.1
-"""Seconds after which a job continues that was resumed before its pods were gone."""
-
+"""Seconds until the next plan of a job that was resumed before its pods were gone."""
 
 _SUFFIX_LENGTH: Final = 5
 _SUFFIX_LETTERS: Final = "bcdfghjklmnpqrstvwxz2456789"
@@ -77,14 +76,12 @@ def plan(job: model.Job, observed: model.Observed, now: float) -> model.Plan:
         observed: the observed state of the job.
         now: seconds since the Unix epoch.
     """
-    if job.spec.managed_by != MANAGER:
-        return model.Plan(hands_off=True)
     if observed.unreadable is not None:
         status = statuses.unreadable_status(job, observed.unreadable, now)
         return model.Plan(status=_unless_the_same(job.status, status), hands_off=True)
     snapshot = model.Snapshot.of(job, observed, now)
     if job.deleting:
-        # The store stays while agents may want to leave there.
+        # The store is kept while agents may use it to leave.
         pods = (*snapshot.live, *(pod for pod in snapshot.ended if pod.sidecars_running))
         return model.Plan(etcd=bool(snapshot.unfinished), remove=pods)
     if job.status.state.finished:
@@ -124,7 +121,7 @@ def _with_spec_in_effect(snapshot: model.Snapshot, *, is_resumed: bool) -> model
 
 
 def _run(snapshot: model.Snapshot, failures: FailureCount) -> model.Plan:
-    """Bring the job to its size; if its spec is invalid, running pods continue, and nothing is created."""
+    """Return the plan of an active job. If its spec is invalid, running pods continue, and nothing is created."""
     spec, before, observed = snapshot.job.spec, snapshot.job.status, snapshot.observed
     valid, breakdown = snapshot.job.problem is None, before.time_breakdown
     if valid and before.active is None and snapshot.was_suspended:
@@ -155,9 +152,9 @@ def _run(snapshot: model.Snapshot, failures: FailureCount) -> model.Plan:
 
 
 def _suspend(snapshot: model.Snapshot, failures: FailureCount, read_until: float | None) -> model.Plan:
-    """Delete all objects of a suspended job, or of a job that was resumed before its pods were gone.
+    """Return the plan that deletes all objects of a suspended job, or of one that is resumed before its pods are gone.
 
-    The store stays while agents may need it to leave, and until the operator has read whether the run has ended.
+    The store is kept while agents may use it to leave, and until the operator has read whether the run has ended.
     """
     job, now, observed = snapshot.job, snapshot.now, snapshot.observed
     unread = not snapshot.unfinished and (read_until is not None or bool(failures.pending))
@@ -177,16 +174,16 @@ def _suspend(snapshot: model.Snapshot, failures: FailureCount, read_until: float
 
 
 def _clean_up(snapshot: model.Snapshot, status: JobStatus) -> model.Plan:
-    """Delete the remaining objects of a finished job; nothing is created for it any more.
+    """Return the plan of a finished job: it deletes the remaining objects and creates nothing.
 
-    Agents that know of the end may end by themselves within :data:`EXIT_PERIOD`, and read it in the store until then.
-    The policy decides on the pods that have ended. The job itself is not deleted before its agents have ended.
-    The report is updated until the store is gone, or has nothing new.
+    Agents that know of the end may exit by themselves within :data:`EXIT_PERIOD`, and read it in the store until then.
+    ``cleanPodPolicy`` decides which ended pods are deleted. The job itself is deleted after its agents have exited.
+    The report is updated until the store is deleted, or has nothing new.
     """
     job, spec, observed, now = snapshot.job, snapshot.job.spec, snapshot.observed, snapshot.now
     completed = status.completed or 0.0
     exit_by = completed + EXIT_PERIOD
-    # A completion in the future is by another clock: it is unknown how long to wait.
+    # A completion time in the future comes from another clock: it is unknown how long to wait.
     exiting = completed <= now < exit_by
     waiting = exiting and bool(snapshot.unfinished)
     expires = None if spec.ttl_after_finished is None else completed + spec.ttl_after_finished
@@ -237,7 +234,7 @@ def _next_time(times: Iterable[float | None], now: float) -> float | None:
 def plan_pods(snapshot: model.Snapshot, failures: FailureCount, breakdown: TimeBreakdown | None) -> model.PlannedPods:
     """Plan the size of the job: announce it to the agents, delete surplus pods, fill empty indices.
 
-    If no pods can be made of the spec, the job does not change.
+    If no pods can be created from the spec, the job does not change.
 
     Args:
         snapshot: the input of the plan.
@@ -257,7 +254,7 @@ def plan_pods(snapshot: model.Snapshot, failures: FailureCount, breakdown: TimeB
         yielding = tuple(by_use[: max(len(staying) - job.spec.min_replicas, 0)])
         staying = _without(staying, yielding)
     held = (snapshot.outcome_unknown or failures.may_be_fatal) and observed.rejected is None
-    # Live pods know the run, and can write it to a store that lost it.
+    # The agents in live pods restore the run in a store that lost it.
     resume = None if staying and not snapshot.was_suspended else _resume_record(job.status, breakdown)
     new = model.NewPod(name="", index=0, size=size, resume=resume, excluded=failures.excluded_nodes)
     missing = _missing_pods(snapshot, staying, surplus + yielding, new)
@@ -277,7 +274,7 @@ def plan_pods(snapshot: model.Snapshot, failures: FailureCount, breakdown: TimeB
 
 
 def pod_name(job: str, job_uid: str, index: int, replaces: str) -> str:
-    """Return the name of a pod: the same in all operators that saw the same pods, and different from its predecessor's.
+    """Return the name of a pod: all operators that observe the same pods return the same new name.
 
     Args:
         job: the job's name.
@@ -300,7 +297,7 @@ def back_off(failures: int) -> float:
 
 
 def _settle_size(snapshot: model.Snapshot) -> tuple[SizeRecord, SizeRecord | None, tuple[model.Pod, ...]]:
-    """Compare the size that the agents know with the desired one.
+    """Compare the size that the agents have received with the desired size.
 
     Returns:
         The size that new pods are started with; the size to write into the store, or None; and the pods to delete.
@@ -316,11 +313,11 @@ def _settle_size(snapshot: model.Snapshot) -> tuple[SizeRecord, SizeRecord | Non
         for each in known
         if each.generation == newest
     )
-    # A size may have been announced to a store that cannot be read now: a new generation exceeds that, too.
+    # A size may have been written to a store that cannot be read now: a new generation exceeds that, too.
     generation = max(newest if agreed else max(newest + 1, job.generation), job.status.size_generation)
     size = msgspec.structs.replace(size, generation=generation)
     announced = stored.draining if agreed and stored is not None and stored.generation == newest else ()
-    # Until the agents have restored a store that lost its data, it does not say which of them are ready.
+    # Until the agents have restored a store that lost its data, it does not show which of them are ready.
     is_lost = snapshot.observed.store_read and snapshot.observed.round is None and job.status.round > 0
     unready = [pod for pod in snapshot.live if not (pod.ready or (is_lost and pod.phase is model.PodPhase.RUNNING))]
     surplus = _surplus(snapshot.live, snapshot.desired, announced, {pod.uid for pod in unready})
@@ -361,7 +358,7 @@ def _missing_pods(
         snapshot: the input of the plan.
         staying: the live pods that stay, of any index.
         deleted: live pods that are about to be deleted.
-        new: what the missing pods have in common.
+        new: the values that the missing pods have in common.
     """
     job, stored = snapshot.job, snapshot.observed.size
     by_index: dict[int, list[model.Pod]] = {}

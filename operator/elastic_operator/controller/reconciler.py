@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Cluster(Protocol):
-    """A place where jobs run. It calls ``wake(key)`` of the reconciler when something may have changed."""
+    """The place where jobs run: a cluster or this machine. It wakes the reconciler when a job may have changed."""
 
     async def observe(self, key: str) -> tuple[Job, Observed] | None:
         """Return the job and its observed state; None if the job does not exist.
@@ -38,7 +38,7 @@ class Cluster(Protocol):
     async def apply(self, job: Job, plan: Plan) -> float | None:
         """Carry out the plan in its order; return the seconds after which to reconcile again, or None.
 
-        The replicas and the status are written only onto the observed version of the job; if that fails, nothing else
+        The replicas and the status are written only to the observed version of the job; if that fails, nothing else
         is done. If the size cannot be written, pods are still changed, and the error is raised afterwards.
         Deleting a pod that is gone or was replaced, and creating a pod that exists, count as done.
 
@@ -73,19 +73,19 @@ class ReconcileSettings:
 
 @dataclass(slots=True)
 class _Queued:
-    """A job in the queue.
+    """A queued job.
 
     Attributes:
         due: when to reconcile it next, a monotonic time; infinite for never.
         timer: starts its reconcile.
-        rested: the earliest time of the next reconcile.
+        after: the earliest time of the next reconcile.
         busy: whether it is being reconciled.
         failures: the number of consecutive failed reconciles.
     """
 
     due: float = math.inf
     timer: asyncio.TimerHandle | None = None
-    rested: float = 0.0
+    after: float = 0.0
     busy: bool = False
     failures: int = 0
 
@@ -125,14 +125,14 @@ class Reconciler:
     def depth(self) -> int:
         """The number of jobs that are due and wait."""
         now = time.monotonic()
-        return sum(max(job.due, job.rested) <= now for job in self._jobs.values())
+        return sum(max(job.due, job.after) <= now for job in self._jobs.values())
 
     def wake(self, key: str, delay: float = 0.0) -> None:
-        """Reconcile a job.
+        """Schedule a reconcile of a job.
 
         Args:
             key: the key of the job.
-            delay: seconds until the reconcile; an earlier due time remains.
+            delay: seconds until the reconcile, unless one is due earlier.
         """
         job = self._jobs.setdefault(key, _Queued())
         due = time.monotonic() + max(delay, 0.0)
@@ -161,11 +161,11 @@ class Reconciler:
             job.timer.cancel()
             job.timer = None
         if self._tasks is not None and not job.busy and job.due < math.inf:
-            job.timer = asyncio.get_running_loop().call_at(max(job.due, job.rested), self._start, key, job, self._tasks)
+            job.timer = asyncio.get_running_loop().call_at(max(job.due, job.after), self._start, key, job, self._tasks)
 
     def _start(self, key: str, job: _Queued, tasks: asyncio.TaskGroup) -> None:
         job.timer, job.busy = None, True
-        self._waited(max(time.monotonic() - max(job.due, job.rested), 0.0))
+        self._waited(max(time.monotonic() - max(job.due, job.after), 0.0))
         job.due = math.inf
         tasks.create_task(self._process(key, job))
 
@@ -201,11 +201,11 @@ class Reconciler:
         except (ElasticJobError, StoreError) as error:
             _log.warning("%s: %s; trying again in %.1f s", key, error, self._retry(key, job))
             return True, "error"
-        except Exception:  # noqa: BLE001 - a defect met by one job must not stop the others
+        except Exception:  # noqa: BLE001 - a defect in one reconcile must not stop the other jobs
             _log.exception("%s: an unexpected error; trying again in %.1f s", key, self._retry(key, job))
             return True, "panic"
         finally:
-            job.rested = time.monotonic() + interval
+            job.after = time.monotonic() + interval
         job.failures = 0
         return True, "success"
 

@@ -30,8 +30,8 @@ _MAX_CLOCK_SKEW: Final = 3600.0
 """Seconds by which the leader's clock may be ahead; a record that is further ahead is ignored."""
 
 _STOPPING_TIME: Final = 60.0
-"""Seconds after the leader's last record that count as stopping of its workers; for most of a longer time, no agent
-existed."""
+"""Maximum number of seconds after the leader's last record that count as stopping; a longer time counts as waiting,
+because no agent existed for most of it."""
 
 Value = tuple[bool, Reason, str]
 """The value of a condition: whether it holds, the reason, and the message."""
@@ -46,12 +46,12 @@ def running_status(
     """Return the status of a job that is neither suspended nor finished, with its time up to its last resumption."""
     job, before, observed, round = snapshot.job, snapshot.job.status, snapshot.observed, snapshot.observed.round
     size_generation = before.size_generation
-    # The first pods know the size once they exist; later ones when they are about to be created.
+    # The first pods have the size once they exist, later pods when they are about to be created.
     if planned.staying or planned.gone or (size_generation and planned.created):
         size_generation = max(size_generation, planned.size.generation if planned.size is not None else 0, 1)
     ready = len([pod for pod in planned.staying if pod.ready])
     enough = ready >= job.spec.min_replicas
-    # If the store is forbidden to the operator, enough ready pods are all that it can know of.
+    # If the operator has no permission to read the store, enough ready pods count as training.
     unheard = observed.store_forbidden and enough
     started = before.started
     if started is None and ((round is not None and round.members) or unheard):
@@ -138,7 +138,7 @@ def unreadable_status(job: Job, problem: str, now: float) -> JobStatus:
 
 
 def _counted(snapshot: Snapshot, failures: FailureCount, gone: frozenset[str]) -> JobStatus:
-    """Return the status with its counters, none of which ever decreases."""
+    """Return the status with its counters, which never decrease."""
     before, round = snapshot.job.status, snapshot.observed.round
     return replace(
         before,
@@ -259,13 +259,7 @@ def with_times(before: JobStatus, values: Mapping[str, Value], now: float) -> tu
     since = {(condition.type, condition.status): condition.since for condition in before.conditions}
     return tuple(
         [
-            Condition(
-                kind,
-                holds,
-                reason,
-                shorten(message, messages.MESSAGE_LIMIT) if message else "",
-                since.get((kind, holds), now),
-            )
+            Condition(kind, holds, reason, shorten(message, messages.MESSAGE_LIMIT), since.get((kind, holds), now))
             for kind, (holds, reason, message) in values.items()
         ]
     )
@@ -285,7 +279,7 @@ def _running(observed: Observed, status: JobStatus, waiting: Value) -> Value:
         return (
             True,
             Reason.TRAINING,
-            known if status.world_size else "enough pods are ready; they know the round",
+            known if status.world_size else "enough pods are ready; the operator cannot read the round",
         )
     waits, reason, _ = waiting
     if waits:
@@ -330,7 +324,6 @@ def report_of(job: Job, status: JobStatus, observed: Observed) -> Report:
     breakdown, completed = status.time_breakdown, status.completed
     if completed is not None:
         completed = breakdown.until if breakdown is not None else float(math.floor(completed))
-    failure = status.last_failure if status.state is JobState.FAILED else None
     return Report(
         namespace=job.namespace,
         name=job.name,
@@ -338,7 +331,7 @@ def report_of(job: Job, status: JobStatus, observed: Observed) -> Report:
         created=job.created,
         state=status.state,
         completed_at=completed,
-        message=failure.message if failure is not None else "",
+        message=status.what_failed if status.state is JobState.FAILED else "",
         time_breakdown=breakdown,
         history=HistoryRecord(created=job.created, rounds=history.rounds),
         outcome=observed.outcome,
@@ -355,30 +348,30 @@ def _up_to(job: Job, observed: Observed, now: float, without_leader: RunState) -
         now: seconds since the Unix epoch.
         without_leader: the state of the job since then, if it had no leader.
     """
-    known, told, before = job.status.time_breakdown, observed.time_breakdown, job.status
-    if told is not None and _is_new(job, told, now):
-        since = RunState.STOPPING if now - told.until <= _STOPPING_TIME else RunState.WAITING
-        return _filled(told, since, job.created, now)
+    known, latest, before = job.status.time_breakdown, observed.time_breakdown, job.status
+    if latest is not None and _is_new(job, latest, now):
+        since = RunState.STOPPING if now - latest.until <= _STOPPING_TIME else RunState.WAITING
+        return _filled(latest, since, job.created, now)
     has_trained = before.started is not None or before.round > 0
     if known is not None:
         running = before.condition(ConditionType.RUNNING)
         ran_since = running is not None and (running.status or running.since > known.until)
         has_trained = not before.suspended and (before.world_size > 0 or ran_since)
     if has_trained or (observed.store_forbidden and not before.suspended):
-        return None  # it has trained, for an unknown time
+        return None  # the job has trained for an unknown time
     return _filled(known, without_leader, job.created, now)
 
 
-def _is_new(job: Job, told: TimeBreakdown, now: float) -> bool:
+def _is_new(job: Job, latest: TimeBreakdown, now: float) -> bool:
     """Return whether this is a plausible record of the job's last leader."""
     known = job.status.time_breakdown
-    plausible = told.until <= now + _MAX_CLOCK_SKEW
-    plausible = plausible and sum(told.seconds.values()) <= now - job.created + _MAX_CLOCK_SKEW
-    return plausible and (known is None or told.until > known.until)
+    plausible = latest.until <= now + _MAX_CLOCK_SKEW
+    plausible = plausible and sum(latest.seconds.values()) <= now - job.created + _MAX_CLOCK_SKEW
+    return plausible and (known is None or latest.until > known.until)
 
 
 def _filled(known: TimeBreakdown | None, state: RunState, created: float, now: float) -> TimeBreakdown:
-    """Return a time breakdown up to now, in milliseconds: the missing time was spent in this state."""
+    """Return a time breakdown up to now, rounded to milliseconds: the missing time is added to this state."""
     breakdown = TimeBreakdown() if known is None else known
     seconds = {each: round(spent, 3) for each, spent in breakdown.seconds.items()}
     missing = round(now - created - sum(seconds.values()), 3)

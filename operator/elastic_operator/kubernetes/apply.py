@@ -52,7 +52,7 @@ class CreateBackoff:
     _next_try: float = 0.0
 
     def see(self, generation: int) -> None:
-        """Start over for a new generation; the former generation's block counts until the first attempt."""
+        """Start over for a new generation; a block of the former generation remains until the first attempt."""
         if generation != self._generation:
             blocked = self.blocked
             self.succeed()
@@ -60,20 +60,20 @@ class CreateBackoff:
 
     @property
     def wait(self) -> float:
-        """Return the seconds until the next attempt."""
+        """The seconds until the next attempt."""
         return max(self._next_try - time.monotonic(), 0.0)
 
     def reject(self, why: str) -> None:
-        """Note that the objects will never be accepted."""
+        """Record that the objects will never be accepted."""
         self.rejected, self.blocked = why, None
 
     def block(self, why: str) -> None:
-        """Note that the objects are not accepted now."""
+        """Record that the objects are not accepted now."""
         self.rejected, self.blocked = None, why
         self._next_try = time.monotonic() + next(self._delays)
 
     def succeed(self) -> None:
-        """Note that everything was created."""
+        """Record that all objects were created."""
         self.rejected = self.blocked = None
         self._next_try, self._delays = 0.0, client.backoff(_BASE_DELAY, _MAX_DELAY)
 
@@ -133,7 +133,7 @@ class Applier:
         try:
             return await self._apply_objects(with_applied_spec(job, plan), plan, record, unkept)
         except Rejected as error:
-            _log.warning("%s: its pods are refused: %s", record.key, error)
+            _log.warning("%s: its pods are rejected: %s", record.key, error)
             record.creates.reject(str(error))
         except Blocked as error:
             if str(error) != record.creates.blocked:
@@ -142,14 +142,14 @@ class Applier:
         return False
 
     async def _keep_report(self, job: Job, report: Report, record: JobRecord) -> str | None:
-        """Write the report of a run, unless it was written last; return why this must be tried again."""
+        """Write the report of a run, unless it has not changed; return why this must be tried again, or None."""
         digest = hashlib.blake2b(encode_report(report), digest_size=16).digest()
         if record.report == digest:
             return None
         try:
             await self.writer.keep_report(job, report)
         except (Rejected, Blocked) as error:
-            why = f"what is known of its run cannot be kept in the ConfigMap {report_name(job.name)}: {error}"
+            why = f"the report of its run cannot be written to the ConfigMap {report_name(job.name)}: {error}"
             _log.warning("%s: %s", record.key, why)
             self.writer.event(record.body, JobEvent(Reason.REPORT_NOT_KEPT, why, warning=True))
         except ClusterError as error:
@@ -158,7 +158,7 @@ class Applier:
         return None
 
     def _tell(self, body: Json, plan: Plan) -> None:
-        """Record the plan's events for the version of the job that was observed: recorded twice, they exist once."""
+        """Record the plan's events for the observed version of the job; an event that is recorded twice exists once."""
         for event in plan.events:
             self.writer.event(body, event)
 
@@ -171,7 +171,7 @@ class Applier:
             job: the job with the applied spec.
             plan: the plan.
             record: the record of the job.
-            unkept: why the report could not be written yet, in which case the store stays.
+            unkept: why the report could not be written yet, in which case the store is kept.
         """
         errors: list[ClusterError] = []
 
@@ -181,7 +181,7 @@ class Applier:
             except ClusterError as error:
                 errors.append(error)
             except StoreError as error:
-                errors.append(ClusterError(f"the wanted size could not be written to the store: {error}"))
+                errors.append(ClusterError(f"the desired size could not be written to the store: {error}"))
             return otherwise
 
         creates, left = record.creates, False
@@ -210,7 +210,7 @@ class Applier:
         external = job.spec.etcd.endpoint
         if not plan.etcd:
             if unkept is not None:
-                raise ClusterError(f"what is known of its run could not be kept yet, so its store stays: {unkept}")
+                raise ClusterError(f"the report of its run could not be written yet, so its store is kept: {unkept}")
             if external is None or all(pod.phase.ended for pod in self.store.pods(job.namespace, job.uid)):
                 self.stores.leave(job.uid)
             for kind in (client.DEPLOYMENTS, client.SERVICES):
@@ -236,7 +236,7 @@ class Applier:
         return endpoint
 
     async def _create_service(self, job: Job) -> None:
-        """Create the service of the job's etcd, at the address that living pods know."""
+        """Create the service of the job's etcd, at the address that live pods use."""
         pods = self.store.pods(job.namespace, job.uid)
         addresses = (pod.etcd_address for pod in pods if not pod.phase.ended and not pod.terminating)
         known = next(filter(None, addresses), None)
@@ -246,8 +246,8 @@ class Applier:
             if known is None or known not in str(error):
                 raise
             raise Blocked(
-                f"the address {known}, at which the pods of this job look for their etcd, belongs to another service "
-                f"by now: delete these pods, so that new ones get another address ({error})"
+                f"the address {known}, which the pods of this job use for their etcd, now belongs to another Service: "
+                f"delete these pods, so that new pods use another address ({error})"
             ) from None
 
     async def _ensure_pod_group(self, job: Job, plan: Plan, record: JobRecord) -> bool:
@@ -282,7 +282,7 @@ class Applier:
                 await self._ensure(client.DISRUPTION_BUDGETS, job, owned.disruption_budget(job, plan.min_available))
             except (Rejected, Blocked) as error:
                 why, known = f"the disruption budget of the job cannot be created for now: {error}", record.pdb.blocked
-                if known is None or messages.clause(known) != messages.clause(why):  # the status has it as a clause
+                if known is None or messages.clause(known) != messages.clause(why):  # the status contains the clause
                     _log.warning("%s: %s", record.key, why)
                 record.pdb.block(why)
                 return
@@ -298,7 +298,7 @@ class Applier:
         about = mapping(existing[0], "metadata")
         outdated = not about.get("deletionTimestamp") and not _contains(existing[0].get("spec"), wanted["spec"])
         if outdated and not await self.writer.apply(resource, job, about["uid"], wanted):
-            await self.writer.create(resource, job, wanted)  # it was deleted meanwhile
+            await self.writer.create(resource, job, wanted)  # it has been deleted
 
     async def _delete_owned(self, resource: client.Resource, job: Job) -> None:
         for body in self.store.owned_by(resource, job.namespace, job.uid):

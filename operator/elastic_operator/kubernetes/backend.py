@@ -44,7 +44,7 @@ _STARTERS: Final = frozenset({"kubelet", "attachdetach-controller"})
 
 @dataclass(slots=True)
 class JobRecord:
-    """The operator's memory of a job in addition to its status; it may be lost at any time without harm.
+    """What the operator keeps in memory of a job in addition to its status; losing it does no harm.
 
     Attributes:
         key: the key of the job.
@@ -55,7 +55,7 @@ class JobRecord:
             they are forgotten.
         startup: why slow pods do not start, by UID (by container name for the etcd pod), the one read last at the end.
         look_at: when to read that next, a monotonic time; None if no pod is starting.
-        report: the digest of the last report that was written or given up.
+        report: the digest of the last report that was written or rejected.
         requeue: seconds after which to observe the job again; None if that is not needed.
     """
 
@@ -130,8 +130,8 @@ class KubernetesBackend(Applier):
     def pod_deleted(self, body: Json, last: Pod) -> None:
         """Remember a deleted pod until it is replaced.
 
-        A pod that was deleted by force, or without a node, may be gone at once. The planner must see it anyway:
-        its successor needs another name, because its agent may still run.
+        A pod that was force-deleted, or had no node, may be gone at once. The plan needs it anyway: its successor
+        needs another name, because its agent may still run.
         """
         owner = owner_of(body)
         if owner is None:
@@ -166,7 +166,7 @@ class KubernetesBackend(Applier):
         applied = with_applied_spec(job)
         managed = managed_etcd(self.store, job) if applied.spec.etcd.endpoint is None else None
         await self._diagnose(job, record, managed)
-        # Nothing is awaited from here on, so that the state is consistent.
+        # From here on, nothing is awaited, so that the state is consistent.
         etcd_error = None
         if managed is not None:
             managed = managed_etcd(self.store, job)
@@ -178,7 +178,12 @@ class KubernetesBackend(Applier):
         forbidden = self.stores.forbidden(job.namespace, secret) if secret is not None else None
         mirror = self._mirror(applied, record.key, pods, managed) if forbidden is None else None
         serving = _serving(job, mirror) if forbidden is None else None
-        unreachable = self._store_error(applied)
+        unreachable = self.stores.error(job.uid)
+        if unreachable is not None and managed is not None:
+            unreachable = (
+                "the job's etcd is ready, but the operator cannot reach it: a NetworkPolicy may forbid it, or the node "
+                f"of etcd's pod may have failed ({unreachable})"
+            )
         not_ready = etcd_error or (unreachable and f"the operator cannot read the job's store: {unreachable}")
         read = (
             Observed()
@@ -253,18 +258,9 @@ class KubernetesBackend(Applier):
             return pod
         return replace(pod, phase=PodPhase.FAILED, ended=pod.deletion_deadline)
 
-    def _store_error(self, job: Job) -> str | None:
-        error = self.stores.error(job.uid)
-        if error is None or job.spec.etcd.endpoint is not None:
-            return error
-        return (
-            f"the job's etcd is ready, but the operator cannot reach it, as if a NetworkPolicy kept it from "
-            f"there, or the node of etcd's pod had just died ({error})"
-        )
-
     def _mirror(self, job: Job, key: str, pods: Sequence[Pod], etcd: ManagedEtcd | None) -> StoreMirror | None:
         """Return the mirror of the job's etcd, which is followed as long as the etcd may change."""
-        # As long as a spec is applied, the store is needed, or has still to say whether the run has ended.
+        # While a spec is applied, the store is needed, or must still be read to learn whether the run has ended.
         suspended = job.status.state is JobState.SUSPENDED and job.spec.suspend and job.status.applied_spec is None
         over = (job.status.state.finished or suspended) and all(pod.phase.ended for pod in pods)
         external = job.spec.etcd.endpoint
@@ -291,7 +287,7 @@ def job_of(body: Json, spec: ElasticJobSpec | None = None) -> Job:
             spec = ElasticJobSpec.of(msgspec.convert(body.get("spec"), dict[str, Any]))
         except msgspec.ValidationError as error:
             raise BadInput(
-                f"the spec of the job {text(body, 'metadata', 'name')} is not as this operator's definition has it "
+                f"the spec of the job {text(body, 'metadata', 'name')} does not match this operator's definition "
                 f"({error}); update the definition (crds/elasticjob.yaml), or the job"
             ) from None
     metadata = mapping(body, "metadata")
@@ -317,7 +313,7 @@ def startup_problem(events: Iterable[Json]) -> str:
     ]
     if not of_starters:
         return ""
-    # Of two in the same second, a warning is the last.
+    # Of two events in the same second, a warning counts as the last.
     last = max(of_starters, key=lambda event: (pod_status.event_time(event), text(event, "type") == "Warning"))
     message = pod_status.in_a_line(text(last, "message"))
     if text(last, "type") == "Warning":
@@ -333,10 +329,9 @@ def _recently_deleted(record: JobRecord, pods: Sequence[Pod]) -> tuple[Pod, ...]
 
 
 def _serving(job: Job, mirror: StoreMirror | None) -> Collection[str] | None:
-    """Return the names of the pods whose agents serve; None for all that run.
+    """Return the names of the pods whose agents serve; None for all running pods.
 
-    While the store cannot be read, all agents that it ever contained count as serving: training continues without the
-    store.
+    While the store cannot be read, all agents that were ever registered count as serving, because training continues.
     """
     if mirror is not None and mirror.readable:
         return {node.name for node in mirror.nodes.values()}

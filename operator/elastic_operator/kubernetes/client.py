@@ -104,7 +104,7 @@ class ApiError(ClusterError):
     Attributes:
         status: the HTTP status.
         reason: one word, such as NotFound, AlreadyExists, Conflict, Invalid.
-        message: the server's own sentence.
+        message: the server's message.
     """
 
     def __init__(self, status: int, reason: str, message: str) -> None:
@@ -117,8 +117,8 @@ class ApiError(ClusterError):
     def of(cls, status: int, body: bytes) -> ApiError:
         """Return the error for a response with this status and body."""
         try:
-            told = json.loads(body)
-            return cls(status, str(told.get("reason") or ""), str(told.get("message") or ""))
+            document = json.loads(body)
+            return cls(status, str(document.get("reason") or ""), str(document.get("message") or ""))
         except (ValueError, AttributeError):
             return cls(status, "", body[:500].decode(errors="replace").strip())
 
@@ -168,13 +168,13 @@ _HINTS: Final[tuple[tuple[str, str], ...]] = (
         "name a Secret in spec.etcd.tlsSecret whose ca.crt is the certificate of its authority",
     ),
     (r"User \"[^\"]*\" cannot \w+ resource ", "grant the operator its rights there (the chart's role has them)"),
-    (r"exceeded quota: ", "raise that quota, free some of it, or have the job ask for less"),
+    (r"exceeded quota: ", "raise that quota, free some of it, or reduce the requests of the job"),
     (
         r"failed quota: .* must specify ",
-        "say so in spec.template.spec.containers, and for the job's etcd in spec.etcd.resources",
+        "set it in spec.template.spec.containers, and for the job's etcd in spec.etcd.resources",
     ),
     (r"(secret|configmap) \"[^\"]*\" not found", "create it, or name another one in spec.template"),
-    (r"violates PodSecurity ", "say so in spec.template.spec, or have the namespace admit such pods"),
+    (r"violates PodSecurity ", "set it in spec.template.spec, or let the namespace admit such pods"),
 )
 """Patterns of the most frequent errors of Kubernetes and etcd, and what to do about them."""
 
@@ -194,11 +194,10 @@ def backoff(first: float, longest: float) -> Iterator[float]:
 
 
 class Api:
-    """A connection to an API server; an async context manager. Every method raises ClusterError if it is unreachable.
+    """A connection to an API server; an async context manager. All methods raise ClusterError if it is unreachable.
 
     Attributes:
         namespace: the namespace of the kubeconfig's context, or of this pod.
-        source: the source of the credentials, for messages.
         on_request: called after each request with its verb and the HTTP status, 0 if there was no response.
     """
 
@@ -210,7 +209,6 @@ class Api:
         self._configuration = configuration
         self._client: ApiClient | None = None
         self.namespace = namespace
-        self.source = "the kubeconfig"
         self.on_request: Callable[[str, int], None] = lambda _verb, _status: None
 
     @classmethod
@@ -253,9 +251,7 @@ class Api:
         except ConfigException as error:
             raise BadInput(f"this is not a pod with a service account ({error}); use --kubeconfig") from None
         namespace = _NAMESPACE_FILE.read_text().strip() if _NAMESPACE_FILE.is_file() else ""
-        api = cls(configuration, namespace or "default")
-        api.source = "the service account"
-        return api
+        return cls(configuration, namespace or "default")
 
     def another(self) -> Self:
         """Return a client of the same API server with its own connections."""
@@ -272,7 +268,7 @@ class Api:
             self._client.user_agent = _USER_AGENT
             await self._client.__aenter__()
         except (OSError, ValueError) as error:
-            raise BadInput(f"the certificates of {self.source} cannot be used: {error}") from None
+            raise BadInput(f"the certificates for {self._configuration.host} cannot be used: {error}") from None
         return self
 
     async def __aexit__(
@@ -358,14 +354,14 @@ class Api:
     async def delete(
         self, resource: Resource, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None
     ) -> Json:
-        """Delete an object, and in the background what it owns.
+        """Delete an object, and in the background the objects that it owns.
 
         Args:
             resource: its kind.
             namespace: the namespace of the object.
             name: the name of the object.
             uid: a precondition.
-            grace: seconds that its containers have; None for the pod's own grace period.
+            grace: the grace period of the pod in seconds; None for the pod's own.
         """
         body: dict[str, Any] = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if uid is not None:
@@ -377,7 +373,7 @@ class Api:
     async def stream(
         self, path: str, query: Mapping[str, str], *, verb: str = "", silence: float | None = READ_TIMEOUT
     ) -> AsyncGenerator[bytes, None]:
-        """Yield a response as it arrives; give up after ``silence`` seconds without a byte, never if None."""
+        """Yield a response in parts; raise ClusterError after ``silence`` seconds without data, never if None."""
         limit = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT, sock_read=silence)
         try:
             response = await self._request("GET", path, query, None, _JSON, limit, verb)
@@ -477,7 +473,7 @@ def _kubeconfigs(given: str | None, environ: Mapping[str, str]) -> str:
     named = [Path(part).expanduser() for part in environ.get("KUBECONFIG", "").split(os.pathsep) if part]
     found = [str(path) for path in named or [Path("~/.kube/config").expanduser()] if path.is_file()]
     if not found:
-        where = f"KUBECONFIG names {os.pathsep.join(map(str, named))}" if named else "~/.kube/config is not there"
+        where = f"KUBECONFIG names {os.pathsep.join(map(str, named))}" if named else "~/.kube/config does not exist"
         raise BadInput(f"there is no kubeconfig ({where}); name one with --kubeconfig")
     return os.pathsep.join(found)
 

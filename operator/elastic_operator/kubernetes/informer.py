@@ -1,9 +1,9 @@
 """The informer: lists and watches the objects that the operator needs, and keeps a store up to date.
 
 kopf watches. Its handlers only observe and return nothing, because kopf writes return values into the object.
-All other features of kopf are off: events, peering, finalizers, annotations. When kopf lists, it gets an empty
-list, because it would keep a task and a copy of every object, most of the memory that the operator takes. The list
-itself goes into the store, in pages; kopf needs only its resource version, to watch from there.
+All other features of kopf are off: events, peering, finalizers, annotations. Lists go into the store, in pages. kopf
+itself gets an empty list with the resource version from which it watches. Otherwise it would keep a task and a copy of
+every object, which would take most of the operator's memory.
 
 A namespace for which the operator lacks permissions does not block the others: its list is retried until it succeeds.
 """
@@ -44,7 +44,6 @@ _WATCHED: Final[Mapping[client.Resource, str]] = {
 _BY_PLURAL: Final = {resource.plural: resource for resource in _WATCHED}
 
 _MAX_DELAY: Final = 10.0
-_BASE_DELAY: Final = 0.2
 _RESTART_DELAY: Final = 3.0
 _STOP_TIMEOUT: Final = 10.0
 _REQUEST_BACKOFF: Final = (1.0, 1.0, 2.0, 3.0, 5.0)
@@ -56,7 +55,7 @@ _WATCH_INTERVAL: Final = 0.5
 _CONCURRENT_LISTS: Final = 4
 """A page of large pods takes 50 MB, and all kinds of all namespaces are listed at once."""
 _BATCH: Final = 100
-"""Listed objects that are processed before other tasks get their turn."""
+"""Number of listed objects after which other tasks may run."""
 
 
 class Informer:
@@ -79,7 +78,7 @@ class Informer:
         store: Store,
         *,
         namespaces: Sequence[str] = (),
-        base_delay: float = _BASE_DELAY,
+        base_delay: float = 0.2,
         handle_signals: Callable[[], None] = lambda: None,
     ) -> None:
         self._api = api
@@ -98,7 +97,7 @@ class Informer:
     @property
     def problem(self) -> str:
         """Why the store is not in sync, as a sentence."""
-        listing = "not everything that there is has been listed yet"
+        listing = "not all objects have been listed yet"
         return "" if self.synced.is_set() else next(iter(self._problems.values()), listing)
 
     async def run(self) -> NoReturn:
@@ -109,20 +108,19 @@ class Informer:
                 await self._until_possible()
                 why = await self._run_kopf()
                 _log.warning(
-                    "the watches have ended%s; they begin again in %.0f s", why and f" ({why})", _RESTART_DELAY
+                    "the watches have ended%s; they start again in %.0f s", why and f" ({why})", _RESTART_DELAY
                 )
                 await asyncio.sleep(_RESTART_DELAY)
-        raise AssertionError("unreachable")
 
     async def list(self, resource: client.Resource, namespace: str | None) -> str:
         """List a kind into the store, with retries until it succeeds; return the resource version of the list.
 
         Raises:
-            ApiError: the cluster does not know the kind.
+            ApiError: the cluster does not define the kind.
         """
         for delay in client.backoff(self._base_delay, _MAX_DELAY):
             try:
-                if resource == client.ELASTIC_JOBS:  # without its pods, a job would seem to have none
+                if resource == client.ELASTIC_JOBS:  # a job must not be stored before its pods
                     others = {(each, namespace) for each in _WATCHED if each != client.ELASTIC_JOBS}
                     while not others <= self._listed:
                         self._progress.clear()
@@ -152,7 +150,7 @@ class Informer:
     async def _list_pod_groups_again(self) -> NoReturn:
         """List PodGroups regularly: not every cluster has these kinds, so they are not watched.
 
-        They may be gone without the operator's doing, as with their definition, when a scheduler is installed again.
+        Others may delete them, for example together with their definition when a scheduler is reinstalled.
         """
         while True:
             await asyncio.sleep(_POD_GROUPS_INTERVAL)
@@ -180,7 +178,7 @@ class Informer:
         self._listed.add((resource, namespace))
         if resource == client.ELASTIC_JOBS:
             if self._problems.pop(None, ""):
-                _log.info("everything can be listed now")
+                _log.info("the objects can be listed now")
             if self._problems.pop(namespace, ""):
                 _log.info("the namespace %s can be watched now", namespace)
         self._update()
@@ -191,12 +189,12 @@ class Informer:
         An API server responds with 429 for about a second after a CRD was installed: this is logged as information.
         """
         status = error.status if isinstance(error, client.ApiError) else 0
-        problem = f"what exists cannot be listed: {error}"
+        problem = f"the objects cannot be listed: {error}"
         if namespace is not None and len(self._namespaces) > 1:
             problem = f"the namespace {namespace} cannot be watched: {error}"
         if status == 403:
             problem += "; grant the operator its rights there (the chart's role has them)"
-            problem += ", or take it out of --namespace" if len(self._namespaces) > 1 else ""
+            problem += ", or remove it from --namespace" if len(self._namespaces) > 1 else ""
         if status == 404:
             problem = (
                 "this cluster does not know the ElasticJob: install the definition (it is part of the chart, or "
@@ -230,7 +228,7 @@ class Informer:
             await asyncio.sleep(delay)
 
     async def _run_kopf(self) -> str:
-        """Watch until kopf gives up; return why."""
+        """Watch until kopf ends; return why."""
         namespaces = [each for each in self._namespaces if each is not None]
         registry = kopf.OperatorRegistry()
         for resource in _WATCHED:
@@ -246,12 +244,12 @@ class Informer:
 
         async def list_for_watcher(resource: client.Resource, namespace: str | None) -> str:
             if (task := asyncio.current_task()) is not None:
-                watchers.add(task)  # each begins with a list; if one fails, kopf ends and leaves the others
+                watchers.add(task)  # each begins with a list; if one fails, kopf ends without cancelling the others
             return await self.list(resource, namespace)
 
         @kopf.on.login(id="login", registry=registry)
         async def login(**_: object) -> kopf.AiohttpSession:
-            # kopf asks again after a rejection. With the same session, it ends instead of asking forever.
+            # kopf asks for another login after a rejection, and ends if it gets the same session again.
             info = await self._api.access()
             if not sessions or sessions[-1].info != info:
                 if sessions:
@@ -273,11 +271,11 @@ class Informer:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for ours in (set(tasks), watchers):
-                for task in ours:
+            for group in (set(tasks), watchers):
+                for task in group:
                     task.cancel()
-                if ours:
-                    await asyncio.wait(ours, timeout=_STOP_TIMEOUT)
+                if group:
+                    await asyncio.wait(group, timeout=_STOP_TIMEOUT)
             for session in sessions:
                 await session.close()
         errors = (task.exception() for task in tasks if task.done() and not task.cancelled())
@@ -293,17 +291,17 @@ class Informer:
         return handle
 
     def _watch_failed(self, problem: str) -> None:
-        """Log once, not at every attempt, that the watches cannot be opened; empty if one was opened."""
+        """Log once, not at every attempt, why no watch can be opened; an empty problem means that one was opened."""
         if problem and problem != self._watch_problem:
-            _log.warning("watching: a request failed and is made again: %s", problem)
+            _log.warning("a watch cannot be opened; trying again: %s", problem)
         self._watch_problem = problem
 
 
 class WatchSession:
     """The part of aiohttp's session that kopf uses; lists go to ``on_list``, and kopf gets an empty list.
 
-    It opens again when it is used after it was closed: kopf closes its session before its watches, and a watch that
-    finds it closed would wait for another login forever.
+    A request after :meth:`close` opens the session again: kopf closes its session before its watches, and a watch
+    without a session would wait for another login forever.
 
     Args:
         info: the API server, and the credentials.
@@ -365,7 +363,7 @@ class WatchSession:
 
 
 class _EmptyList(contextlib.nullcontext[None]):
-    """A response that is a list without items."""
+    """A response with an empty list."""
 
     status: Final = 200
 
@@ -378,7 +376,7 @@ class _EmptyList(contextlib.nullcontext[None]):
 
 
 class _NoDiffBase(kopf.DiffBaseStorage):
-    """Replaces kopf's storage of the last state in the object itself: nothing is stored."""
+    """Stores nothing. kopf's default is to store the last state in the object itself."""
 
     def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> kopf.BodyEssence:
         del body, extra_fields
@@ -398,7 +396,7 @@ def _settings() -> kopf.OperatorSettings:
     settings.process.ultimate_exiting_timeout = None
     settings.networking.error_backoffs = _REQUEST_BACKOFF
     settings.watching.client_timeout = _LONGEST_WATCH
-    settings.queueing.idle_timeout = 0.1  # kopf keeps each object, whole, for this time
+    settings.queueing.idle_timeout = 0.1  # kopf keeps a full copy of each object for this time
     settings.persistence.diffbase_storage = _NoDiffBase()
     for resource, labels in _WATCHED.items():
         if labels:

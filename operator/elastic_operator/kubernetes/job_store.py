@@ -1,6 +1,6 @@
 """Follows the etcds of all jobs: one mirror for each job that has, or had, pods.
 
-A mirror outlives its job as long as one of the job's pods exists: only then may the job's keys be deleted from an
+A mirror outlives its job until all pods of the job are gone, because only then the job's keys may be deleted from an
 external etcd.
 """
 
@@ -38,7 +38,7 @@ KEY: Final = "tls.key"
 
 @dataclass(slots=True)
 class Credentials:
-    """Paths of credentials, in files that exist only as long as this process.
+    """Paths of credentials, in files in memory that exist only in this process.
 
     Attributes:
         authority: the CA certificate of the server; None for the system's.
@@ -112,10 +112,6 @@ _log: Final = logging.getLogger(__name__)
 
 WRITE_TIMEOUT: Final = 1.0
 """Seconds for writing a size, so that a hanging store does not delay pods any longer."""
-_PATIENCE: Final = 3.0
-"""Seconds before an unreachable external etcd is reported."""
-_MANAGED_PATIENCE: Final = 60.0
-"""Seconds before an unreachable etcd of a job is reported: a dead node is noticed within a minute."""
 _REPORT_INTERVAL: Final = 30.0
 _RESTART_DELAY: Final = 10.0
 _CLEANUP_TIMEOUT: Final = 5.0
@@ -156,7 +152,7 @@ class JobStores:
         changed: called with a job's key when something in its etcd has changed.
         secret_namespaces: the namespaces in which the operator may read Secrets.
         patience: seconds before an unreachable external etcd is reported.
-        managed_patience: seconds before an unreachable etcd of a job is reported, while it should be up.
+        managed_patience: the same for a job's own etcd; within a minute, Kubernetes notices a failed node.
     """
 
     def __init__(
@@ -165,8 +161,8 @@ class JobStores:
         changed: Callable[[str], None],
         *,
         secret_namespaces: Collection[str] = (),
-        patience: float = _PATIENCE,
-        managed_patience: float = _MANAGED_PATIENCE,
+        patience: float = 3.0,
+        managed_patience: float = 60.0,
     ) -> None:
         self._api = api
         self._on_change = changed
@@ -235,7 +231,7 @@ class JobStores:
             self._tasks.create_task(self._leave(followed))
 
     async def write_size(self, uid: str, size: SizeRecord) -> None:
-        """Write the desired size, unless the store is away: the job is reconciled when the store can be read again.
+        """Write the desired size, unless the store is unreachable: the job is reconciled when it can be read again.
 
         Raises:
             StoreError: the write failed, and must be tried again.
@@ -254,8 +250,8 @@ class JobStores:
         if namespace in self._secret_namespaces:
             return None
         return (
-            f"the operator may not read the Secret {name} in the namespace {namespace}, so it knows of the training "
-            "only what pods say when they end: name the namespace in the chart's value etcd.secretNamespaces"
+            f"the operator may not read the Secret {name} in the namespace {namespace}, so it only "
+            "sees the termination messages of pods: add the namespace to the chart's value etcd.secretNamespaces"
         )
 
     async def read_secret(self, namespace: str, name: str) -> Credentials:
@@ -271,12 +267,12 @@ class JobStores:
             status = error.status if isinstance(error, ApiError) else 0
             if status == 404:
                 raise StoreRefused(
-                    f"there is no Secret {name} in the namespace {namespace}, which spec.etcd.tlsSecret names: make it"
+                    f"the Secret {name} of spec.etcd.tlsSecret does not exist in the namespace {namespace}: create it"
                 ) from None
             if status == 403:
                 raise StoreRefused(
-                    f"the operator may not read the Secret {name} in the namespace {namespace}: the right to get "
-                    "secrets there comes with the chart's value etcd.secretNamespaces"
+                    f"the operator may not read the Secret {name} in the namespace {namespace}: the chart grants this "
+                    "right in the namespaces of its value etcd.secretNamespaces"
                 ) from None
             raise StoreUnavailable(f"the Secret {name} with the credentials for etcd cannot be read: {error}") from None
         return Credentials.of(secret)
@@ -341,7 +337,7 @@ class JobStores:
                 async with asyncio.timeout(_CLEANUP_TIMEOUT):
                     await followed.mirror.forget_run()
         except (StoreError, TimeoutError) as error:
-            _log.info("%s: its keys stay in its store for a day: %s", followed.key, str(error) or "it does not answer")
+            _log.info("%s: its keys remain in its store for a day: %s", followed.key, str(error) or "no response")
         except Exception:  # noqa: BLE001 - must not stop the operator
             _log.exception("%s: an unexpected error while its keys were removed from its store", followed.key)
         finally:

@@ -31,9 +31,8 @@ _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 _EPILOG: Final = """\
 In a pod it uses the pod's service account. Elsewhere, or with --kubeconfig or --context, it uses a kubeconfig.
-SIGTERM ends it; the jobs keep training without it.
+SIGTERM stops the operator; the jobs continue to train without it.
 """
-
 
 LOG_FORMATS: Final = ("text", "json")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
@@ -132,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         "--etcd-image",
         default=ETCD_IMAGE,
         metavar="IMAGE",
-        help="of the etcd that is made for jobs which name none (default: %(default)s)",
+        help="image of the etcd of a job that names none (default: %(default)s)",
     )
     jobs.add_argument(
         "--etcd-secrets-namespace",
@@ -147,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         default=AGENT_METRICS_PORT,
         type=_port,
         metavar="PORT",
-        help="of /metrics in the worker pods; 0 for any free one (default: %(default)s)",
+        help="port of /metrics in the worker pods; 0 for any free port (default: %(default)s)",
     )
     process = top.add_argument_group("this process")
     process.add_argument(
@@ -155,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
         default="0.0.0.0:8080",
         type=_address,
         metavar="HOST:PORT",
-        help="where /healthz, /readyz and /metrics are served; IPv6 in brackets (default: %(default)s)",
+        help="address of /healthz, /readyz and /metrics; IPv6 in brackets (default: %(default)s)",
     )
     process.add_argument("--log-format", default="text", choices=LOG_FORMATS, help="(default: %(default)s)")
     process.add_argument("--log-level", default="info", choices=LOG_LEVELS, help="(default: %(default)s)")
@@ -170,27 +169,27 @@ def _parser() -> argparse.ArgumentParser:
         "--lease-namespace",
         type=_namespace,
         metavar="NS",
-        help="where the lease is (default: $POD_NAMESPACE, or the namespace of the kubeconfig's context)",
+        help="namespace of the lease (default: $POD_NAMESPACE, or the namespace of the kubeconfig's context)",
     )
     election.add_argument(
         "--lease-name", default="elastic-operator", type=_name, metavar="NAME", help="(default: %(default)s)"
     )
     connection = top.add_argument_group("the cluster")
     connection.add_argument("--kubeconfig", metavar="PATH", help="(default: $KUBECONFIG, or ~/.kube/config)")
-    connection.add_argument("--context", metavar="CONTEXT", help="of the kubeconfig (default: its current one)")
+    connection.add_argument("--context", metavar="CONTEXT", help="context of the kubeconfig (default: its current one)")
     return top
 
 
 def _name(text: str) -> str:
     if len(text) > 253 or not all(map(_LABEL.fullmatch, text.split("."))):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a valid name: small letters, digits, dashes and dots")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid name: lowercase letters, digits, dashes and dots")
     return text
 
 
 def _namespace(text: str) -> str:
     if not _LABEL.fullmatch(text):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a valid namespace: small letters, digits and dashes, at most 63 of them"
+            f"{text!r} is not a valid namespace: at most 63 lowercase letters, digits and dashes"
         )
     return text
 
@@ -210,7 +209,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 class TextLines(logging.Formatter):
-    """``2026-01-31T12:00:00Z INFO    default/digits: …``, and below it the traceback."""
+    """Formats a line such as ``2026-01-31T12:00:00Z INFO    default/digits: …``; a traceback follows its line."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%SZ")
@@ -218,10 +217,10 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per line: time, level, logger, message, traceback."""
+    """Formats a line as a JSON object: time, level, logger, message, traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """Return the line."""
         fields = {
             "time": rfc3339(record.created),
             "level": record.levelname.lower(),
@@ -234,7 +233,7 @@ class JsonLines(logging.Formatter):
 
 
 def set_up_log(log_format: str, level: str) -> None:
-    """Log to standard error."""
+    """Send the log to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
     root = logging.getLogger()
@@ -256,7 +255,7 @@ many objects of the cluster for a long time."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the operator; return the exit code."""
     settings = parse(argv, os.environ)
-    # Process 1 ignores signals without a handler, and the imports below take a while.
+    # Process 1 ignores signals without a handler, and the imports in _run() take a while.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     set_up_log(settings.log_format, settings.log_level)
     try:
@@ -271,7 +270,7 @@ async def _run(settings: OperatorSettings) -> None:
     from elastic_operator.kubernetes.client import Api
     from elastic_operator.kubernetes.manager import Manager
 
-    gc.freeze()  # the modules stay
+    gc.freeze()  # modules are never collected
     gc.set_threshold(*_GC_THRESHOLDS)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

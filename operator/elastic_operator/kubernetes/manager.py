@@ -1,9 +1,9 @@
 """The operator's process: its parts, the order in which they start and end, and leader election with a Lease.
 
-Every copy lists and watches, so that it can take over at once. The leader has a reconciler as long as it leads.
+Every copy lists and watches objects, so that it can take over at once. Only the leader has a reconciler.
 
-The client library's own leader election does not release the lease at the end, does not notice when the leader's work
-has ended, ends at the first broken connection, and writes local time as UTC.
+The leader election of the client library is not used: it does not release the lease at the end, does not notice that
+the leader's work has ended, ends at the first broken connection, and writes local time as UTC.
 """
 
 from __future__ import annotations
@@ -79,8 +79,7 @@ async def http_server(
             await web.TCPSite(runner, host or None, port).start()
         except OSError as error:
             raise BadInput(
-                f"nothing can be served on {host}:{port}: {error.strerror or error}; choose another "
-                "address with --listen"
+                f"cannot listen on {host}:{port}: {error.strerror or error}; choose another address with --listen"
             ) from None
         yield int(runner.addresses[0][1])
     finally:
@@ -126,7 +125,7 @@ class Manager:
         if not settings.leader_elect:
             await self._reconcile()
             return
-        # With its own connections, so that the lease does not wait for many other writes.
+        # The elector has its own connections, so that the lease does not wait for other writes.
         async with self._api.another() as api:
             api.on_request = self._metrics.requested
             elector = LeaderElector(
@@ -180,7 +179,7 @@ class Manager:
         )
         for resource in (ELASTIC_JOBS, PODS):
             count = functools.partial(store.count, resource)
-            metrics.gauge(f"elastic_operator_{resource.plural}", "How many of them the operator knows.", count)
+            metrics.gauge(f"elastic_operator_{resource.plural}", f"Known {resource.kind} objects.", count)
         metrics.registry.register(JobCollector(lambda: filter(None, map(store.job, store.keys)), self._is_leader))
 
     def _is_leader(self) -> bool:
@@ -189,10 +188,9 @@ class Manager:
 
 @dataclass(slots=True, kw_only=True)
 class LeaderElector:
-    """Competes for a lease. A standby leads at most ``lease_duration + 2 * poll_period`` after a crash.
+    """Competes for a lease. After a crash of the leader, a standby leads within ``lease_duration + 2 * poll_period``.
 
-    A lease has expired if it was not renewed for its duration on this machine's clock, because clocks of machines
-    differ.
+    A lease has expired if this copy has seen no renewal for the lease's duration, because clocks of machines differ.
 
     Attributes:
         api: the connection.
@@ -203,7 +201,7 @@ class LeaderElector:
         retry_period: seconds between renewals by the leader.
         renew_deadline: seconds without a renewal after which the leader stops; less than ``lease_duration``.
         poll_period: seconds between checks of a standby, and between attempts after a failed renewal.
-        is_leader: whether this copy leads.
+        is_leader: whether this copy is the leader.
     """
 
     api: Api
@@ -275,7 +273,7 @@ class LeaderElector:
                     try:
                         await self._write(lease, "")
                     except ApiError as error:
-                        if not error.conflict:  # a renewal succeeded without its answer
+                        if not error.conflict:  # an earlier renewal succeeded without a response
                             raise
         except (ClusterError, TimeoutError) as error:
             _log.debug("the lease was not released: %s", str(error) or "no answer in time")

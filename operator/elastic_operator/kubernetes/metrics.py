@@ -28,14 +28,14 @@ class Cause(enum.StrEnum):
     WORKER_FAILED = "worker_failed"
     """Workers, after a failure that counts."""
     FREE = "free"
-    """Workers, for another reason: members that came or went, failures that the failure policy ignores."""
+    """Workers, for another reason: a change of the members, or a failure that the failure policy ignores."""
     POD_DIED = "pod_died"
     POD_OUT_OF_MEMORY = "pod_out_of_memory"
     POD_DISRUPTED = "pod_disrupted"
     """A pod that was preempted, drained or evicted."""
     NODE_LOST = "node_lost"
     NOT_ADMITTED = "not_admitted"
-    """A pod for which its node had no room."""
+    """A pod that its node did not admit."""
     POD_LEFT = "pod_left"
     """A pod that a user deleted, or whose agent was asked to leave."""
 
@@ -49,23 +49,23 @@ _BY_TERMINATION: Final[Mapping[TerminationCause | None, Cause]] = {
 
 
 _JOB_FAMILIES: Final = {
-    "desired_pods": ("Pods that a job is to have.",),
+    "desired_pods": ("Desired pods of a job.",),
     "ready_pods": ("Pods of a job that are ready.",),
     "min_pods": ("Pods that a job needs to train.",),
-    "condition": ("Whether a condition of a job holds, for those that it ever had.", "condition"),
-    "restarts": ("Restarts by cause: worker_failed (charged) and free (not) of workers, pod_failed of pods.", "cause"),
-    "max_restarts": ("Restarts because of worker_failed that a job may have.",),
-    "backoff_limit": ("Restarts because of pod_failed that a job may have.",),
+    "condition": ("Whether a condition of a job holds. Conditions that a job never had are absent.", "condition"),
+    "restarts": ("Restarts by cause: worker_failed and free (uncharged) of workers, pod_failed of pods.", "cause"),
+    "max_restarts": ("Maximum number of restarts of a job with the cause worker_failed.",),
+    "backoff_limit": ("Maximum number of restarts of a job with the cause pod_failed.",),
 }
 """The metrics of a job: the help text by name, and an additional label if there is one."""
 
 
 class JobCollector(Collector):
-    """Counts the jobs by condition and, only on the leader so that sums are correct, shows each job.
+    """Exports the number of jobs by condition and, only on the leader so that sums are correct, metrics of each job.
 
     Args:
         bodies: returns all jobs.
-        is_leader: whether this copy leads.
+        is_leader: returns whether this copy is the leader.
     """
 
     def __init__(self, bodies: Callable[[], Iterable[Json]], is_leader: Callable[[], bool]) -> None:
@@ -73,13 +73,13 @@ class JobCollector(Collector):
         self._is_leader = is_leader
 
     def collect(self) -> Iterator[Metric]:
-        """Count now."""
+        """Yield the current metrics."""
         jobs, counts = tuple(self._bodies()), dict.fromkeys(map(str, ConditionType), 0)
         for condition in (each for body in jobs for each in mappings(body, "status", "conditions")):
             if condition.get("type") in counts and condition.get("status") == "True":
                 counts[str(condition["type"])] += 1
         total = GaugeMetricFamily(
-            "elastic_operator_jobs", "Jobs for which a condition holds; several may hold for one.", labels=["condition"]
+            "elastic_operator_jobs", "Number of jobs with each condition; a job may have several.", labels=["condition"]
         )
         for kind, count in counts.items():
             total.add_metric([kind], count)
@@ -154,14 +154,14 @@ class OperatorMetrics:
         )
         self._requests = Counter(
             "elastic_operator_api_requests",
-            "Requests to the API server by verb and code, 0 without an answer; those of the watches apart.",
+            "Requests to the API server by verb and code, without those of watches; the code 0 means no response.",
             ["verb", "code"],
             registry=registry,
         )
         self._pods = Counter("elastic_operator_pods_created", "Created worker pods.", registry=registry)
         self._restarts = Counter(
             "elastic_operator_restarts",
-            "Restarts by cause: worker_failed and free (the workers of a job), the others a pod each.",
+            "Restarts by cause: worker_failed and free restart the workers of a job, every other cause a pod.",
             ["cause"],
             registry=registry,
         )
@@ -169,17 +169,13 @@ class OperatorMetrics:
             self._restarts.labels(cause.value)
         self._starts = Histogram(
             "elastic_operator_apply_to_running_seconds",
-            "Time from a job's creation, or from the resumption of one created suspended, until it trains.",
+            "Time until a job trains, from its creation, or from its resumption if it was created suspended.",
             buckets=_START_BUCKETS,
             registry=registry,
         )
 
     def page(self, accept: str) -> tuple[bytes, str]:
-        """Return the page under /metrics and its content type.
-
-        Args:
-            accept: the ``Accept`` header.
-        """
+        """Return the page under /metrics and its content type, for an ``Accept`` header."""
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
@@ -218,5 +214,5 @@ class OperatorMetrics:
             self._starts.observe(max(time.time() - since, 0.0))
 
     def gauge(self, name: str, help_text: str, value: Callable[[], float]) -> None:
-        """Show a number that is computed for each scrape."""
+        """Add a gauge whose value is computed for each scrape."""
         Gauge(name, help_text, registry=self.registry).set_function(value)

@@ -1,7 +1,7 @@
 """Converts a pod's object into the planner's :class:`Pod`.
 
-The state of the container ``worker`` decides, not the pod's phase: a sidecar may still run. Only if the pod as a whole
-is over (evicted, rejected by its node, its node lost, deleted before it had one) has it ended in any case.
+The state of the container ``worker`` decides, not the pod's phase, because a sidecar may still run. But a pod that was
+evicted, rejected by its node, lost with its node, or deleted before it had a node has ended in any case.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DISRUPTION: Final = "DisruptionTarget"
 OUT_OF_MEMORY: Final = "OOMKilled"
 
 _UNKNOWN_STATUS: Final = "ContainerStatusUnknown"
-"""The kubelet's reason for a container that it has lost; the exit code beside it is invented."""
+"""The kubelet's reason for a container that it has lost; the exit code is not that of the container."""
 _OWN_LIMITS: Final = ("exceeds the limit", "exceeds the total limit", "exceeded its local ephemeral storage limit")
 """Messages of a kubelet that evicts a pod because it exceeds its own limits."""
 
@@ -47,20 +47,20 @@ class ContainerState:
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit code, if that is known."""
+        """The exit code; None if unknown."""
         if self.terminated is None or text(self.terminated, "reason") == _UNKNOWN_STATUS:
             return None
         return integer(self.terminated, "exitCode")
 
     @property
     def started(self) -> float | None:
-        """When it started, if that is known."""
+        """When the container started; None if unknown."""
         # A container that could not start has the start of the Unix epoch here.
         return seconds(self.running or self.terminated, "startedAt") or None
 
     @property
     def ended(self) -> float | None:
-        """When it ended, if that is known."""
+        """When the container ended; None if unknown."""
         return seconds(self.terminated, "finishedAt") or None
 
 
@@ -70,7 +70,7 @@ def container_states(pod: Json, kind: str = "containerStatuses") -> tuple[Contai
 
 
 def is_over(pod: Json) -> bool:
-    """Return whether no container of the pod runs, or will run."""
+    """Return whether all containers of the pod have stopped permanently."""
     return text(pod, "status", "phase") in ("Failed", "Succeeded")
 
 
@@ -80,7 +80,7 @@ def is_leaving(pod: Json) -> bool:
 
 
 def event_time(event: Json) -> float:
-    """Return when an event happened last, in seconds since the Unix epoch; 0 if it does not say."""
+    """Return when an event happened last, in seconds since the Unix epoch; 0 if unknown."""
     fields = (("series", "lastObservedTime"), ("lastTimestamp",), ("eventTime",), ("metadata", "creationTimestamp"))
     return next((time for field in fields if (time := seconds(event, *field)) is not None), 0.0)
 
@@ -104,7 +104,7 @@ def is_over_its_limit(pod: Json) -> bool:
 def node_is_silent(pod: Json, worker: ContainerState) -> bool:
     """Return whether the pod's node does not respond: the pod is not ready although its containers are.
 
-    Kubernetes marks all pods of such a node like this; the rest of their status stays as the kubelet wrote it last.
+    Kubernetes sets these conditions on all pods of such a node, and leaves the rest of their status unchanged.
     """
     if worker.running is None or listing(pod, "spec", "readinessGates"):
         return False
@@ -171,7 +171,7 @@ def why_waiting(pod: Json, name: str = WORKER) -> str:
 
 def last_message(pod: Json, worker: ContainerState) -> TerminationMessage | str | None:
     """Return the termination message of an ended worker, or other information about its end."""
-    # An agent that got SIGTERM does not know why.
+    # An agent does not know why it received SIGTERM.
     if (is_over_its_limit(pod) and worker.exit_code != 0) or (worker.exit_code == ExitCode.LEFT and _end_of_pod(pod)):
         return _end_of_pod(pod)
     said = text(worker.terminated, "message").strip()
@@ -179,11 +179,11 @@ def last_message(pod: Json, worker: ContainerState) -> TerminationMessage | str 
         return decode(said.encode(errors="replace"), TerminationMessage)
     except MalformedRecord:
         pass
-    # The cluster's message comes last: of a plain text, the last line is shown.
+    # The cluster's message comes last, because the last line of a plain text is shown.
     parts = [said, _end_in_words(worker), _end_of_pod(pod)]
     if worker.terminated is None and (failed := _failed_init_container(pod)) is not None:
         lines = text(failed.terminated, "message").strip().splitlines()
-        code = "came to an unknown end" if failed.exit_code is None else f"exited with code {failed.exit_code}"
+        code = "ended for an unknown reason" if failed.exit_code is None else f"exited with code {failed.exit_code}"
         parts.append(f"its init container {failed.name} {code}{f': {in_a_line(lines[-1])}' if lines else ''}")
     return "\n".join(part for part in parts if part) or None
 
@@ -197,7 +197,7 @@ def incompatible_image(pod: Json, worker: ContainerState) -> IncompatibleImage |
         if _LAUNCHER.search(message) and _NO_SUCH_FILE.search(message):
             return IncompatibleImage(
                 constants.Reason.NO_AGENT,
-                f"the image {image} has no {LAUNCHER}, with which every worker pod starts: install the agent in it, "
+                f"the image {image} has no {LAUNCHER}, which every worker pod runs: install the agent in it, "
                 f"as {OWN_IMAGE_GUIDE} shows, or name an image that has it",
             )
     spoken = _protocol_of(text(worker.terminated, "message"))
@@ -205,8 +205,7 @@ def incompatible_image(pod: Json, worker: ContainerState) -> IncompatibleImage |
         return IncompatibleImage(
             constants.Reason.PROTOCOL_MISMATCH,
             f"the agent in the image {image} speaks version {spoken} of the protocol between operator and agents, and "
-            f"this operator version {PROTOCOL_VERSION}: use an image with the agent of the operator's release, or the "
-            "operator of the agent's",
+            f"this operator version {PROTOCOL_VERSION}: use an agent and an operator of the same release",
         )
     return None
 
@@ -220,15 +219,15 @@ def _why_not_scheduled(pod: Json) -> str:
     """Return why a pod has no node yet; empty if it was just created."""
     gates = tuple(text(gate, "name") for gate in mappings(pod, "spec", "schedulingGates"))
     if gates:
-        return f"it may not be given to a node before its scheduling gates are lifted: {', '.join(gates)}"
+        return f"it is not scheduled before its scheduling gates are removed: {', '.join(gates)}"
     for condition in mappings(pod, "status", "conditions"):
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             said = in_a_line(_PREEMPTION.sub("", text(condition, "message"))) or text(condition, "reason")
-            return f"no node takes it{f': {said}' if said else ''}"
+            return f"it cannot be scheduled{f': {said}' if said else ''}"
     scheduler = text(pod, "spec", "schedulerName")
     if scheduler not in ("", _DEFAULT_SCHEDULER) and not text(pod, "spec", "nodeName"):
         # The default scheduler always runs; another one may not be installed.
-        return f"the scheduler {scheduler} has not looked at it yet; does it run?"
+        return f"the scheduler {scheduler} has not processed it yet; check that this scheduler runs"
     return ""
 
 
@@ -273,11 +272,11 @@ def _end_in_words(worker: ContainerState) -> str:
     reason = text(worker.terminated, "reason")
     if worker.exit_code == 0 or reason in _SELF_EVIDENT or reason in _COULD_NOT_START:
         return ""
-    return f"{OUT_OF_MEMORY}: it needed more memory than it may have" if reason == OUT_OF_MEMORY else reason
+    return f"{OUT_OF_MEMORY}: it exceeded its memory limit" if reason == OUT_OF_MEMORY else reason
 
 
 def _end_of_pod(pod: Json) -> str:
-    """Return why the whole pod ended: evicted, preempted, its node lost."""
+    """Return why the whole pod ended, for example because of an eviction."""
     for said in (mapping(pod, "status"), true_condition(pod, DISRUPTION)):
         parts = (text(said, "reason"), in_a_line(text(said, "message")))
         if any(parts):
@@ -294,11 +293,11 @@ def _image(pod: Json, name: str, kind: str) -> str:
     return next((text(entry, "image") for entry in mappings(pod, "spec", kind) if entry.get("name") == name), "")
 
 
-_MAX_NUMBER: Final = 1_000_000
+_MAX_DIGITS: Final = 7
 _NODE_LOST: Final = "NodeLost"
 _NODE_DELETED: Final = "DeletionByPodGC"
 _ENDED_BY_NODE: Final = frozenset({"Evicted", "Preempting", "Terminated", "Shutdown"})
-"""Reasons of kubelets that end a pod: lack of a resource, a critical pod, a shutdown."""
+"""The kubelet's reasons for ending a pod: lack of a resource, a critical pod, a shutdown."""
 _NOT_ADMITTED: Final = frozenset(
     {
         "InvalidNodeInfo",
@@ -310,7 +309,7 @@ _NOT_ADMITTED: Final = frozenset(
         "UnexpectedAdmissionError",
     }
 )
-"""Reasons of kubelets that reject a scheduled pod, in addition to ``OutOf<resource>``. Other reasons, such as
+"""The kubelet's reasons for rejecting a pod, in addition to ``OutOf<resource>``. Other reasons, such as
 SysctlForbidden, would be the same on the next node."""
 
 MAX_PORT: Final = 65535
@@ -368,7 +367,7 @@ def termination_cause_of(
     """Return why a pod has ended or is leaving, if its agent did not cause that.
 
     Kubernetes reports this in four places: the reason of the pod's status, the condition DisruptionTarget, the reason
-    of the container's end, and, for a pod on a lost node, a condition Ready that no longer follows from the others.
+    of the container's end, and, for a pod on a lost node, a condition Ready that contradicts the other conditions.
     """
     if worker.exit_code == 0:
         return None
@@ -423,7 +422,7 @@ def _never_runs(pod: Json) -> bool:
 
 
 def _ended(pod: Json, worker: ContainerState) -> float | None:
-    """Return when the worker container ended; if it does not say, when the pod's conditions last changed."""
+    """Return when the worker container ended; if that is unknown, when the pod's conditions last changed."""
     if worker.ended is not None:
         return worker.ended
     if _never_runs(pod):
@@ -433,9 +432,7 @@ def _ended(pod: Json, worker: ContainerState) -> float | None:
 
 
 def _number(digits: str) -> int | None:
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= len(str(_MAX_NUMBER))):
-        return None
-    return min(int(digits), _MAX_NUMBER)
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= _MAX_DIGITS else None
 
 
 def _size(record: str) -> SizeRecord | None:

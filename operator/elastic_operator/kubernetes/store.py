@@ -1,4 +1,4 @@
-"""The objects that the operator knows: plain JSON, trimmed, indexed by UID and by owning job.
+"""The operator's cache of objects: plain JSON, trimmed, indexed by UID and by owning job.
 
 Lists, watches and the operator's own writes feed it in any order. An older version never overwrites a newer one. A
 tombstone remembers the version at which an object was deleted, so that a late update does not restore it.
@@ -89,7 +89,7 @@ class Store:
             return
         if before is not None and version <= version_of(before):
             return
-        self._tombstones.pop(uid, None)  # it had only lost the label by which it is watched
+        self._tombstones.pop(uid, None)  # the object exists, and had lost the watched label
         after = _trimmed(resource, body)
         self._objects[resource][uid] = after
         if resource == PODS:
@@ -168,8 +168,8 @@ def version_of(body: Json) -> int:
 def owner_of(body: Json) -> Json | None:
     """Return the reference to the job that controls an object."""
     for reference in body["metadata"].get("ownerReferences") or ():
-        ours = reference.get("kind") == KIND and str(reference.get("apiVersion")).startswith(f"{GROUP}/")
-        if ours and reference.get("controller"):
+        is_job = reference.get("kind") == KIND and str(reference.get("apiVersion")).startswith(f"{GROUP}/")
+        if is_job and reference.get("controller"):
             owner: Json = reference
             return owner
     return None

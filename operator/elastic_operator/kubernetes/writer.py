@@ -31,10 +31,10 @@ _log: Final = logging.getLogger(__name__)
 
 _FORBIDDEN: Final = re.compile(r"^\S+( \"[^\"]*\")? is forbidden: ")
 _MAX_PER_NAMESPACE: Final = 64
-"""Concurrent writes of what the jobs of a namespace own."""
+"""Maximum number of concurrent writes of objects that the jobs of a namespace own."""
 _MAX_OF_JOBS: Final = 16
-"""Concurrent writes of these jobs and their reports. Together these are fewer than there are connections: a slow
-webhook in a namespace holds up no other."""
+"""Maximum number of concurrent writes of these jobs and their reports. The sum is less than the number of connections,
+so that a slow webhook in one namespace does not delay others."""
 _MAX_PENDING: Final = 2000
 _CONCURRENT_EVENTS: Final = 4
 _EVENT_TRIES: Final = 8
@@ -44,7 +44,7 @@ _MAX_MESSAGE: Final = 1024
 
 
 class Rejected(ClusterError):  # noqa: N818 - a result rather than an error
-    """The API server will never accept the object; the message is its own sentence."""
+    """The API server will never accept the object; the message is that of the server."""
 
 
 class Blocked(ClusterError):  # noqa: N818
@@ -54,7 +54,7 @@ class Blocked(ClusterError):  # noqa: N818
 class Writer:
     """Writes through the store of objects; an async context manager.
 
-    Events are recorded in the background, and the block waits at its end for those that are pending. The name of an
+    Events are recorded in the background, and the end of the block waits for pending events. The name of an
     event is a hash of its content and of the job's version: an event that is recorded twice exists once, so a failed
     attempt can be repeated.
 
@@ -123,7 +123,7 @@ class Writer:
         Args:
             resource: its kind.
             job: the owner.
-            wanted: the object, or what makes it when it is its turn, because many wait.
+            wanted: the object, or a function that returns it, which is called when the write begins.
 
         Raises:
             Rejected: the object will never be accepted.
@@ -143,7 +143,7 @@ class Writer:
         self._store.put(resource, made)
 
     async def apply(self, resource: client.Resource, job: Job, uid: str, body: Json) -> bool:
-        """Apply an object that a job owns; return False if it does not exist any more. Raises as :meth:`create`."""
+        """Apply an object that a job owns; return False if it no longer exists. Raises as :meth:`create`."""
         name = body["metadata"]["name"]
         this_one = {**body, "metadata": {**body["metadata"], "uid": uid}}
         answer = self._api.apply(resource, job.namespace, name, this_one)
@@ -171,11 +171,11 @@ class Writer:
             async with self._slots[namespace]:
                 left = await self._api.delete(resource, namespace, name, uid=uid)
         except client.ApiError as error:
-            # The precondition of a successor causes a conflict, and so does a server in trouble.
+            # Another UID causes a conflict, and so may an overloaded server.
             gone = await self._is_gone(resource, namespace, name, uid) if error.conflict else error.not_found
             if not gone:
                 raise
-        about = mapping(left, "metadata")  # of a Status, which answers for some kinds, it is empty
+        about = mapping(left, "metadata")  # some kinds return a Status, which has none
         if about.get("deletionGracePeriodSeconds") or about.get("finalizers"):
             self._store.put(resource, left)
         else:
@@ -193,7 +193,7 @@ class Writer:
             scale = await self._api.patch(client.ELASTIC_JOBS, about["namespace"], about["name"], change, "scale")
         if (version := scale["metadata"]["resourceVersion"]) == about["resourceVersion"]:
             return body
-        # The answer is the scale alone; of the job, nothing else has changed.
+        # The response is only the scale; nothing else in the job has changed.
         changed = {**about, "resourceVersion": version, "generation": about["generation"] + 1}
         after = {**body, "metadata": changed, "spec": {**body["spec"], "replicas": replicas}}
         self._store.put(client.ELASTIC_JOBS, after)
@@ -238,11 +238,10 @@ class Writer:
         name = wanted["metadata"]["name"]
         try:
             await self._api.create(client.CONFIG_MAPS, job.namespace, wanted)
+            return
         except client.ApiError as error:
             if error.reason != "AlreadyExists":
                 raise
-        else:
-            return
         existing = await self._api.get(client.CONFIG_MAPS, job.namespace, name)
         _check_owner(existing, client.CONFIG_MAPS, job)
         former = None
@@ -258,7 +257,7 @@ class Writer:
     async def _update(
         self, resource: client.Resource, namespace: str, name: str, uid: str, answer: Awaitable[Json]
     ) -> bool:
-        """Keep the answer to a change of an object; return False if the object is gone."""
+        """Store the response to a change of an object; return False if the object is gone."""
         try:
             async with self._slots[namespace]:
                 self._store.put(resource, await answer)
@@ -293,8 +292,8 @@ def _check_owner(found: Json, resource: client.Resource, job: Job) -> None:
         raise ClusterError(f"the {resource.kind} {name} of the former job of this name is still being removed")
     if owner is None or owner["uid"] != job.uid:
         raise Blocked(
-            f"a {resource.kind} called {name} is there that does not belong to this job: remove it, or give the "
-            "job another name"
+            f"a {resource.kind} named {name} exists and does not belong to this job: delete it, or give the job "
+            "another name"
         )
 
 

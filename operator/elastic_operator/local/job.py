@@ -153,7 +153,6 @@ def supported(spec: ElasticJobSpec) -> ElasticJobSpec:
     """Return the spec without the fields that have a different effect here."""
     return replace(
         spec,
-        managed_by=MANAGER,
         ttl_after_finished=None,
         clean_pod_policy=CleanPodPolicy.RUNNING,
         failure_policy=FailurePolicy(tuple(rule for rule in spec.failure_policy.rules if rule.exit_codes is not None)),

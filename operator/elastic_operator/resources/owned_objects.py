@@ -4,11 +4,11 @@ The owner reference, by which Kubernetes removes an object with its job, does no
 require a permission for the job's finalizers.
 
 The etcd of a job without an endpoint is a Deployment with one replica, behind a Service. The loss of its data is
-harmless, because the agents write their records again. So the data are on the disk of the node, without fsync. Only
-data on a volume (``spec.etcd.storage``) are synced.
+harmless, because the agents write their records again. So etcd writes to the disk of its node without fsync. It syncs
+only data on a volume (``spec.etcd.storage``).
 
-A PodGroup defines how many pods a scheduler starts together or not at all. Two kinds are supported: that of Kubernetes'
-scheduler plugins, and Volcano's. Neither is part of Kubernetes.
+A PodGroup defines how many pods a scheduler starts together or not at all. Two kinds are supported: the PodGroups of
+Kubernetes' scheduler plugins and of Volcano. Neither is part of Kubernetes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def owner_reference(job: Job) -> dict[str, Any]:
 
 
 def own_labels(job: Job, role: str) -> dict[str, str]:
-    """Return the labels by which an object is found."""
+    """Return the labels by which the operator finds an object."""
     return {constants.LABEL_JOB: job.name, constants.LABEL_ROLE: role}
 
 
@@ -82,14 +82,14 @@ def for_prometheus(port: int) -> dict[str, str]:
 
 def metrics_notes(job: Job, port: int) -> dict[str, Any]:
     """Return the annotations of a pod whose agent serves on this port; those of the template take precedence."""
-    said = mapping(job.spec.template, "metadata", "annotations")
-    missing = {name: value for name, value in for_prometheus(port).items() if name not in said}
+    given = mapping(job.spec.template, "metadata", "annotations")
+    missing = {name: value for name, value in for_prometheus(port).items() if name not in given}
     return {**missing, constants.ANNOTATION_METRICS_PORT: str(port)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Gang:
-    """A scheduler of gangs.
+    """A gang scheduler.
 
     Attributes:
         api_version: the API version of its PodGroups.
@@ -149,10 +149,10 @@ def pod_group(job: Job, gang: GangScheduler, min_member: int) -> dict[str, Any]:
 
 
 def not_installed(gang: GangScheduler) -> str:
-    """Return the message for a cluster that does not know the PodGroup."""
+    """Return the message for a cluster without the PodGroup's definition."""
     group = _GANGS[gang].api_version.partition("/")[0]
     return (
-        f"this cluster knows no PodGroup of {group}, which spec.schedulingPolicy.gang asks for: install "
+        f"this cluster has no PodGroup of {group}, which spec.schedulingPolicy.gang requires: install "
         f"{_GANGS[gang].product}, or remove gang from the job"
     )
 
@@ -186,27 +186,27 @@ _NO_EXECUTE: Final = "NoExecute"
 
 
 def extended(given: object, more: Sequence[object]) -> object:
-    """Return a list with more at its end; another value is returned unchanged."""
+    """Return a list with more items at its end; return any other value unchanged."""
     return given if given is not None and not isinstance(given, list) else [*listing(given), *more]
 
 
 def tolerate_silent_node(pod: dict[str, Any], seconds: int) -> None:
-    """Evict a pod this number of seconds after its node became silent. Kubernetes waits five minutes by default.
+    """Let Kubernetes evict a pod this number of seconds after its node becomes silent; the default is five minutes.
 
     The user's own tolerations of these taints take precedence.
     """
-    there = mappings(pod, "tolerations")
-    ours = [
+    given = mappings(pod, "tolerations")
+    added = [
         {"key": taint, "operator": "Exists", "effect": _NO_EXECUTE, "tolerationSeconds": seconds}
         for taint in _SILENT
-        if not any(text(each, "key") in ("", taint) and text(each, "effect") in ("", _NO_EXECUTE) for each in there)
+        if not any(text(each, "key") in ("", taint) and text(each, "effect") in ("", _NO_EXECUTE) for each in given)
     ]
-    if ours:
-        pod["tolerations"] = extended(pod.get("tolerations"), ours)
+    if added:
+        pod["tolerations"] = extended(pod.get("tolerations"), added)
 
 
 ETCD: Final = "etcd"
-"""The name of its container."""
+"""The name of etcd's container."""
 
 _USER: Final = 65532
 _UNPRIVILEGED: Final[Json] = {
@@ -239,7 +239,7 @@ def etcd_service(job: Job, *, cluster_ip: str | None) -> dict[str, Any]:
 
     Args:
         job: the owner.
-        cluster_ip: its address, if living pods use it already; None for any.
+        cluster_ip: the address that live pods use already; None for any.
     """
     spec: dict[str, Any] = {
         "type": "ClusterIP",
@@ -253,6 +253,9 @@ def etcd_service(job: Job, *, cluster_ip: str | None) -> dict[str, Any]:
 
 def etcd_deployment(job: Job, settings: PodSettings) -> dict[str, Any]:
     """Return the deployment."""
+    storage = job.spec.etcd.storage
+    claim = {"metadata": {"labels": _labels(job)}, "spec": storage}
+    volume: Json = {"emptyDir": {}} if storage is None else {"ephemeral": {"volumeClaimTemplate": claim}}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -267,7 +270,7 @@ def etcd_deployment(job: Job, settings: PodSettings) -> dict[str, Any]:
                 "spec": {
                     **_shared_with_workers(job),
                     "containers": [_container(job, settings)],
-                    "volumes": [{"name": "data", **_volume(job)}],
+                    "volumes": [{"name": "data", **volume}],
                     "automountServiceAccountToken": False,
                     # Otherwise a service called "etcd" would set variables that etcd reads.
                     "enableServiceLinks": False,
@@ -314,18 +317,10 @@ def _container(job: Job, settings: PodSettings) -> dict[str, Any]:
 _CARELESS: Final = [
     # As a variable: etcd 3.4 has no such flag, and ignores the variable.
     {"name": "ETCD_UNSAFE_NO_FSYNC", "value": "true"},
-    # Data of a node that lost power must not be read again. So each address of the pod has its own folder: no sandbox,
-    # and no address, outlives a restart of its node.
+    # Unsynced data must not be read after a power failure. So each address of the pod has its own folder, because a pod
+    # gets a new address after a restart of its node.
     {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
 ]
-
-
-def _volume(job: Job) -> dict[str, Any]:
-    storage = job.spec.etcd.storage
-    if storage is None:
-        return {"emptyDir": {}}
-    claim = {"metadata": {"labels": _labels(job)}, "spec": storage}
-    return {"ephemeral": {"volumeClaimTemplate": claim}}
 
 
 def _shared_with_workers(job: Job) -> dict[str, Any]:
@@ -333,7 +328,7 @@ def _shared_with_workers(job: Job) -> dict[str, Any]:
     pod = {key: template[key] for key in _FROM_THE_TEMPLATE if template.get(key) is not None}
     tolerate_silent_node(pod, job.spec.node_loss)
     if job.spec.scheduling.priority_class:
-        # The workers wait for it, so they must not preempt it.
+        # The workers wait for etcd, so they must not preempt it.
         pod["priorityClassName"] = job.spec.scheduling.priority_class
     return pod
 

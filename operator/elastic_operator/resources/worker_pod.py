@@ -3,10 +3,10 @@
 Defaults: memory on /dev/shm (a container gets 64 MiB otherwise); an empty folder on /tmp, so that the root file system
 may be read-only; annotations for a Prometheus without an operator; no environment variables of services, which can
 prevent containers in large namespaces from starting; no token for the API server; the rights of an ordinary process; a
-grace period in which workers can save; a short toleration of silent nodes. There is no probe: the store says at once
-whether an agent serves, and no service sends anything to these pods.
+grace period in which workers can save; a short toleration of silent nodes. There is no probe: the store shows at once
+whether an agent serves, and no Service sends requests to these pods.
 
-The command line and the environment of an agent are the same on this machine.
+Agents on this machine get the same command line and the same environment.
 
 An agent that is asked to leave gives its workers *notice*, so that they save, and then *grace* between SIGTERM and
 SIGKILL. The sum of both is below the pod's termination grace period. If the template does not set that period, it is
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 
 def completed(given: object, defaults: Json) -> object:
-    """Return a mapping with defaults for missing and null values, recursively; another value is returned unchanged."""
+    """Return a mapping with defaults for missing and null values, recursively; return any other value unchanged."""
     return given if given is not None and not isinstance(given, dict) else completed_mapping(given or {}, defaults)
 
 
 def completed_mapping(given: Json, defaults: Json) -> dict[str, Any]:
-    """Like :func:`completed`, for a value that is a mapping."""
+    """Return what :func:`completed` returns, for a value that is a mapping."""
     result = dict(given)
     for key, default in defaults.items():
         if isinstance(default, dict):
@@ -88,7 +88,7 @@ _NAME: Final = "metadata.name"
 
 def _exclude(pod: dict[str, Any], nodes: Collection[str]) -> None:
     """Exclude nodes, in addition to the pod's own node affinity."""
-    # The API server takes one value each.
+    # The API server accepts one value in each requirement.
     demands = [{"key": _NAME, "operator": "NotIn", "values": [node]} for node in sorted(nodes)]
     part: Any = pod
     for step in ("affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution"):
@@ -157,9 +157,9 @@ def _metadata(job: Job, new: NewPod, given: object, metrics_port: int) -> object
         constants.ANNOTATION_SIZE: encode(new.size).decode(),
         **({constants.ANNOTATION_METRICS_PORT: str(metrics_port)} if metrics_port else {}),
     }
-    for key, ours in (("labels", own), ("annotations", notes)):
+    for key, added in (("labels", own), ("annotations", notes)):
         if isinstance(metadata[key], dict):
-            metadata[key] |= ours
+            metadata[key] |= added
     return {
         **metadata,
         "name": new.name,
@@ -189,16 +189,10 @@ def _spec(job: Job, new: NewPod, settings: owned.PodSettings, store: str, given:
         _exclude(pod, new.excluded)
     containers = pod.get("containers")
     if containers is None or isinstance(containers, list):
-        pod["containers"] = _containers(containers or [], _worker_in(pod, job, new, settings, store))
+        worker = _worker_in(pod, job, new, settings, store)
+        replaced = [worker if mapping(each).get("name") == WORKER else each for each in containers or ()]
+        pod["containers"] = replaced if worker in replaced else [worker, *replaced]
     return pod
-
-
-def _containers(given: list[Any], worker: dict[str, Any]) -> list[Any]:
-    """Return the template's containers; ours replaces the one with its name, or becomes the first."""
-    for position, container in enumerate(given):
-        if mapping(container).get("name") == WORKER:
-            return [*given[:position], worker, *given[position + 1 :]]
-    return [worker, *given]
 
 
 def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: owned.PodSettings, store: str) -> dict[str, Any]:
@@ -221,7 +215,7 @@ def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: owned.PodSe
         "image": job.spec.image or given.get("image"),
         "command": [LAUNCHER],
         "args": list(agent_arguments(job.spec)),
-        # The user's come last, so that they may refer to ours.
+        # The user's variables come last, so that they may refer to the operator's.
         "env": [
             *({"name": name, "value": value} for name, value in variables.items()),
             {"name": Env.NODE_ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
@@ -232,7 +226,7 @@ def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: owned.PodSe
     if metrics_port:
         port = {"name": constants.METRICS_PORT, "containerPort": metrics_port, "protocol": "TCP"}
         container["ports"] = owned.extended(given.get("ports"), [port])
-    if (secret := job.spec.etcd.tls_secret) is not None:  # the agent reads them, and the workers may
+    if (secret := job.spec.etcd.tls_secret) is not None:  # for the agent, and for workers that want it
         mount(pod, container, constants.ETCD_TLS_FOLDER, "etcd-tls", {"secret": {"secretName": secret}}, read_only=True)
     mount(pod, container, "/dev/shm", "dshm", {"emptyDir": {"medium": "Memory"}})  # noqa: S108 - in a container
     mount(pod, container, "/tmp", "tmp", {"emptyDir": {}})  # noqa: S108
@@ -324,22 +318,22 @@ def _exit_codes(rules: tuple[FailureRule, ...], action: FailureAction) -> str:
 
 
 def ending_of(spec: AppliedSpec) -> tuple[int, dict[str, str]]:
-    """Return how the pods of a job end: the seconds from SIGTERM to SIGKILL of a pod, and variables for its agent."""
-    told: dict[str, str] = {}
+    """Return the termination grace period of a job's pods in seconds, and the variables for their agents."""
+    variables: dict[str, str] = {}
     notice, grace = _given_time(spec, "notice"), _given_time(spec, "stop-grace")
     if grace is None and spec.grace_period is not None:
-        grace, told["PET_STOP_GRACE"] = float(spec.grace_period), f"{spec.grace_period}"
+        grace, variables["PET_STOP_GRACE"] = float(spec.grace_period), f"{spec.grace_period}"
     period = integer(spec.template, "spec", "terminationGracePeriodSeconds")
     if period is None or period < 0:
         # Not below the agent's defaults: a flag of the same name may belong to the program.
-        return math.ceil(max(notice or 0.0, NOTICE) + max(grace or 0.0, GRACE) + AROUND), told
+        return math.ceil(max(notice or 0.0, NOTICE) + max(grace or 0.0, GRACE) + AROUND), variables
     left = period - min(AROUND, period / 4)
     if grace is None:
         grace = min(GRACE, left / 2 if notice is None else max(left - notice, 0.0))
-        told["PET_STOP_GRACE"] = f"{grace:g}"
+        variables["PET_STOP_GRACE"] = f"{grace:g}"
     if notice is None:
-        told["PET_NOTICE"] = f"{min(max(left - grace, 0.0), _LONGEST_NOTICE):g}"
-    return period, told
+        variables["PET_NOTICE"] = f"{min(max(left - grace, 0.0), _LONGEST_NOTICE):g}"
+    return period, variables
 
 
 def _given_time(spec: AppliedSpec, flag: str) -> float | None:
@@ -358,7 +352,7 @@ def _given_time(spec: AppliedSpec, flag: str) -> float | None:
 def resolved(
     arguments: Iterable[str], variables: Mapping[str, str], entries: Iterable[Json]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the arguments and all literal variables with their references resolved, as by a kubelet.
+    """Return the arguments and all literal variables with their references resolved, as a kubelet resolves them.
 
     ``$(NAME)`` stands for a variable that was defined before, ``$$`` for a dollar sign; unknown references stay as they
     are. Entries with ``valueFrom`` are left out, because only a cluster can resolve them.
