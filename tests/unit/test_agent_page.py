@@ -37,7 +37,7 @@ def test_the_tables_list_exactly_the_existing_flags() -> None:
 
 
 def test_the_text_mentions_only_existing_flags() -> None:
-    own = PAGE.replace("`--enable-v2`", "").partition("- Not supported: ")[0]  # a flag of etcd, and those of torchrun
+    own = PAGE.replace("`--enable-v2`", "").partition("- Not supported: ")[0]  # not etcd's flag, nor torchrun's
     assert set(re.findall(r"--([a-z][a-z-]+)", own)) <= FLAGS.keys()
 
 

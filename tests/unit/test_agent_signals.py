@@ -7,11 +7,11 @@ import pytest
 from torchelastic.agent.agent import SignalledFirst, Signals
 
 
-async def test_nothing_begins_after_the_signal_that_ends_it() -> None:
-    begun = []
+async def test_no_work_starts_after_the_signal_that_cancels_it() -> None:
+    started = []
 
     async def work(name: str) -> None:
-        begun.append(name)
+        started.append(name)
 
     signals = Signals(lambda _number: None)
     await signals.unless_first(work("before the first signal"))
@@ -21,4 +21,4 @@ async def test_nothing_begins_after_the_signal_that_ends_it() -> None:
     await signals.unless_hurried(work("a grace period"))
     signals.hurry.set()
     await signals.unless_hurried(work("a grace period after the second signal"))
-    assert begun == ["before the first signal", "a grace period"]
+    assert started == ["before the first signal", "a grace period"]

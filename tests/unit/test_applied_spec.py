@@ -1,4 +1,4 @@
-"""The applied spec: what pods are made from is kept until the job is suspended and resumed."""
+"""The applied spec: a change of a field that pods are created from waits until the job is suspended and resumed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_applied_fields_stay_and_others_change(before: ElasticJobSpec, after: El
     assert {field.removeprefix("spec.") for field in differing} <= {*AppliedSpec.__struct_encode_fields__}
 
 
-def test_with_applied_spec_prefers_the_plan() -> None:
+def test_the_applied_spec_of_a_plan_takes_precedence_over_that_of_the_status() -> None:
     job = with_status(a_job(args=("new.py",)), applied_spec=AppliedSpec(args=("old.py",)))
     newest = Plan(status=JobStatus(applied_spec=AppliedSpec(args=("newest.py",))))
 

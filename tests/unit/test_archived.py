@@ -21,20 +21,20 @@ ARCHIVED = Path(__file__).parent / "manifests" / "archived.yaml"
 
 
 def archived(*args: object, spec: dict[str, Any] | None = None, **container: object) -> dict[str, Any]:
-    """The spec of a manifest whose container has these arguments."""
+    """Return the spec of a manifest whose container has these arguments."""
     containers = [{"name": "elasticjob-worker", "image": "i", "args": [*args], **container}]
     worker = {"replicas": 2, "template": {"apiVersion": "v1", "kind": "Pod", "spec": {"containers": containers}}}
     return {"minReplicas": 1, "maxReplicas": 4, "replicaSpecs": {"Worker": worker}, **(spec or {})}
 
 
 def with_worker(**worker: object) -> dict[str, Any]:
-    """The spec of a manifest with these fields of its worker."""
+    """Return the spec of a manifest with these fields of its worker."""
     spec = archived("train.py")
     return {**spec, "replicaSpecs": {"Worker": {**spec["replicaSpecs"]["Worker"], **worker}}}
 
 
 def with_pod(**template: object) -> ElasticJobSpec:
-    """The typed form of a manifest with this template."""
+    """Return the typed form of a manifest with this template."""
     return ElasticJobSpec.of(with_worker(template=template))
 
 
@@ -62,7 +62,7 @@ def test_archived_manifest_is_converted() -> None:
             ],
         },
     }
-    assert job.job["spec"]["replicaSpecs"]["Worker"]["replicas"] == 2  # the object itself stays as it is
+    assert job.job["spec"]["replicaSpecs"]["Worker"]["replicas"] == 2  # the object itself is unchanged
 
 
 def test_archived_object_is_read_from_the_cluster() -> None:

@@ -57,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(given: str) -> AgentSettings:
-    """Parse flags, before a program, and variables, which are the words of the form NAME=VALUE."""
+    """Parse flags for a program; words of the form NAME=VALUE are environment variables."""
     words = given.split(" ") if given else []
     variables = [word for word in words if re.match(r"[A-Z_]+=", word)]
     flags = [word for word in words if word not in variables]
@@ -139,7 +139,7 @@ def test_without_flags_one_worker_runs_on_one_node_without_etcd() -> None:
         ("TORCHELASTIC_NODE_ADDRESS=10.0.0.1 --local-addr=[fd00::2]", "address", "fd00::2"),
         ("TORCHELASTIC_METRICS_PORT=0 PET_METRICS_PORT=2", "metrics_port", 2),
         ("TORCHELASTIC_TERMINATION_LOG=/a", "termination_log", Path("/a")),
-        # the command line overrides variables, and an empty variable counts for nothing
+        # the command line overrides variables, and an empty variable is ignored
         ("PET_NPROC_PER_NODE=3", "workers", 3),
         ("PET_RDZV_ID=a --rdzv-id=b", "rendezvous.run_id", "b"),
         ("PET_NNODES= PET_RDZV_ENDPOINT=", "store", None),

@@ -63,7 +63,7 @@ def test_a_target_is_reached_if_both_the_time_and_the_ratio_are(
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "said"),
+    ("kind", "text", "message"),
     [
         (command_line.at_least(1), "0", "'0' should be a number, 1 or more"),
         (command_line.at_least(2), "two", "'two' should be a number, 2 or more"),
@@ -72,8 +72,8 @@ def test_a_target_is_reached_if_both_the_time_and_the_ratio_are(
         (command_line.existing, "/nowhere/etcd", "there is no file /nowhere/etcd"),
     ],
 )
-def test_an_invalid_argument_is_explained(kind: Callable[[str], object], text: str, said: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=f"^{said}$"):
+def test_an_invalid_argument_is_explained(kind: Callable[[str], object], text: str, message: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=f"^{message}$"):
         kind(text)
 
 

@@ -56,7 +56,7 @@ def run(*argv: str) -> int:
 
 
 def the_one_sentence(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one sentence that a command prints instead of an answer."""
+    """Return the one sentence that a command prints instead of an answer."""
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("elasticjob: ")
@@ -164,7 +164,7 @@ def test_a_finished_job_is_listed_described_and_its_logs_printed(capfd: pytest.C
 
 
 @pytest.mark.usefixtures("finished")
-def test_objects_are_those_of_kubectl(capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs_are_printed_as_json_and_yaml_in_the_form_of_kubectl(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("get", "digits", "-o", "json") == 0
     one = json.loads(capsys.readouterr().out)
     assert (one["kind"], one["metadata"]["name"], one["status"]["state"]) == ("ElasticJob", "digits", "Succeeded")
@@ -228,7 +228,7 @@ def test_a_wide_list_has_the_run_and_its_folder() -> None:
         ({"alive": False, "ended": {"how": "badInput", "exitCode": 2, "time": NOW}}, "BadInput"),
     ],
 )
-def test_the_state_of_an_unfinished_run_is_how_it_ended(changes: dict[str, object], state: str) -> None:
+def test_a_list_shows_whether_a_run_is_alive_or_how_it_ended(changes: dict[str, object], state: str) -> None:
     assert table([view(run=changes)], NOW)[1].split()[1] == state
 
 
@@ -257,9 +257,9 @@ def test_a_closed_pipe_causes_no_traceback() -> None:
 @pytest.mark.parametrize("argv", [["get", "-o", "yaml"], ["report", "digits", "-o", "-"]], ids=" ".join)
 def test_an_output_that_cannot_be_written_gets_a_sentence(argv: list[str], finished: Path) -> None:
     (finished / "report.json").write_bytes(encode_report(long()))
-    said = "elasticjob: cannot write the output: {}; have it written elsewhere\n"
-    assert redirected(">/dev/full", *argv) == (1, said.format("No space left on device"))
-    assert redirected(">&-", *argv) == (1, said.format("Bad file descriptor"))
+    sentence = "elasticjob: cannot write the output: {}; have it written elsewhere\n"
+    assert redirected(">/dev/full", *argv) == (1, sentence.format("No space left on device"))
+    assert redirected(">&-", *argv) == (1, sentence.format("Bad file descriptor"))
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 1), (errno.EPIPE, 141)])

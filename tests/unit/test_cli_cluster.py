@@ -34,7 +34,7 @@ EVERY_COMMAND = [["get"], ["top"], *COMMANDS_ON_ONE]
 
 
 class Result(NamedTuple):
-    """What a command has printed."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -247,7 +247,7 @@ async def test_delete_returns_when_the_jobs_own_pods_are_deleted(server: FakeApi
 
 
 @pytest.mark.parametrize(
-    ("argv", "spec", "said"),
+    ("argv", "spec", "output"),
     [
         (["scale", "digits", "--replicas", "2"], {"replicas": 2}, "scaled to 2"),
         (["suspend", "digits"], {"suspend": True}, "suspended"),
@@ -256,9 +256,9 @@ async def test_delete_returns_when_the_jobs_own_pods_are_deleted(server: FakeApi
     ids=["scale", "suspend", "resume"],
 )
 async def test_a_job_is_changed(
-    server: FakeApiServer, terminal: Terminal, argv: list[str], spec: dict[str, Any], said: str
+    server: FakeApiServer, terminal: Terminal, argv: list[str], spec: dict[str, Any], output: str
 ) -> None:
-    assert (await terminal.run(*argv)).out == f"elasticjob digits {said}\n"
+    assert (await terminal.run(*argv)).out == f"elasticjob digits {output}\n"
     assert server.get(ELASTIC_JOBS, "digits")["spec"].items() >= spec.items()
 
 
@@ -266,7 +266,7 @@ async def test_a_job_is_changed(
 
 
 def serving(index: int, suffix: str, **status: Any) -> dict[str, Any]:
-    """A pod whose agent serves metrics."""
+    """Return a pod whose agent serves metrics."""
     made = pod(index, suffix, **status)
     made["metadata"]["annotations"] = {ANNOTATION_METRICS_PORT: "9464"}
     return made
@@ -380,7 +380,7 @@ async def test_without_permission_to_read_metrics_the_status_is_shown(
 
 
 def kept(text: str, *, uid: str = JOB_UID) -> dict[str, Any]:
-    """The ConfigMap with a report."""
+    """Return a ConfigMap with a report."""
     owner = {"kind": "ElasticJob", "name": "digits", "uid": uid, "controller": True}
     about = {"name": "digits-report", "namespace": "team", "uid": "uid-report", "ownerReferences": [owner]}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": {"report.json": text}}

@@ -27,7 +27,7 @@ JSON = st.recursive(
 
 
 def job(**spec: Any) -> dict[str, Any]:
-    """A job that is accepted, with these additional fields of the spec."""
+    """Return a job that is accepted, with these additional fields of the spec."""
     return {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": KIND,
@@ -37,19 +37,19 @@ def job(**spec: Any) -> dict[str, Any]:
 
 
 def without(field: str) -> dict[str, Any]:
-    """A job without this field of the spec."""
+    """Return a job without this field of the spec."""
     made = job()
     del made["spec"][field]
     return made
 
 
 def named(name: str, **metadata: Any) -> dict[str, Any]:
-    """A job with this name."""
+    """Return a job with this name."""
     return {**job(), "metadata": {"name": name, **metadata}}
 
 
 def rule(action: str = "FailJob", **fields: Any) -> dict[str, Any]:
-    """A job with one rule for failures."""
+    """Return a job with one rule for failures."""
     return job(failurePolicy={"rules": [{"action": action, **fields}]})
 
 
@@ -70,19 +70,19 @@ ARCHIVED: dict[str, Any] = {
 
 
 def archived(**spec: Any) -> dict[str, Any]:
-    """A job of the first controller that is accepted, with these additional fields of the spec."""
+    """Return a job of the first controller that is accepted, with these additional fields of the spec."""
     return {**job(), "spec": {"maxReplicas": 3, **ARCHIVED, **spec}}
 
 
 def fixed(**spec: Any) -> dict[str, Any]:
-    """A job of the first controller whose number of pods, 2, is also the upper bound."""
+    """Return a job of the first controller whose number of pods, 2, is also the upper bound."""
     made = archived(**spec)
     del made["spec"]["maxReplicas"]
     return made
 
 
 def fields(schema: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every path in a schema, with the schema there."""
+    """Yield every path in a schema, with the schema at that path."""
     yield path, schema
     for name, below in schema.get("properties", {}).items():
         yield from fields(below, f"{path}.{name}")
@@ -309,7 +309,7 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 def begins(message: str, sentence: str) -> bool:
-    """Whether a message begins with the sentence, in which … matches any text."""
+    """Return whether a message begins with the sentence; … in the sentence matches any text."""
     return re.match(".*".join(map(re.escape, sentence.split("…"))), message) is not None
 
 
@@ -322,11 +322,11 @@ def test_a_mistake_is_refused_with_a_sentence_that_names_the_field(manifest: dic
 def test_these_examples_break_every_rule_of_the_definition() -> None:
     problems = [problem for manifest, _ in REFUSED for problem in crd.validate(manifest)]
     problems += [problem for old, new, _ in STAYS for problem in crd.validate(new, old=running(old))]
-    said = "\n".join(map(str, problems))
+    reported = "\n".join(map(str, problems))
     rules = [rule for schema in FIELDS.values() for rule in schema.get("x-kubernetes-validations", ())]
     assert len(rules) >= 30
-    assert [rule["message"] for rule in rules if rule["message"] not in said] == []
-    # Several rules for changes share one message, so each of their fields is listed, too.
+    assert [rule["message"] for rule in rules if rule["message"] not in reported] == []
+    # Several rules for changes share one message, so the fields are compared, too.
     of_spec = [
         f".spec{rule['fieldPath']}" for rule in FIELDS[".spec"]["x-kubernetes-validations"] if is_about_changes(rule)
     ]
@@ -346,7 +346,7 @@ def test_all_problems_are_reported_at_once() -> None:
 
 
 def changed(old: dict[str, Any], **spec: Any) -> list[str]:
-    """The problems of a change of these fields of the spec."""
+    """Return the paths of the problems of a change of these fields of the spec."""
     new = copy.deepcopy(old)
     new["spec"] |= spec
     return [problem.path for problem in crd.validate(new, old=old)]
@@ -367,7 +367,7 @@ def test_replicas_must_be_in_range_only_if_it_is_changed() -> None:
 
 
 def is_about_changes(rule: Mapping[str, Any]) -> bool:
-    """Whether a rule is evaluated for changes only."""
+    """Return whether a rule applies only to changes."""
     return "oldSelf" in rule["rule"] and not rule.get("optionalOldSelf")
 
 
@@ -414,12 +414,12 @@ def test_a_field_that_pods_are_made_from_cannot_change_while_the_job_runs(
 
 
 def running(manifest: dict[str, Any], **status: Any) -> dict[str, Any]:
-    """The same job with its pods."""
+    """Return the job while its pods run."""
     return {**manifest, "status": {"replicas": 2, **status}}
 
 
 def suspended(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The same job, suspended."""
+    """Return the job with spec.suspend set."""
     return {**manifest, "spec": {**manifest["spec"], "suspend": True}}
 
 
@@ -467,13 +467,13 @@ def test_defaults_replace_missing_and_null_fields() -> None:
 
 
 @given(manifest=st.dictionaries(st.sampled_from(["apiVersion", "kind", "metadata", "spec", "status"]), JSON))
-def test_any_object_gets_sentences(manifest: dict[str, Any]) -> None:
+def test_an_object_with_random_fields_is_refused(manifest: dict[str, Any]) -> None:
     assert crd.validate(manifest)
     assert crd.validate({**job(), "metadata": manifest.get("metadata")})
 
 
 @given(spec=st.dictionaries(st.sampled_from(sorted(FIELDS[".spec"]["properties"])), JSON))
-def test_any_value_of_any_field_gets_sentences_which_defaults_do_not_change(spec: dict[str, Any]) -> None:
+def test_problems_with_any_value_are_sentences_and_defaults_do_not_change_them(spec: dict[str, Any]) -> None:
     problems = crd.validate(job(**spec))
     for problem in problems:
         assert problem.path.startswith("spec")

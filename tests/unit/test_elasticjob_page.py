@@ -27,12 +27,12 @@ WHOLE = {"template", "env", "command", "args", "etcd.resources", "etcd.storage",
 
 
 def section(heading: str) -> str:
-    """The text below a heading."""
+    """Return the text below a heading."""
     return re.split(r"^#+ ", PAGE.split(f"# {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def rows(*headings: str) -> dict[str, list[str]]:
-    """The rows of the tables below these headings, by the names in their first column."""
+    """Return the rows of the tables below these headings, by the names in their first column."""
     found = {}
     for line in "".join(map(section, headings)).splitlines():
         if line.startswith("| `"):
@@ -51,7 +51,7 @@ FIELDS = rows(
 
 
 def leaves(properties: dict[str, Any], path: str = "") -> Iterator[str]:
-    """The fields of a schema without subfields, or with one description for all their subfields."""
+    """Yield the fields of a schema without subfields, or with one description for all their subfields."""
     for name, schema in properties.items():
         at = f"{path}{name}"
         below = {} if at in WHOLE else schema.get("properties", {})

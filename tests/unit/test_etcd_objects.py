@@ -61,8 +61,8 @@ def test_etcd_shares_tolerations_pull_secrets_and_priority_with_the_workers() ->
     pod = pod_of(template={"spec": template}, node_loss=40)
     assert {key: pod[key] for key in shared} == shared
     assert not {"nodeSelector", "schedulerName"} & pod.keys()
-    mine, ours = pod["tolerations"]
-    assert (mine, ours["key"], ours["tolerationSeconds"]) == (taint, "node.kubernetes.io/not-ready", 40)
+    users, default = pod["tolerations"]
+    assert (users, default["key"], default["tolerationSeconds"]) == (taint, "node.kubernetes.io/not-ready", 40)
     assert pod_of(scheduling=SchedulingSpec(priority_class="high"))["priorityClassName"] == "high"
     assert "priorityClassName" not in pod_of()
 

@@ -24,7 +24,7 @@ class NvmlError(Exception):
 
 
 class FakeNvml:
-    """A fake ``pynvml`` for machines without a GPU, with the documented functions that we call.
+    """A fake ``pynvml`` for machines without a GPU, with the documented functions that the agent calls.
 
     Args:
         gpus: the number of GPUs.

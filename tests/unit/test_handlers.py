@@ -97,9 +97,9 @@ def test_the_registry_creates_registered_handlers_and_refuses_duplicate_names() 
     with pytest.raises(ValueError, match="another rendezvous handler with the name mine"):
         registry.register("mine", lambda _: OneNode())
     assert isinstance(registry.create_handler(parameters(backend="mine")), OneNode)
-    ours = registry.create_handler(parameters())
-    assert isinstance(ours, ElasticRendezvousHandler)
-    assert (ours.get_backend(), ours.get_run_id(), ours.use_agent_store) == ("torchelastic", "digits-7", True)
+    handler = registry.create_handler(parameters())
+    assert isinstance(handler, ElasticRendezvousHandler)
+    assert (handler.get_backend(), handler.get_run_id(), handler.use_agent_store) == ("torchelastic", "digits-7", True)
 
 
 def test_rendezvous_parameters_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:

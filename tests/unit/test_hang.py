@@ -76,9 +76,9 @@ def words(tail: str) -> str:
 
 
 def test_only_the_innermost_frames_of_the_program_in_the_last_dump_are_reported() -> None:
-    ours = '  File "/venv/lib/torchelastic/agent/workers/fork_server_main.py", line 3 in run\n'
+    frame = '  File "/venv/lib/torchelastic/agent/workers/fork_server_main.py", line 3 in run\n'
     line = '  File "/home/me/train.py", line 30 in <module>\n'
-    assert words(DUMP.replace("read", "earlier") + DUMP.replace(line, line + ours)) == words(DUMP)
+    assert words(DUMP.replace("read", "earlier") + DUMP.replace(line, line + frame)) == words(DUMP)
     assert words(DUMP.replace(line, 90 * line)).count("train.py") == 7
 
 

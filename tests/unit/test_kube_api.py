@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextlib.asynccontextmanager
 async def answered_with(body: bytes) -> AsyncIterator[Api]:
-    """A client of a server that answers each request with this body."""
+    """Yield a client of a server that answers each request with this body."""
 
     async def answer(_request: web.BaseRequest) -> web.StreamResponse:
         return web.Response(body=body)
@@ -77,7 +77,7 @@ async def test_the_proxy_in_the_environment_is_used(monkeypatch: pytest.MonkeyPa
     assert asked[0].startswith(b"CONNECT api.example.org:6443 ")
 
 
-async def test_another_connection_uses_the_current_credentials() -> None:
+async def test_each_connection_uses_the_current_credentials() -> None:
     seen: list[str | None] = []
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
@@ -126,9 +126,9 @@ async def test_only_the_beginning_of_an_endless_error_body_is_read() -> None:
     ],
 )
 def test_frequent_errors_get_a_hint(message: str, hint: str) -> None:
-    said = with_hint(message)
-    assert said.startswith(f"{message.removesuffix('.')}; ")
-    assert hint in said
+    hinted = with_hint(message)
+    assert hinted.startswith(f"{message.removesuffix('.')}; ")
+    assert hint in hinted
 
 
 def test_other_errors_get_no_hint() -> None:

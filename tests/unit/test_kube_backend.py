@@ -45,7 +45,7 @@ async def cluster() -> AsyncIterator[OperatedCluster]:
 def failing(
     method: str, resource: Resource, status: int, words: str, *, times: float, after: int = 0
 ) -> Callable[[str, str], Fault | None]:
-    """A fault: requests with this method fail ``times`` times, after ``after`` successful ones."""
+    """Return a fault: requests with this method fail ``times`` times, after ``after`` successful ones."""
     requests = itertools.count()
 
     def fault(requested: str, path: str) -> Fault | None:
@@ -62,7 +62,7 @@ async def test_many_pods_are_deleted_in_batches(cluster: OperatedCluster) -> Non
     cluster.add_job(minReplicas=1, maxReplicas=300, replicas=300, suspend=True)
     await cluster.wait_for(lambda: cluster.server.count_requests("DELETE", PODS) > 0)
     await cluster.api.list(PODS, NAMESPACE)
-    assert cluster.server.count_requests("DELETE", PODS) <= 200, "another request waits for all deletions"
+    assert cluster.server.count_requests("DELETE", PODS) <= 200, "other requests wait for all deletions"
     await cluster.wait_for_pods(0)
     assert cluster.server.max_concurrent["DELETE"] >= 32
     assert 32 <= cluster.server.max_concurrent["POST"] <= 64, "pods are created in growing batches of limited size"
@@ -143,7 +143,7 @@ async def test_a_rejected_disruption_budget_that_the_status_has_is_not_reported_
     assert cluster.message("DisruptionBudgetFailed") == why
 
 
-async def test_objects_of_a_former_job_of_the_same_name_are_waited_for(cluster: OperatedCluster) -> None:
+async def test_a_job_waits_until_objects_of_a_former_job_of_the_same_name_are_deleted(cluster: OperatedCluster) -> None:
     owner = {"apiVersion": ELASTIC_JOBS.api_version, "kind": "ElasticJob", "name": NAME, "uid": "former"}
     former = {"ownerReferences": [{**owner, "controller": True}]}
     for kind in (DEPLOYMENTS, SERVICES):
@@ -156,7 +156,7 @@ async def test_objects_of_a_former_job_of_the_same_name_are_waited_for(cluster: 
     assert cluster.events("ResourcesBlocked") == []
 
 
-async def test_a_throttled_event_is_tried_again(cluster: OperatedCluster) -> None:
+async def test_a_throttled_event_is_retried(cluster: OperatedCluster) -> None:
     cluster.server.fault = failing("POST", EVENTS, 429, "busy", times=3)
     cluster.add_job(suspend=True)
     await cluster.wait_for(lambda: cluster.events("Suspended") == ["suspended"])

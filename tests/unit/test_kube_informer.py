@@ -32,13 +32,13 @@ async def test_a_session_reopens_throttles_watches_and_reports_errors() -> None:
         return web.json_response({"message": request.headers["Authorization"]}, status=next(statuses))
 
     now = asyncio.get_running_loop().time
-    said: list[str] = []
+    errors: list[str] = []
 
     async def no_list(_resource: Resource, _namespace: str | None) -> str:
-        raise AssertionError("nothing was asked for")
+        raise AssertionError("a list was requested")
 
     async with answering(answer) as configuration:
-        session = WatchSession(kopf.ConnectionInfo(server=configuration.host, token="it"), no_list, said.append)
+        session = WatchSession(kopf.ConnectionInfo(server=configuration.host, token="it"), no_list, errors.append)
         begun = now()
         for query in ("", "?watch=true", "?watch=true&resourceVersion=5"):
             url = f"{configuration.host}/api/v1/things{query}"
@@ -49,12 +49,12 @@ async def test_a_session_reopens_throttles_watches_and_reports_errors() -> None:
         assert now() - begun >= 0.4
         for _ in range(3):
             (await session.request(method="get", url=configuration.host)).close()
-        assert said == ["", "", "", *(f"the API server refused ({status} ): Bearer it" for status in (403, 500))]
+        assert errors == ["", "", "", *(f"the API server refused ({status} ): Bearer it" for status in (403, 500))]
         await session.close()
     with pytest.raises(aiohttp.ClientError):
         await session.request(method="get", url=configuration.host)
     await session.close()
-    assert said[-1].startswith("the API server cannot be reached: ")
+    assert errors[-1].startswith("the API server cannot be reached: ")
 
 
 class Server:
@@ -138,8 +138,8 @@ async def running_informer(server: Server, *namespaces: str) -> AsyncIterator[tu
             await asyncio.wait({running})
 
 
-async def until(what: Callable[[], bool]) -> None:
-    while not what():  # noqa: ASYNC110 - there is no event for it
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0.01)
 
 
@@ -167,7 +167,7 @@ async def test_a_watch_without_events_is_reopened(server: Server, monkeypatch: p
         assert server.lists.count("pods") == 1
 
 
-async def test_of_watches_that_end_because_one_failed_none_is_left(
+async def test_after_a_failed_watch_each_kind_is_watched_exactly_once(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("elastic_operator.kubernetes.informer._RESTART_DELAY", 0.0)
@@ -180,7 +180,7 @@ async def test_of_watches_that_end_because_one_failed_none_is_left(
         assert len(watchers) == len(WATCHED)
 
 
-async def test_pod_groups_that_have_gone_are_missed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_deletion_of_a_pod_group_is_noticed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_operator.kubernetes.informer._POD_GROUPS_INTERVAL", 0.05)
     async with running_informer(server) as (informer, store):
         await informer.synced.wait()

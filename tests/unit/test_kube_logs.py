@@ -27,16 +27,16 @@ A, B, C = "digits-0-aaaaa", "digits-1-bbbbb", "digits-1-ccccc"
 
 
 def begun(pod: str, round: int, *ranks: int, world: int = 2) -> str:
-    """The line that an agent logs when a round begins."""
-    said = f"10:15:02 [{pod}] round {round}: {world} workers on {world} pods\n"
+    """Return the lines that an agent logs when a round begins."""
+    formed = f"10:15:02 [{pod}] round {round}: {world} workers on {world} pods\n"
     these = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     started = f"10:15:02 [{pod}] round {round}: started {these} of a world of {world}\n"
-    return said + (started if ranks else "")
+    return formed + (started if ranks else "")
 
 
 @pytest_asyncio.fixture
 async def server() -> AsyncIterator[FakeApiServer]:
-    """Two pods that traded their ranks in round 2."""
+    """Two pods that swapped their ranks in round 2."""
     async with FakeApiServer() as server:
         server.add(job(status={"round": 2}))
         server.add(pod(0, "aaaaa"))
@@ -57,14 +57,14 @@ async def api(server: FakeApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 class Printing:
-    """``elasticjob logs``, and what it has printed."""
+    """Runs ``elasticjob logs`` and records its output and messages."""
 
     def __init__(self, api: UserApi, **selector: Any) -> None:
         self._api = api
         self._selector = selector
         self._task: asyncio.Task[str] | None = None
         self.output = b""
-        self.told: list[str] = []
+        self.messages: list[str] = []
         self.complete: bool | None = None
 
     def _write(self, output: bytes) -> None:
@@ -72,7 +72,7 @@ class Printing:
 
     async def read(self, *, follow: bool = False) -> str:
         selector = LogSelector(**self._selector, follow=follow)
-        logs = ClusterLogs(self._api, job(status={"round": 2}), selector, self._write, self.told.append)
+        logs = ClusterLogs(self._api, job(status={"round": 2}), selector, self._write, self.messages.append)
         self.complete = await logs.print()
         return self.output.decode()
 
@@ -80,7 +80,7 @@ class Printing:
         self._task = asyncio.create_task(self.read(follow=True))
 
     async def until(self, text: str) -> None:
-        """Wait until this was printed."""
+        """Wait until this text is printed."""
         assert self._task
         async with asyncio.timeout(20):
             while text.encode() not in self.output:
@@ -88,7 +88,7 @@ class Printing:
                 await asyncio.sleep(0.01)  # the output has no event to wait for
 
     async def end(self) -> list[str]:
-        """Wait until the command ends by itself; returns its lines."""
+        """Wait until the command finishes; return the printed lines."""
         assert self._task
         await asyncio.wait_for(self._task, 20)
         return self.output.decode().splitlines()
@@ -133,7 +133,7 @@ async def test_lines_of_agents_are_labelled_once(api: UserApi) -> None:
         ({"pod": "x"}, f"the job digits has no pod x; it has {A}, {B}"),
     ],
 )
-async def test_a_missing_log_gets_a_sentence_with_what_there_is(
+async def test_a_missing_log_is_reported_with_the_existing_ones(
     api: UserApi, selector: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(NotFound) as error:
@@ -162,7 +162,7 @@ async def test_the_round_of_a_log_without_its_beginning_is_inferred(server: Fake
     assert await read(api, rank=2, round=1) == ["from round 1"]
 
 
-async def test_a_round_without_workers_does_not_hide_the_one_before(server: FakeApiServer, api: UserApi) -> None:
+async def test_a_round_without_workers_does_not_hide_the_previous_one(server: FakeApiServer, api: UserApi) -> None:
     await server.print(A, begun(A, 3))
     await server.print(B, begun(B, 3))
     assert await read(api) == [f"[rank 0 on {B}] three", f"[rank 1 on {A}] tres"]
@@ -172,7 +172,7 @@ async def test_an_unreadable_log_is_named_and_the_others_are_printed(server: Fak
     server.failing[f"/api/v1/namespaces/team/pods/{A}/log"] = 500, "dial tcp 10.0.0.9:10250: i/o timeout"
     printing = Printing(api)
     assert await printing.read() == f"[rank 0 on {B}] three\n"
-    assert printing.told == [f"the log of {A} cannot be read: dial tcp 10.0.0.9:10250: i/o timeout"]
+    assert printing.messages == [f"the log of {A} cannot be read: dial tcp 10.0.0.9:10250: i/o timeout"]
     assert printing.complete is False
 
 
@@ -213,7 +213,7 @@ async def test_following_continues_with_new_rounds_and_pods_until_the_job_ends(
         f"[rank 1 on {C}] cinco",
         f"[rank 0 on {A}] six",
     ]
-    assert following.told == ["round 3 begins"]
+    assert following.messages == ["round 3 begins"]
     assert following.complete is True
 
 
@@ -243,7 +243,7 @@ async def test_lines_after_the_end_of_a_stream_are_not_lost(server: FakeApiServe
     assert (await following.end())[-1] == f"[rank 0 on {B}] last"
 
 
-async def test_following_one_round_ends_with_it(server: FakeApiServer, api: UserApi) -> None:
+async def test_following_one_round_ends_with_the_round(server: FakeApiServer, api: UserApi) -> None:
     following = Printing(api, round=2)
     following.follow()
     await following.until("tres")
@@ -260,11 +260,11 @@ def ranks_of(log: bytes) -> list[tuple[int, int, bytes]]:
 
 
 def test_lines_of_workers_and_agents_are_distinguished() -> None:
-    said = f"10:15:02 [{A}] round 2: started ranks 0, 1 of a world of 4"
+    line = f"10:15:02 [{A}] round 2: started ranks 0, 1 of a world of 4"
     assert ranks_of(
-        f"{said}\n[trainer rank 1] [rank 9] x\n[rank x] y\n[rank 0] 10:15:02 [{A}] round 7: started rank 5\n".encode()
+        f"{line}\n[trainer rank 1] [rank 9] x\n[rank x] y\n[rank 0] 10:15:02 [{A}] round 7: started rank 5\n".encode()
     ) == [
-        (2, AGENT, said.encode()),
+        (2, AGENT, line.encode()),
         (2, 1, b"[rank 9] x"),
         (2, AGENT, b"[rank x] y"),
         (2, 0, f"10:15:02 [{A}] round 7: started rank 5".encode()),

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def counted(job: Job, observed: Observed) -> dict[Cause, int]:
-    """The counters after two reconciles of a job, the second one with the status of the first."""
+    """Return the counters after two reconciles of a job, the second one with the status of the first."""
     metrics = OperatorMetrics()
     for _ in range(2):
         todo = plan(job, observed, NOW)
@@ -130,7 +130,7 @@ def job_body(name: str = "digits", *, status: Json | None = None, **spec: object
 
 
 def job_series(*bodies: Json, accept: str = "") -> dict[tuple[str, ...], float]:
-    """The series of jobs, by name and label values."""
+    """Return the series of jobs, by name and label values."""
     metrics = OperatorMetrics()
     metrics.registry.register(JobCollector(lambda: bodies, lambda: True))
     page, content_type = metrics.page(accept)

@@ -38,7 +38,7 @@ CREATING = {"waiting": {"reason": "ContainerCreating"}}
 
 
 def an_object(phase: str = "Running", *statuses: dict[str, Any], template: Any = None, **status: Any) -> dict[str, Any]:
-    """A pod as created by the operator, with a status from the kubelet."""
+    """Return a pod as created by the operator, with a status from the kubelet."""
     job = a_job(image="team/train:1", args=("x.py",), template={"spec": template or {}})
     made = worker_pod(
         job, NewPod(NAME, 1, SIZE, failures=2, failed=AT_CREATED - 9), PodSettings(), store="10.96.0.7:2379"
@@ -50,7 +50,7 @@ def an_object(phase: str = "Running", *statuses: dict[str, Any], template: Any =
 
 
 def without_node(obj: dict[str, Any]) -> dict[str, Any]:
-    """The same pod without a node."""
+    """Return the pod without a node."""
     del obj["spec"]["nodeName"]
     return obj
 
@@ -64,12 +64,12 @@ def waiting(reason: str, message: str = "") -> dict[str, Any]:
 
 
 def starting(reason: str = "ContainerCreating", message: str = "", **more: Any) -> dict[str, Any]:
-    """A pod whose worker waits for this reason."""
+    """Return a pod whose worker waits for this reason."""
     return an_object("Pending", worker(waiting(reason, message)), **more)
 
 
 def unscheduled(reason: str, message: str = "", **more: Any) -> dict[str, Any]:
-    """A pod that the scheduler could not place."""
+    """Return a pod that the scheduler could not place."""
     condition = {"type": "PodScheduled", "status": "False", "reason": reason, "message": message}
     return an_object("Pending", conditions=[condition], **more)
 
@@ -117,7 +117,7 @@ def test_a_pod_that_is_deleted_before_it_has_a_node_never_runs() -> None:
     assert (gone.started, gone.exit_code) == (None, None)
 
 
-def test_a_pod_ends_when_its_worker_ends_despite_running_sidecars() -> None:
+def test_a_pod_ends_when_its_worker_exits_despite_running_sidecars() -> None:
     sidecar = {"name": "log", "state": RUNNING, "ready": True}
     lingering = pod_of(an_object("Running", sidecar, worker(ended(1, "x"))))
     assert (lingering.phase, lingering.sidecars_running, lingering.ready) == (PodPhase.FAILED, True, False)
@@ -254,7 +254,7 @@ DISRUPTED, NODE_LOST, NOT_ADMITTED, OVER_LIMIT, OUT_OF_MEMORY = (
 
 
 def leaving(*statuses: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """A pod that is being deleted."""
+    """Return a pod that is being deleted."""
     obj = an_object("Running", *statuses, **more)
     obj["metadata"]["deletionTimestamp"] = ENDED
     return obj
@@ -334,7 +334,7 @@ GATED = {"schedulingGates": [{"name": "team/quota"}, {"name": "team/data"}]}
 
 
 def initialized(state: dict[str, Any], name: str = "fetch", **more: Any) -> dict[str, Any]:
-    """A pod that waits for an init container in this state."""
+    """Return a pod that waits for an init container in this state."""
     template = {"initContainers": [{"name": name, "image": "busybox:9", **more}]}
     statuses = [{"name": name, "state": state}]
     return starting("PodInitializing", template=template, initContainerStatuses=statuses)
@@ -435,7 +435,7 @@ def test_other_problems_do_not_make_an_image_incompatible(state: dict[str, Any])
 
 
 def message_of_version(version: int, **more: Any) -> str:
-    """The termination message of an agent with another protocol version."""
+    """Return the termination message of an agent with another protocol version."""
     return json.dumps({"reason": "BadInput", "message": "the versions differ", "protocol": version, **more})
 
 

@@ -29,7 +29,7 @@ STARTING = {"waiting": {"reason": "ContainerCreating"}}
 
 
 def event(second: int, message: str, *, bad: bool = True, by: str = "kubelet", **more: Any) -> dict[str, Any]:
-    """An event of a pod in this second."""
+    """Return an event of a pod in this second."""
     return {
         "type": "Warning" if bad else "Normal",
         "reason": "FailedMount" if bad else "Pulling",

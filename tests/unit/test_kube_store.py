@@ -20,7 +20,7 @@ KEY = "team/digits"
 
 
 def at_version(body: dict[str, Any], version: int, **metadata: Any) -> dict[str, Any]:
-    """The object in a version, with other metadata."""
+    """Return the object with this version and changed metadata."""
     return {**body, "metadata": {**body["metadata"], "resourceVersion": str(version), **metadata}}
 
 
@@ -44,7 +44,7 @@ class Listener:
         self.store = Store(changed=self.changed.append, pod_deleted=lambda body, _last: self.gone.append(dict(body)))
 
     def pods(self) -> dict[str, int]:
-        """The pods of the job by UID, with their versions."""
+        """Return the versions of the job's pods by UID."""
         found = self.store.owned_by(PODS, cluster_objects.NAMESPACE, cluster_objects.JOB_UID)
         return {pod["metadata"]["uid"]: version_of(pod) for pod in found}
 
@@ -75,7 +75,7 @@ def test_an_object_that_was_deleted_never_returns(listener: Listener) -> None:
     assert listener.pods() == {}
 
 
-def test_a_list_removes_what_it_lacks_unless_it_was_created_since(listener: Listener) -> None:
+def test_a_list_removes_the_objects_that_it_lacks_unless_they_were_created_since(listener: Listener) -> None:
     listener.store.put(PODS, a_pod(0, version=3))
     listener.store.put(PODS, a_pod(1, version=4))
     listener.store.put(PODS, a_pod(2, version=11))
@@ -94,7 +94,7 @@ def test_a_list_removes_what_it_lacks_unless_it_was_created_since(listener: List
 
 
 @pytest.mark.parametrize("order", [("old", "new"), ("new", "old")])
-def test_of_two_jobs_with_one_name_the_newer_one_is_found_until_it_is_removed(
+def test_the_newer_of_two_jobs_with_one_name_is_found_until_it_is_removed(
     listener: Listener, order: tuple[str, str]
 ) -> None:
     jobs = {"old": a_job(3, uid="old"), "new": a_job(8, uid="new")}
@@ -127,7 +127,7 @@ def test_fields_that_are_not_read_are_not_kept(listener: Listener) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), max_size=40), st.randoms(use_true_random=False))
 def test_changes_in_any_order_have_the_same_result(history: list[tuple[int, int]], order: random.Random) -> None:
-    """Each pod goes through its versions; with each multiple of five, it leaves the watch."""
+    """Each pod has several versions; a version that is a multiple of five is its removal."""
     lives: dict[int, set[int]] = {}
     for index, version in history:
         lives.setdefault(index, set()).add(version)

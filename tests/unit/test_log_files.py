@@ -89,8 +89,8 @@ def test_a_tail_is_the_last_lines_of_a_file(tmp_path: Path, text: str, lines: in
 
 
 def follow(logs: Path, *changes: Callable[[], object], **selector: Any) -> tuple[str, list[str]]:
-    """The output and messages of ``logs -f`` if these changes happen between its polls before the run ends."""
-    left, output, said = [*changes], [], []
+    """Return the output and messages of ``logs -f`` if these changes happen between its polls before the run ends."""
+    left, output, messages = [*changes], [], []
 
     def alive() -> bool:
         if left:
@@ -98,8 +98,8 @@ def follow(logs: Path, *changes: Callable[[], object], **selector: Any) -> tuple
             return True
         return False
 
-    follow_logs(logs, LogSelector(**selector), output.append, alive=alive, tell=said.append)
-    return b"".join(output).decode(), said
+    follow_logs(logs, LogSelector(**selector), output.append, alive=alive, tell=messages.append)
+    return b"".join(output).decode(), messages
 
 
 def test_a_rank_is_followed_through_new_rounds(logs: Path) -> None:

@@ -48,7 +48,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
             id="v1 container that sees the path of its host",
         ),
         pytest.param(
-            {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{CPUS + 3}00000 100000\n"}, None, id="above all"
+            {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{CPUS + 3}00000 100000\n"}, None, id="too large"
         ),
     ],
 )
@@ -85,7 +85,7 @@ def test_gpus_are_counted_by_device_files_or_without_any_by_the_driver(tmp_path:
     assert gpu_count({}, write(root, {"dev/nvidia5": ""})) == 1
 
 
-def test_the_own_address_belongs_to_the_interface_towards_the_first_store_whose_name_resolves() -> None:
+def test_the_address_is_that_of_the_interface_towards_the_first_store_whose_name_resolves() -> None:
     assert own_address(["no-such-host.invalid:2379", f"{'x' * 64}:2379", "127.0.0.1:2379"]) == "127.0.0.1"
     assert own_address(["localhost:2379"]) in {"127.0.0.1", "::1"}
 

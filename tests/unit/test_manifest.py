@@ -1,4 +1,4 @@
-"""A manifest is read as kubectl reads it, and every mistake in it is one sentence with file, line and field."""
+"""Manifests are read as by kubectl, and each mistake is reported in one sentence with file, line and field."""
 
 import json
 from pathlib import Path
@@ -133,19 +133,19 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
         f"{HEAD}kind: Pod\n",
         "job.yaml:4: kind is given twice (first in line 2); remove one",
     ),
-    ("a tag that lies", "a: !!int b\n", "job.yaml:1: 'b' cannot be read; put it into quotes, without a tag"),
-    ("one that holds itself", "a: &a\n  b: *a\n", "job.yaml: is nested too deeply"),
+    ("a wrong tag", "a: !!int b\n", "job.yaml:1: 'b' cannot be read; put it into quotes, without a tag"),
+    ("an alias of itself", "a: &a\n  b: *a\n", "job.yaml: is nested too deeply"),
     (
-        "a small one that is huge with its aliases written out",
+        "a small file with huge expanded aliases",
         "a0: &a0 [b, b, b]\n" + "".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]\n" for n in range(1, 30)),
         "job.yaml: has more than 100000 values when its aliases are expanded; shorten it",
     ),
     (
-        "a small one that is huge with its merges written out",
+        "a small file with huge expanded merges",
         "a0: &a0 {b: c}\n" + "".join(f"a{n}: &a{n} {{<<: [{f'*a{n - 1}, ' * 9}]}}\n" for n in range(1, 30)),
         "job.yaml: has more than 100000 values when its aliases are expanded; shorten it",
     ),
-    ("nested far too deeply", "[" * 100_000, "job.yaml: is nested too deeply"),
+    ("nested too deeply", "[" * 100_000, "job.yaml: is nested too deeply"),
     ("too large", "#" * (MAX_BYTES + 1), "job.yaml: is larger than a manifest may be (256 KiB); is it the right file?"),
     (
         "an unknown field",
@@ -154,7 +154,7 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
     ),
     ("a missing field", f"{HEAD}{SPEC}", "job.yaml:4: spec.maxReplicas: must be given; more pods than"),
     (
-        "a number in place of a text",
+        "a number instead of a string",
         f"{HEAD}spec:\n  image: a\n  maxReplicas: 1\n  args:\n  - train.py\n  - 1e3\n",
         "job.yaml:9: spec.args[1]: 1000 is not a text; write it in quotes",
     ),
@@ -163,14 +163,14 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
 
 @pytest.mark.parametrize(("content", "sentence"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
 def test_a_file_is_refused_with_one_sentence(content: str | bytes, sentence: str) -> None:
-    said = refusal(content)
-    assert said.startswith(sentence)
-    assert "\n" not in said
+    refused = refusal(content)
+    assert refused.startswith(sentence)
+    assert "\n" not in refused
 
 
 def test_problems_are_in_the_order_of_the_lines() -> None:
-    said = refusal(f"{HEAD}spec:\n  args: [1, 2]\n  maxReplica: 1\n  image: a\n  maxReplicas: x\n")
-    first, *others = said.splitlines()
+    refused = refusal(f"{HEAD}spec:\n  args: [1, 2]\n  maxReplica: 1\n  image: a\n  maxReplicas: x\n")
+    first, *others = refused.splitlines()
     assert first == "job.yaml:5: spec.args[0]: 1 is not a text; write it in quotes; and 3 more problems:"
     assert [line.split(": ")[:2] for line in others] == [
         ["  job.yaml:5", "spec.args[1]"],
@@ -245,8 +245,8 @@ def test_any_text_is_either_read_or_refused_with_one_sentence(text: str) -> None
     try:
         document = manifest.parse(text, Path("job.yaml"))
     except BadInput as error:
-        said = str(error)
-        assert said.startswith("job.yaml:")
-        assert "\n" not in said
+        refused = str(error)
+        assert refused.startswith("job.yaml:")
+        assert "\n" not in refused
     else:
         json.dumps(document.data, allow_nan=False)

@@ -177,7 +177,7 @@ def test_seconds_by_state_never_decrease_and_add_up(steps: list[tuple[str, int]]
     agent.follow(cast("RendezvousNode", node))
     before: dict[str, float] = {}
     for what, seconds in steps:
-        if what == "report":  # late: some of the training was restoring
+        if what == "report":  # a late report: some of the training time was restoring
             seconds = min(seconds, int(spent[RunState.TRAINING]))
             spent[RunState.TRAINING] -= seconds
         spent[RunState.TRAINING if what == "train" else RunState.RESTORING] += seconds

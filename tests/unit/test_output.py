@@ -21,11 +21,11 @@ def test_a_workers_line_starts_with_its_role_and_rank(role: str, label: str) -> 
 
 
 @pytest.mark.parametrize("node", ["digits-0-x4k2p", "100%s"])
-@pytest.mark.parametrize(("ranks", "said"), [([3], "rank 3"), ([4, 5], "ranks 4, 5")])
-def test_an_agent_logs_the_round_and_ranks_that_it_starts(node: str, ranks: list[int], said: str) -> None:
-    record = logging.LogRecord("torchelastic", logging.INFO, "", 0, STARTED, (7, said, 8), None)
+@pytest.mark.parametrize(("ranks", "words"), [([3], "rank 3"), ([4, 5], "ranks 4, 5")])
+def test_an_agent_logs_the_round_and_ranks_that_it_starts(node: str, ranks: list[int], words: str) -> None:
+    record = logging.LogRecord("torchelastic", logging.INFO, "", 0, STARTED, (7, words, 8), None)
     line = logging.Formatter(log_format(node), TIME_FORMAT).format(record)
-    assert line.endswith(f" [{node}] round 7: started {said} of a world of 8")
+    assert line.endswith(f" [{node}] round 7: started {words} of a world of 8")
     match = ROUND_LINE.fullmatch(line.encode())
     assert match is not None
     assert int(match["round"]) == 7

@@ -57,7 +57,7 @@ def program(path: Path, script: str) -> None:
 
 
 def bootstrap(programs: Path | None = None, **environment: object) -> subprocess.CompletedProcess[str]:
-    """Run what `make install` runs."""
+    """Run the script that `make install` runs."""
     kept = {name: value for name, value in os.environ.items() if name not in {"PYTHON", "VENV"}}
     path = {"PATH": str(programs)} if programs else {}
     given = {name: str(value) for name, value in environment.items()}
@@ -72,7 +72,7 @@ def bootstrap(programs: Path | None = None, **environment: object) -> subprocess
 
 
 def extra(name: str) -> set[str]:
-    """The distributions of an extra and of the extras that it includes."""
+    """Return the distributions of an extra and of the extras that it includes."""
     found = set()
     for requirement in map(Requirement, PROJECT["optional-dependencies"][name]):
         if requirement.name == PROJECT["name"]:
@@ -83,7 +83,7 @@ def extra(name: str) -> set[str]:
 
 
 def pins() -> dict[str, str]:
-    """The pinned versions by name."""
+    """Return the pinned versions by name."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
@@ -137,7 +137,7 @@ def test_documented_make_targets_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fakes", "environment", "said"),
+    ("fakes", "environment", "error"),
     [
         ({"uname": "echo Darwin"}, {}, "Linux is needed"),
         ({}, {"VENV": "nowhere"}, "Python 3.11 to 3.14 is needed"),
@@ -150,14 +150,14 @@ def test_documented_make_targets_exist() -> None:
     ],
 )
 def test_an_unsuitable_machine_python_or_folder_is_named_and_not_changed(
-    fakes: dict[str, str], environment: dict[str, str], said: str, programs: Path
+    fakes: dict[str, str], environment: dict[str, str], error: str, programs: Path
 ) -> None:
     for name, script in fakes.items():
         program(programs / name, script)
     before = sorted(programs.iterdir())
     run = bootstrap(programs, **{name: value.format(programs) for name, value in environment.items()})
     assert run.returncode == 2
-    assert said in run.stderr
+    assert error in run.stderr
     assert sorted(programs.iterdir()) == before
 
 

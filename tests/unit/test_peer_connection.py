@@ -99,7 +99,7 @@ async def test_a_peer_that_sends_more_than_a_greeting_is_disconnected() -> None:
         writer.close()
 
 
-async def test_nodes_with_long_ids_connect_and_a_closed_peer_server_means_a_dead_node() -> None:
+async def test_nodes_with_long_ids_connect_and_a_node_whose_server_closes_is_dead() -> None:
     run, ours, theirs = "字" * 5000, "é" * 253 + ".12345678", "𝄞" * 253 + ".12345678"
     observer = Observer()
     async with serving(node=theirs, run=run) as (server, seen):
@@ -128,7 +128,7 @@ async def test_a_connection_accepted_while_the_server_closes_is_closed(
                 assert await asyncio.get_running_loop().sock_recv(early, 1) == b""
 
 
-async def test_another_node_at_the_address_is_dead_and_another_run_is_silent() -> None:
+async def test_a_node_is_dead_if_another_one_answers_and_silent_if_another_run_answers() -> None:
     async with serving(node="c.1") as (server, _):
         address = f"127.0.0.1:{server.port}"
         assert await probe(address, run="run", node="b.1", peer="a.1") is Verdict.DEAD
@@ -152,7 +152,7 @@ def test_every_free_port_of_a_range_is_used_before_one_repeats() -> None:
     assert taken[1:] == 2 * list(range(ports.first + 1, ports.last + 1))
 
 
-def test_an_address_of_a_gateway_is_served_on_all_addresses_within_the_range() -> None:
+def test_a_node_behind_a_gateway_listens_on_all_interfaces_on_a_port_of_the_range() -> None:
     ports = free_range(2)
     with closing(listen("192.0.2.1", ports)) as listener:
         assert listener.getsockname() == ("0.0.0.0", ports.first)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 NO_AGENT = IncompatibleImage(Reason.NO_AGENT, "the image busybox has no torchelastic-run")
-STRANGER = IncompatibleImage(Reason.PROTOCOL_MISMATCH, "the agent in the image speaks version 7")
+OTHER_VERSION = IncompatibleImage(Reason.PROTOCOL_MISMATCH, "the agent in the image speaks version 7")
 
 TRAINED = that_trained(a_job(replicas=2))
 
@@ -143,8 +143,8 @@ def test_pod_ended_by_its_own_deadline_is_charged() -> None:
 
 def test_new_pods_get_a_resume_record_if_no_pod_is_left() -> None:
     job = that_trained(a_job(replicas=2), round=7, restarts=3, uncharged_restarts=1)
-    told_them = [pod.resume for pod in plan(job, a_world(lost(0), lost(1)), NOW).create]
-    assert told_them == [ResumeRecord(round=7, restarts=3, uncharged_restarts=1)] * 2
+    records = [pod.resume for pod in plan(job, a_world(lost(0), lost(1)), NOW).create]
+    assert records == [ResumeRecord(round=7, restarts=3, uncharged_restarts=1)] * 2
     assert [pod.resume for pod in plan(job, a_world(running(0), lost(1)), NOW).create] == [None]
 
 
@@ -179,7 +179,7 @@ def test_exceeded_backoff_limit_fails_the_job() -> None:
     assert made.create == ()
 
 
-# -- the end
+# -- completion
 
 
 def test_failure_names_its_root_cause() -> None:
@@ -211,7 +211,7 @@ def test_failure_names_its_root_cause() -> None:
             "--nnodes is no number",
         ),
         ((died(0, 2, incompatible_image=NO_AGENT), died(1)), Reason.NO_AGENT, NO_AGENT.message),
-        ((died(0, 2, incompatible_image=STRANGER), died(1)), Reason.PROTOCOL_MISMATCH, STRANGER.message),
+        ((died(0, 2, incompatible_image=OTHER_VERSION), died(1)), Reason.PROTOCOL_MISMATCH, OTHER_VERSION.message),
     ],
     ids=["the first failure", "bad input", "no agent", "another version"],
 )
@@ -303,7 +303,7 @@ def test_blocked_pods_are_reported_once() -> None:
     assert (free.replicas, condition(free, ConditionType.WAITING).reason) == (2, Reason.BELOW_MINIMUM)
 
 
-def test_workers_yield_to_a_blocked_etcd() -> None:
+def test_pods_above_the_minimum_are_removed_if_the_quota_blocks_etcd() -> None:
     job = that_had_pods(a_job(minimum=1, maximum=4, replicas=4))
     quota = 'pods "digits-etcd" is forbidden: exceeded quota: few'
     pods = (unready(0), unready(1), unready(2))
@@ -330,8 +330,8 @@ def test_blocked_objects_are_reported_while_all_pods_train() -> None:
     made = plan(TRAINED, world, NOW)
 
     kinds = (ConditionType.RESOURCES_BLOCKED, ConditionType.DISRUPTION_BUDGET_FAILED)
-    said = [condition(made.status, kind) for kind in kinds]
-    assert [(each.status, each.reason, each.message) for each in said] == [
+    conditions = [condition(made.status, kind) for kind in kinds]
+    assert [(each.status, each.reason, each.message) for each in conditions] == [
         (True, Reason.RESOURCES_BLOCKED, "a foreign Service is called digits-etcd"),
         (True, Reason.BUDGET_REJECTED, "no right"),
     ]
@@ -413,16 +413,16 @@ def test_events_of_ended_pods_name_the_successor() -> None:
         (died(1, None), "ended for an unknown reason"),
     ],
 )
-def test_event_says_how_a_pod_died(dead: Pod, how: str) -> None:
+def test_event_says_how_a_pod_failed(dead: Pod, how: str) -> None:
     made = plan(TRAINED, a_world(running(0), dead), NOW)
     assert messages_of(made)[Reason.POD_DIED].startswith(f"{dead.name} {how}; ")
 
 
 def test_event_of_a_pod_whose_init_container_failed() -> None:
-    said = "its init container fetch exited with code 7: no such bucket"
-    made = plan(TRAINED, a_world(running(0), died(1, None, init_exit_code=7, message=said, ended=NOW)), NOW)
+    message = "its init container fetch exited with code 7: no such bucket"
+    made = plan(TRAINED, a_world(running(0), died(1, None, init_exit_code=7, message=message, ended=NOW)), NOW)
 
-    words = f"{died(1).name} did not start: {said}"
+    words = f"{died(1).name} did not start: {message}"
     assert messages_of(made)[Reason.POD_DIED].startswith(f"{words}; ")
     assert made.status.last_failure == LastFailure(words, pod=died(1).name, exit_code=7, time=NOW)
 

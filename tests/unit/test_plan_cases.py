@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 NO_AGENT = IncompatibleImage(Reason.NO_AGENT, "the image busybox has no torchelastic-run")
-STRANGER = IncompatibleImage(Reason.PROTOCOL_MISMATCH, "the agent in the image speaks version 7")
+OTHER_VERSION = IncompatibleImage(Reason.PROTOCOL_MISMATCH, "the agent in the image speaks version 7")
 
 FRESH = a_job(replicas=2)
 TRAINED = that_trained(FRESH)
@@ -65,7 +65,7 @@ class Case:
         removes: indices of pods to delete.
         expected_size: the size to write into the store.
         state: the state in the new status; None if the status does not change.
-        reason: why the job finished; None if it has not, or if another case shows it.
+        reason: why the job finished; None if it has not, or if another case checks it.
         charges: the number of failed pods in the status.
         wakes_in: seconds until the next plan.
         etcd: whether the etcd of the job is kept.
@@ -185,7 +185,7 @@ CASES = {
         etcd=False,
     ),
     "a pod with an agent of another version may leave": Case(
-        TRAINED, a_world(running(0), left(1, incompatible_image=STRANGER)), creates=[1], state=JobState.RUNNING
+        TRAINED, a_world(running(0), left(1, incompatible_image=OTHER_VERSION)), creates=[1], state=JobState.RUNNING
     ),
     "a replaced pod with a running sidecar is removed": Case(
         that_trained(a_job(replicas=2), counted_pod_uids=frozenset({died(1).uid})),
@@ -323,7 +323,7 @@ CASES = {
 
 
 def with_round(case: Case) -> Observed:
-    """The observation, with a round if the job trains."""
+    """Return the observation, with a round if the job trains."""
     trains = case.state is JobState.RUNNING and case.world.store_read
     return replace(case.world, round=a_round(running(0), running(1))) if trains else case.world
 

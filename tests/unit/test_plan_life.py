@@ -1,4 +1,4 @@
-"""The plan of a job: suspension, the applied spec, the failure policy, the end, and stores that cannot be used."""
+"""The plan of a job: suspension, the applied spec, the failure policy, completion, and stores that cannot be used."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def messages_of(made: Plan) -> dict[Reason, str]:
 
 
 def apply_status(job: Job, world: Observed) -> Job:
-    """The job with the status that the plan writes."""
+    """Return the job with the status that the plan writes."""
     status = plan(job, world, NOW).status
     assert status is not None
     return replace(job, status=status)
@@ -93,7 +93,7 @@ def test_rejected_pods_do_not_make_the_outcome_unknown(job: Job) -> None:
     assert condition(hindered.status, ConditionType.WAITING).reason == Reason.RESOURCES_BLOCKED
     refused = apply_status(tried, replace(away, rejected="no such volume"))
 
-    # A restarted operator remembers no rejection, and creates the pods as well.
+    # A restarted operator does not remember the rejection, and creates the pods, too.
     for before in (tried, replace(tried, status=hindered.status), replace(refused, generation=2)):
         assert [pod.index for pod in plan(before, away, NOW + 600).create] == [0, 1]
         assert [pod.index for pod in plan(before, NO_STORE, NOW + 600).create] == [0, 1]
@@ -156,10 +156,10 @@ def test_changed_applied_fields_require_a_restart_which_is_reported_once() -> No
     world = a_world(running(0), died(1), round=a_round(running(0)))
     made = plan(after, world, NOW)
 
-    told_so = "spec.args and spec.template have changed; suspend the job and resume it to apply the change"
+    message = "spec.args and spec.template have changed; suspend the job and resume it to apply the change"
     waiting = condition(made.status, ConditionType.RESTART_REQUIRED)
     assert (waiting.status, waiting.reason) == (True, Reason.SPEC_CHANGED)
-    assert waiting.message.startswith(told_so)
+    assert waiting.message.startswith(message)
     assert messages_of(made)[Reason.RESTART_REQUIRED] == waiting.message
     assert [pod.index for pod in made.create] == [1]
     assert with_applied_spec(after, made).spec.args == ("old.py",)
@@ -191,11 +191,11 @@ def test_live_pods_keep_the_applied_spec_on_resumption() -> None:
 
 def test_change_before_the_first_pod_takes_effect_at_once() -> None:
     refused = apply_status(a_job(image="no/such:image:at:all"), replace(NO_STORE, rejected="no such image"))
-    mended = replace(refused, spec=a_job(image="digits:1").spec, generation=2)
-    made = plan(mended, a_world(), NOW)
+    corrected = replace(refused, spec=a_job(image="digits:1").spec, generation=2)
+    made = plan(corrected, a_world(), NOW)
 
     assert [pod.index for pod in made.create] == [0, 1]
-    assert with_applied_spec(mended, made).spec.image == "digits:1"
+    assert with_applied_spec(corrected, made).spec.image == "digits:1"
 
 
 def test_sizes_limits_and_times_change_at_any_time() -> None:
@@ -286,7 +286,7 @@ def test_round_first_seen_at_completion_is_counted(ended: str) -> None:
     assert status.last_failure.rank == 3
 
 
-# -- the end
+# -- completion
 
 
 def test_exceeded_deadline_is_the_failure_message() -> None:

@@ -143,10 +143,10 @@ class AnyLife(RuleBasedStateMachine):
         self._assert_plan_is_empty()
 
     def _has_failed_creations(self) -> bool:
-        """Whether the last creation of pods failed, or the status reports a failed one."""
+        """Return whether the last creation of pods failed, or the status reports a failure."""
         cluster = self.cluster
-        said = {condition.reason for condition in cluster.job.status.conditions if condition.status}
-        return bool(cluster.rejection or cluster.blocked or said & {Reason.REFUSED, Reason.RESOURCES_BLOCKED})
+        reasons = {condition.reason for condition in cluster.job.status.conditions if condition.status}
+        return bool(cluster.rejection or cluster.blocked or reasons & {Reason.REFUSED, Reason.RESOURCES_BLOCKED})
 
     def _reconcile(self, lateness: int = 0) -> None:
         job, observed = self.cluster.observe(lateness)
@@ -173,7 +173,7 @@ class AnyLife(RuleBasedStateMachine):
         )
         if not job.status.state.finished and not job.deleting:
             empty = job.spec.desired - sum(is_live(pod) for pod in observed.pods)
-            # Pods that died before the store was read are kept until it has been read.
+            # Pods that failed before the store was read are kept until it has been read.
             counted = [pod for pod in observed.pods if pod.uid in job.status.counted_pod_uids]
             ended = [pod for pod in counted if pod.phase.ended and not pod.terminating]
             assert len(ended) <= max(ENDED_PODS_KEPT, empty)
@@ -407,7 +407,7 @@ class AnyLife(RuleBasedStateMachine):
         assert len({pod.name for pod in self.cluster.pods.values()}) == len(self.cluster.pods)
 
     def teardown(self) -> None:
-        """When nothing fails any more, the job finishes with the right result."""
+        """Check that the job finishes with the right result when all faults are over."""
         if not hasattr(self, "cluster"):
             return
         cluster = self.cluster

@@ -51,7 +51,7 @@ def reasons(applied: Plan) -> list[Reason]:
 
 
 def resumed_early() -> Job:
-    """A job that was suspended, changed and resumed while its old store could not be read."""
+    """Return a job that was suspended, changed and resumed while its old store could not be read."""
     job = with_spec_applied(a_job(etcd=OLD, suspend=True))
     job, _ = apply_plan(job, unreadable(running(0), running(1)), NOW)
     job, _ = apply_plan(job, UNREADABLE, NOW + 10)
@@ -105,7 +105,7 @@ def test_resumed_job_waits_for_terminating_pods_and_the_store() -> None:
 # -- suspended
 
 
-def test_store_is_waited_for_after_the_last_pod_has_ended() -> None:
+def test_plan_waits_for_the_store_after_the_last_pod_has_ended() -> None:
     job = with_spec_applied(a_job(suspend=True))
     job, _ = apply_plan(job, unreadable(terminating(0), terminating(1)), NOW)
     for kind, reason in ((ConditionType.SUSPENDED, Reason.STOPPING), (ConditionType.WAITING, Reason.SUSPENDED)):

@@ -86,7 +86,7 @@ def test_command_is_not_parsed_for_flags(command: tuple[str, ...], args: tuple[s
         ("bash", "-c", "python train.py  # not torchrun\n# torchrun x.py"),
         ("bash", "-c", "echo torchrun; python -m train torchrun"),
         ("bash", "-c", "version=$(torchrun --version); python train.py"),
-        ("bash", "-c", "\n" * 131_071),  # in linear time: the operator checks the specs of all tenants
+        ("bash", "-c", "\n" * 131_071),  # takes linear time: the operator checks the specs of all tenants
         ("bash", "-c", ";a=" * 43_690),
         ("sh", "-c"),
         ("python", "torchrun.py"),
@@ -381,6 +381,6 @@ def test_references_are_resolved_as_by_a_kubelet() -> None:
         ),
     ],
 )
-def test_unstartable_program_is_rejected(fields: dict[str, object], words: str) -> None:
+def test_program_that_cannot_start_is_rejected(fields: dict[str, object], words: str) -> None:
     problem = problem_of(a_job(**{"image": "i", "args": ("x.py",), **fields}).spec)  # type: ignore[arg-type]
     assert words in str(problem)

@@ -1,7 +1,7 @@
 """A model of the rendezvous: its invariants hold under any order of faults of nodes, connections, leases and the store.
 
 The store, the nodes and the leaders are simulated; the membership and the plan are the real ones. Several nodes may
-believe to be the leader, and each receives the store's changes late, in parts and repeatedly.
+believe that they lead, and each receives the store's changes late, in parts and repeatedly.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Listener:
 
 @dataclasses.dataclass
 class Node:
-    """A node and its own knowledge."""
+    """A node and its knowledge."""
 
     record: NodeRecord
     listener: Listener
@@ -138,7 +138,7 @@ class Node:
     known_round: RoundRecord | None = None
     keyless_since: float = 0.0
     excused: bool = False
-    """Whether it may count as lost: dead, partitioned, or not answering after its lease expired."""
+    """Whether the node may count as lost: dead, partitioned, or not answering after its lease expired."""
 
     @property
     def leaving(self) -> bool:
@@ -146,7 +146,7 @@ class Node:
 
 
 def copied(membership: Membership) -> Membership:
-    """Return a copy that does not change when the leader learns more."""
+    """Return a copy that does not change when the leader's membership changes."""
     values = {field.name: getattr(membership, field.name) for field in dataclasses.fields(membership) if field.init}
     return Membership(
         **{name: value.copy() if isinstance(value, dict | set) else value for name, value in values.items()}
@@ -162,7 +162,7 @@ class Pending:
     decision: Decision
     state: Versioned[StateRecord]
     registered: frozenset[str]
-    """The live nodes that had a key when it was made, except new keys that were on their way to the leader."""
+    """The live nodes that had a key at the decision, except those whose new key had not reached the leader."""
 
 
 def about(fit: Callable[[Node], bool], **strategies: st.SearchStrategy[Any]) -> Callable[[Any], Any]:
@@ -391,8 +391,8 @@ class Run(RuleBasedStateMachine):
             leading = [name for name in living if self.nodes[name].listener.leads()]
             # Without a leader, the youngest node leads first, so that nodes with less knowledge must resign. A node
             # that leaves leads only if there is no other.
-            heirs = [name for name in living if not self.nodes[name].leaving] or living
-            for name in leading or [name for name in heirs if not self.nodes[name].gave_way][-1:] or heirs[:1]:
+            eligible = [name for name in living if not self.nodes[name].leaving] or living
+            for name in leading or [name for name in eligible if not self.nodes[name].gave_way][-1:] or eligible[:1]:
                 self.leads(name)
                 self.receive_node_changes(self.nodes[name].listener, 1000)
                 self.probe_nodes(self.nodes[name].listener)
@@ -405,14 +405,14 @@ class Run(RuleBasedStateMachine):
         if sum(node.alive for node in self.nodes.values()) == MAX_NODES:
             return None
         self.created_nodes += 1
-        said = record(
+        created = record(
             f"n{self.created_nodes}",
             topology_key=place,
             address=f"10.0.0.{self.created_nodes}",
             size=SizeRecord(min=2, max=4),
         )
-        name = f"{said.name}.0000"
-        self.nodes[name] = Node(said, Listener(self.store, name))
+        name = f"{created.name}.0000"
+        self.nodes[name] = Node(created, Listener(self.store, name))
         self.report(name)
         return name
 
@@ -606,7 +606,7 @@ class Run(RuleBasedStateMachine):
             return  # restored to a store that lost it
         rounds = [node.known_round for node in self.nodes.values() if node.alive] + [snapshot.round]
         known = max((round.number for round in rounds if round is not None), default=0)
-        self.committed = [round for round in self.committed if round.number <= known]  # no node knows the others
+        self.committed = [round for round in self.committed if round.number <= known]  # no node knows later rounds
         self.check_number(new, pending.registered)
         assert snapshot.outcome is None
         assert len(set(new.nodes)) == len(new.nodes)
@@ -636,7 +636,7 @@ class Run(RuleBasedStateMachine):
         self.check_notice_given(snapshot)
 
     def check_missing_members(self, new: RoundRecord, snapshot: Membership) -> None:
-        """New nodes wait for a member that restores its key; after an outage of the store, all nodes wait."""
+        """Check that new nodes wait for a member to restore its key; after an outage of the store, all nodes wait."""
         if (
             snapshot.round is None
             or snapshot.highest_round_seen > snapshot.round.number
@@ -648,7 +648,7 @@ class Run(RuleBasedStateMachine):
         assert snapshot.now >= snapshot.patient_until or new.reason is RoundReason.RESIZED
 
     def check_restarts_charged(self, new: RoundRecord, snapshot: Membership) -> None:
-        """A failure is charged once, a membership change is not, and no node joins a run that is finishing."""
+        """Check that only failures are charged, each once, and that no node joins a run that is finishing."""
         if snapshot.round is None or not snapshot.round.members or snapshot.highest_round_seen > snapshot.round.number:
             return
         if new.reason is RoundReason.WORKER_FAILED:
@@ -665,14 +665,14 @@ class Run(RuleBasedStateMachine):
         return node.excused or (not node.key and self.now >= node.keyless_since + RULES.lease)
 
     def check_number(self, new: RoundRecord, registered: frozenset[str]) -> None:
-        """A number is not reused while a node knows its round, unless the leader learns of the node too late."""
+        """Check that no number is reused while a node knows its round and the leader knows the node."""
         for name, node in self.nodes.items():
             if node.alive and node.key and node.known_round is not None and node.known_round.number >= new.number:
                 assert name not in registered, name
                 assert name not in new.nodes, name
 
     def check_neighbours(self, new: RoundRecord, snapshot: Membership) -> None:
-        """A new node is next to a node with its topology key, if the round has one."""
+        """Check that a new node is next to a node with its topology key, if the round has one."""
         places = [snapshot.peers[node].record.topology_key for node in new.nodes]
         for rank, node in enumerate(new.nodes):
             if node not in snapshot.ranks and places[rank] and places.count(places[rank]) > 1:
@@ -695,7 +695,7 @@ class Run(RuleBasedStateMachine):
             notice = snapshot.current_notice
             assert notice is not None
             over = snapshot.now >= snapshot.noticed_at + notice.seconds
-            assert over or all(said.saved >= notice.serial for said in asking)
+            assert over or all(each.saved >= notice.serial for each in asking)
 
     def check_notice(self, notice: NoticeRecord, snapshot: Membership) -> None:
         assert snapshot.round is not None
@@ -719,10 +719,10 @@ class Run(RuleBasedStateMachine):
         round = self.store.round
         assert round is None or round.restarts <= self.failures
 
-    # -- the end
+    # -- after the faults
 
     def teardown(self) -> None:
-        """After the faults, all live nodes train together, and nothing changes."""
+        """Check that all live nodes train together after the faults, and that nothing changes."""
         for name in [name for name, node in self.nodes.items() if node.alive and node.leaving]:
             self.kill(name)
         for name, node in self.nodes.items():
@@ -738,14 +738,14 @@ class Run(RuleBasedStateMachine):
                 self.finish(node.listener.node)
         living = [name for name, node in self.nodes.items() if node.alive]
         if self.store.outcome is None and living:
-            self.check_the_end(living)
+            self.check_final_state(living)
 
     def is_finishing_run(self) -> bool:
         """Return whether a worker has exited with 0."""
         views = [self.snapshot(name) for name, node in self.nodes.items() if node.alive and node.listener.leads()]
         return any(any(map(snapshot.is_finishing, snapshot.ranks)) for snapshot in views)
 
-    def check_the_end(self, living: list[str]) -> None:
+    def check_final_state(self, living: list[str]) -> None:
         (leader,) = [name for name in living if self.nodes[name].listener.leads()]
         assert isinstance(plan(self.snapshot(leader), RULES), Hold)
         snapshot = self.snapshot(leader)

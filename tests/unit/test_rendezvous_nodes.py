@@ -84,7 +84,7 @@ async def test_a_node_whose_workers_have_exited_is_not_partitioned() -> None:
         assert not other.partitioned
 
 
-async def test_a_node_that_sees_the_store_again_during_a_mute_probe_is_not_partitioned(
+async def test_a_node_that_sees_the_store_again_during_an_unanswered_probe_is_not_partitioned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clients = Clients()
@@ -130,7 +130,7 @@ async def test_new_nodes_exclude_a_dead_member_whose_key_still_exists() -> None:
         c, d = [await factory.node(name) for name in "cd"]
         round = await all_with(c, d)
         for node in (c, d):
-            # On a busy machine one dead member may be found a moment after the other, and then leaves one round later.
+            # On a busy machine, one dead member may be detected after the other, and then leaves one round later.
             *between, last = [record.nodes for record in node.rounds if record.number > first.number]
             assert last == round.nodes
             assert between in ([], *([(dead.inner.node, *last)] for dead in (leader, other)))
@@ -159,11 +159,11 @@ async def test_a_node_waits_for_nodes_of_another_version_and_continues_after_the
 ) -> None:
     clients = Clients()
     data = clients.data
-    theirs = await data.grant(60)
+    old_lease = await data.grant(60)
     record = NodeRecord(name="old", address="127.0.0.1", workers=1, size=SizeRecord(min=1, max=8), protocol=OTHER)
-    await data.put(KEYS.node("old.1"), encode(msgspec.structs.replace(record, round=4)), lease=theirs)
+    await data.put(KEYS.node("old.1"), encode(msgspec.structs.replace(record, round=4)), lease=old_lease)
     leader = LeaderRecord(node="old.1", address="127.0.0.1:1", protocol=OTHER)
-    await data.put(KEYS.leader, encode(leader), lease=theirs)
+    await data.put(KEYS.leader, encode(leader), lease=old_lease)
     await data.put(KEYS.state, b'{"round":{"number":4,"members":"in another form","protocol":%d}}' % OTHER)
 
     async with NodeFactory(clients.connect, "run", lease=LEASE, last_call_timeout=0.1, join_debounce=0.0) as factory:
@@ -172,7 +172,7 @@ async def test_a_node_waits_for_nodes_of_another_version_and_continues_after_the
         assert (new.rounds[-1].number, new.rounds[-1].members) == (4, ())
         assert f"({OTHER}, and {PROTOCOL_VERSION} here)" in new.rounds[-1].cause
 
-        await data.revoke(theirs)
+        await data.revoke(old_lease)
         round = await new.until_with("new")
         assert (round.number, round.protocol) == (5, PROTOCOL_VERSION)
     assert "old.1 leads, and this node cannot take part" in caplog.text

@@ -234,7 +234,7 @@ def test_a_communication_failure_waits_briefly_for_its_cause() -> None:
 
 
 def crashed(early_failures: int, *, uptime: float = 0.4, free: bool = False) -> Membership:
-    """A worker failed after some seconds, and after some early failures in a row."""
+    """Return a membership in which a worker failed after `uptime` seconds and a number of early failures."""
     broken = failure("a", number=3, uptime=uptime, message="ImportError: x", free=free)
     before = round(3, "a", restarts=2, early_failures=early_failures)
     return snapshot(peer("a", round=3, failure=broken), wanted=1, round=before, failed_since=0.0)
@@ -311,7 +311,7 @@ def test_every_round_keeps_the_failure_that_was_charged_last() -> None:
 
 
 def uncharged_after(situation: Membership, settings: RendezvousSettings = SETTINGS) -> int:
-    """Uncharged restarts of the next round."""
+    """Return the uncharged restarts of the next round."""
     return next_round(situation, settings).uncharged_restarts
 
 
@@ -373,7 +373,7 @@ def test_a_cause_with_many_nodes_or_long_texts_stays_decodable() -> None:
     assert decode(encode(failed), RoundRecord).restarts == 1
 
 
-# -- notice of a planned change: only a planned change waits, for workers that asked for a notice
+# -- notices: only planned changes wait for workers that asked for notice
 
 NOTICE = NoticeRecord(round=1, serial=4, seconds=20.0, reason=RoundReason.NODE_LEFT, cause="b left")
 
@@ -387,7 +387,7 @@ def leaves(name: str, **changes: Any) -> Peer:
 
 
 def noticed(*peers: Peer, **changes: Any) -> Membership:
-    """A snapshot at 101 s of a round of a and b, with NOTICE given at 100 s."""
+    """Return a snapshot at 101 s of a round of a and b, with NOTICE given at 100 s."""
     return snapshot(
         *peers, **{"now": 101.0, "round": round(1, "a", "b"), "notice": NOTICE, "noticed_at": 100.0, **changes}
     )

@@ -59,8 +59,8 @@ def percent(text: str | None) -> float:
 
 def test_the_page_of_a_job_that_succeeded_has_its_costs() -> None:
     text = read(report()).text
-    for said in ("digits: succeeded after 1m40s", "Succeeded", "78.0 %", "1m40s", "2 to 3", "4 pods came"):
-        assert said in text
+    for words in ("digits: succeeded after 1m40s", "Succeeded", "78.0 %", "1m40s", "2 to 3", "4 pods came"):
+        assert words in text
     assert "2023-11-14 22:13:20 UTC" in text
     assert "Root cause" not in text
     assert "6s" in text.split("Work lost")[1][:10]
@@ -70,19 +70,19 @@ def test_the_page_of_a_job_that_failed_has_the_root_cause_and_the_failures() -> 
     found = read(failed())
     assert "Root cause: \nrank 0 on digits-0-aaaaa failed" in found.text
     wrong = found.text.split("What went wrong")[1].split("Rounds")[0]
-    for said in (
+    for words in (
         "rank 1, digits-1-bbbbb",
         "SIGKILL",
         "digits-2-ccccc is gone",
         "rank 0, digits-0-aaaaa",
         "exit code 1",
     ):
-        assert said in wrong
+        assert words in wrong
     assert TRACEBACK in found.text
     assert wrong.count("The job failed because of this.") == 1
 
 
-def test_the_state_of_an_unfinished_run_is_how_it_ended() -> None:
+def test_the_page_of_an_interrupted_run_says_how_it_ended() -> None:
     unfinished = report(state=JobState.RUNNING, completed_at=None, outcome=None)
     assert "digits: running after 1m40s" in read(unfinished).text
     interrupted = Reader(page(unfinished, "interrupted")).text
@@ -94,8 +94,8 @@ def test_the_state_of_an_unfinished_run_is_how_it_ended() -> None:
 def test_unknown_facts_are_left_out() -> None:
     bare = Report(namespace="", name="digits", uid="", created=START, state=JobState.SUSPENDED)
     found = read(bare)
-    for said in ("Timeline", "Where the time went", "What went wrong", "UID"):
-        assert said not in found.text
+    for words in ("Timeline", "Where the time went", "What went wrong", "UID"):
+        assert words not in found.text
     assert "Suspended" in found.text
     unknown = report(
         time_breakdown=None,
@@ -106,7 +106,7 @@ def test_unknown_facts_are_left_out() -> None:
     assert "node joined" in rounds
 
 
-def test_the_facts_are_those_of_the_report() -> None:
+def test_the_facts_have_the_durations_failures_and_goodput_of_the_report() -> None:
     found = facts(failed())
     assert [(span.end or 0) - span.round.began for span in found.spans] == [20, 20, 20, 5, 30]
     assert [span.lost for span in found.spans] == [0.0, 4.0, 1.5, 0.5, None]

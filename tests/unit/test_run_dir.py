@@ -16,7 +16,7 @@ def a_record(job: str) -> bytes:
     return b'{"manifest": {"metadata": {"name": "%s"}}}' % job.encode()
 
 
-def test_the_home_is_the_named_one_or_in_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_set_the_home_which_has_a_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert home_dir({"ELASTICJOB_HOME": "/a/b", "XDG_STATE_HOME": "/c"}) == Path("/a/b")
     assert home_dir({"XDG_STATE_HOME": "/c"}) == Path("/c/elasticjob")
     assert home_dir({}) == Path.home() / ".local" / "state" / "elasticjob"

@@ -35,7 +35,7 @@ NOW = START + 100
 def combined(
     *texts: str, at: float = NOW, rates: RateTracker | None = None, notes: Sequence[str] = (), **about: Any
 ) -> Reading:
-    """A reading of agents with these pages."""
+    """Return a reading of agents with these pages."""
     pages = [MetricsPage(f"digits-{number}-aaaaa", text) for number, text in enumerate(texts)]
     return Reading(view(**about), pages, at, rates or RateTracker(), notes)
 
@@ -73,7 +73,7 @@ def test_an_invalid_rank_is_left_out(rank: str) -> None:
 # -- rates between two readings
 
 
-def test_the_step_time_is_that_since_the_last_reading() -> None:
+def test_the_step_time_is_the_mean_since_the_last_reading() -> None:
     tracker = RateTracker()
 
     def mean(*steps: float) -> float:
@@ -184,7 +184,7 @@ def test_the_time_breakdown_from_before_a_resumption_is_not_shown() -> None:
     assert jobs_table([shown])[1].split()[-5:-1] == ["-", "-", "1", "-"]
 
 
-def test_of_many_ranks_the_first_and_the_straggler_are_shown() -> None:
+def test_only_the_first_of_many_ranks_and_the_straggler_are_shown() -> None:
     lines = job_lines(combined(agent_page(*range(100), steps=(2.0, 100)), agent_page(100, steps=(9.0, 100))))
     ranks = lines[lines.index(next(line for line in lines if line.startswith("RANK"))) + 1 :]
     assert (len(ranks), ranks[-1]) == (65, "and 37 more ranks")

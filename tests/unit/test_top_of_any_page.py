@@ -14,11 +14,11 @@ from tests.support.snapshots import view
 from torchelastic.metrics.series import GPU_UTILIZATION
 
 NOW = START + 100
-HONEST = agent_page(0, seconds=LEADS, lost=4.0, steps=(2.0, 100))
+VALID = agent_page(0, seconds=LEADS, lost=4.0, steps=(2.0, 100))
 
 
 def seen(*pages: MetricsPage) -> list[str]:
-    """The job, and its line in the list of jobs, after two readings of these pages."""
+    """Return the job, and its line in the list of jobs, after two readings of these pages."""
     tracker = RateTracker()
     for at in (NOW - 2, NOW):
         reading = Reading(view(), pages, at, tracker)
@@ -41,8 +41,8 @@ def seen(*pages: MetricsPage) -> list[str]:
     ids=["help", "comment", "labels", "commas", "quotes", "escape sequences", "name", "digits"],
 )
 def test_a_very_long_line_is_skipped_in_bounded_time(begin: str, repeated: str, end: str) -> None:
-    size = MAX_PAGE - len(HONEST) - 100
-    found = seen(MetricsPage("a", f"{begin}{repeated * (size // len(repeated))}{end}{HONEST}"))
+    size = MAX_PAGE - len(VALID) - 100
+    found = seen(MetricsPage("a", f"{begin}{repeated * (size // len(repeated))}{end}{VALID}"))
     assert "goodput 86.0 %   lost 4s" in found
 
 
@@ -61,19 +61,19 @@ ANY = agent_page(0, seconds=LEADS, lost=4.0, steps=(2.0, 100), own=OWN, recoveri
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_any_page_is_shown_or_refused_with_a_sentence(data: st.DataObject) -> None:
-    said = []
+    lines = []
     for line in ANY.splitlines():
-        if "_bucket" in line:  # is not read
+        if "_bucket" in line:  # buckets are not read
             continue
         if not line.startswith("#") and data.draw(st.booleans()):
             name, bracket, rest = line.rpartition("} ")[0].partition('="')
             label = data.draw(LABELS) if bracket and data.draw(st.booleans()) else None
             labels = f'{name}="{rest if label is None else label + rest[rest.find(chr(34)) :]}' if bracket else name
-            said.append(f"{labels}}} {data.draw(NUMBERS)}")
+            lines.append(f"{labels}}} {data.draw(NUMBERS)}")
         else:
-            said.append(line)
+            lines.append(line)
     try:
-        found = seen(MetricsPage("a", "\n".join(said) + "\n"))
+        found = seen(MetricsPage("a", "\n".join(lines) + "\n"))
     except ClusterError as error:
         found = [str(error)]
     assert found[0].startswith(("digits  Running  1m40s", "what it shows cannot be read as metrics"))

@@ -24,7 +24,7 @@ STORE = "10.96.0.7:2379"
 
 
 def pod_of(template: Any = None, settings: PodSettings | None = None, **spec: Any) -> dict[str, Any]:
-    """The pod of a job with this template's spec."""
+    """Return the pod of a job with this template's spec."""
     fields = {"image": "elastic-agent:dev", "args": ("train.py",), **spec}
     job = a_job(template={"spec": template} if template is not None else {}, **fields)
     assert problem_of(job.spec) is None
@@ -32,18 +32,18 @@ def pod_of(template: Any = None, settings: PodSettings | None = None, **spec: An
 
 
 def worker_of(pod: dict[str, Any]) -> dict[str, Any]:
-    """The worker container of a pod."""
+    """Return the worker container of a pod."""
     (worker,) = [container for container in pod["spec"]["containers"] if container["name"] == "worker"]
     return dict(worker)
 
 
 def from_worker(template: Any, **more: Any) -> dict[str, Any]:
-    """The worker container of a pod whose template has these fields for it."""
+    """Return the worker container of a pod whose template has these fields for it."""
     return worker_of(pod_of({"containers": [{"name": "worker", **template}]}, **more))
 
 
 def mounts_of(container: dict[str, Any]) -> dict[str, str]:
-    """The names of the mounted volumes by mount path."""
+    """Return the names of the mounted volumes by mount path."""
     return {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
 
 
@@ -98,8 +98,8 @@ def test_all_variables_of_the_operator_are_reserved() -> None:
 
 
 def test_the_variables_of_the_user_come_last() -> None:
-    mine = ({"name": "LOGS", "value": "/logs/$(TORCHELASTIC_NODE_NAME)"}, {"name": "T", "valueFrom": {"fieldRef": {}}})
-    container = from_worker({"env": [{"name": "A", "value": "1"}]}, env=mine)
+    env = ({"name": "LOGS", "value": "/logs/$(TORCHELASTIC_NODE_NAME)"}, {"name": "T", "valueFrom": {"fieldRef": {}}})
+    container = from_worker({"env": [{"name": "A", "value": "1"}]}, env=env)
     assert [entry["name"] for entry in container["env"][-3:]] == ["A", "LOGS", "T"]
 
 
@@ -148,7 +148,7 @@ def test_a_folder_that_the_template_mounts_is_not_mounted_again(folder: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("mine", "merged"),
+    ("given", "merged"),
     [
         (
             {"readOnlyRootFilesystem": True, "capabilities": {"add": ["IPC_LOCK"]}},
@@ -170,15 +170,15 @@ def test_a_folder_that_the_template_mounts_is_not_mounted_again(folder: str) -> 
         ),
     ],
 )
-def test_the_security_context_of_the_template_is_completed(mine: dict[str, Any], merged: dict[str, Any]) -> None:
-    assert from_worker({"securityContext": mine})["securityContext"] == merged
+def test_the_security_context_of_the_template_is_completed(given: dict[str, Any], merged: dict[str, Any]) -> None:
+    assert from_worker({"securityContext": given})["securityContext"] == merged
 
 
 def test_a_template_volume_with_the_operators_volume_name_is_kept() -> None:
-    mine = [{"name": "tmp", "configMap": {"name": "settings"}}, {"name": "tmp-2", "emptyDir": {}}]
+    volumes = [{"name": "tmp", "configMap": {"name": "settings"}}, {"name": "tmp-2", "emptyDir": {}}]
     sidecar = {"name": "log", "volumeMounts": [{"name": "tmp-2", "mountPath": "/tmp"}]}
-    pod = pod_of({"volumes": mine, "containers": [sidecar]})
-    assert pod["spec"]["volumes"][:2] == mine
+    pod = pod_of({"volumes": volumes, "containers": [sidecar]})
+    assert pod["spec"]["volumes"][:2] == volumes
     assert mounts_of(worker_of(pod))["/tmp"] == "tmp-3"
 
 
@@ -224,8 +224,8 @@ def test_the_jobs_metrics_port_overrides_the_operators_and_host_network_pods_hav
 def test_the_period_is_longer_than_notice_and_grace(spec: dict[str, Any], period: int) -> None:
     pod = pod_of(**spec)
     assert pod["spec"]["terminationGracePeriodSeconds"] == period
-    mine = {entry["name"] for entry in spec.get("env", ())}
-    assert {"PET_NOTICE", "PET_STOP_GRACE"} & env_of(worker_of(pod)).keys() == mine
+    users = {entry["name"] for entry in spec.get("env", ())}
+    assert {"PET_NOTICE", "PET_STOP_GRACE"} & env_of(worker_of(pod)).keys() == users
 
 
 @pytest.mark.parametrize(
@@ -258,13 +258,13 @@ def test_notice_and_grace_have_the_defaults_of_the_agent() -> None:
 
 
 def node_tolerations(seconds: int, *taints: str) -> list[dict[str, Any]]:
-    """The tolerations of a pod that is evicted this number of seconds after its node became unreachable."""
+    """Return the tolerations that evict a pod this number of seconds after its node became unreachable."""
     whole = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
     return [{"key": f"node.kubernetes.io/{taint}", **whole} for taint in taints]
 
 
 @pytest.mark.parametrize(
-    ("mine", "ours"),
+    ("given", "added"),
     [
         ([{"key": "gpu", "operator": "Exists"}], node_tolerations(40, "not-ready", "unreachable")),
         (node_tolerations(7, "not-ready"), node_tolerations(40, "unreachable")),
@@ -276,8 +276,8 @@ def node_tolerations(seconds: int, *taints: str) -> list[dict[str, Any]]:
         ([{"operator": "Exists", "effect": "NoExecute"}], []),
     ],
 )
-def test_tolerations_of_the_template_take_precedence(mine: Any, ours: Any) -> None:
-    assert pod_of({"tolerations": mine}, node_loss=40)["spec"]["tolerations"] == mine + ours
+def test_tolerations_of_the_template_take_precedence(given: Any, added: Any) -> None:
+    assert pod_of({"tolerations": given}, node_loss=40)["spec"]["tolerations"] == given + added
 
 
 NOT_THERE = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in ("node-1", "node-7")]
@@ -290,7 +290,7 @@ def required(*terms: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("mine", "merged"),
+    ("given", "merged"),
     [
         (None, required({"matchFields": NOT_THERE})),
         ({"podAffinity": {}}, {"podAffinity": {}, **required({"matchFields": NOT_THERE})}),
@@ -302,8 +302,8 @@ def required(*terms: Any) -> dict[str, Any]:
         ({"nodeAffinity": 7}, {"nodeAffinity": 7}),
     ],
 )
-def test_excluded_nodes_are_added_to_the_affinity(mine: Any, merged: Any) -> None:
-    template = {"spec": {"affinity": mine}} if mine is not None else {}
+def test_excluded_nodes_are_added_to_the_affinity(given: Any, merged: Any) -> None:
+    template = {"spec": {"affinity": given}} if given is not None else {}
     before = copy.deepcopy(template)
     job = a_job(image="i", args=("x.py",), template=template)
     new = replace(POD, excluded=("node-7", "node-1"))
@@ -338,8 +338,8 @@ def test_the_pods_of_a_gang_name_the_scheduler_and_the_group_which_has_the_polic
     kind, key = mark
     assert pod["metadata"][kind][key] == "digits"
     for other in (gang, None):
-        mine = pod_of(scheduling=SchedulingSpec(gang=other, scheduler_name="mine"))
-        assert mine["spec"]["schedulerName"] == "mine"
+        custom = pod_of(scheduling=SchedulingSpec(gang=other, scheduler_name="mine"))
+        assert custom["spec"]["schedulerName"] == "mine"
 
 
 def test_the_credentials_for_etcd_are_mounted_read_only() -> None:
@@ -377,7 +377,7 @@ TEMPLATES = st.fixed_dictionaries(
 
 
 def is_contained(given: Any, found: Any) -> bool:
-    """Whether ``found`` contains everything in ``given``, perhaps with more fields or items; null counts as absent."""
+    """Return whether ``found`` contains everything in ``given``; ``found`` may have more, and null counts as absent."""
     if isinstance(given, dict) and isinstance(found, dict):
         return all(is_contained(value, found.get(key)) for key, value in given.items())
     if isinstance(given, list) and isinstance(found, list):
@@ -387,7 +387,7 @@ def is_contained(given: Any, found: Any) -> bool:
 
 
 @given(template=TEMPLATES)
-def test_any_template_gives_a_pod_is_not_changed_and_keeps_its_values_if_it_is_valid(template: dict[str, Any]) -> None:
+def test_any_template_gives_a_pod_and_is_unchanged_and_a_valid_one_keeps_its_values(template: dict[str, Any]) -> None:
     before = copy.deepcopy(template)
     job = a_job(image="i", args=("x.py",), template=template)
     pod = worker_pod(job, replace(POD, excluded=("node-1",)), PodSettings(), store=STORE)

@@ -245,7 +245,7 @@ async def test_a_failed_checkpoint_is_not_reported(agent: Agent) -> None:
     assert agent.node.reported["last_checkpoint_at"] == 0
 
 
-async def test_of_checkpoints_within_a_second_the_first_and_last_are_reported(
+async def test_the_first_and_last_of_several_checkpoints_within_a_second_are_reported(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writing = [torchelastic.checkpoint() for _ in range(2000)]
