@@ -93,7 +93,7 @@ async def test_a_store_error_is_reported_after_a_delay_and_changes_at_most_twice
         for now.time, reported in ((0.0, None), (50.0, None), (60.0, "no route")):
             fail(own, "no route")
             assert stores.error("own") == reported, (
-                "an own etcd is reported only after a minute, in which it may move to another node"
+                "the job's own etcd is reported only after a minute, in which it may move to another node"
             )
         woken.clear()
         mirror = stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=True, up=True)

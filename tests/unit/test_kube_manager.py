@@ -36,7 +36,7 @@ async def test_a_leader_with_many_pending_requests_renews_its_lease() -> None:
         finally:
             stop.set()
             await manager
-        assert not server.get(LEASES, "elastic-operator")["spec"]["holderIdentity"], "the lease was released"
+        assert not server.get(LEASES, "elastic-operator")["spec"]["holderIdentity"], "the lease is not released"
 
 
 async def test_an_address_in_use_is_reported_with_a_remedy() -> None:

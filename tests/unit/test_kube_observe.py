@@ -161,7 +161,7 @@ async def test_the_events_of_slow_pods_are_read_one_pod_at_a_time(cluster: Clust
     assert cluster.requeue is None
     cluster.pod(0)
     await observe(cluster, backend)
-    assert cluster.requeue == 5.0, "the first look comes sooner"
+    assert cluster.requeue == 5.0, "the first observation comes sooner than later ones"
 
 
 async def test_an_etcd_that_is_not_ready_is_diagnosed(cluster: Cluster, backend: KubernetesBackend) -> None:

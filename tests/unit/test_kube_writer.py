@@ -82,7 +82,7 @@ async def test_slow_writes_in_a_namespace_leave_connections_to_others() -> None:
         statuses = (writer.write_status(a_job(), JobStatus()) for _ in range(100))
         deletions = (writer.delete(PODS, NAMESPACE, "digits", UID) for _ in range(100))
         await asyncio.gather(*statuses, *deletions)
-    assert most == {"jobs": 16, "pods": 64}, "of 96 connections"
+    assert most == {"jobs": 16, "pods": 64}, "there are 96 connections"
 
 
 NEWS = JobEvent(Reason.SCALED, "scaled from 2 to 3 pods")

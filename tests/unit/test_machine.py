@@ -36,7 +36,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
                 "sys/fs/cgroup/a/cpu.max": "100000 100000\n",
             },
             1,
-            id="a limit further up",
+            id="the limit of a parent",
         ),
         pytest.param(
             {
@@ -45,7 +45,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
                 "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
             },
             1,
-            id="v1 container that sees the path of its host",
+            id="v1 container with the path of its host",
         ),
         pytest.param(
             {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{CPUS + 3}00000 100000\n"}, None, id="too large"

@@ -337,10 +337,10 @@ def test_blocked_objects_are_reported_while_all_pods_train() -> None:
     ]
     assert messages_of(made)[Reason.RESOURCES_BLOCKED].endswith("for now: a foreign Service is called digits-etcd")
     assert made.status is not None
-    mended = plan(
+    corrected = plan(
         replace(TRAINED, status=made.status), replace(world, blocked=None, disruption_budget_error=None), NOW
     ).status
-    assert [condition(mended, kind).status for kind in kinds] == [False, False]
+    assert [condition(corrected, kind).status for kind in kinds] == [False, False]
 
 
 def test_rejected_pods_are_reported_once() -> None:
@@ -379,9 +379,9 @@ def test_invalid_spec_is_reported_until_it_is_corrected() -> None:
     assert waiting == f"0 of at least 1 pod are ready; no pod is created from this spec: {invalid.message}"
 
     assert made.status is not None
-    mended = plan(replace(a_job(), status=made.status), a_world(store_read=False), NOW)
-    assert [pod.index for pod in mended.create] == [0, 1]
-    assert condition(mended.status, ConditionType.INVALID).status is False
+    corrected = plan(replace(a_job(), status=made.status), a_world(store_read=False), NOW)
+    assert [pod.index for pod in corrected.create] == [0, 1]
+    assert condition(corrected.status, ConditionType.INVALID).status is False
 
 
 # -- events

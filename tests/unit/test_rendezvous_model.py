@@ -591,7 +591,7 @@ class Run(RuleBasedStateMachine):
                 ended = encode(StateRecord(snapshot.round, outcome))
                 before = self.store.state
                 revision = self.store.compare_and_swap(KEYS.state, ended, pending.state.modified)
-                assert revision is None or before == StateRecord(snapshot.round), "it ends another round"
+                assert revision is None or before == StateRecord(snapshot.round), "the outcome ends another round"
                 return revision is not None
             case GiveWay():
                 self.nodes[name].gave_way = True

@@ -119,7 +119,7 @@ def test_the_next_round_has_these_members_without_a_charge(situation: Membership
         pytest.param(
             snapshot(peer("a"), round=round(1, "b"), outcome=OutcomeRecord(state=OutcomeState.SUCCEEDED)),
             Hold(),
-            id="the run is over",
+            id="the run has ended",
         ),
         pytest.param(
             snapshot(peer("a", round=1, phase=NodePhase.DONE), peer("b", round=1), peer("c"), wanted=3, round=AB),
