@@ -42,7 +42,7 @@ def parameters(**changes: Any) -> RendezvousParameters:
     return RendezvousParameters(**{**given, **changes})
 
 
-def test_importing_torchelastic_or_its_entry_point_imports_no_heavy_modules_and_every_public_name_exists() -> None:
+def test_imports_load_no_heavy_modules_and_every_public_name_exists() -> None:
     program = """
 import sys
 before = set(sys.modules)

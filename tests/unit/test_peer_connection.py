@@ -100,15 +100,15 @@ async def test_a_peer_that_sends_more_than_a_greeting_is_disconnected() -> None:
 
 
 async def test_nodes_with_long_ids_connect_and_a_node_whose_server_closes_is_dead() -> None:
-    run, ours, theirs = "字" * 5000, "é" * 253 + ".12345678", "𝄞" * 253 + ".12345678"
+    run, node, peer = "字" * 5000, "é" * 253 + ".12345678", "𝄞" * 253 + ".12345678"
     observer = Observer()
-    async with serving(node=theirs, run=run) as (server, seen):
+    async with serving(node=peer, run=run) as (server, seen):
         address = f"127.0.0.1:{server.port}"
-        holding = asyncio.create_task(hold_connection(address, run=run, node=ours, peer=theirs, observer=observer))
-        assert await seen.seen.get() == ("connected", ours)
-        assert await observer.seen.get() == ("connected", theirs)
+        holding = asyncio.create_task(hold_connection(address, run=run, node=node, peer=peer, observer=observer))
+        assert await seen.seen.get() == ("connected", node)
+        assert await observer.seen.get() == ("connected", peer)
     assert await holding is Verdict.DEAD
-    assert await observer.seen.get() == ("lost", theirs)
+    assert await observer.seen.get() == ("lost", peer)
 
 
 @pytest.mark.parametrize("turns", range(6))

@@ -191,7 +191,7 @@ GOOD = json.dumps({"round": ROUND, "local_rank": 0}).encode() + b"\n"
 
 
 @pytest.mark.parametrize(
-    "said",
+    "sent",
     [
         b"hello\n",
         b'{"round": 3, "local_rank": 1, "stands": "soon"}\n',
@@ -201,9 +201,9 @@ GOOD = json.dumps({"round": ROUND, "local_rank": 0}).encode() + b"\n"
         GOOD + b'{"ask": -1}\n',
     ],
 )
-async def test_a_process_that_sends_an_invalid_line_is_disconnected(agent: Agent, worker: Notices, said: bytes) -> None:
+async def test_a_process_that_sends_an_invalid_line_is_disconnected(agent: Agent, worker: Notices, sent: bytes) -> None:
     reader, writer = await asyncio.open_unix_connection(agent.path)
-    writer.write(said)
+    writer.write(sent)
     async with asyncio.timeout(PATIENCE):
         with contextlib.suppress(ConnectionResetError):  # the agent may close before it has read everything
             assert await reader.read() == b""
