@@ -57,7 +57,7 @@ Target = dict[str, str]
 
 
 def target(container: str, port: str, address: str, labels: Target) -> Target:
-    """The discovery labels of a port, ``name:number``, or of a container that declares none."""
+    """Return the discovery labels of a port, ``name:number``, or of a container that declares none."""
     name, _, number = port.partition(":")
     about = {"pod_name": "a-pod", "namespace": "team", "pod_ip": address.strip("[]"), "pod_container_name": container}
     about |= {"pod_container_port_name": name, "pod_container_port_number": number} if number else {}
@@ -66,12 +66,12 @@ def target(container: str, port: str, address: str, labels: Target) -> Target:
 
 
 def annotated(port: str) -> Target:
-    """The annotations of a pod that serves metrics on this port."""
+    """Return the annotations of a pod that serves metrics on this port."""
     return {"pod_annotation_prometheus_io_scrape": "true", "pod_annotation_prometheus_io_port": port}
 
 
 def worker(port: str) -> Target:
-    """The labels and annotations of a worker pod whose agent serves metrics on this port."""
+    """Return the labels and annotations of a worker pod whose agent serves metrics on this port."""
     own = {"pod_label_elastic_pytorch_org_role": "worker", "pod_label_app_kubernetes_io_name": "elasticjob"}
     return own | ({**annotated(port), "pod_annotation_elastic_pytorch_org_metrics_port": port} if port else {})
 
@@ -79,10 +79,10 @@ def worker(port: str) -> Target:
 WORKERS = [
     *(target("worker", port, "10.0.0.1", worker("9464")) for port in ("http:80", "metrics:9464")),
     target("proxy", "", "10.0.0.1", worker("9464")),
-    # On the network of its node.
+    # This pod is on the network of its node.
     target("worker", "", "[fd00::1]", worker("40123")),
     target("proxy", "http:80", "[fd00::1]", worker("40123")),
-    # Not started yet.
+    # This pod has not started yet.
     target("worker", "", "10.0.0.2", worker("")),
 ]
 OTHERS = [
@@ -97,13 +97,13 @@ OTHERS = [
 
 
 def scraped(folder: Path, rules: list[Any], found: list[Target]) -> list[str]:
-    """The addresses that Prometheus scrapes among these targets with these relabelling rules."""
+    """Return the addresses that Prometheus scrapes among these targets with these relabelling rules."""
     targets = folder / "targets.json"
     targets.write_text(json.dumps([{"targets": [each["__address__"]], "labels": each} for each in found]))
     scrape = {"job_name": "elastic", "file_sd_configs": [{"files": [str(targets)]}], "relabel_configs": rules}
     prometheus_command(folder, 0, [scrape])
     checked = promtool("check", "service-discovery", "--timeout=3s", folder / "prometheus.yml", "elastic")
-    # Targets with the same labels are one.
+    # Prometheus merges targets with the same labels.
     kept = {frozenset(each["labels"].items()) for each in json.loads(checked.stdout) if each.get("labels")}
     return sorted(dict(labels)["__address__"] for labels in kept)
 
@@ -133,16 +133,16 @@ class AuditLog:
 
     @property
     def flags(self) -> Sequence[str]:
-        """Of the API server."""
+        """The flags of the API server."""
         self._policy.write_text(json.dumps(AUDIT_POLICY))
         return (f"--audit-policy-file={self._policy}", f"--audit-log-path={self._log}")
 
     def used(self, namespace: str, account: str) -> set[tuple[str, str, str]]:
-        """The permitted requests of a service account: group, resource, verb."""
+        """Return the permitted requests of a service account: group, resource, verb."""
         return {what for what, allowed in self._asked(namespace, account) if allowed}
 
     def refused(self, namespace: str, account: str) -> set[tuple[str, str, str]]:
-        """The denied requests of a service account."""
+        """Return the denied requests of a service account."""
         return {what for what, allowed in self._asked(namespace, account) if not allowed}
 
     def _asked(self, namespace: str, account: str) -> Iterator[tuple[tuple[str, str, str], bool]]:
@@ -174,19 +174,19 @@ class Helm:
         return await self.cluster.kubectl("--namespace", self.namespace, *words, check=check, stdin=stdin)
 
     async def get(self, *what: str) -> dict[str, Any]:
-        """An object, or a list of them."""
+        """Return an object or a list of objects."""
         found: dict[str, Any] = json.loads((await self.kubectl("get", *what, "-o", "json")).stdout)
         return found
 
     async def rights(self, *, of: str, namespace: str) -> set[Right]:
-        """The permissions of a service account in a namespace, beyond those of every user."""
+        """Return the permissions of a service account in a namespace, beyond those of every user."""
         review = {
             "apiVersion": "authorization.k8s.io/v1",
             "kind": "SelfSubjectRulesReview",
             "spec": {"namespace": namespace},
         }
         who = f"system:serviceaccount:{self.namespace}:{of}"
-        # Client-side validation would need a permission that it lacks; the server validates too.
+        # Client-side validation needs a permission that the account lacks; the server also validates.
         words = ("create", "-f", "-", "-o", "json", "--validate=false", f"--as={who}")
         answer = await self.kubectl(*words, stdin=json.dumps(review))
         return {
@@ -208,7 +208,7 @@ def audit(tmp_path_factory: pytest.TempPathFactory) -> AuditLog:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory, audit: AuditLog) -> AsyncIterator[ControlPlane]:
-    """A control plane for these tests alone: they install and remove cluster-wide objects."""
+    """A control plane for these tests only, because they install and remove cluster-wide objects."""
     flags = {"kube-apiserver": audit.flags}
     async with ControlPlane(tmp_path_factory.mktemp("control-plane"), flags=flags) as control_plane:
         yield control_plane
@@ -216,7 +216,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory, audit: AuditLog) -> 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def helm(cluster: ControlPlane, audit: AuditLog) -> AsyncIterator[Helm]:
-    """Helm in its own namespace; afterwards its releases are uninstalled."""
+    """Helm in its own namespace; its releases are uninstalled after the test."""
     async with cluster.namespace(**{"pod-security.kubernetes.io/enforce": "restricted"}) as namespace:
         helm = Helm(cluster, namespace, audit)
         yield helm
@@ -227,18 +227,18 @@ async def helm(cluster: ControlPlane, audit: AuditLog) -> AsyncIterator[Helm]:
 
 @pytest.fixture
 def own_chart(tmp_path: Path) -> Path:
-    """A copy of the chart that may be changed, with the CRD in the place of the link."""
+    """A copy of the chart that a test may change, with the CRD itself instead of the link."""
     return Path(shutil.copytree(CHART, tmp_path / "chart"))
 
 
 async def rendered(helm: Helm, *words: str, chart: Path = CHART) -> list[dict[str, Any]]:
-    """All objects of the chart."""
+    """Return all objects of the chart."""
     text = (await helm("template", RELEASE, str(chart), "--kube-version=1.30.0", *words)).stdout
     return [found for found in yaml.safe_load_all(text) if found]
 
 
 def of_kind(objects: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """Those of a kind."""
+    """Return the objects of a kind."""
     return [found for found in objects if found["kind"] == kind]
 
 
@@ -264,7 +264,7 @@ async def test_the_packaged_chart_contains_the_crd(helm: Helm, tmp_path: Path) -
 
 
 async def test_a_chart_without_its_crd_link_is_reported(helm: Helm, own_chart: Path) -> None:
-    # As on a system without symbolic links.
+    # This is a checkout on a system without symbolic links.
     (own_chart / "crd" / "elasticjob.yaml").write_text("../../crds/elasticjob.yaml")
     result = await helm("template", str(own_chart), "--kube-version=1.30.0", check=False)
     assert result.returncode != 0
@@ -291,7 +291,7 @@ async def test_invalid_values_are_refused_in_one_sentence(helm: Helm, setting: s
 
 
 def at(path: str, objects: list[dict[str, Any]]) -> Any:
-    """The value at a path such as ``Deployment spec replicas`` in the first object of this kind; None without one."""
+    """Return the value at a path such as ``Deployment spec replicas`` in the first object of this kind, or None."""
     kind, *keys = path.split()
     found: Any = next(iter(of_kind(objects, kind)), None)
     for key in keys:
@@ -369,7 +369,7 @@ EFFECTS: dict[tuple[str, ...], dict[str, Any]] = {
         "--set-string=monitoring.dashboards.labelValue=on",
     ): {"ConfigMap metadata labels show": "on"},
 }
-"""Values of the chart, and what its objects have then; a set is a part of a list."""
+"""Values of the chart, and the resulting fields of its objects; a set is a part of a list."""
 
 
 @pytest.mark.parametrize(("words", "effects"), EFFECTS.items(), ids=[" ".join(each) for each in EFFECTS])
@@ -484,7 +484,7 @@ async def test_install_upgrade_uninstall_and_reinstall_work(helm: Helm) -> None:
     )  # fmt: skip
     assert left.stdout == ""
 
-    # Only a release of the same name adopts the CRD that stayed.
+    # Only a release of the same name adopts the remaining CRD.
     refused = await helm("install", "other", str(CHART), check=False)
     assert refused.returncode != 0
     assert f'CustomResourceDefinition "{CRD}" in namespace "" exists and cannot be imported' in refused.stderr
@@ -494,7 +494,7 @@ async def test_install_upgrade_uninstall_and_reinstall_work(helm: Helm) -> None:
     assert (await helm.get("elasticjob/digits"))["spec"]["replicas"] == 2
 
 
-async def test_an_upgrade_brings_the_new_crd_and_the_crd_goes_with_the_release_if_requested(
+async def test_an_upgrade_installs_the_new_crd_and_an_uninstall_removes_it_if_requested(
     helm: Helm, own_chart: Path
 ) -> None:
     await helm("install", RELEASE, str(CHART))
@@ -502,7 +502,7 @@ async def test_an_upgrade_brings_the_new_crd_and_the_crd_goes_with_the_release_i
     await helm.kubectl("apply", "-f", str(ROOT / "examples" / "digits.yaml"))
     file = own_chart / "crd" / "elasticjob.yaml"
     file.write_text(file.read_text().replace("shortNames: [ej]", "shortNames: [ej, elastic]"))
-    # The CRD stays although it is not part of the release any more.
+    # The CRD stays although it is no longer part of the release.
     for more in ((), ("--set=crds.install=false",)):
         await helm("upgrade", RELEASE, str(own_chart), *more)
         assert (await helm.get("crd", CRD))["spec"]["names"]["shortNames"] == ["ej", "elastic"]
@@ -546,7 +546,7 @@ async def test_the_operator_has_its_permissions_in_the_listed_namespaces_only(he
 
 @contextlib.asynccontextmanager
 async def running_operator(helm: Helm, log: Path) -> AsyncIterator[None]:
-    """The operator as the release's Deployment would run it, with the permissions of its service account."""
+    """Run the operator as the Deployment of the release does, with the permissions of its service account."""
     [container] = (await helm.get(f"deployment/{RELEASE}"))["spec"]["template"]["spec"]["containers"]
     kubeconfig = await helm.cluster.kubeconfig_for(helm.namespace, RELEASE)
     arguments = [*container["args"], "--listen=127.0.0.1:0", f"--kubeconfig={kubeconfig}", "--log-level=debug"]
@@ -592,7 +592,7 @@ async def test_the_operators_permissions_are_sufficient_and_all_used(
 
 
 async def job_from_apply_to_delete(helm: Helm, ns: OperatorNamespace) -> None:
-    """A job that loses a pod, shrinks, succeeds, and is deleted by the user."""
+    """Run a job that loses a pod, shrinks, succeeds, and is deleted by the user."""
     await ns.apply("rounds", maxReplicas=2, disruptionBudget=True)
     pods = await ns.wait_for_pods(2, "rounds")
     gone, stays = sorted(pods, key=lambda name: index_of(pods[name]))
@@ -619,7 +619,7 @@ async def job_from_apply_to_delete(helm: Helm, ns: OperatorNamespace) -> None:
 
 
 async def a_gang(ns: OperatorNamespace, gang: str, groups: Resource, etcd: EtcdServer) -> None:
-    """A job with a PodGroup, which follows minReplicas and is deleted when the job is suspended."""
+    """Run a job with a PodGroup, which follows minReplicas and is deleted when the job is suspended."""
     name = gang.lower()
     outside = {"endpoint": etcd.endpoint}
     await ns.apply(name, schedulingPolicy={"gang": gang}, etcd=outside, template={})
@@ -632,9 +632,9 @@ async def a_gang(ns: OperatorNamespace, gang: str, groups: Resource, etcd: EtcdS
 
 
 async def a_suspended_job(ns: OperatorNamespace, etcd: EtcdServer) -> None:
-    """A job that is suspended after a round, so that its report is stored, and extended at its end.
+    """Run a job that is suspended after a round, so that its report is stored and is extended when the job finishes.
 
-    Its agent has chosen its metrics port itself.
+    The agent of the job chooses its metrics port itself.
     """
     job = await ns.apply("rests", etcd={"endpoint": etcd.endpoint}, replicas=1, metricsPort=0)
     (pod,) = await ns.wait_for_pods(1, "rests")
@@ -659,8 +659,8 @@ async def a_suspended_job(ns: OperatorNamespace, etcd: EtcdServer) -> None:
 
 
 async def a_job_with_a_missing_secret_and_a_ttl(ns: OperatorNamespace, etcd: EtcdServer) -> None:
-    """A job whose etcd requires credentials from a missing Secret, and that is deleted when it has finished."""
-    outside = {"endpoint": f"https://{etcd.endpoint}", "tlsSecret": "nobody-has-made-it"}
+    """Run a job whose etcd requires credentials from a missing Secret, and which is deleted when it has finished."""
+    outside = {"endpoint": f"https://{etcd.endpoint}", "tlsSecret": "not-created"}
     await ns.apply("brief", etcd=outside, ttlSecondsAfterFinished=0, replicas=1)
     (pod,) = await ns.wait_for_pods(1, "brief")
     await ns.report_ended(pod, 0)
@@ -668,7 +668,7 @@ async def a_job_with_a_missing_secret_and_a_ttl(ns: OperatorNamespace, etcd: Etc
 
 
 async def a_job_whose_pod_does_not_start(ns: OperatorNamespace, etcd: EtcdServer) -> None:
-    """A job with a pod whose problem is reported by an event alone."""
+    """Run a job with a pod whose problem is reported only by an event."""
     await ns.apply("stuck", etcd={"endpoint": etcd.endpoint}, template={"spec": {"nodeName": "away"}}, replicas=1)
     ((name, pod),) = (await ns.wait_for_pods(1, "stuck")).items()
     event = {
@@ -697,7 +697,7 @@ async def a_job_whose_pod_does_not_start(ns: OperatorNamespace, etcd: EtcdServer
 async def test_namespace_viewers_and_editors_have_the_same_access_to_jobs(helm: Helm) -> None:
     await helm("install", RELEASE, str(CHART))
     for role, sign in (("view", "elasticjobs"), ("edit", "elasticjobs/scale"), ("admin", "elasticjobs/scale")):
-        # The cluster adds them later.
+        # Kubernetes adds the rules to these roles some time after the installation.
         added = f"jsonpath={{.rules[?(@.resources[0]=='{sign}')].verbs}}"
         await helm.kubectl("wait", f"clusterrole/{role}", f"--for={added}", "--timeout=60s")
         account = f"{helm.namespace}:{role}"

@@ -1,4 +1,4 @@
-"""The control plane of the test bed: it is a Kubernetes, leaves the machine alone, and ends with the tests."""
+"""The control plane of the test bed: it listens on loopback only, changes no user files, and exits with the tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ asyncio.run(main())
 """
 
 
-async def test_users_files_are_unchanged_and_a_failed_part_is_named(
+async def test_files_of_the_user_are_unchanged_and_a_failed_part_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, folder = tmp_path / "home", tmp_path / "plane"
@@ -56,7 +56,7 @@ async def test_users_files_are_unchanged_and_a_failed_part_is_named(
     assert users.read_text() == "not even YAML: ["
 
 
-async def test_the_control_plane_listens_on_loopback_only_and_ends_with_the_tests(tmp_path: Path) -> None:
+async def test_the_control_plane_listens_on_loopback_only_and_exits_with_the_tests(tmp_path: Path) -> None:
     tests = await asyncio.create_subprocess_exec(
         sys.executable, "-c", SERVE, tmp_path, cwd=REPOSITORY, stdout=asyncio.subprocess.PIPE, start_new_session=True
     )

@@ -37,18 +37,18 @@ class Answer:
 
     @property
     def accepted(self) -> bool:
-        """Whether the request succeeded; it must not fail for another reason than an invalid object."""
+        """Whether the request succeeded; an invalid object is the only permitted reason for a failure."""
         assert self.status in {200, 201, 400, 422}, self.words
         return self.status < 300
 
     @property
     def words(self) -> str:
-        """The message, in one line."""
+        """The message on one line."""
         return f"{self.status} {self.body.get('message', 'accepted')}"
 
 
 class ElasticJobs:
-    """The jobs of a namespace, over one connection, since there are thousands of requests."""
+    """The jobs of a namespace, over one connection, because there are thousands of requests."""
 
     def __init__(self, cluster: Cluster, namespace: str) -> None:
         context = ssl.create_default_context(cafile=cluster.site.authority)
@@ -83,7 +83,7 @@ class ElasticJobs:
 
 
 def examples(number: int) -> settings:
-    """Settings for a fixed number of reproducible examples."""
+    """Return settings for a fixed number of reproducible examples."""
     return settings(
         max_examples=number,
         derandomize=True,
@@ -96,7 +96,7 @@ def examples(number: int) -> settings:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def server(cluster_with_crd: Cluster) -> AsyncIterator[ElasticJobs]:
     """The jobs of a namespace for these tests."""
-    # The first rule that it compiles makes celpy raise Python's recursion limit, and hypothesis wants that to stay.
+    # celpy raises Python's recursion limit when it compiles the first rule; Hypothesis requires a constant limit.
     assert crd.validate(job("first")) == []
     async with cluster_with_crd.namespace() as name:
         jobs = ElasticJobs(cluster_with_crd, name)
@@ -105,14 +105,14 @@ async def server(cluster_with_crd: Cluster) -> AsyncIterator[ElasticJobs]:
 
 
 def assert_same(answer: Answer, new: dict[str, Any], old: dict[str, Any] | None = None) -> None:
-    """Check that both accept with the same defaults, or that both refuse."""
+    """Check that the API server and elasticjob both accept a job, with the same defaults, or both refuse it."""
     problems = [str(problem) for problem in crd.validate(new, old=old)]
     different = f"""
 the API server says: {answer.words}
 elasticjob says:     {"; ".join(problems) or "accepted"}
 of:
 {yaml.safe_dump(new, sort_keys=False)}
-{"in the place of:" if old else ""}
+{"instead of:" if old else ""}
 {yaml.safe_dump(old["spec"], sort_keys=False) if old else ""}"""
     assert answer.accepted == (not problems), different
     if answer.accepted:
@@ -122,7 +122,7 @@ of:
 SPECS = any_job.specs(crd.schema()["properties"]["spec"])
 
 
-def test_each_field_is_judged_the_same_at_its_bounds(server: ElasticJobs) -> None:
+def test_each_field_is_validated_equally_at_its_bounds(server: ElasticJobs) -> None:
     verdicts = []
     for spec in any_job.edges(crd.schema()["properties"]["spec"]):
         manifest = {**job("edgy"), "spec": spec}
@@ -133,7 +133,7 @@ def test_each_field_is_judged_the_same_at_its_bounds(server: ElasticJobs) -> Non
     assert verdicts.count(False) > 100
 
 
-def test_metadata_and_status_are_judged_the_same(server: ElasticJobs) -> None:
+def test_metadata_and_status_are_validated_equally(server: ElasticJobs) -> None:
     verdicts = set()
     for parts in (
         *({"metadata": metadata} for metadata in any_job.odd_metadata()),
@@ -146,7 +146,7 @@ def test_metadata_and_status_are_judged_the_same(server: ElasticJobs) -> None:
     assert verdicts == {True, False}
 
 
-def test_any_new_job_is_judged_the_same(server: ElasticJobs) -> None:
+def test_any_new_job_is_validated_equally(server: ElasticJobs) -> None:
     verdicts = set()
 
     @examples(500)
@@ -167,7 +167,7 @@ HOW_IT_STANDS: list[dict[str, Any]] = [
     {"replicas": 2},
     {"replicas": 0, "startTime": "2026-01-01T00:00:00Z"},
 ]
-"""Statuses of a job without pods yet, with pods, and after its pods."""
+"""Statuses of a job before its first pods, with pods, and after its last pods."""
 
 
 def test_each_field_changes_under_the_same_rule(server: ElasticJobs) -> None:
@@ -191,7 +191,7 @@ def test_each_field_changes_under_the_same_rule(server: ElasticJobs) -> None:
     assert verdicts.count(False) > 20
 
 
-def test_any_other_change_is_judged_the_same(server: ElasticJobs) -> None:
+def test_any_other_change_is_validated_equally(server: ElasticJobs) -> None:
     verdicts: list[bool] = []
 
     @examples(250)

@@ -46,7 +46,7 @@ async def apply(ns: OperatorNamespace, manifest: dict[str, Any], *, check: bool 
 
 
 async def refusal(ns: OperatorNamespace, name: str, replicas: int) -> str:
-    """The error of a refused change of the size of a job."""
+    """Scale a job, which must be refused, and return the error."""
     refused = await ns.kubectl("scale", f"elasticjob/{name}", f"--replicas={replicas}", check=False)
     assert refused.returncode != 0, refused.stdout
     return str(refused.stderr)
@@ -68,7 +68,7 @@ async def test_the_crd_is_accepted_without_a_warning(cluster_with_crd: Cluster) 
 # Sizes
 
 
-async def test_a_job_is_scaled_within_its_bounds_and_shows_that_to_an_autoscaler(ns: OperatorNamespace) -> None:
+async def test_a_job_is_scaled_within_its_bounds_and_reports_its_size_to_an_autoscaler(ns: OperatorNamespace) -> None:
     await apply(ns, job("scaled", minReplicas=2, maxReplicas=4, replicas=2))
     await ns.kubectl("scale", "elasticjob/scaled", "--replicas=4")
     for beyond in (1, 5):
@@ -137,7 +137,7 @@ async def test_a_manifest_with_every_field_is_accepted_under_strict_validation(n
     assert (applied.stdout.endswith(" created\n"), applied.stderr) == (True, "")
 
 
-async def test_an_archived_job_follows_its_file_until_its_replicas_are_set(ns: OperatorNamespace) -> None:
+async def test_a_job_of_the_first_controller_follows_its_file_until_its_replicas_are_set(ns: OperatorNamespace) -> None:
     manifest = yaml.safe_load((MANIFESTS / "archived.yaml").read_text())
     manifest["metadata"] = {"name": "former"}
     worker = manifest["spec"]["replicaSpecs"]["Worker"]

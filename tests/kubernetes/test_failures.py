@@ -1,6 +1,6 @@
 """Failures of programs, pods and nodes on a real kubelet: the effect on the job, and its messages.
 
-No program here trains or needs torch: the tests are about the end of the program, its pod or its node.
+The programs do not train and do not need torch, because only the failure of the program, pod or node matters.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Json = dict[str, Any]
 
 
 def a_job(name: str, program: str = WAITS, *, pod: Json | None = None, worker: Json | None = None, **spec: Any) -> Json:
-    """A job of this program; ``pod`` and ``worker`` are fields of its template."""
+    """Return a job of this program; ``pod`` and ``worker`` are fields of its template."""
     containers = {"containers": [{"name": "worker", **worker}]} if worker else {}
     template = {"spec": {**UNPRIVILEGED, **containers, **(pod or {})}}
     return job(name, command=["python3", "-c", program], template=template, **spec)
 
 
 def message_of(status: Json, kind: str) -> str:
-    """The message of a true condition; empty for a false one."""
+    """Return the message of a true condition, or an empty string for a false condition."""
     holds = (each for each in status.get("conditions", ()) if each["type"] == kind and each["status"] == "True")
     return str(next((each.get("message", "") for each in holds), ""))
 
@@ -57,7 +57,7 @@ async def evict(user: User, pod: str) -> None:
 
 
 async def wait_for_ready_pods(user: User, name: str, count: int) -> dict[str, Json]:
-    """Wait until this number of pods of a job is ready; returns the pods."""
+    """Wait until this number of pods of a job is ready, and return the pods."""
     await user.wait(f"elasticjob/{name}", f"jsonpath={{.status.readyDesired}}={count}/{count}")
     return await user.pods(name)
 
@@ -160,7 +160,7 @@ async def test_a_pod_over_its_storage_limit_is_evicted_and_charged_unless_a_rule
             )
         )["status"]
         assert status["excludedNodes"] == [NODE]
-        assert has_no_charges(status), "the end of the pod itself is counted as well"
+        assert has_no_charges(status), "the failure of the pod itself is also counted"
         assert NODE in await user.events("writes")
     else:
         status = (await user.wait_for_status("writes", lambda status: bool(message_of(status, "Failed"))))["status"]
@@ -230,7 +230,7 @@ async def test_a_drained_node_loses_its_pods_without_a_charge(user: User) -> Non
 
 @contextlib.asynccontextmanager
 async def another_node(node: Node) -> AsyncIterator[None]:
-    """A second, unschedulable node: if all nodes are silent, Kubernetes evicts no pods."""
+    """Add a second, unschedulable node, because Kubernetes evicts no pods if all nodes are silent."""
     name = "witness"
     ready = {
         "type": "Ready",
@@ -275,7 +275,7 @@ async def test_pods_of_a_silent_node_are_replaced_without_a_charge(user: User) -
     async with another_node(user.node):
         await user.node.run("pkill", "-STOP", "-x", "kubelet")
         try:
-            # Its pods stay Terminating until their kubelet reports that they have ended.
+            # The pods of the node stay Terminating until their kubelet reports that they have terminated.
             await user.wait(f"pod/{lost}", "jsonpath={.metadata.deletionTimestamp}")
             job = await user.wait_for_status(
                 "silent", lambda status: "it cannot be scheduled" in message_of(status, "Waiting")

@@ -35,7 +35,7 @@ async def hold(ns: OperatorNamespace, pod: str, *finalizers: str) -> None:
 
 
 async def workers(ns: OperatorNamespace, true: Callable[[Objects], bool]) -> Objects:
-    """The worker pods, as soon as they meet a condition."""
+    """Wait until the worker pods meet a condition, and return the pods."""
     return await ns.wait_for(PODS, true, labels=worker_selector("digits"))
 
 
@@ -77,11 +77,11 @@ async def test_pods_deleted_before_they_ran_are_replaced_with_growing_delays(ns:
         made += new_pods(found)
         await ns.api.delete(PODS, ns.name, made[-1]["metadata"]["name"])
     times = [seconds(pod, "metadata", "creationTimestamp") or 0.0 for pod in made]
-    assert times[-1] - times[0] >= 5, "0, 1, 2 and 4 seconds, and these times are in whole seconds"
+    assert times[-1] - times[0] >= 5, "the delays are 0, 1, 2 and 4 s, and the times are in whole seconds"
     await ns.wait_for_job(lambda status: "was deleted 5 times in a row" in str(status))
 
 
-async def test_a_suspended_job_finishes_suspending_though_pods_without_a_node_have_finalizers(
+async def test_a_job_is_suspended_even_if_pods_without_a_node_have_finalizers(
     ns: OperatorNamespace,
 ) -> None:
     await ns.apply(template=GATED, replicas=2)

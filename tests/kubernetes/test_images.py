@@ -1,4 +1,4 @@
-"""The images of the Dockerfiles: their contents, and that they run as any user on a read-only file system."""
+"""The images of the Dockerfiles have the right contents, and run as any user on a read-only file system."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def namespace(node: Node) -> AsyncIterator[str]:
 async def outcome(
     node: Node, namespace: str, image: str, *, seconds: int = 60, user: int | None = None, **container: Any
 ) -> tuple[int, str]:
-    """Run a pod of an image, with only /tmp writable, to its end; returns its exit code and its output."""
+    """Run a pod of an image with only /tmp writable until it exits, and return its exit code and its output."""
     security = SECURITY if user is None else {**SECURITY, "runAsUser": user}
     manifest = {
         "apiVersion": "v1",
@@ -77,7 +77,7 @@ async def outcome(
 
 
 @pytest.mark.parametrize(("image", "args"), [("operator", ["--help"]), ("agent", [])])
-async def test_an_image_runs_its_program_also_as_an_unknown_user(
+async def test_an_image_runs_its_program_even_as_an_unknown_user(
     node: Node, namespace: str, image: str, args: list[str]
 ) -> None:
     program = {"operator": "elastic-operator", "agent": "torchelastic-run"}[image]
@@ -91,7 +91,7 @@ async def test_an_image_runs_its_program_also_as_an_unknown_user(
 async def test_an_image_has_compiled_modules_and_no_settings_of_the_build_machine(
     node: Node, namespace: str, image: str
 ) -> None:
-    # The first name is Debian's own: it shows that the search works.
+    # The first name is part of Debian, and shows that the search works.
     names = " -o ".join(f"-name '{name}'" for name in ("70debconf", "*this-machine*", "authorities.pem", "pip.conf"))
     script = f'id -u; find / -xdev {names} 2> /dev/null; python3 -c "$0"'
     code, said = await outcome(node, namespace, image, command=["sh", "-c", script, NOT_COMPILED])

@@ -38,8 +38,8 @@ class Watched:
     """An operator with two jobs: one trains and the other lacks a pod; and its Prometheus.
 
     Attributes:
-        prometheus: has scraped the operator since before the jobs were created.
-        operator: the leader.
+        prometheus: the server, which scrapes the operator from before the jobs are created.
+        operator: the operator, which is the leader.
         namespace: the namespace of the jobs.
     """
 
@@ -48,7 +48,7 @@ class Watched:
     namespace: str
 
     async def answer(self, expr: str, job: str) -> Answer:
-        """The answer to a dashboard query about one job or all jobs."""
+        """Return the answer to a dashboard query about one job or all jobs."""
         return await self.prometheus.query(filled_in(expr, {"job_namespace": self.namespace, "elasticjob": job}))
 
 
@@ -91,7 +91,7 @@ async def watched(
 
 
 def answerable_queries(page: Page) -> list[Any]:
-    """The dashboard queries that an operator answers."""
+    """Return the dashboard queries that an operator answers."""
     return [
         pytest.param(panel, query, id=" ".join(filter(None, (panel.title, query.legend))))
         for panel, query in queries(page)

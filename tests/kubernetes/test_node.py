@@ -40,12 +40,12 @@ async def main(folder, image, end):
         await node.kubectl("wait", "pod/one", "--for=condition=Ready", "--timeout=60s")
         print(json.dumps({"pid": node.pid, "keeper": node.keeper_pid}), flush=True)
         sys.stdin.readline()
-        if end == "a part's death":
+        if end == "a killed part":
             await node.kubectl("get", "nodes")
 
 asyncio.run(main(pathlib.Path(sys.argv[1]), *sys.argv[2:]))
 """
-"""A program with a node and a running pod, until it reads a line."""
+"""A program that runs a node with a pod until it reads a line."""
 
 
 Traces = dict[str, set[str]]
@@ -58,7 +58,7 @@ _TABLES = ("iptables-nft-save", "iptables-legacy-save", "ip6tables-nft-save", "i
 
 
 def traces(tools: Mapping[str, str]) -> Traces:
-    """The traces of each kind.
+    """Return the traces of each kind.
 
     Args:
         tools: an environment in which ``ip`` and ``iptables-save`` are on the PATH.
@@ -73,13 +73,13 @@ def traces(tools: Mapping[str, str]) -> Traces:
 
 
 def added(before: Traces, after: Traces) -> dict[str, list[str]]:
-    """The traces that were added, by kind."""
+    """Return the added traces by kind."""
     new = {kind: sorted(after[kind] - before[kind]) for kind in before}
     return {kind: lines for kind, lines in new.items() if lines}
 
 
 def processes_that_name(*words: str) -> dict[int, str]:
-    """The command lines of processes whose command line, environment or control groups contain one of the words."""
+    """Return the command lines of processes with a word in them, in their environment or in their control groups."""
     found = {}
     for process in Path("/proc").iterdir():
         if not process.name.isdigit() or int(process.name) == os.getpid():
@@ -93,7 +93,7 @@ def processes_that_name(*words: str) -> dict[int, str]:
 
 
 def _control_groups() -> Iterator[Path]:
-    """The control groups that a node may have created, without the groups below them."""
+    """Yield the control groups that a node may have created, without the groups below them."""
     for folder, children, _ in os.walk("/sys/fs/cgroup"):
         ours = [name for name in children if re.search(r"elastic-operator|kubepods", name)]
         yield from (Path(folder, name) for name in ours)
@@ -114,7 +114,7 @@ def _output(command: list[str], environ: Mapping[str, str]) -> set[str]:
     return {counters.sub("", line) for line in text.splitlines() if not line.startswith("#")}
 
 
-async def test_a_command_in_the_node_ends_like_one_on_the_host(node: Node) -> None:
+async def test_a_command_in_the_node_exits_like_a_command_on_the_host(node: Node) -> None:
     assert (await node.run("sh", "-c", "exit 3", check=False)).returncode == 3
     assert (await node.run("cat", stdin="text")).stdout == "text"
     assert (await node.run("sh", "-c", "pwd; hostname")).stdout.split() == [str(Path.cwd()), "node1"]
@@ -149,7 +149,7 @@ async def test_a_rebuilt_image_replaces_the_old_one(node: Node, tmp_path: Path) 
     assert digests[0] not in (await node.images()).values()
 
 
-@pytest.mark.parametrize("end", ["the end", "a part's death", "SIGKILL", "SIGKILL of all"])
+@pytest.mark.parametrize("end", ["the end", "a killed part", "SIGKILL", "SIGKILL of all"])
 async def test_a_node_leaves_nothing_behind_after(end: str, tmp_path: Path) -> None:
     tools = packages.environment(packages.unpacked("node"))
     before = traces(tools)
@@ -169,7 +169,7 @@ async def test_a_node_leaves_nothing_behind_after(end: str, tmp_path: Path) -> N
     assert len(groups) == 1, "the running node is not visible in the traces"
     keeper = os.pidfd_open(report["keeper"])
 
-    if end == "a part's death":
+    if end == "a killed part":
         parts = processes_that_name(str(tmp_path))
         (scheduler,) = [pid for pid, line in parts.items() if "/kube-scheduler " in line]
         os.kill(scheduler, signal.SIGKILL)
@@ -183,9 +183,9 @@ async def test_a_node_leaves_nothing_behind_after(end: str, tmp_path: Path) -> N
     if end == "SIGKILL of all":
         node_keeper.sweep(cache_folder().resolve())  # as the next node does at its start
 
-    assert ("Traceback" in said) == (end == "a part's death")
+    assert ("Traceback" in said) == (end == "a killed part")
     assert ("NodeFailed: the node has failed: kube-scheduler ended by itself with -9" in said) == (
-        end == "a part's death"
+        end == "a killed part"
     )
     assert added(before, traces(tools)) == {}
     assert processes_that_name(str(tmp_path), groups.pop()) == {}
@@ -193,7 +193,7 @@ async def test_a_node_leaves_nothing_behind_after(end: str, tmp_path: Path) -> N
 
 
 def write_image(archive: Path, name: str, content: str) -> None:
-    """A docker archive of an image with one file."""
+    """Write a docker archive of an image with one file."""
     layer = packed({"file": content.encode()})
     diff_ids = [f"sha256:{hashlib.sha256(layer).hexdigest()}"]
     config = {"architecture": "amd64", "os": "linux", "rootfs": {"type": "layers", "diff_ids": diff_ids}}
@@ -217,10 +217,10 @@ def packed(files: dict[str, bytes]) -> bytes:
 
 
 def files_of_nodes() -> set[Path]:
-    """The cache entries of running nodes."""
+    """Return the cache entries of running nodes."""
     return {path for name in ("kubelet", "groups.json") for path in (cache_folder() / "nodes").glob(f"*/{name}")}
 
 
 def ended(process: int) -> bool:
-    """Wait until the process of this descriptor has ended; returns whether it did."""
+    """Wait until the process of this descriptor has exited, and return whether it did in time."""
     return bool(select.select([process], [], [], 60)[0])

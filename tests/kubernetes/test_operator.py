@@ -1,7 +1,7 @@
 """The operator as a process, against a real API server and a real controller manager.
 
-There is no kubelet: a test that needs a pod to run, fail or end acts as the kubelet. No agents run either: tests write
-their records to the store.
+There is no kubelet: a test that needs a pod to run, fail or terminate acts as the kubelet. There are no agents: tests
+write the records of agents to the store.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ async def test_a_failed_pod_is_replaced_counted_and_kept_for_its_log(
     ],
     ids=["by the API server", "by a quota", "by a foreign service"],
 )
-async def test_a_job_that_is_blocked_says_why_is_retried_slowly_and_delays_no_other_job(
+async def test_a_blocked_job_reports_the_reason_is_retried_slowly_and_delays_no_other_job(
     ns: OperatorNamespace,
     operator: OperatorProcess,
     etcd: EtcdServer,
@@ -253,7 +253,7 @@ async def test_a_job_that_is_blocked_says_why_is_retried_slowly_and_delays_no_ot
     await ns.wait_for_job(lambda status: message not in conditions(status).get(kind, {}).get("message", ""))
 
 
-async def test_an_etcd_removed_with_its_job_is_not_created_again_while_pods_end(
+async def test_an_etcd_that_is_removed_with_its_job_is_not_created_again_while_pods_terminate(
     ns: OperatorNamespace, operator: OperatorProcess, etcd: EtcdServer
 ) -> None:
     await ns.apply(replicas=1)
@@ -266,7 +266,7 @@ async def test_an_etcd_removed_with_its_job_is_not_created_again_while_pods_end(
             seen.update(str(each["metadata"]["uid"]) for each in state.values())
 
     watching = asyncio.create_task(watch())
-    await ns.bind(pod)  # the pod stays Terminating, because only its kubelet could report the end
+    await ns.bind(pod)  # the pod stays Terminating, because only a kubelet reports its termination
     finalizer = {"metadata": {"finalizers": ["example.org/held"]}}
     await ns.kubectl("patch", "elasticjob/digits", "--type=merge", f"--patch={json.dumps(finalizer)}")
     await ns.kubectl("delete", "elasticjob/digits", "--wait=false")
@@ -352,7 +352,7 @@ async def test_one_of_two_operator_replicas_leads_and_the_other_takes_over(
         assert await second.metric("elastic_operator_reconciles_total") == 0
 
         await second.wait_for_pages(lambda codes: codes == {"/readyz": 200}, "/readyz")
-        # One for the CRD, five of watched kinds, and two of PodGroups.
+        # One listing of CRDs, five of other watched kinds, and two of PodGroups.
         listings = 8
         await second.wait_for_metric("elastic_operator_api_requests_total", listings, verb="list")
         known = await second.metric("elastic_operator_api_requests_total", verb="list")
@@ -363,7 +363,7 @@ async def test_one_of_two_operator_replicas_leads_and_the_other_takes_over(
         taken = (await ns.api.get(LEASES, ns.name, "elastic-operator"))["spec"]
         assert taken["holderIdentity"] == holder_of(second)
         away = datetime.fromisoformat(taken["acquireTime"]) - datetime.fromisoformat(last["renewTime"])
-        assert away <= timedelta(seconds=30), "the lease of 10 s, and some more on a busy machine"
+        assert away <= timedelta(seconds=30), "the lease takes 10 s, and longer on a busy machine"
         await ns.kubectl("scale", "elasticjob/digits", "--replicas=2")
         await ns.wait_for_pods(2)
         assert await second.metric("elastic_operator_api_requests_total", verb="list") == known, (
@@ -373,7 +373,7 @@ async def test_one_of_two_operator_replicas_leads_and_the_other_takes_over(
         first.start()
         await first.wait_until_ready()
         assert await second.stop() == 0
-        # A released lease is acquired without waiting for its expiry.
+        # A released lease is acquired before it expires.
         leases = await ns.wait_for(LEASES, lambda leases: holder(leases) != holder_of(second))
         assert holder(leases) in ("", holder_of(first))
         await first.wait_until_leading()

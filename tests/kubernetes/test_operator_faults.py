@@ -36,10 +36,10 @@ pytestmark = [
 
 SEEDS = range(40 if EXHAUSTIVE else 2)
 PARTS = 8 if EXHAUSTIVE else 3
-"""The number of tests over which the numbers of writes are distributed."""
+"""The number of tests; each kills the operator after another part of the writes."""
 
 WRITE_TOLERANCE = 8
-"""The permitted difference in writes: changes in quick succession may be written at once."""
+"""The permitted difference in writes: changes in quick succession may be written together."""
 
 
 @contextlib.asynccontextmanager
@@ -51,7 +51,7 @@ async def new_namespace(api: WatchingApi, cluster: Cluster) -> AsyncIterator[Ope
 def an_operator(
     ns: OperatorNamespace, folder: Path, proxy: ApiProxy, *flags: str, name: str = "operator"
 ) -> OperatorProcess:
-    """An operator replica that reaches the API server through a proxy; its name stays the same, as in a pod."""
+    """Return an operator replica that reaches the API server through a proxy; its name stays the same, as in a pod."""
     kubeconfig = proxy.write_kubeconfig(folder / f"{name}.kubeconfig")
     return ns.operator(folder, *flags, kubeconfig=kubeconfig, name=name, environ={"POD_NAME": name})
 
@@ -157,7 +157,7 @@ async def killed_after(
     ):
         await scenario.play()
         await scenario.ends_as(baseline.end)
-        await operator.wait_until_ready()  # it may have restarted a moment ago
+        await operator.wait_until_ready()  # it may have just restarted
         assert await operator.stop() == 0
     assert killed == [number] or number > baseline.writes - WRITE_TOLERANCE
     assert "Traceback" not in operator.log

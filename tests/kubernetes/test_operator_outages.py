@@ -68,12 +68,12 @@ async def create_crd(plane: ControlPlane) -> None:
 
 
 def waits_for(status: Json) -> str:
-    """The message of a job's condition Waiting; empty without one."""
+    """Return the message of a job's condition Waiting, or an empty string without this condition."""
     return str(conditions(status).get("Waiting", {}).get("message", ""))
 
 
 def an_operator(plane: ControlPlane, folder: Path, *, wait: bool = True) -> OperatorProcess:
-    """The operator of the whole cluster; all tests use the same replica name, and so the same lease."""
+    """Return an operator for the whole cluster; all tests use the same replica name, so they share the lease."""
     return OperatorProcess(
         folder, plane.kubeconfig, "--lease-namespace=default", wait=wait, environ={"POD_NAME": "operator-0"}
     )
@@ -96,7 +96,7 @@ async def test_a_missing_crd_is_reported_and_work_starts_when_it_exists_again(
         await ns.apply("again", replicas=1)
         await ns.wait_for_pods(1, "again")
         assert "Traceback" not in operator.log
-        assert operator.log.count("install the definition") < 5, "the sentence is logged once, not with every try"
+        assert operator.log.count("install the definition") < 5, "the message is logged with every attempt"
     await own_control_plane.kubectl("delete", "--filename", DEFINITION)
 
 
@@ -116,7 +116,7 @@ async def test_the_operator_survives_an_api_server_outage_and_notices_missed_del
             await store.delete_prefix(f"/registry/pods/{ns.name}/{victim}")
         server.start()
 
-        # No watch has reported this deletion, so the new pod has the same name.
+        # No watch has reported the deletion, so the new pod has the same name.
         lost = before[victim]["metadata"]["uid"]
         after = await ns.wait_for(
             PODS,

@@ -1,6 +1,6 @@
-"""The objects of jobs on a real API server: it accepts all of them, and names errors in a template.
+"""A real API server accepts all objects of jobs, and reports errors in a template.
 
-Nothing is stored (``dryRun=All``): validation and admission are those of a real creation.
+No object is stored (``dryRun=All``), but validation and admission are those of a real creation.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ NON_ROOT = {"securityContext": {"runAsNonRoot": True}}
 
 
 def the_job(manifest: dict[str, Any], namespace: str) -> Job:
-    """The job of a manifest, as if it were stored in this namespace."""
+    """Return the job of a manifest, as if it were stored in this namespace."""
     spec = ElasticJobSpec.of(apply_defaults(manifest)["spec"])
     assert problem_of(spec) is None
     return Job(name=manifest["metadata"]["name"], namespace=namespace, uid=UID, generation=1, spec=spec)
 
 
 def a_job(namespace: str, template: dict[str, Any], **spec: Any) -> Job:
-    """A job with this template's spec."""
+    """Return a job with this template's spec."""
     fields = {"maxReplicas": 2, "image": "elastic-agent:dev", "args": ["train.py"], **spec}
     return the_job({"metadata": {"name": "digits"}, "spec": {**fields, "template": {"spec": template}}}, namespace)
 
 
 def its_pod(job: Job) -> dict[str, Any]:
-    """The first pod of a job."""
+    """Return the first pod of a job."""
     size = SizeRecord(min=job.spec.min_replicas, max=job.spec.max_replicas, generation=1, desired=2)
     new = NewPod(name=pod_name(job.name, job.uid, 0, ""), index=0, size=size)
     return worker_pod(job, new, SETTINGS, store="10.96.0.7:2379")
 
 
 def pod_of(deployment: dict[str, Any]) -> dict[str, Any]:
-    """The pod of a Deployment; a Deployment itself is accepted under every pod security standard."""
+    """Return the pod of a Deployment; a Deployment itself is accepted under every pod security standard."""
     metadata = {
         **deployment["spec"]["template"]["metadata"],
         **{key: deployment["metadata"][key] for key in ("name", "namespace")},
@@ -85,7 +85,7 @@ async def strict(control_plane: Cluster) -> AsyncIterator[str]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session", autouse=True)
 async def priorities(control_plane: Cluster) -> AsyncIterator[None]:
-    """The priority classes that the manifests name."""
+    """The priority classes that the manifests use."""
     policies = [yaml.safe_load(path.read_text())["spec"].get("schedulingPolicy", {}) for path in MANIFESTS]
     names = sorted({policy["priorityClassName"] for policy in policies if "priorityClassName" in policy})
     for name in names:
@@ -95,7 +95,7 @@ async def priorities(control_plane: Cluster) -> AsyncIterator[None]:
 
 
 def template_of(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The template in a manifest of either form; added if it is missing."""
+    """Return the template in a manifest of either form; a missing template is added."""
     spec = manifest["spec"]
     place = spec["replicaSpecs"]["Worker"] if "replicaSpecs" in spec else spec
     template: dict[str, Any] = place.setdefault("template", {})
@@ -103,13 +103,13 @@ def template_of(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 async def answer(cluster: Cluster, kind: Resource, body: dict[str, Any]) -> str:
-    """The API server's error or warning about the creation of an object; empty for none."""
+    """Return the API server's error or warning about the creation of an object, or an empty string."""
     path = f"{kind.path(body['metadata']['namespace'])}?dryRun=All&fieldValidation=Strict"
     return (await cluster.kubectl("create", "--raw", path, "--filename=-", stdin=json.dumps(body), check=False)).stderr
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: f"{path.parent.name}/{path.name}")
-async def test_every_object_made_for_a_manifest_is_accepted(
+async def test_every_object_of_a_manifest_is_accepted(
     control_plane: Cluster, free: str, strict: str, path: Path
 ) -> None:
     manifest = yaml.safe_load(path.read_text())
@@ -118,7 +118,7 @@ async def test_every_object_made_for_a_manifest_is_accepted(
     assert await answer(control_plane, DEPLOYMENTS, etcd_deployment(job, SETTINGS)) == ""
     assert await answer(control_plane, SERVICES, etcd_service(job, cluster_ip=None)) == ""
 
-    # With a non-root user, which depends on the image, the pods are restricted.
+    # The pods meet the restricted standard if they have a non-root user, which depends on the image.
     restricted = copy.deepcopy(manifest)
     pod = template_of(restricted).setdefault("spec", {})
     pod["securityContext"] = {**pod.get("securityContext", {}), **NON_ROOT["securityContext"]}
@@ -150,7 +150,7 @@ async def test_every_pod_setting_of_a_job_is_accepted(control_plane: Cluster, fr
         assert await answer(control_plane, DISRUPTION_BUDGETS, disruption_budget(job, 2)) == ""
 
 
-async def test_a_restricted_namespace_names_what_the_pods_lack(control_plane: Cluster, strict: str) -> None:
+async def test_a_restricted_namespace_reports_the_settings_that_pods_lack(control_plane: Cluster, strict: str) -> None:
     said = await answer(control_plane, PODS, its_pod(a_job(strict, {})))
     assert "(Forbidden)" in said
     assert "runAsNonRoot != true" in said
@@ -228,7 +228,7 @@ async def test_the_address_of_the_etcd_can_be_read(control_plane: Cluster, free:
     ],
     ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "",
 )
-async def test_a_template_error_is_named_by_the_api_server(
+async def test_a_template_error_is_reported_by_the_api_server(
     control_plane: Cluster, free: str, template: dict[str, Any], words: str
 ) -> None:
     whole = template if "metadata" in template else {"spec": template}

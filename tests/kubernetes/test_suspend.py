@@ -37,7 +37,7 @@ async def test_a_suspended_job_frees_its_resources_and_keeps_its_charges(user: U
     assert resting["round"] >= before["round"]
     assert resting["timeBreakdown"]["seconds"]["training"] > 0
 
-    # The pod settings may change now.
+    # The pod settings may change while the job is suspended.
     template = {"metadata": {"labels": {"tier": "night"}}, "spec": UNPRIVILEGED}
     await user.apply(
         job("rests", command=["python3", "-c", WAITS], replicas=1, template=template, suspend=False, maxRestarts=1)
@@ -49,7 +49,7 @@ async def test_a_suspended_job_frees_its_resources_and_keeps_its_charges(user: U
     assert after["round"] > resting["round"]
     assert (after["restarts"], after["podFailures"]) == (1, 0)
 
-    # Earlier charges count: one failure is permitted, and this is the second.
+    # Earlier failures count: one failure is permitted, and this is the second.
     await user.kill(pod, WAITS)
     await user.wait("elasticjob/rests", "condition=Failed")
     kept = json.loads((await user.get(report))["data"]["report.json"])

@@ -21,7 +21,7 @@ SYSTEM = "elastic-system"
 
 async def test_digits_trains_grows_succeeds_and_leaves_nothing(user: User) -> None:
     digits = yaml.safe_load((ROOT / "examples" / "digits.yaml").read_text())
-    # Half the epochs of the example, because three pods share the machine.
+    # The job has half the epochs of the example, because three pods share the machine.
     digits["spec"]["args"] = ["digits.py", "--epochs", "40"]
     await user.apply(digits)
     await user.wait("elasticjob/digits", "condition=Running")
@@ -69,11 +69,11 @@ async def test_digits_trains_grows_succeeds_and_leaves_nothing(user: User) -> No
     assert "Traceback" not in operator
 
 
-async def test_training_continues_whatever_is_killed_and_the_events_explain_it(user: User) -> None:
+async def test_training_continues_after_every_kill_and_the_events_explain_the_failures(user: User) -> None:
     await user.apply(job("rounds", replicas=2))
     assert "of 2 workers" in await user.first_log_line("rounds")
 
-    # A worker dies: the same pods continue, and the failure is charged.
+    # A worker is killed: the same pods continue, and the failure is charged.
     before = await user.pods("rounds")
     await user.kill(next(iter(before.values())), "finish.exists")
     await user.wait("elasticjob/rounds", "jsonpath={.status.restarts}=1")
@@ -89,7 +89,7 @@ async def test_training_continues_whatever_is_killed_and_the_events_explain_it(u
     assert status["podFailures"] == 0
     assert status["restarts"] == 1
 
-    # An agent dies: its pod stays for its log, and another replaces it.
+    # An agent is killed: its pod is kept for its log, and a new pod replaces it.
     victim = max(await user.pods("rounds"))
     await user.kill((await user.pods("rounds"))[victim], AGENT)
     await user.wait(f"pod/{victim}", "jsonpath={.status.phase}=Failed")
@@ -98,7 +98,7 @@ async def test_training_continues_whatever_is_killed_and_the_events_explain_it(u
     await user.wait("elasticjob/rounds", "jsonpath={.status.worldSize}=2")
     assert "round" in (await user.kubectl("logs", victim, "-c", "worker")).stdout
 
-    # etcd dies: training continues, and changes are possible again when it is back.
+    # etcd is killed: training continues, and changes are possible again after its restart.
     round = (await user.get("elasticjob/rounds"))["status"]["round"]
     etcd = "-l=elastic.pytorch.org/job=rounds,elastic.pytorch.org/role=etcd"
     await user.kubectl("delete", "pod", etcd, "--grace-period=0", "--force")

@@ -1,7 +1,7 @@
-"""Run tests with the oldest supported torch, for tests that ask for it or for all.
+"""Fixtures that run tests with the oldest supported torch.
 
-If the environment has ELASTICJOB_TEST_TORCH=oldest, every test here runs its programs with the oldest torch, which is
-part of the test bed.
+If the environment has ELASTICJOB_TEST_TORCH=oldest, all tests in this folder run their programs with the oldest torch,
+which is part of the test bed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def oldest_torchs_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["newest", pytest.param("oldest", marks=pytest.mark.oldest_torch)])
 def each_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test twice: with this environment's torch, and with the oldest one in every Python that it starts."""
+    """Run the test twice: with the torch of this environment, and with the oldest torch in all Python processes."""
     if request.param == "oldest":
         monkeypatch.setattr(sys, "executable", str(request.getfixturevalue("oldest_torchs_python")))
 

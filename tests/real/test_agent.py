@@ -29,7 +29,7 @@ def program(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stop(tmp_path: Path) -> Path:
-    """The file whose appearance lets the workers finish."""
+    """The path of a file; the workers finish when it exists."""
     return tmp_path / "stop"
 
 
@@ -49,14 +49,14 @@ async def test_a_program_that_always_fails_at_start_fails_the_run_with_its_excep
     assert "ValueError: the data are broken" in message["failure"]["message"]
 
 
-async def test_a_signal_before_etcd_is_available_ends_the_agent_at_once(program: Path, stop: Path) -> None:
+async def test_a_signal_before_etcd_is_available_stops_the_agent_at_once(program: Path, stop: Path) -> None:
     async with AgentProcess("--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x", "--nnodes=2", program, stop) as agent:
         await agent.wait_for_line("127.0.0.1:1")
         agent.kill(signal.SIGINT)
         assert await agent.code() == 130
 
 
-async def test_an_etcd_that_never_starts_fails_with_one_sentence(program: Path, stop: Path) -> None:
+async def test_an_etcd_that_never_starts_is_reported_in_one_sentence(program: Path, stop: Path) -> None:
     async with AgentProcess(
         "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x", "--nnodes=2", "--rdzv-conf=join_timeout=1", program, stop
     ) as agent:
@@ -122,7 +122,7 @@ async def test_a_non_retryable_exception_ends_the_run_unless_it_is_caught(
     assert (failure["exit_code"], failure["non_retryable"]) == (1, True)
 
 
-async def test_a_long_path_of_the_folder_for_temporary_files_is_refused(tmp_path: Path, program: Path) -> None:
+async def test_a_temporary_folder_with_too_long_a_path_is_refused(tmp_path: Path, program: Path) -> None:
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
     async with AgentProcess("--standalone", program, env={"TMPDIR": str(deep)}) as agent:
@@ -131,7 +131,7 @@ async def test_a_long_path_of_the_folder_for_temporary_files_is_refused(tmp_path
     assert [*deep.iterdir()] == []
 
 
-async def test_agents_on_etcd_v2_survive_losing_a_node_and_etcd_and_succeed(
+async def test_a_run_on_etcd_v2_survives_the_loss_of_a_node_and_of_etcd_and_succeeds(
     tmp_path: Path, program: Path, stop: Path
 ) -> None:
     async with etcd_kinds.V2[0].server(tmp_path) as server:

@@ -1,4 +1,4 @@
-"""The agent's own metrics on its page, also after failures of workers and of the store."""
+"""The agent's own metrics on its page, even after failures of workers and of the store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ print(f"round {round} pid {os.getpid()}", flush=True)
 
 
 def operations(page: Page) -> dict[tuple[str, str], float]:
-    """Counts by operation and outcome."""
+    """Return the number of calls by operation and outcome."""
     found = page.named("torchelastic_operations_total").items()
     return {
         (dict(labels)["operation"], dict(labels)["outcome"]): count
@@ -46,7 +46,7 @@ def duration(page: Page, operation: str) -> float:
 
 
 def requests(page: Page, outcome: str) -> dict[str, float]:
-    """The number of store requests with this outcome."""
+    """Return the number of store requests with this outcome."""
     counts = page.named("torchelastic_store_request_duration_seconds_count").items()
     return {dict(labels)["request"]: count for (_, labels), count in counts if ("outcome", outcome) in labels}
 
@@ -128,7 +128,7 @@ async def test_memory_is_shown_for_each_worker_with_its_children_and_for_the_age
 
 
 @pytest.mark.parametrize("kind", etcd_kinds.parameters(etcd_kinds.V3[1], etcd_kinds.V2[0]))
-async def test_an_agent_without_store_and_with_failing_workers_serves_metrics(tmp_path: Path, kind: EtcdKind) -> None:
+async def test_an_agent_without_a_store_and_with_failing_workers_serves_metrics(tmp_path: Path, kind: EtcdKind) -> None:
     async with kind.server(tmp_path) as server:
         flags = (f"--rdzv-backend=etcd-v{kind.api}", "--rdzv-id=digits", "--nnodes=1")
         measured = Measured(tmp_path, SAYS_ITS_ROUND, *flags, endpoint=server.endpoint)

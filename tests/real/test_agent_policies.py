@@ -109,5 +109,5 @@ def nodes(state: Mapping[str, Entry], run: ControlledRun) -> list[NodeRecord]:
 
 
 def nodes_that_know(state: Mapping[str, Entry], run: ControlledRun, number: int) -> int:
-    """The number of nodes that know a round."""
+    """Return the number of nodes that know a round."""
     return sum(node.round == number for node in nodes(state, run))

@@ -1,4 +1,4 @@
-"""Start and exit of an agent's own process: no needless wait, and no lost message."""
+"""The start and the exit of an agent process: no needless wait, and no lost message."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_an_agent_paused_during_its_exit_keeps_its_last_message_and_exit_c
     assert agent.stderr
     try:
         await text_of(tmp_path / "up")
-        # When the processes that start workers have ended, the run has ended; only messages are left to be written.
+        # When the processes that start workers have exited, the run has ended, and only messages remain to be written.
         await poll_until(lambda: not [entry for entry in read_table().values() if entry.parent == agent.pid])
         assert json.loads(last_words.read_text())["reason"] == "WorkerFailed"
         agent.send_signal(signal.SIGTERM)
@@ -91,14 +91,14 @@ async def test_an_agent_with_closed_standard_streams_works(tmp_path: Path, etcd:
         assert await agent.code() == 0
 
 
-async def test_a_stopping_agent_gives_its_workers_no_round_failure_grace(
+async def test_an_agent_that_gets_sigterm_after_a_failure_does_not_wait_for_the_stop_timeout(
     tmp_path: Path,
 ) -> None:
     program = tmp_path / "stubborn.py"
     program.write_text(
         """if True:
             import os, signal, sys
-            signal.signal(signal.SIGTERM, lambda *_: print("asked to stop", flush=True))
+            signal.signal(signal.SIGTERM, lambda *_: print("got SIGTERM", flush=True))
             print("up", flush=True)
             if os.environ["RANK"] == "0":
                 open(sys.argv[1]).read()
@@ -113,12 +113,12 @@ async def test_a_stopping_agent_gives_its_workers_no_round_failure_grace(
         for rank in (0, 1):
             await agent.wait_for_line(rf"\[rank {rank}\] up")
         await asyncio.to_thread((tmp_path / "go").write_text, "")
-        await agent.wait_for_line(r"\[rank 1\] asked to stop")
+        await agent.wait_for_line(r"\[rank 1\] got SIGTERM")
         agent.kill(signal.SIGTERM)
         assert await agent.code() == 143
 
 
-async def test_a_low_open_file_limit_is_named(tmp_path: Path) -> None:
+async def test_a_limit_of_open_files_that_is_too_low_is_reported(tmp_path: Path) -> None:
     (program := tmp_path / "program.py").touch()
     within = ("sh", "-c", 'ulimit -n 120; exec "$@"', "sh")
     async with AgentProcess("--standalone", "--nproc-per-node=32", program, within=within) as agent:

@@ -60,24 +60,24 @@ HEALTHY = {
 
 
 def condition(name: str, value: str) -> dict[str, str]:
-    """A condition of the job."""
+    """Return a condition of the job."""
     return {f'elastic_operator_job_condition{{{WHOSE},condition="{name}"}}': value}
 
 
 def restarts(value: str, cause: str = "worker_failed", instance: str = "") -> dict[str, str]:
-    """The restarts of the job, as one replica of the operator exposes them."""
+    """Return the restarts of the job, as one replica of the operator exposes them."""
     copy = f',instance="{instance}"' if instance else ""
     return {f'elastic_operator_job_restarts_total{{{WHOSE},cause="{cause}"{copy}}}': value}
 
 
 def trained(value: str, instance: str = "") -> dict[str, str]:
-    """The training time of the job, as one agent exposes it."""
+    """Return the training time of the job, as one agent exposes it."""
     agent = f',instance="{instance}"' if instance else ""
     return {f'torchelastic_job_seconds_total{{{WHOSE},state="training"{agent}}}': value}
 
 
 def reconciled(**results: str) -> dict[str, str]:
-    """The results of the operator's reconciles."""
+    """Return the results of the operator's reconciles."""
     return {f'elastic_operator_reconciles_total{{result="{result}"}}': values for result, values in results.items()}
 
 
@@ -90,15 +90,15 @@ NONE = "_x200"
 
 @dataclass(frozen=True)
 class Scenario:
-    """A scenario, and when the alert fires in it.
+    """A scenario, and the minutes at which the alert fires in it.
 
     Attributes:
         name: a description of the scenario.
         series: the series that differ from those of a healthy job.
-        quiet: minutes at which it must not fire.
-        fires: minutes at which it must fire.
-        about: the labels of the alert.
-        value: the value in its description, if there is one.
+        quiet: minutes at which the alert must not fire.
+        fires: minutes at which the alert must fire.
+        about: the labels of the firing alert.
+        value: the value in the description of the alert, if it has one.
     """
 
     name: str
@@ -115,7 +115,7 @@ SCENARIOS = {
         Scenario("pods are missing for five minutes", {READY: "2x9 0x4 2x180"}, quiet=(9, 12, 15, 25, 60)),
         Scenario("the job is suspended", {READY: "0x200"} | condition("Suspended", "1x200"), quiet=(25, 60)),
         Scenario(
-            "the job is being suspended, and saving takes long",
+            "the job is being suspended, and saving takes a long time",
             {READY: "2x9 0x190", DESIRED: "2x8 0x190"},
             quiet=(9, 15, 25, 60),
         ),
@@ -147,7 +147,7 @@ SCENARIOS = {
     ],
     "ElasticJobNotTraining": [
         Scenario(
-            "agents run and never form a round",
+            "agents run but never form a round",
             trained("0x200") | {STEPPING: NONE},
             quiet=(15,),
             fires=(25, 60),
@@ -247,7 +247,7 @@ SCENARIOS = {
             about={},
         ),
         Scenario(
-            "the operator runs, and may not list objects",
+            "the operator runs but may not list objects",
             {name: NONE for name in HEALTHY if name.startswith("elastic_operator_job_")}
             | {"elastic_operator_leader": "0x200", "elastic_operator_elasticjobs": "0x200"}
             | reconciled(success="0x200"),
@@ -262,22 +262,22 @@ SCENARIOS = {
         ),
     ],
     "ElasticOperatorNotReconciling": [
-        Scenario("no look at a job ends", reconciled(success="0+1x20 20x180"), quiet=(20, 30), fires=(45,), about={}),
+        Scenario("no reconcile ends", reconciled(success="0+1x20 20x180"), quiet=(20, 30), fires=(45,), about={}),
         Scenario(
-            "most looks at jobs fail",
+            "most reconciles fail",
             reconciled(success="0+1x200", error="0x20 0+3x180") | {"elastic_operator_elasticjobs": "4x200"},
             quiet=(20,),
             fires=(45,),
             about={},
         ),
         Scenario(
-            "looks at one of three idle jobs fail",
+            "reconciles of one of three idle jobs fail",
             reconciled(success="0x4 1x4 3x4 3x4 5x4 7x4 7x4 9x4 11x4 11x4 13x4 15x100", error="0+1x200")
             | {"elastic_operator_elasticjobs": "3x200"},
             quiet=(20, 30, 45),
         ),
         Scenario(
-            "looks at the only job fail", reconciled(success="0+1x20 20x180", error="0x20 0+1x180"), quiet=(20, 45, 90)
+            "reconciles of one job fail", reconciled(success="0+1x20 20x180", error="0x20 0+1x180"), quiet=(20, 45, 90)
         ),
         Scenario(
             "there are no jobs", reconciled(success="0x200") | {"elastic_operator_elasticjobs": "0x200"}, quiet=(45,)
@@ -287,7 +287,7 @@ SCENARIOS = {
 
 
 def expected_annotations(alert: Alert, scenario: Scenario) -> dict[str, str]:
-    """The expected annotations of the firing alert."""
+    """Return the expected annotations of the firing alert."""
     annotations = {
         "summary": alert.summary,
         "description": alert.about,
@@ -306,7 +306,7 @@ def expected_annotations(alert: Alert, scenario: Scenario) -> dict[str, str]:
 
 
 def unit_test(name: str, series: Mapping[str, str], checks: list[dict[str, Any]]) -> dict[str, Any]:
-    """A scenario for promtool: series that differ from those of a healthy job, and which alerts fire when."""
+    """Return a scenario for promtool: the series that differ from those of a healthy job, and the expected alerts."""
     shown = {name: values for name, values in {**HEALTHY, **series}.items() if values != NONE}
     return {
         "name": name,

@@ -1,4 +1,4 @@
-"""Planned changes: grace periods of workers; spares wait and take over."""
+"""Planned changes of a run: workers have a grace period; spares wait and take over."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ pytestmark = pytest.mark.real
 
 NO_TIMERS = "--rdzv-conf=last_call_timeout=3600,lease=3600,join_debounce=3600"
 
-SAVES_WHEN_ASKED_TO_END = """
+SAVES_ON_SIGTERM = """
     import signal, time
     def end(*_):
-        time.sleep(0.5)  # it takes a while to save
+        time.sleep(0.5)  # saving takes time
         open({path!r}, "w").write("all of it")
         os._exit(0)
     signal.signal(signal.SIGTERM, end)
 """
 
-HEEDS_NOTHING = """
+IGNORES_SIGTERM = """
     import signal
-    signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
+    signal.signal(signal.SIGTERM, lambda *_: print("got SIGTERM", flush=True))
 """
 
 
@@ -52,7 +52,7 @@ async def test_a_spare_takes_over_at_once_and_workers_of_a_leaving_node_have_the
         assert [await worker.execute("answer = 'alive'") for worker in (staying, going)] == ["alive"] * 2
 
         # A node leaves; the other nodes do not wait for the workers of that node.
-        await going.execute(SAVES_WHEN_ASKED_TO_END.format(path=str(saved[0])))
+        await going.execute(SAVES_ON_SIGTERM.format(path=str(saved[0])))
         agents[going.node].kill(signal.SIGTERM)
         second = await run.round(2, world=2)
         assert [worker.node for worker in second] == [staying.node, spare]
@@ -61,7 +61,7 @@ async def test_a_spare_takes_over_at_once_and_workers_of_a_leaving_node_have_the
 
         # The new size is written before the draining node gets its signal.
         staying, going = second
-        await going.execute(SAVES_WHEN_ASKED_TO_END.format(path=str(saved[1])))
+        await going.execute(SAVES_ON_SIGTERM.format(path=str(saved[1])))
         store = await run.store()
         size = SizeRecord(min=1, max=2, desired=1, generation=1, draining=(going.node,))
         await store.put(run.keys.size, encode(size))
@@ -83,9 +83,9 @@ async def test_workers_that_ignore_a_stop_are_killed_after_the_grace_period_or_a
         run.agent("one", "--standalone", f"--stop-grace={grace}") as agent,
     ):
         [worker] = await run.round(1, world=1)
-        await worker.execute(HEEDS_NOTHING)
+        await worker.execute(IGNORES_SIGTERM)
         agent.kill(signal.SIGTERM)
-        await agent.wait_for_line(r"\[rank 0\] asked to end")
+        await agent.wait_for_line(r"\[rank 0\] got SIGTERM")
         for _ in range(signals - 1):
             agent.kill(signal.SIGTERM)
         assert await agent.code() == 143

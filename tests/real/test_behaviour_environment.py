@@ -1,4 +1,4 @@
-"""A worker's environment: the documented variables; those of the round are equal on all ranks."""
+"""A worker's environment has the documented variables, and those of the round are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OF_THE_ROUND = {
 
 
 def equal_on_all(workers: Sequence[ControlledWorker]) -> dict[str, str]:
-    """The variables of the round, which must be equal in all workers."""
+    """Return the variables of the round, which must be equal in all workers."""
     [values] = {tuple(sorted((name, worker.env[name]) for name in OF_THE_ROUND)) for worker in workers}
     return dict(values)
 

@@ -36,7 +36,7 @@ CLOCKS = {"ahead": 10, "right": 0, "behind": -10}
 
 PATIENT = "--rdzv-conf=lease=60,crash_loop_limit=100"
 
-TOLD_BY_RECORD = """
+RAISES_IN_RECORD = """
 from torch.distributed.elastic.multiprocessing.errors import record
 
 @record
@@ -52,7 +52,7 @@ raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [
 
 
 def failures(state: Mapping[str, Entry], run: ControlledRun) -> dict[str, FailureRecord]:
-    """The failure that each node has reported."""
+    """Return the failure that each node has reported, by the name of the node."""
     nodes = [decode(entry.value, NodeRecord) for key, entry in state.items() if key.startswith(run.keys.nodes)]
     return {node.name: node.failure for node in nodes if node.failure is not None}
 
@@ -81,7 +81,7 @@ async def test_the_root_cause_follows_failure_kind_and_store_order_not_clocks(
         }
 
         async def fail_in_this_order(round: int, orders: list[str]) -> list[str]:
-            """Make two nodes fail while the leader is paused; returns their names, in order."""
+            """Make two nodes fail while the leader is paused, and return their names, in order."""
             workers = await run.round(round, world=3)
             state = await run.until(lambda state: run.keys.leader in state)
             leader = decode(state[run.keys.leader].value, LeaderRecord).node.rpartition(".")[0]
@@ -107,7 +107,7 @@ async def test_the_root_cause_follows_failure_kind_and_store_order_not_clocks(
 
 
 async def test_a_late_root_cause_is_found_on_one_node(tmp_path: Path) -> None:
-    # On a busy machine a worker may end later than an agent waits by default, so this agent waits a minute.
+    # On a busy machine, a worker may exit after the default waiting time of an agent, so this agent waits a minute.
     (tmp_path / "sitecustomize.py").write_text(
         "from torchelastic.rendezvous.policy import plan\nplan.REPORT_WINDOW = 60.0\n"
     )
@@ -123,7 +123,7 @@ async def test_a_late_root_cause_is_found_on_one_node(tmp_path: Path) -> None:
         workers[1].send(f"""
             import os, select, time
             select.select([os.pidfd_open({workers[0].pid})], [], [])
-            time.sleep(0.15)  # later than the window for the cause of a failure that costs a restart
+            time.sleep(0.15)  # longer than agents wait for the cause of a failure that costs a restart
             raise ValueError('what broke it')
         """)
         workers[0].send(BROKEN_COLLECTIVE)
@@ -146,7 +146,7 @@ async def test_a_failure_is_reported_with_its_reason_in_the_log_the_store_and_th
     async with ControlledRun(tmp_path, etcd) as run, run.agent("one", *flags) as agent:
         for round, (order, reason, end) in enumerate(
             [
-                (TOLD_BY_RECORD, "KeyError: 'no such layer' (order.py:6)", "exit code 1"),
+                (RAISES_IN_RECORD, "KeyError: 'no such layer' (order.py:6)", "exit code 1"),
                 ("raise ValueError('bad input')", "ValueError: bad input (order.py:1)", "exit code 1"),
                 ("os.write(2, b'no space left'); os._exit(4)", "it last printed: no space left", "exit code 4"),
                 ("import signal; os.kill(os.getpid(), signal.SIGBUS)", "killed by SIGBUS", "SIGBUS"),

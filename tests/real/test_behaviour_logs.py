@@ -1,4 +1,4 @@
-"""The output of workers is complete, with other writers, slow readers and several runs."""
+"""The output of workers is complete, even with other writers, slow readers and several runs."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def test_log_files_survive_restarts_and_the_next_run(tmp_path: Path) -> No
     for name, text in found.items():
         round, rank = int(name[6]), int(name[13])
         line = "oh" if "stderr" in name else f"rank {rank} of round {round}"
-        # The first failure in round 1 ends the other worker, perhaps before that worker has printed.
+        # The first failure in round 1 stops the other worker, perhaps before that worker has printed.
         assert text in ({f"{line}\n{line}"} if name not in ended else {f"{line}\n{line}", line, ""}), name
     assert found.keys() == {
         f"round_{round}/rank_{rank}/{stream}.log"

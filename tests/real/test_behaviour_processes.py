@@ -1,4 +1,4 @@
-"""No process of a worker outlives the worker, and none outlives the agent."""
+"""No process of a worker outlives the worker or the agent."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ answer = [forked(session=session, orphan=orphan) for session in (False, True) fo
 answer.append(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
 answer.append(of_a_shell())
 """
-"""An order: start children and orphans, inside and outside of the worker's session."""
+"""A command: start children and orphans, inside and outside of the worker's session."""
 
 WITHOUT_ENVIRONMENT = f"""
 {FAMILY}
@@ -66,13 +66,13 @@ answer.append(subprocess.Popen(["env", "-i", "sleep", "600"]).pid)
 while b"env" in open(f"/proc/{{answer[-1]}}/cmdline", "rb").read():
     pass
 """
-"""An order: the same, and a child without the worker's environment."""
+"""A command: the same, and a child without the worker's environment."""
 
 HIDDEN = f"{FAMILY}\nanswer.append(of_a_shell('env', '-i'))"
-"""An order: the same, and an orphan with neither the worker's session nor its environment."""
+"""A command: the same, and an orphan with neither the worker's session nor its environment."""
 
 
-async def test_workers_and_their_processes_end_with_the_agent_even_after_its_helpers(tmp_path: Path) -> None:
+async def test_workers_and_their_processes_exit_with_the_agent_even_if_its_helpers_are_killed(tmp_path: Path) -> None:
     async with (
         ControlledRun(tmp_path, None) as run,
         run.agent("one", "--standalone", "--nproc-per-node=2") as agent,
@@ -90,7 +90,7 @@ async def test_workers_and_their_processes_end_with_the_agent_even_after_its_hel
         await asyncio.gather(*(until_gone(pid) for pid in {*helpers, *families, *(worker.pid for worker in workers)}))
 
 
-async def test_a_restart_leaves_nothing_of_the_earlier_workers(tmp_path: Path) -> None:
+async def test_a_restart_leaves_no_process_of_the_earlier_workers(tmp_path: Path) -> None:
     async with (
         ControlledRun(tmp_path, None) as run,
         run.agent("one", "--standalone", "--nproc-per-node=2") as agent,
@@ -105,7 +105,7 @@ async def test_a_restart_leaves_nothing_of_the_earlier_workers(tmp_path: Path) -
         assert await agent.code() == 0
 
 
-async def test_an_agent_that_is_the_first_process_of_a_container_reaps_orphans_and_leaves_on_sigterm(
+async def test_an_agent_that_is_the_first_process_of_a_container_reaps_orphans_and_leaves_the_run_on_sigterm(
     tmp_path: Path,
 ) -> None:
     async with (
@@ -114,7 +114,7 @@ async def test_an_agent_that_is_the_first_process_of_a_container_reaps_orphans_a
     ):
         [worker] = await run.round(1, world=1)
         assert await worker.execute("answer = os.getppid()") == 1
-        # An orphan in another session, which the agent does not know, is also killed.
+        # The agent also kills an orphan in another session.
         order = """
             import signal, subprocess, time
             orphan = int(subprocess.check_output(["sh", "-c", "setsid sleep 600 >/dev/null & echo $!"]))
@@ -133,7 +133,7 @@ async def test_an_agent_that_is_the_first_process_of_a_container_reaps_orphans_a
         assert await outside.code() == 143
 
 
-async def test_an_agent_in_a_program_ends_its_processes_and_no_other_children(tmp_path: Path) -> None:
+async def test_an_agent_in_a_program_kills_its_processes_and_no_other_children(tmp_path: Path) -> None:
     source = f"{TELL}\n{FAMILY}\ntell('family', answer)\nif 'LEAVE' not in os.environ: signal.pause()"
     descriptors = len([*Path("/proc/self/fd").iterdir()])
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as mine:  # noqa: ASYNC220 - a user's child
@@ -160,7 +160,7 @@ async def test_an_agent_in_a_program_ends_its_processes_and_no_other_children(tm
     assert len([*Path("/proc/self/fd").iterdir()]) == descriptors
 
 
-async def test_a_command_ends_with_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_command_is_killed_with_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program(ProgramKind.COMMAND, ("sh", "-c", "sleep 600 & echo $! > child.part; mv child.part child; wait"))
     monkeypatch.chdir(tmp_path)
     async with workers_of(program, LogSettings(tmp_path / "logs")) as workers:
@@ -171,7 +171,7 @@ async def test_a_command_ends_with_all_its_processes(tmp_path: Path, monkeypatch
         await until_gone(child)
 
 
-def test_a_watchdog_removes_memory_even_if_its_agent_died_during_its_start(tmp_path: Path) -> None:
+def test_a_watchdog_removes_shared_memory_even_if_the_agent_exits_while_it_starts(tmp_path: Path) -> None:
     folder = tmp_path / "a name\nof two lines"
     folder.mkdir()
     (folder / "file").touch()

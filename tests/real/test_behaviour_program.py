@@ -88,7 +88,7 @@ import preloaded
 own = [random.random(), numpy.random.rand(), torch.rand(1).item()]
 key = multiprocessing.current_process().authkey.hex()
 print(json.dumps({"own": own, "preloaded": preloaded.DRAWN, "key": key}), flush=True)
-dist.init_process_group("gloo")  # so that both have said so before the round ends
+dist.init_process_group("gloo")  # so that both ranks have printed before the round ends
 dist.barrier()
 sys.exit(os.environ["TORCHELASTIC_ROUND"] == "1")
 """
@@ -111,10 +111,10 @@ async def test_random_numbers_differ_between_ranks_and_rounds_except_those_drawn
         assert len({each["own"][index] for each in drawn} | {drawn[0]["preloaded"][index]}) == 5
 
 
-USES_THEM = """
+USES_TORCHS_MODULES = """
 import importlib, logging, multiprocessing, os, sys, time
 
-def holds_on_to_it(requests):
+def exceed_the_timer(requests):
     from torchelastic import timer
     timer.configure(timer.LocalTimerClient(requests))
     with timer.expires(after=0.1, scope="download"):
@@ -132,11 +132,11 @@ def main():
     requests = context.Queue()
     server = timer.LocalTimerServer(requests, max_interval=0.05)
     server.start()
-    process = context.Process(target=holds_on_to_it, args=(requests,))
+    process = context.Process(target=exceed_the_timer, args=(requests,))
     process.start()
     process.join()
     server.stop()
-    print("who holds on to it for too long ends with", process.exitcode)
+    print("a process that exceeds its timer exits with", process.exitcode)
 
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="")
     events.record(events.Event("step", events.EventSource.WORKER, metadata={"rank": os.environ["RANK"]}), "console")
@@ -149,8 +149,8 @@ if __name__ == "__main__":
 @pytest.mark.usefixtures("each_torch")
 async def test_timers_events_and_errors_are_those_of_torch(tmp_path: Path) -> None:
     program = tmp_path / "uses_them.py"
-    program.write_text(USES_THEM)
+    program.write_text(USES_TORCHS_MODULES)
     async with AgentProcess("--standalone", program) as agent:
         assert await agent.code() == 0, agent.output
-    assert "[rank 0] who holds on to it for too long ends with -9" in agent.lines
+    assert "[rank 0] a process that exceeds its timer exits with -9" in agent.lines
     assert any('"name": "step"' in line and '"rank": "0"' in line for line in agent.lines)

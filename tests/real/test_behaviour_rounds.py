@@ -1,4 +1,4 @@
-"""Round numbers and restarts continue if an agent or the data of etcd survives."""
+"""Round numbers and restart counts continue if an agent or the data of etcd survives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.real
 CONF = "--rdzv-conf=lease=1,last_call_timeout=0"
 
 
-async def test_round_numbers_never_decrease_and_used_restarts_stay_used(tmp_path: Path, own_etcd: EtcdServer) -> None:
+async def test_round_numbers_and_charged_restarts_never_decrease(tmp_path: Path, own_etcd: EtcdServer) -> None:
     async with (
         ControlledRun(tmp_path, own_etcd) as run,
         run.agent("a", "--nnodes=1:2", "--rdzv-conf=lease=1,last_call_timeout=3600") as a,
@@ -39,7 +39,7 @@ async def test_round_numbers_never_decrease_and_used_restarts_stay_used(tmp_path
         size = encode(SizeRecord(min=1, max=3, generation=1)).decode()
         async with run.agent("c", CONF, env={Env.SIZE: size}) as c:
             await c.wait_for_line("trying again")
-            await poll_until(lambda: titled(c.pid, "spare"))  # so that it waits for etcd only
+            await poll_until(lambda: titled(c.pid, "spare"))  # it now waits only for etcd
             assert [await worker.execute("answer = 'alive'") for worker in before] == ["alive"] * 2
             await own_etcd.start()
             after = await run.round(3, world=3)
@@ -64,9 +64,7 @@ async def test_round_numbers_never_decrease_and_used_restarts_stay_used(tmp_path
         assert run.rounds == {1, 2, 3, 4, 5}
 
 
-async def test_a_run_that_ends_during_an_etcd_outage_with_data_loss_has_ended(
-    tmp_path: Path, own_etcd: EtcdServer
-) -> None:
+async def test_a_run_that_ends_while_etcd_loses_its_data_is_not_restarted(tmp_path: Path, own_etcd: EtcdServer) -> None:
     flags = ("--nnodes=2", CONF)
     async with (
         ControlledRun(tmp_path, own_etcd) as run,
@@ -92,7 +90,7 @@ def warnings(agent: AgentProcess, key: str) -> int:
     return sum(f"ignoring {key}:" in line or f"ignoring the node {key}:" in line for line in agent.lines)
 
 
-async def test_unreadable_records_are_reported_once_and_end_nothing(tmp_path: Path, etcd: EtcdServer) -> None:
+async def test_unreadable_records_are_reported_once_and_stop_no_agent(tmp_path: Path, etcd: EtcdServer) -> None:
     flags = ("--nnodes=2", "--rdzv-conf=lease=60,crash_loop_limit=100")
     async with ControlledRun(tmp_path, etcd) as run, run.agent("a", *flags) as a, run.agent("b", *flags) as b:
         workers = await run.round(1, world=2)

@@ -1,4 +1,4 @@
-"""The number of nodes in a round: real agents join, leave and wait as spares for a wanted size."""
+"""The number of nodes in a round: agents join, leave, and wait as spares."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_a_spare_replaces_a_node_at_once_with_stable_ranks_and_no_charge(
         await writing.close()
 
 
-async def test_a_run_below_the_minimum_waits_says_so_and_continues_when_nodes_join(
+async def test_a_run_below_the_minimum_waits_reports_this_and_continues_when_nodes_join(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
     flags = ("--nnodes=2", NO_TIMERS)

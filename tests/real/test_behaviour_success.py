@@ -1,4 +1,4 @@
-"""The end of a successful run: reported once, at once, and to late nodes."""
+"""The success of a run is reported once and immediately, and also to nodes that join late."""
 
 from __future__ import annotations
 

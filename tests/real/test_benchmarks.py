@@ -42,7 +42,7 @@ def measured(scratch: Path, argv: Sequence[str]) -> dict[str, Any]:
 
 @pytest.fixture
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a benchmark, which identifies its processes; short, for sockets."""
+    """The folder of a benchmark, which identifies its processes; its path is short enough for sockets."""
     return tmp_path_factory.mktemp("b")
 
 
@@ -51,7 +51,7 @@ def environment(scratch: Path) -> dict[str, str]:
 
 
 def processes_of(scratch: Path) -> list[str]:
-    """The command lines of all living processes with such an environment."""
+    """Return the command lines of all live processes that have this folder in their environment."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -88,7 +88,7 @@ def test_a_seed_selects_the_faults() -> None:
         ("metrics", "--steps=20 --limit=120", "scrape of 10,000 series"),
     ],
 )
-def test_a_benchmark_measures_completely(scratch: Path, benchmark: str, arguments: str, name: str) -> None:
+def test_a_benchmark_prints_all_its_measurements(scratch: Path, benchmark: str, arguments: str, name: str) -> None:
     document = measured(scratch, command(benchmark, "--json", "--repeat=1", *arguments.split()))
     by_name = {each["name"]: each for each in document["measurements"]}
     assert name in by_name
@@ -108,7 +108,7 @@ def test_an_interrupted_benchmark_leaves_nothing_behind(scratch: Path, number: s
         benchmark.stderr.readline()  # until after the first fault
         assert processes_of(scratch)
         benchmark.send_signal(number)
-        benchmark.stderr.read()  # until the last process that may write to this folder has ended
+        benchmark.stderr.read()  # until the last process that may write to this folder has exited
         benchmark.wait(LIMIT)
     assert not processes_of(scratch)
     assert not list(scratch.iterdir())

@@ -106,7 +106,7 @@ if rank == 0:
 
 
 def demo_job(folder: Path, **spec: object) -> Path:
-    """A job that ends by itself after all steps of the demo."""
+    """Write the manifest of a job that finishes after all steps of the demo, and return its path."""
     seen = folder / "seen"
     seen.mkdir()
     (folder / "story.py").write_text(STORY)
@@ -127,7 +127,7 @@ async def test_the_demo_runs_every_step_and_prints_its_duration(home: Path, tmp_
     assert processes_of(home) == {}
 
 
-async def test_a_demo_job_ends_when_a_step_fails(home: Path, tmp_path: Path) -> None:
+async def test_a_demo_job_is_deleted_when_a_step_fails(home: Path, tmp_path: Path) -> None:
     left = tmp_path / "left"
     left.mkdir()
     hidden = f"""\

@@ -1,7 +1,7 @@
 """The rendezvous as a RendezvousHandler with blocking calls: no caller waits in a finished round.
 
-Threads play agents and do what torch's agent does: meet, exchange a value through the store that
-they were given, check for waiting nodes, and meet again.
+Threads simulate agents and do what torch's agent does: meet, exchange a value through the store of
+the round, check for waiting nodes, and meet again.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real
 
 LIMIT = 180.0
-"""Seconds after which a test gives up."""
+"""Seconds after which a test fails."""
 
 
 class SimulatedAgent:
-    """An agent without workers; the end of ``with`` ends the agent like a signal.
+    """An agent without workers; it is stopped as by a signal when the ``with`` block ends.
 
     Attributes:
         failing: set when its workers have failed.
@@ -62,17 +62,17 @@ class SimulatedAgent:
         self.wait_until_ended()
 
     def leave(self) -> None:
-        """Make the agent leave."""
+        """Let the agent leave the run."""
         self._leaving.set()
         self.handler.set_closed()
 
     def wait_until_ended(self) -> None:
-        """Wait until the agent has ended."""
+        """Wait until the agent has stopped."""
         self._thread.join(LIMIT)
         assert not self._thread.is_alive(), f"{self.name} hangs after the rounds {self.worlds}"
 
     def wait_for_round(self, *names: str, since: int = 0) -> int:
-        """Wait until the agent was in a round of exactly these agents; returns the number of rounds so far."""
+        """Wait until the agent was in a round of exactly these agents, and return the number of rounds so far."""
         with self._changed:
             found = self._changed.wait_for(lambda: any(set(each) == set(names) for each in self.worlds[since:]), LIMIT)
             assert found, f"{self.name} had the rounds {self.worlds[since:]}, {self.error}"
@@ -105,7 +105,7 @@ class SimulatedAgent:
 
 @pytest.fixture
 def agent(etcd: EtcdServer) -> Iterator[Callable[..., SimulatedAgent]]:
-    """Create agents of one run, and end them."""
+    """Create agents of one run, and stop them after the test."""
     run_id = str(uuid.uuid4())
     with contextlib.ExitStack() as stack:
 
@@ -141,7 +141,7 @@ def test_no_node_waits_in_a_finished_round_in_any_scenario(agent: Callable[..., 
         assert each.error is None
 
 
-def test_a_run_succeeds_when_all_workers_have_and_its_id_can_be_used_again(
+def test_a_run_succeeds_when_all_workers_have_succeeded_and_its_id_can_be_reused(
     agent: Callable[..., SimulatedAgent],
 ) -> None:
     agents = [agent(name, least=2, most=2) for name in "ab"]
@@ -154,10 +154,10 @@ def test_a_run_succeeds_when_all_workers_have_and_its_id_can_be_used_again(
         each.wait_until_ended()
         assert each.handler.is_closed()
         assert each.error is None
-    agent("c", most=1).wait_for_round("c")  # the id can be used again
+    agent("c", most=1).wait_for_round("c")  # the id can be reused
 
 
-def test_an_agent_with_an_internal_error_leaves_without_ending_the_run(agent: Callable[..., SimulatedAgent]) -> None:
+def test_an_agent_with_an_internal_error_leaves_and_the_run_continues(agent: Callable[..., SimulatedAgent]) -> None:
     a, b = agent("a", most=2), agent("b", most=2)
     a.wait_for_round(*"ab")
     b.wait_for_round(*"ab")

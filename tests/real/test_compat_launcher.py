@@ -1,4 +1,4 @@
-"""Launching functions from Python, on our rendezvous and on others."""
+"""Launching functions from Python, with torchelastic's rendezvous and with others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.real
 
 @pytest.fixture
 def stop(tmp_path: Path) -> Iterator[Path]:
-    """The file whose appearance lets the workers finish."""
+    """The path of a file; the workers finish when it exists."""
     path = tmp_path / "stop"
     yield path
     path.touch()
@@ -35,7 +35,7 @@ def stop(tmp_path: Path) -> Iterator[Path]:
 async def output_of(
     folder: Path, source: str, *arguments: str | Path, code: int = 0, env: dict[str, str] | None = None
 ) -> str:
-    """Run a launcher of this source to its end."""
+    """Run a launcher with this source until it exits, and return its output."""
     async with Launcher(script(folder, source), *arguments, env=env) as launcher:
         assert await launcher.code() == code, launcher.output
     return launcher.output
@@ -96,7 +96,7 @@ LAUNCH = """
 
 
 def config(**values: object) -> str:
-    """A LaunchConfig, as JSON."""
+    """Return a LaunchConfig, as JSON."""
     import json
 
     asked = {
@@ -130,7 +130,7 @@ BACKENDS = ["torchelastic", "c10d", "static"]
 
 
 @pytest.mark.parametrize("configs", BACKENDS, indirect=True)
-async def test_two_nodes_meet_restart_in_the_same_round_and_count_and_return_results(
+async def test_two_nodes_meet_restart_together_and_return_results(
     tmp_path: Path, stop: Path, configs: tuple[str, str], request: pytest.FixtureRequest
 ) -> None:
     path = script(tmp_path, LAUNCH)
@@ -185,7 +185,7 @@ async def test_a_failed_run_raises_torchs_exception_with_the_root_cause_after_al
     assert "ValueError: the data are broken" in error_file.read_text()
 
 
-async def test_objects_of_the_program_travel_to_workers_their_child_processes_and_back(tmp_path: Path) -> None:
+async def test_objects_of_the_program_are_passed_to_workers_and_their_child_processes_and_back(tmp_path: Path) -> None:
     output = await output_of(
         tmp_path,
         """
@@ -303,7 +303,7 @@ async def test_an_agent_runs_in_any_thread_and_beside_a_running_event_loop(tmp_p
     assert "| Another agent runs in this process" in output
 
 
-async def test_a_programs_signals_and_children_are_kept_and_workers_die_with_it(tmp_path: Path, stop: Path) -> None:
+async def test_a_program_keeps_its_signals_and_children_and_workers_exit_with_it(tmp_path: Path, stop: Path) -> None:
     path = script(
         tmp_path,
         LIBRARY

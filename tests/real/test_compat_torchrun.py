@@ -1,4 +1,4 @@
-"""``torchrun --rdzv-backend=torchelastic``: torch's own agent on our rendezvous, found by its entry point."""
+"""``torchrun --rdzv-backend=torchelastic``: torch's agent with torchelastic's rendezvous."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "python-api.md"
 
 
 class Torchrun(AgentProcess):
-    """One ``torchrun`` with its output."""
+    """A ``torchrun`` process with its output."""
 
     program = ("-m", "torch.distributed.run")
 
@@ -40,7 +40,7 @@ def program(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stop(tmp_path: Path) -> Iterator[Path]:
-    """The file whose creation lets the workers finish, also those that outlive torchrun."""
+    """The path of a file; the workers finish when it exists, even those that outlive torchrun."""
     path = tmp_path / "stop"
     yield path
     path.touch()
@@ -55,7 +55,7 @@ def line(etcd: EtcdServer) -> list[str]:
 
 
 @pytest.mark.usefixtures("each_torch")
-async def test_two_agents_meet_restart_together_and_part(line: list[str], program: Path, stop: Path) -> None:
+async def test_two_agents_meet_restart_together_and_one_leaves(line: list[str], program: Path, stop: Path) -> None:
     nodes = [*line, "--nnodes=1:2", "--rdzv-conf=last_call_timeout=0,lease=2", "--max-restarts=9", program, stop]
     async with Torchrun(*nodes) as a:
         await a.wait_until_training(world=1)

@@ -31,7 +31,7 @@ class Example(NamedTuple):
 
 
 def examples(page: str) -> list[Example]:
-    """The programs of a page."""
+    """Return the programs of a page."""
     text = (Path(__file__).parents[2] / "docs" / page).read_text()
     sections = re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     return [
@@ -45,7 +45,7 @@ METRICS, PYTHON_API = examples("metrics.md"), examples("python-api.md")
 
 
 def below(heading: str, number: int = 0) -> str:
-    """The source of an example below a heading."""
+    """Return the source of an example below a heading."""
     return [each.source for each in (*METRICS, *PYTHON_API) if each.heading == heading][number]
 
 

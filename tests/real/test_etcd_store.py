@@ -49,7 +49,7 @@ class TestEtcdV3Store(EtcdBehaviour):
         await self.require_authentication(own_etcd)
         async with self.opened(own_etcd.settings, username="alice", password="s3cret") as store:
             await store.put(prefix + "a", b"")
-            await own_etcd.kill()  # it keeps its tokens in memory
+            await own_etcd.kill()  # etcd keeps its tokens in memory
             await own_etcd.start()
             await asyncio.gather(*(store.get(prefix + "a") for _ in range(10)))
             await own_etcd.kill()
@@ -59,7 +59,7 @@ class TestEtcdV3Store(EtcdBehaviour):
                 assert len(await read_changes(watch, 1)) == 1
 
     @pytest.mark.parametrize("compacted", [False, True])
-    async def test_changes_that_a_dead_connection_lost_are_delivered_or_the_watch_ends(
+    async def test_a_watch_delivers_the_changes_that_a_silent_connection_lost_or_ends(
         self, etcd: EtcdServer, prefix: str, monkeypatch: pytest.MonkeyPatch, compacted: bool
     ) -> None:
         monkeypatch.setattr(etcd_v3, "QUIET_CHECKS", 3)
@@ -83,7 +83,7 @@ class TestEtcdV3Store(EtcdBehaviour):
         assert [change.key for change in changes] == [prefix + number for number in "1234"]
 
 
-async def test_a_watch_moves_to_another_server_if_the_first_can_only_be_read() -> None:
+async def test_a_watch_moves_to_another_server_if_the_first_server_refuses_watches() -> None:
     reads = http("200 OK", '{"header": {"cluster_id": "1", "revision": "7"}}')
     fails = http("503 Service Unavailable", "")
     watches = http("200 OK", '{"result": {"header": {"revision": "7"}, "created": true}}\n')

@@ -121,7 +121,7 @@ async def test_a_server_with_neither_api_is_refused_in_one_sentence(tmp_path: Pa
             await connect(dataclasses.replace(server.settings, version=2))
 
 
-async def test_a_missing_python_etcd_is_named(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_python_etcd_is_reported(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [name for name in sys.modules if name.startswith("torchelastic.store.etcd_v2")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "etcd", None)
@@ -137,7 +137,7 @@ async def test_a_missing_python_etcd_is_named(etcd: EtcdServer, monkeypatch: pyt
     ],
     ids=["no leader", "refused"],
 )
-async def test_an_error_of_etcd_has_its_message(status: str, answer: str, error: type[Exception]) -> None:
+async def test_an_error_contains_the_message_of_etcd(status: str, answer: str, error: type[Exception]) -> None:
     async with fake_etcd(http(status, answer)) as endpoint:
         with pytest.raises(error, match=r"Raft Internal Error|Invalid field x"):
             await connect(StoreSettings((endpoint,), version=2))
@@ -164,7 +164,7 @@ async def test_a_watch_that_falls_behind_ends_but_a_quiet_one_survives_unrelated
         for _ in range(2):
             for _ in range(HISTORY * 3 // 4):
                 await store.put("/elsewhere", b"")
-            assert await anext(quiet) == ()  # it has moved on
+            assert await anext(quiet) == ()  # its revision has advanced
         await store.put(prefix + "a", b"")
         assert [change.key for change in await read_changes(quiet, 1)] == [prefix + "a"]
         await ended(slow)

@@ -31,7 +31,7 @@ LIMIT = 300.0
 
 @contextlib.contextmanager
 def started(*command: object, **environment: object) -> Iterator[subprocess.Popen[str]]:
-    """A program whose output can be read; killed at the end of the block if it still runs."""
+    """Start a program whose output can be read; kill it at the end of the block if it still runs."""
     with subprocess.Popen(
         [str(part) for part in command],
         env={**os.environ, **{name: str(value) for name, value in environment.items()}},
@@ -47,7 +47,7 @@ def started(*command: object, **environment: object) -> Iterator[subprocess.Pope
 
 
 def output_of(process: subprocess.Popen[str]) -> str:
-    """The complete output of a program that succeeds."""
+    """Return the complete output of a program that succeeds."""
     output, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, output
     return output
@@ -59,7 +59,7 @@ def agent(*arguments: object, **environment: object) -> contextlib.AbstractConte
 
 
 def printed_environment(output: str, pid: str) -> Mapping[str, str]:
-    """The environment of the worker with this pid, as hello.py prints it."""
+    """Return the environment of the worker with this pid, as hello.py prints it."""
     return dict(re.findall(rf"On PID {pid}, (\w+)=(.*)", output))
 
 
@@ -83,7 +83,7 @@ def test_composed_agents_meet_through_etcd_and_their_workers_connect(etcd: EtcdS
     program, mounted_as, _ = mount.split(":")
     assert mounted_as == "/workspace/your_app.py"
 
-    # Unchanged, except for the two host names that exist only in the containers' network.
+    # The commands are unchanged, except for two host names that exist only in the containers' network.
     here = {"etcd-server": etcd.endpoint, mounted_as: str((EXAMPLES / "multi_container" / program).resolve())}
     line = command
     for there, real in here.items():
@@ -121,7 +121,7 @@ def test_digits_resumed_on_other_nodes_gives_the_same_network(etcd: EtcdServer, 
         assert process.stdout
         assert any("samples/s" in line and (first / "checkpoint.pt").exists() for line in process.stdout)
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=LIMIT)  # until the workers have ended, too
+        process.communicate(timeout=LIMIT)  # until the workers have exited as well
     reached = torch.load(first / "checkpoint.pt", weights_only=True)["step"]
     assert 0 < reached < 23
 

@@ -1,4 +1,4 @@
-"""The death of the fork server at any time has no effect on running workers."""
+"""The exit of the fork server at any time has no effect on running workers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.real
 
 
 async def process_of(agent: int, title: str) -> int:
-    """The living process of an agent with this title, once there is one."""
+    """Wait for a process of an agent with this title, and return its process id."""
     await poll_until(lambda: titled(agent, title))
     [pid] = titled(agent, title)
     return pid
 
 
-async def test_a_run_stays_in_its_round_when_the_fork_server_dies(tmp_path: Path) -> None:
+async def test_a_run_stays_in_its_round_when_the_fork_server_is_killed(tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     [program] = script(tmp_path, MEETING).argv
     async with AgentProcess("--nproc-per-node", "2", program, stop) as agent:
@@ -48,7 +48,7 @@ async def test_a_run_stays_in_its_round_when_the_fork_server_dies(tmp_path: Path
         assert await agent.code() == ExitCode.SUCCEEDED
 
 
-async def test_a_fork_server_that_dies_during_imports_or_when_idle_is_replaced(
+async def test_a_fork_server_that_is_killed_during_imports_or_when_idle_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(fork_server, "REFILL_DELAY", 0.0)
@@ -71,7 +71,7 @@ async def test_a_fork_server_that_dies_during_imports_or_when_idle_is_replaced(
     assert caplog.text.count("The fork server died") == 2
 
 
-async def test_a_fork_server_that_dies_while_forking_or_cannot_be_replaced_fails_at_most_that_start(
+async def test_a_fork_server_that_is_killed_or_cannot_be_replaced_fails_at_most_the_current_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: object) -> int:
@@ -99,7 +99,7 @@ async def test_a_fork_server_that_dies_while_forking_or_cannot_be_replaced_fails
         assert [(await next_exit(group)).exit_code for _ in many] == [0] * 5
 
 
-async def test_the_death_of_a_store_process_ends_the_round() -> None:
+async def test_the_round_ends_if_its_store_process_is_killed() -> None:
     async with AgentProcess("--standalone", "--no-python", "sleep", "600") as agent:
         store = await process_of(agent.pid, "store of the round")
         os.kill(store, signal.SIGKILL)

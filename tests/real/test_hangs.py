@@ -19,7 +19,7 @@ pytestmark = pytest.mark.real
 
 ONCE = ("--standalone", "--max-restarts=0", "--heartbeat-timeout=3")
 PATIENT = (*ONCE[:2], "--heartbeat-timeout=8")
-"""Seconds of silence that are allowed for living workers on a busy machine."""
+"""Flags with a heartbeat timeout that live workers meet even on a busy machine."""
 
 
 def program_of(folder: Path, source: str) -> Path:
@@ -38,7 +38,7 @@ STUCK = """
 
     def train():
         worker.heartbeat()
-        print("going on", flush=True)
+        print("training", flush=True)
         stuck()
 
     train()
@@ -89,7 +89,7 @@ async def test_a_non_python_program_sends_heartbeats_by_touching_a_file(tmp_path
     assert agent.lines[-1].endswith(": no heartbeat for 8 s; restarts are not allowed")
 
 
-async def test_a_worker_that_never_sends_a_heartbeat_hangs_and_is_killed_if_it_ignores_signals(
+async def test_a_worker_that_never_sends_a_heartbeat_counts_as_hanging_and_is_killed_if_it_ignores_signals(
     tmp_path: Path,
 ) -> None:
     program = program_of(

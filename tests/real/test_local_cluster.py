@@ -37,7 +37,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest_asyncio.fixture
 async def home(tmp_path: Path) -> AsyncIterator[Path]:
-    """A home folder for one test; after the test, no process of it may be left."""
+    """A home folder for one test; no process may use it after the test."""
     home = tmp_path / "home"
     yield home
     assert await gone(processes_of(home), within=60), processes_of(home)
@@ -66,8 +66,8 @@ async def test_a_successful_job_leaves_only_its_folder(home: Path) -> None:
     assert not known.run.alive
 
 
-async def test_a_job_survives_the_death_of_an_agent_and_of_etcd_and_is_scaled(home: Path, tmp_path: Path) -> None:
-    # The settings of a user's own etcd must not configure this one.
+async def test_a_job_survives_the_loss_of_an_agent_and_of_etcd_and_is_scaled(home: Path, tmp_path: Path) -> None:
+    # A user's settings for another etcd must not configure this etcd.
     mine = {"ETCD_LISTEN_CLIENT_URLS": "http://127.0.0.1:1", "ETCD_NAME": "mine"}
     async with LocalRun(home, manifest(tmp_path), environ=mine) as run:
         before = await run.wait_until_training(2)
@@ -115,7 +115,7 @@ async def test_a_job_survives_the_death_of_an_agent_and_of_etcd_and_is_scaled(ho
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-async def test_an_interrupted_run_leaves_no_process_and_says_so(
+async def test_an_interrupted_run_leaves_no_process_and_is_recorded_as_interrupted(
     home: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     async with LocalRun(home, manifest(tmp_path, replicas=1)) as run:
@@ -142,7 +142,7 @@ async def test_pods_that_ignore_sigterm_are_killed_within_seconds(home: Path, tm
     async with LocalRun(home, manifest(tmp_path, command=stubborn, replicas=1)) as run:
         await run.wait_until_training(1)
         run.process.send_signal(signal.SIGINT)
-        async with asyncio.timeout(20):  # less than the pods' grace period of 30 s
+        async with asyncio.timeout(20):  # less than the pods' 30 s grace period
             assert await run.exit_code() == 130, run.output
         assert processes_of(home) == {}
 
@@ -155,7 +155,7 @@ import torchelastic as worker
 worker.ask_for_notice(20)
 while worker.notice() is None:
     time.sleep(0.01)
-time.sleep(4)  # longer than pods have that do not ask
+time.sleep(4)  # longer than the grace period of pods that do not ask
 Path("saved").touch()
 worker.saved()
 time.sleep(600)
@@ -167,7 +167,7 @@ async def test_an_interrupted_run_waits_for_workers_that_save(home: Path, tmp_pa
     async with LocalRun(home, manifest(tmp_path, command=[sys.executable, "saves.py"], replicas=1)) as run:
         snapshot = await run.wait_until_training(1)
         etcd = StoreSettings(endpoints=(snapshot["etcd"]["endpoint"],))
-        # elasticjob can then know the notice that the worker asked for
+        # wait until elasticjob can read that the worker asks for notice
         await until_keys(etcd, KEY_ROOT, lambda keys: any(b'"notice":20' in entry.value for entry in keys.values()))
         run.process.send_signal(signal.SIGINT)
         assert await run.exit_code() == 130, run.output
@@ -182,7 +182,7 @@ async def test_a_second_request_does_not_wait_for_hanging_pods(home: Path, tmp_p
         deleting = asyncio.create_task(asyncio.to_thread(LocalJobs(home=home).delete, "job"))
         await run.until(lambda snapshot: all(pod["terminating"] for pod in snapshot["pods"]))
         run.process.send_signal(signal.SIGINT)
-        async with asyncio.timeout(25):  # less than the grace period of deleted pods of 30 s
+        async with asyncio.timeout(25):  # less than the 30 s grace period of deleted pods
             assert await run.exit_code() == 3, run.output
             await deleting
 
@@ -269,7 +269,7 @@ async def test_saving_the_manifest_applies_it_and_refuses_immutable_changes(home
         file.write_text("not: [a manifest")
         invalid = await run.until(lambda snapshot: reasons(snapshot).count("Refused") == 2)
         assert "job.yaml:" in invalid["events"][-1]["message"]
-        # The scaled size stays, since the file does not set it, while the file changes another field.
+        # The scaled size stays, because the file does not set it when it changes another field.
         file.write_text(text.replace("replicas: 2\n", ""))
         await run.until(lambda snapshot: snapshot["manifest"]["spec"].get("replicas") == 3)
         await run.wait_until_training(3)
@@ -332,7 +332,7 @@ async def test_a_job_that_cannot_run_locally_is_refused_before_anything_starts(
     assert list((home / "runs").glob("*")) == []
 
 
-async def test_an_etcd_that_cannot_run_is_bad_input_and_leaves_nothing(home: Path, tmp_path: Path) -> None:
+async def test_an_etcd_that_cannot_run_is_reported_as_bad_input_and_leaves_nothing(home: Path, tmp_path: Path) -> None:
     etcd = tmp_path / "bin" / "etcd"
     etcd.parent.mkdir()
     etcd.write_text("#!/bin/sh\necho out of luck >&2; exit 1\n")
@@ -345,11 +345,11 @@ async def test_an_etcd_that_cannot_run_is_bad_input_and_leaves_nothing(home: Pat
         assert processes_of(home) == {}
 
 
-# -- a job that is suspended, resumed or out of time
+# -- jobs that are suspended, resumed or past their deadline
 
 
 def report_of(snapshot: dict[str, Any]) -> Report:
-    """The record of a run in its folder."""
+    """Return the record of a run in its folder."""
     return decode_report((Path(snapshot["run"]["directory"]) / "report.json").read_bytes())
 
 
@@ -358,8 +358,8 @@ def numbers(report: Report) -> list[int]:
 
 
 def has_no_processes(snapshot: dict[str, Any]) -> bool:
-    """Whether the job has no running process."""
-    etcd = snapshot["etcd"]  # the endpoint is removed after the process has ended
+    """Return whether the job has no running process."""
+    etcd = snapshot["etcd"]  # the endpoint is removed after the process has exited
     ended = etcd["pid"] is None and not etcd["endpoint"]
     return snapshot["status"]["state"] == "Suspended" and not snapshot["pods"] and ended
 
@@ -408,7 +408,7 @@ async def test_a_job_that_exceeds_its_deadline_fails(home: Path, tmp_path: Path)
         assert {each["reason"] for each in status["conditions"] if each["type"] == "Failed"} == {"DeadlineExceeded"}
 
 
-# -- processes that end with their parent
+# -- missing programs, and processes that exit with their parent
 
 
 def test_a_missing_etcd_is_reported_with_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

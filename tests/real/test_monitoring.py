@@ -40,13 +40,13 @@ NOT_HERE = {Needs.GPU, Needs.OPERATOR}
 
 
 class MonitoredRun:
-    """A monitored run, and its state from other sources than Prometheus.
+    """A monitored run, and its state from sources other than Prometheus.
 
     Attributes:
         prometheus: the server that scrapes the job.
         snapshot: the job at the end of the scenario; it still trains.
-        began: when the scraping began, and ended: when the scenario ended; in seconds since the Unix epoch.
-        pages: the pages of the agents, at the end.
+        began: the start of the scraping in seconds since the Unix epoch; ``ended`` is the end of the scenario.
+        pages: the metrics pages of the agents at the end of the scenario.
     """
 
     prometheus: Prometheus
@@ -63,32 +63,32 @@ class MonitoredRun:
 
     @property
     def age(self) -> float:
-        """Seconds since the job was created, and a little more."""
+        """An upper bound of the seconds since the job was created."""
         return time.time() - self.began + 60
 
     async def answer(self, expr: str, **values: str) -> Answer:
-        """The answer to a dashboard query at the end of the scenario."""
+        """Return the answer to a dashboard query at the end of the scenario."""
         return await self.prometheus.query(filled_in(expr, {**self.values, **values}), at=self.ended)
 
     async def one(self, expr: str) -> float:
-        """The only answer."""
+        """Return the value of the only sample of an answer."""
         [sample] = await self.answer(expr)
         return sample.value
 
 
 def ports(snapshot: Snapshot) -> list[str]:
-    """The addresses at which the agents serve /metrics."""
+    """Return the addresses at which the agents serve /metrics."""
     return [f"127.0.0.1:{urlsplit(pod['metricsUrl']).port}" for pod in snapshot["pods"] if pod["metricsUrl"]]
 
 
 def labels(answer: Answer, name: str) -> dict[str, float]:
-    """Values by one of their labels."""
+    """Return the values of an answer by a label."""
     return {sample.labels[name]: sample.value for sample in answer}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def monitored(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[MonitoredRun]:
-    """Two pods, then three; then a worker is killed, and all three train again."""
+    """A run of two pods that is scaled to three, loses a worker, and trains again with all three."""
     folder = tmp_path_factory.mktemp("monitored")
     home = folder / "home"
     (folder / "train.py").write_text(PROGRAM)
@@ -100,7 +100,7 @@ async def monitored(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[M
             monitored_run.began = time.time()
             snapshot = await run.wait_until_training(2)
             prometheus.scrape(ports(snapshot))
-            # Prometheus sees a change only if some scrapes saw the earlier value.
+            # Prometheus sees a change only if it has scraped the earlier value.
             await prometheus.until("count_over_time(torchelastic_world_size[1m]) > 5", lambda seen: len(seen) == 2)
             await asyncio.to_thread(LocalJobs(home=home).scale, "job", 3)
             snapshot = await run.wait_until_training(3, after=snapshot["status"]["round"])
@@ -111,7 +111,7 @@ async def monitored(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[M
             os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
             monitored_run.snapshot = await run.wait_until_training(3, after=snapshot["status"]["round"])
             round = monitored_run.snapshot["status"]["round"]
-            # Rare events have happened since, on each rank.
+            # Wait until each rank has written a checkpoint in this round.
             unchanged = f"min(min_over_time(torchelastic_round[5s])) == {round}"
             written = "sum by (rank) (increase(torchelastic_checkpoint_write_latency_seconds_count[5s])) > 0"
             await prometheus.until(f"{written} and on () ({unchanged})", lambda answer: len(answer) == 3)
@@ -127,7 +127,7 @@ async def monitored(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[M
 
 
 def answerable_queries(page: Page) -> list[Any]:
-    """The dashboard queries that a job on one machine answers."""
+    """Return the dashboard queries that a job on one machine answers."""
     return [
         pytest.param(panel, query, id=" ".join(filter(None, (panel.title, query.legend))))
         for panel, query in queries(page)
@@ -145,7 +145,7 @@ async def test_every_panel_has_data_of_the_right_unit_and_size(
 
 
 def the_query(title: str, legend: str = "", page: Page = JOB_PAGE) -> str:
-    """The query of a panel."""
+    """Return the query of a panel."""
     found = [
         query.expr for panel, query in queries(page) if panel.title == title and (not legend or query.legend == legend)
     ]

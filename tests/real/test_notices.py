@@ -1,4 +1,4 @@
-"""Time to save before a planned change of the round, for workers that ask for it."""
+"""Notices give workers that ask for them time to save before a planned change of the round."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ class Run:
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
 
     def node(self, *arguments: str | Path) -> AgentProcess:
-        """A node that forms a round with the present nodes after a second, or joins them."""
+        """Return a node that forms a round with the present nodes after a second, or joins them."""
         return self._node("--nnodes=1:3", "--rdzv-conf=last_call_timeout=1,lease=2", *arguments)
 
     def node_of_two(self, *arguments: str | Path) -> AgentProcess:
-        """A node that waits for a second node before it starts."""
+        """Return a node that waits for a second node before it starts."""
         size = SizeRecord(min=1, max=3, desired=2)
         return self._node("--rdzv-conf=last_call_timeout=60", *arguments, env={Env.SIZE: encode(size).decode()})
 
@@ -106,7 +106,7 @@ class Run:
         return AgentProcess(*line, "--notice=600", *arguments, **more)
 
     async def wait_until_training(self, *agents: AgentProcess, round: int = 1, asking: int | None = None) -> list[int]:
-        """Wait until these nodes train together, and ``asking`` of them (default: all) ask for notices.
+        """Wait until these nodes train together, and a number of them (default: all) asks for notices.
 
         Returns:
             The process ids of their workers.
@@ -128,7 +128,7 @@ def run(etcd: EtcdServer) -> Run:
 
 
 def before(agent: AgentProcess, first: str, then: str) -> bool:
-    """Whether an agent printed one text before another."""
+    """Return whether an agent printed one text before another."""
     numbers = [next(i for i, line in enumerate(agent.lines) if text in line) for text in (first, then)]
     return numbers[0] < numbers[1]
 
@@ -178,7 +178,7 @@ async def test_the_round_changes_when_the_rank_that_asked_for_notice_has_saved(
             assert [await a.code(), await b.code()] == [0, 0]
 
 
-async def test_a_callback_returns_a_value_or_raises(run: Run, tmp_path: Path) -> None:
+async def test_the_round_changes_after_a_callback_returns_or_raises(run: Run, tmp_path: Path) -> None:
     program = tmp_path / "called.py"
     program.write_text(CALLED)
     async with run.node(program, tmp_path) as a:
@@ -214,7 +214,7 @@ async def test_all_workers_save_before_a_node_leaves_unless_it_gets_a_second_sig
             assert before(a, "has saved", "round 2: two left")
             assert before(b, "has saved", f"rank {ranks[1]} goes")
 
-        # The only node leaves after its worker has saved, too.
+        # The only node also waits until its worker has saved.
         (tmp_path / "save.0").unlink()
         [worker] = await run.wait_until_training(a, round=2)
         seen = len(a.lines)

@@ -1,4 +1,4 @@
-"""``--preload``: modules that are imported once, for all workers, unless that would break the workers."""
+"""``--preload`` imports modules once for all workers, and refuses modules that would break workers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ print(there, model.IMPORTED_BY == os.getpid(), os.environ["SET_BY_THE_MODEL"], s
 
 
 async def refusal(folder: Path, source: str) -> str:
-    """The message about a module with this source."""
+    """Return the error message about a module with this source."""
     (folder / "model.py").write_text(source)
     async with workers_of(script(folder, "", preload=["json", "model"])) as workers:
         with pytest.raises(StartError) as refused:
@@ -95,7 +95,7 @@ async def test_a_fork_safe_thread_pool_does_not_prevent_forking(tmp_path: Path) 
     assert await output_of(program, tmp_path / "logs", {}) == "998001.0\n"
 
 
-async def test_an_agent_refuses_such_a_module_before_it_joins(tmp_path: Path) -> None:
+async def test_an_agent_refuses_a_module_that_cannot_be_imported_before_it_joins(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("import nowhere")
     [program] = script(tmp_path, "").argv
     async with AgentProcess("--preload", "model", program) as agent:

@@ -156,7 +156,7 @@ async def test_a_child_of_a_worker_cannot_report_for_it_but_an_executed_program_
     assert page.value("torchelastic_operation_duration_seconds_count", operation="train_step", rank="0") is None
 
 
-async def test_signal_handlers_and_threads_save_at_once_with_each_checkpoint_measured_and_few_store_writes(
+async def test_each_checkpoint_of_concurrent_signal_handlers_and_threads_is_counted_with_few_store_writes(
     run: Run,
 ) -> None:
     port = free_range(1).first
@@ -175,7 +175,7 @@ async def test_signal_handlers_and_threads_save_at_once_with_each_checkpoint_mea
                 with torchelastic.checkpoint():
                     pass
 
-        torchelastic.step()  # so that it is imported: no import bears to be interrupted by another one of the same
+        torchelastic.step()  # imports modules, which a signal handler must not import meanwhile
         sys.setswitchinterval(1e-5)
         signal.signal(signal.SIGALRM, handle)
         signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-3)

@@ -1,4 +1,4 @@
-"""The rendezvous on a real etcd: nodes join, leave and die, and survive every fault of etcd."""
+"""The rendezvous on a real etcd: nodes join, leave and crash, and survive every fault of etcd."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def factory(request: pytest.FixtureRequest, run_id: str, etcd: EtcdServer)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-async def test_a_dead_node_is_noticed_long_before_its_lease_expires(factory: NodeFactory, rank: int) -> None:
+async def test_a_crashed_node_is_noticed_long_before_its_lease_expires(factory: NodeFactory, rank: int) -> None:
     nodes = [await factory.node(name, wanted=3, lease=3600.0) for name in "abc"]
     first = await all_with(*nodes)
     dying = next(node for node in nodes if node.inner.node == first.nodes[rank])
@@ -133,7 +133,7 @@ async def test_a_round_is_current_until_the_next_is_committed_or_the_run_has_end
     store = await factory.connect()
     entry = await store.get(a.inner.run.keys.state)
     assert entry is not None
-    # Checked directly in the store, because the node may not have read the change yet.
+    # The store is checked directly, because the node may not have read the change yet.
     later = msgspec.structs.replace(first, number=7)
     a.inner.run.changed.send = lambda: None  # type: ignore[method-assign]
     await store.put(a.inner.run.keys.state, encode(StateRecord(later)))
@@ -174,14 +174,14 @@ RUN_LEASE = 2.0
 
 
 async def wait_by_etcds_clock(store: Store, seconds: float) -> None:
-    """Wait until this time has passed on etcd's clock."""
+    """Wait until this number of seconds has passed on etcd's clock."""
     key = f"/clock/{uuid.uuid4()}"
     async with watching(store, "/clock/") as watch:
         await store.put(key, b"", lease=await store.grant(seconds))
         await read_changes(watch, 2)
 
 
-async def test_run_keys_exist_while_an_agent_or_the_operator_lives_and_are_removed_afterwards(
+async def test_run_keys_exist_while_an_agent_or_the_operator_runs_and_are_removed_afterwards(
     own_etcd: EtcdServer, factory: NodeFactory, run_id: str
 ) -> None:
     store, keys = await factory.connect(), RunKeys.of(run_id)

@@ -33,7 +33,7 @@ _FONTS = """\
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser() -> AsyncIterator[Browser]:
-    """Debian's Chromium, running; it ends after the block."""
+    """A running Chromium from Debian's package."""
     root = packages.unpacked("browser")
     fonts = root / "fonts.conf"
     if not fonts.exists():
@@ -42,7 +42,7 @@ async def browser() -> AsyncIterator[Browser]:
         fonts.with_suffix(".new").replace(fonts)
     libraries = packages.environment(root)["LD_LIBRARY_PATH"]
     async with async_playwright() as playwright:
-        # Its own sandbox needs permissions that a container may lack; it opens only our pages.
+        # Chromium's sandbox needs permissions that a container may lack; Chromium opens only the pages of these tests.
         running = await playwright.chromium.launch(
             executable_path=str(root / "usr/lib/chromium/chromium"),  # the script in usr/bin expects an installation
             env={**os.environ, "LD_LIBRARY_PATH": libraries, "FONTCONFIG_FILE": str(fonts)},
@@ -90,11 +90,11 @@ class OpenPage:
         return opened
 
     async def boxes(self, selector: str) -> list[tuple[float, float]]:
-        """The left edges and the widths of elements, in pixels."""
+        """Return the left edges and the widths of elements, in pixels."""
         found: list[tuple[float, float]] = []
         for element in await self.page.query_selector_all(selector):
             box = await element.bounding_box()
-            assert box is not None, f"an element {selector} is not seen"
+            assert box is not None, f"an element {selector} is not visible"
             found.append((box["x"], box["width"]))
         return found
 
@@ -117,7 +117,7 @@ async def test_the_page_opens_without_errors_and_requests_nothing(
             "1d0h" if shown is long else "1m40s"
         )
         overflow = await opened.page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
-        assert overflow <= 0, f"at a width of {width} the page has to be scrolled horizontally"
+        assert overflow <= 0, f"at a width of {width} the page scrolls horizontally"
         await opened.page.close()
 
 

@@ -53,7 +53,7 @@ def run_id() -> str:
 
 
 class Watched:
-    """A mirror that runs within the block.
+    """A store mirror, and the changes and errors that it reported.
 
     Attributes:
         mirror: the mirror.
@@ -92,7 +92,7 @@ class Watched:
         assert task.cancelled()
 
 
-async def test_reports_about_the_past_are_read_and_wake_no_node(etcd: EtcdServer, run_id: str) -> None:
+async def test_history_and_time_breakdown_are_read_and_do_not_wake_the_operator(etcd: EtcdServer, run_id: str) -> None:
     keys = RunKeys.of(run_id)
     split = TimeBreakdown(until=1_700_000_000.5, seconds={RunState.TRAINING: 7.25}, joined=2)
     history = HistoryRecord(created=1_700_000_000.0, rounds=(PastRound(number=1, began=1_700_000_000.0, nodes=2),))
@@ -114,7 +114,7 @@ async def test_reports_about_the_past_are_read_and_wake_no_node(etcd: EtcdServer
         assert (mirror.time_breakdown, mirror.history) == (None, None)
 
 
-async def test_progress_wakes_no_peer_but_every_other_change_does(etcd: EtcdServer, run_id: str) -> None:
+async def test_every_change_of_a_node_except_progress_wakes_the_operator(etcd: EtcdServer, run_id: str) -> None:
     keys = RunKeys.of(run_id)
     record = NodeRecord(name="a", address="10.0.0.1", workers=1, size=SIZE)
     watched = Watched(run_id)
@@ -148,7 +148,7 @@ async def test_the_keys_of_a_run_are_removed_even_if_its_lease_is_lost(etcd: Etc
 async def test_a_store_outage_during_cleanup_is_reported(own_etcd: EtcdServer, run_id: str) -> None:
     watched = Watched(run_id)
     async with watched.follows(lambda: own_etcd.settings) as mirror:
-        await mirror.forget_run()  # without an earlier connection, there is no data to drop
+        await mirror.forget_run()  # before the first connection, there are no keys to remove
         await watched.until(lambda: mirror.readable)
         own_etcd.pause()
         forgetting = asyncio.create_task(mirror.forget_run())
@@ -162,7 +162,7 @@ async def test_a_store_outage_during_cleanup_is_reported(own_etcd: EtcdServer, r
 
 
 class Followed:
-    """The stores of all jobs, with the store of one job that a test follows."""
+    """The stores of all jobs, with one job whose store the test follows."""
 
     def __init__(self, run_id: str, api: Api | None = None) -> None:
         self._run_id = run_id
@@ -178,7 +178,7 @@ class Followed:
             yield stores.follow(self._run_id, KEY, endpoint, lasts=True, up=True, secret=secret)
 
     async def error(self) -> str:
-        """The first message about the store."""
+        """Return the first message about the store."""
         await self.until(lambda: self.stores.error(self._run_id) is not None)
         return self.stores.error(self._run_id) or ""
 
@@ -188,7 +188,7 @@ class Followed:
             await self._happened.wait()
 
 
-async def test_a_lasting_store_outage_and_a_bad_endpoint_are_reported_on_the_job(
+async def test_a_long_store_outage_and_a_bad_endpoint_are_reported_on_the_job(
     own_etcd: EtcdServer, run_id: str
 ) -> None:
     await own_etcd.kill()
@@ -203,7 +203,7 @@ async def test_a_lasting_store_outage_and_a_bad_endpoint_are_reported_on_the_job
         assert followed.stores.error(run_id) is None
 
 
-async def test_a_hanging_store_is_waited_for_a_moment_and_gets_the_size_later(etcd: EtcdServer, run_id: str) -> None:
+async def test_a_hanging_store_is_awaited_briefly_and_gets_the_size_later(etcd: EtcdServer, run_id: str) -> None:
     followed = Followed(run_id)
     async with followed.at(etcd.endpoint) as mirror:
         await followed.until(lambda: mirror.readable)

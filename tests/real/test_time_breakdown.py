@@ -40,7 +40,7 @@ BEFORE = 100.0
 """Seconds from the creation of the job until the first pod."""
 
 CLOCKS: Final = 0.1
-"""Seconds by which the steady clocks of processes may differ."""
+"""Seconds by which the monotonic clocks of processes may differ."""
 
 PROGRAM = """
 import os, signal, sys, time
@@ -74,7 +74,7 @@ for step in range(1_000_000):
     time.sleep(0.01)
 dist.destroy_process_group()
 """
-"""A program that reports its steps and checkpoints, and that it trains once it has written one."""
+"""A program that reports its steps and checkpoints, and prints a line after each checkpoint."""
 
 
 class Run:
@@ -82,7 +82,7 @@ class Run:
 
     Args:
         etcd: the server.
-        folder: for the program.
+        folder: the folder of the program.
         before: seconds since the job was created.
     """
 
@@ -116,7 +116,7 @@ class Run:
         return await scraped(self._ports[name])
 
     def covers(self, seconds: dict[str, float]) -> bool:
-        """Whether the seconds on the last page add up to the age of the job at that time."""
+        """Return whether the seconds on the last page add up to the age of the job at that time."""
         return self._asked - CLOCKS < self.created + sum(seconds.values()) < time.time() + CLOCKS
 
     async def breakdown(self, store: Store) -> TimeBreakdown:
@@ -130,7 +130,7 @@ class Run:
         return decode(entry.value, HistoryRecord)
 
     async def wait_for_checkpoint(self, agent: AgentProcess, *, leader: str) -> Page:
-        """Wait until the leader knows a checkpoint of the agent's round; returns the agent's page."""
+        """Wait until the leader has received a checkpoint of the agent's round, and return the agent's page."""
         while True:
             page = await self.page(leader)
             if page.value("torchelastic_job_lost_seconds_total") is not None:
@@ -142,12 +142,12 @@ class Run:
 
 
 def seconds_on(page: Page) -> dict[str, float]:
-    """The seconds by state on a page."""
+    """Return the seconds by state on a page."""
     shown = page.named("torchelastic_job_seconds_total")
     return {dict(labels)["state"]: value for (_, labels), value in shown.items()}
 
 
-async def test_the_time_breakdown_adds_up_though_workers_and_leaders_are_killed(
+async def test_the_time_breakdown_adds_up_even_if_workers_and_leaders_are_killed(
     own_etcd: EtcdServer, tmp_path: Path
 ) -> None:
     run = Run(own_etcd, tmp_path)

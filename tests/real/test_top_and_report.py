@@ -52,7 +52,7 @@ def program(tmp_path: Path) -> list[str]:
 
 
 def stepped(workers: int, round: int) -> Any:
-    """Whether rank 0 has made ten steps."""
+    """Return a condition on a snapshot: rank 0 has taken ten steps in this round."""
 
     def has(snapshot: dict[str, Any]) -> bool:
         line = (snapshot["progress"] or {}).get("line")
@@ -68,7 +68,7 @@ def a_worker(home: Path) -> int:
 
 
 async def wait_for_top(home: Path, words: str) -> list[str]:
-    """Wait until the output of ``elasticjob top`` contains these words; returns the output."""
+    """Wait until the output of ``elasticjob top`` contains these words, and return the output."""
     async with asyncio.timeout(LIMIT):
         while words not in (printed := (await answer(home, "top", "digits", "--once"))[1]):
             pass

@@ -22,7 +22,7 @@ ours.configure(Recorder())
 
 
 def said(program: str) -> list[str]:
-    """The output of a program in which any warning is an error."""
+    """Return the output of a program in which any warning is an error."""
     ended = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", dedent(program)], check=False, capture_output=True, text=True
     )
@@ -40,20 +40,20 @@ torchs.put_metric("loss", 1, "my_app")
 """
 
 
-def test_torch_metrics_arrive_with_any_configuration() -> None:
+def test_values_of_torchs_metrics_are_received_with_any_configuration() -> None:
     lines = said(f"import torch\n{RECORDER}{MEASURING}")
     assert [line for line in lines if line.startswith("ours")] == [f"ours: my_app loss {value}" for value in (3, 2, 1)]
     assert [line.rpartition("]")[2] for line in lines if not line.startswith("ours")] == [": loss=1"]
 
 
 @pytest.mark.parametrize("stub", ["None", "types.ModuleType('torch')"])
-def test_a_program_without_a_whole_torch_can_use_metrics(stub: str) -> None:
+def test_a_program_with_an_incomplete_torch_can_use_metrics(stub: str) -> None:
     assert said(
         f"import sys, types\nsys.modules['torch'] = {stub}\n{RECORDER}ours.put_metric('loss', 3, 'my_app')"
     ) == ["ours: my_app loss 3"]
 
 
-def test_torchs_agent_records_its_metrics_in_our_series() -> None:
+def test_the_metrics_of_torchs_agent_are_series_of_torchelastic() -> None:
     lines = said(
         """
         from prometheus_client import generate_latest

@@ -72,7 +72,7 @@ async def test_the_last_output_of_a_worker_is_forwarded_to_a_slow_reader() -> No
     while not console.full:
         console.write(writing, b"x" * 1000 + b"\n")
     os.write(pipe.writing, b"first words\n")
-    await poll_until(lambda: pipe.tail)  # from here on, the output is not read
+    await poll_until(lambda: pipe.tail)  # from now on, nothing reads the output
     os.write(pipe.writing, b"last words\n")
     output.handed_over()
     await output.drained(0)

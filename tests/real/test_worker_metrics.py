@@ -1,4 +1,4 @@
-"""Worker metrics on the agent's page: they need no setup, and survive a worker's death."""
+"""Worker metrics on the agent's page: they need no setup, and survive the exit of a worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("method", ["fork-server", "exec"])
-async def test_values_of_ours_and_of_torch_carry_the_rank_also_of_a_stopped_worker(tmp_path: Path, method: str) -> None:
+async def test_values_of_both_metrics_apis_have_the_rank_even_of_a_stopped_worker(tmp_path: Path, method: str) -> None:
     measured = Measured(
         tmp_path,
         """
@@ -63,7 +63,7 @@ async def test_values_of_ours_and_of_torch_carry_the_rank_also_of_a_stopped_work
     assert "[by_torch]: loss=3" in agent.output
 
 
-async def test_counters_survive_a_sigkill_and_the_end_of_a_worker_and_gauges_do_not(tmp_path: Path) -> None:
+async def test_counters_survive_a_sigkill_and_the_exit_of_a_worker_and_gauges_do_not(tmp_path: Path) -> None:
     measured = Measured(
         tmp_path,
         """
@@ -126,7 +126,7 @@ async def test_programs_started_in_sequence_by_a_shell_script_are_one_worker(tmp
     }
 
 
-async def test_a_worker_that_corrupts_its_metrics_harms_no_other_and_the_next_round_trains(
+async def test_a_worker_that_corrupts_its_metrics_harms_no_other_worker_and_the_next_round_trains(
     tmp_path: Path,
 ) -> None:
     measured = Measured(

@@ -39,7 +39,7 @@ def comparable(path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def unusual_settings() -> Iterator[None]:
-    """A process with an unusual umask and unusual limits."""
+    """Give this process an unusual umask and an unusual limit of open files."""
     umask, limit = os.umask(0o027), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit[0] - 7, limit[1]))
     yield
@@ -108,7 +108,7 @@ async def test_a_program_in_a_folder_or_an_archive_runs_as_in_a_plain_interprete
     ],
     ids=lambda value: value.argv[0] if isinstance(value, Program) else "",
 )
-async def test_a_program_that_cannot_run_ends_the_worker_with_one_sentence(
+async def test_a_worker_reports_in_one_sentence_why_its_program_cannot_run(
     program: Program, exit_code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -123,7 +123,7 @@ async def test_a_program_that_cannot_run_ends_the_worker_with_one_sentence(
         assert printed == by_hand(hand_command(program), {}).stdout
 
 
-async def test_a_program_ends_like_a_plain_interpreter(tmp_path: Path) -> None:
+async def test_a_program_exits_as_in_a_plain_interpreter(tmp_path: Path) -> None:
     script = tmp_path / "end.py"
     script.write_text(
         """

@@ -57,7 +57,7 @@ print(step(torch.ones(2)).item())
 
 
 def measured(data: Path) -> str:
-    """The lines of the program that did not run, according to coverage."""
+    """Return the lines of the program that did not run, according to coverage."""
     report = by_hand([sys.executable, "-m", "coverage", "report", f"--data-file={data}", "--show-missing"], {})
     lines = [line for line in report.stdout.splitlines() if "program.py" in line]
     assert lines, report.stdout

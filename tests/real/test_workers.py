@@ -1,4 +1,4 @@
-"""Workers start, meet, exit and are stopped; each exit is reported once, in words."""
+"""Workers start, meet, exit and are stopped; each exit is reported once, with an explanation."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_a_convolutional_network_trains_with_threads_and_data_loader_worke
     assert "trained 2" in runner.log(0)
 
 
-async def test_workers_that_die_at_once_are_each_reported_once(runner: WorkerRunner) -> None:
+async def test_workers_that_exit_at_once_are_each_reported_once(runner: WorkerRunner) -> None:
     group = await runner.start("import os; os._exit(int(os.environ['RANK']) + 10)", 8)
     ends = [await next_exit(group) for _ in range(8)]
     assert sorted(end.exit_code for end in ends) == list(range(10, 18))

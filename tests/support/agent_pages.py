@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from torchelastic.metrics.series import Series
 
     Row = tuple[Series, dict[str, str], Sequence[float]]
-    """A series, its labels and its words."""
+    """A series, its labels and its values."""
 
 LEADS: Final = {"waiting": 4.0, "rendezvous": 1.0, "starting": 5.0, "training": 90.0}
-"""The time breakdown on the leader's page."""
+"""The time breakdown on the page of a leader."""
 
 
 def agent_page(
@@ -34,16 +34,16 @@ def agent_page(
     own: Sequence[Row] = (),
     recoveries: tuple[float, int] | None = None,
 ) -> str:
-    """The page of an agent whose workers have these ranks.
+    """Return the page of an agent whose workers have these ranks.
 
     Args:
         ranks: the ranks of its workers.
-        round: the latest round that it knows.
+        round: the latest round of the agent.
         seconds: the job's time breakdown; None for an agent that is not the leader.
         lost: seconds of training since the last checkpoint.
         steps: sum and count of the step durations of each worker.
         memory: the memory of each worker.
-        own: the program's own metrics, and others.
+        own: further series, such as metrics of the program.
         recoveries: sum and count of the recoveries from failed workers.
     """
     rows: list[Row] = [

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 PATIENCE = 180.0
-"""Seconds after which a test gives up, also on a busy machine; no measurement uses it."""
+"""Seconds after which a test fails, even on a busy machine; no measurement uses it."""
 
 MEETING = """
 import os, sys, time
@@ -36,11 +36,11 @@ while True:
 dist.destroy_process_group()
 print(f"rank {rank} is done", flush=True)
 """
-"""A program whose workers meet, print that, and run until a file appears."""
+"""A program whose workers form a process group, print a line, and run until a file exists."""
 
 
 class AgentProcess:
-    """One ``torchelastic-run`` process with its output; the end of ``async with`` ends it.
+    """A ``torchelastic-run`` process with its output; it runs within ``async with``.
 
     Args:
         arguments: its command line.
@@ -50,7 +50,7 @@ class AgentProcess:
     """
 
     program: Sequence[str] = ("-m", "torchelastic.run")
-    """Python's arguments before those of the agent."""
+    """The arguments of Python before those of the agent."""
 
     def __init__(
         self,
@@ -112,22 +112,22 @@ class AgentProcess:
                         if match := re.search(pattern, self.lines[position]):
                             return match
                         position += 1
-                    assert not self._closed, f"ended without the line {pattern!r}:\n{self.output}"
+                    assert not self._closed, f"exited without the line {pattern!r}:\n{self.output}"
                     await self._more.wait()
         except TimeoutError:
             raise AssertionError(f"never printed {pattern!r}:\n{self.output}") from None
 
     async def wait_until_training(self, *, world: int, since: int = 0) -> int:
-        """Wait until a worker has joined a process group of this size; returns its process id."""
+        """Wait until a worker has joined a process group of this size, and return its process id."""
         return int((await self.wait_for_line(rf"round \d+ rank \d+ of {world} pid (\d+)", since=since))[1])
 
     async def code(self) -> int:
-        """Wait for the agent's end; returns its exit code."""
+        """Wait until the agent exits, and return its exit code."""
         try:
             async with asyncio.timeout(PATIENCE):
                 code = await self.process.wait()
         except TimeoutError:
-            raise AssertionError(f"the agent did not end:\n{self.output}") from None
+            raise AssertionError(f"the agent did not exit:\n{self.output}") from None
         if self._reading is not None:
             await self._reading
         return code
@@ -152,7 +152,7 @@ class AgentProcess:
 
 
 async def until_gone(pid: int) -> None:
-    """Wait for the end of a process that is not a child of this process."""
+    """Wait until a process that is not a child of this process has exited."""
     with suppress(ProcessLookupError):
         handle = os.pidfd_open(pid)
         ended = asyncio.Event()

@@ -1,6 +1,6 @@
 """Specs, statuses and metadata of ElasticJobs: valid ones, ones at the bounds, and invalid ones.
 
-:func:`edges` has each field of the schema at each of its bounds, one at a time; :func:`specs` any mixture.
+:func:`edges` yields specs with one field at a bound of the schema; :func:`specs` draws any mixture.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchelastic.protocol import NodeEnd, RunState, TimeBreakdown
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Numbers are as kubectl and elasticjob send them: 3.0 in YAML is 3.
+# Numbers are as kubectl and elasticjob send them: they send 3.0 in YAML as 3.
 
 Manifest = dict[str, Any]
 OperatorNamespace = tuple[str | int, ...]
@@ -114,7 +114,7 @@ FORMER_FULL: Manifest = {
         }
     },
 }
-"""A spec of the first controller with every field."""
+"""A spec with every field of the first controller."""
 
 FORMER_FIXED: Manifest = {
     "minReplicas": 1,
@@ -222,10 +222,10 @@ STATUSES = st.builds(
 
 
 def edges(schema: Manifest) -> Iterator[Manifest]:
-    """Specs that are valid except for one field, which is at a bound of its schema, beyond it, unusual, or absent.
+    """Yield specs that are valid except for one field, which is at or beyond a bound of its schema, unusual, or absent.
 
     Args:
-        schema: of the spec.
+        schema: the schema of the spec.
     """
     for right in (FULL, BARE, FORMER_FULL, FORMER_FIXED):
         yield right
@@ -241,7 +241,7 @@ def edges(schema: Manifest) -> Iterator[Manifest]:
 
 
 def odd_metadata() -> Iterator[Manifest]:
-    """Metadata with one value at a bound or beyond it."""
+    """Yield metadata with one value at a bound or beyond it."""
     yield from ({"name": name} for name in (*NAMES, *ODD_NAMES))
     labels = ({"a": "b"}, {}, None, {"a": 1}, [], "x")
     yield from ({"name": "a", kind: value} for kind in ("labels", "annotations") for value in labels)
@@ -249,13 +249,13 @@ def odd_metadata() -> Iterator[Manifest]:
 
 
 _DRAWN = 5_000
-"""Characters of a drawn value; :func:`edges` has the longer ones. Hypothesis warns of an example that is very long."""
+"""Upper bound of the characters of a drawn value: Hypothesis warns of long examples. :func:`edges` has no bound."""
 
 _OF_ANY_TYPE: tuple[Any, ...] = (None, True, 0, 1, 1.5, "", "x", "1", [], [None], {}, {"a": None})
 
 
 def _bounds(schema: Manifest) -> Iterator[Any]:
-    """The values on both sides of the schema's bounds."""
+    """Yield the values on both sides of the schema's bounds."""
     for bound in ("minimum", "maximum"):
         if bound in schema:
             yield from (schema[bound] - 1, schema[bound], schema[bound] + 1)
@@ -271,7 +271,7 @@ def _bounds(schema: Manifest) -> Iterator[Any]:
 
 
 def _schema_at(schema: Manifest, ns: OperatorNamespace) -> Manifest:
-    """The schema at a path; empty inside opaque values."""
+    """Return the schema at a path, or an empty schema inside opaque values."""
     for step in ns:
         below = schema.get("items") if isinstance(step, int) else schema.get("properties", {}).get(step)
         schema = below or schema.get("additionalProperties") or {}
@@ -285,7 +285,7 @@ def _at(value: Any, ns: OperatorNamespace) -> Any:
 
 
 def _with(value: Manifest, ns: OperatorNamespace, new: object) -> Manifest:
-    """A copy with another value at this path, or without the path."""
+    """Return a copy of a value with another value at this path, or without the path."""
     made = copy.deepcopy(value)
     container = _at(made, ns[:-1])
     if new is not _ABSENT:
@@ -299,10 +299,10 @@ def _with(value: Manifest, ns: OperatorNamespace, new: object) -> Manifest:
 
 @st.composite
 def specs(draw: st.DrawFn, schema: Manifest) -> Manifest:
-    """One of the specs above with up to six values changed: most to valid ones, some to a bound or beyond it.
+    """Draw one of the specs above with up to six changed values: most are valid, and some are at or beyond a bound.
 
     Args:
-        schema: of the spec.
+        schema: the schema of the spec.
     """
     spec = draw(st.sampled_from((FULL, BARE, FORMER_FULL, FORMER_FIXED)))
     for _ in range(draw(st.integers(0, 6))):
@@ -317,7 +317,7 @@ def specs(draw: st.DrawFn, schema: Manifest) -> Manifest:
 
 
 def _places(value: object, at: OperatorNamespace = ()) -> Iterator[OperatorNamespace]:
-    """Every path below a value."""
+    """Yield every path below a value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for step, below in items:
         yield (*at, step)

@@ -1,4 +1,4 @@
-"""A program that runs the source in the file that PROGRAM names, so that one set of workers serves many tests."""
+"""A program that runs the file that PROGRAM names, so that many tests can use the same workers."""
 
 import os
 from pathlib import Path

@@ -1,7 +1,7 @@
 """A proxy in front of a real API server that injects network and server faults, and counts writes.
 
-Its user chooses the fault of each request; :class:`RandomFaults` chooses at random, from a seed.
-It sends its own credentials to the API server for every client.
+A function of the test chooses the fault of each request; :class:`RandomFaults` chooses at random, from a seed.
+The proxy sends its own credentials to the API server for every client.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _PASSED_ON: Final = ("Content-Type", "Content-Encoding", "Retry-After")
 _REMEMBERED: Final = 6
-"""The number of listings of one kind that are kept, to be repeated later."""
+"""The number of listings of one kind that are kept for later repetition."""
 _LONGEST_DELAY: Final = 0.5
 _LONGEST_WATCH: Final = 3.0
 """Seconds after which a watch is cut by :attr:`Fault.CUT`."""
@@ -82,7 +82,7 @@ _ERRORS: Final = {
 
 
 class RandomFaults:
-    """Chooses the faults of requests at random; called with each request.
+    """Chooses the fault of each request at random; an instance is called with the request.
 
     Args:
         seed: the seed of the choices.
@@ -151,7 +151,7 @@ class ApiProxy:
         await self._stack.aclose()
 
     def write_kubeconfig(self, file: Path) -> Path:
-        """A kubeconfig for clients of this proxy."""
+        """Write a kubeconfig for clients of this proxy, and return its path."""
         file.write_text(kubeconfig(f"http://127.0.0.1:{self._port}", token="of-no-use"))
         return file
 
@@ -247,7 +247,7 @@ class _Answer:
 
 
 async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The lines of a watch of any length, as they come."""
+    """Yield the lines of a watch as they arrive; they can have any length."""
     begun = b""
     async for piece in stream.iter_any():
         *whole, begun = (begun + piece).split(b"\n")

@@ -1,4 +1,4 @@
-"""Certificates for tests of TLS, all signed by one authority."""
+"""Certificates for tests of TLS; one authority signs all of them."""
 
 from __future__ import annotations
 

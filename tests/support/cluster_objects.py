@@ -13,12 +13,12 @@ JOB_UID = "0b0c7a52-8f0e-4c61-9a4e-6f0d5b0a9a11"
 
 
 def at(seconds: float) -> str:
-    """The time this many seconds after the start, as Kubernetes writes it."""
+    """Return the time this many seconds after the start, as Kubernetes writes it."""
     return datetime.fromtimestamp(START + seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def status(**changes: Any) -> dict[str, Any]:
-    """The status of a job of three pods, one of which has just been created."""
+    """Return the status of a job of three pods, one of which has just been created."""
     return {
         "state": "Running",
         "observedGeneration": 1,
@@ -47,7 +47,7 @@ def status(**changes: Any) -> dict[str, Any]:
 
 
 def job(name: str = "digits", **changes: Any) -> dict[str, Any]:
-    """The job; ``spec`` and ``status`` are merged with the defaults, ``status=None`` omits it."""
+    """Return the job; ``spec`` and ``status`` are merged with the defaults; ``status=None`` omits the status."""
     spec = {"minReplicas": 2, "maxReplicas": 3, "replicas": 3, "image": "elastic-agent:dev", "args": ["digits.py"]}
     status_changes = changes.pop("status", {})
     whole = {
@@ -67,7 +67,7 @@ def job(name: str = "digits", **changes: Any) -> dict[str, Any]:
 
 
 def pod(index: int, suffix: str, *, state: dict[str, Any] | None = None, **about: Any) -> dict[str, Any]:
-    """A worker pod of the job ``digits``.
+    """Return a worker pod of the job ``digits``.
 
     Args:
         index: the index of the pod.
@@ -99,12 +99,12 @@ def pod(index: int, suffix: str, *, state: dict[str, Any] | None = None, **about
 
 
 def died(code: int, message: str, *, after: float = 68) -> dict[str, Any]:
-    """The state of a terminated container."""
+    """Return the state of a terminated container."""
     return {"terminated": {"exitCode": code, "reason": "Error", "message": message, "finishedAt": at(after)}}
 
 
 def event(after: float, message: str, **changes: Any) -> dict[str, Any]:
-    """An event of the job, this many seconds after the start."""
+    """Return an event of the job, this many seconds after the start."""
     return {
         "apiVersion": "v1",
         "kind": "Event",

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 ELASTICJOB = Path(sys.executable).with_name("elasticjob")
 PATIENCE = "180s"
-"""The limit of each wait; everything is much faster, except on a busy machine."""
+"""The limit of each wait; waits take much less time unless the machine is busy."""
 
 SIGHT = 180.0
-"""The same in seconds."""
+"""The limit of each wait in seconds."""
 
 AGENT = "torchelastic-run"
 
@@ -47,11 +47,11 @@ while True:
         break
     time.sleep(0.02)
 """
-"""A program without training, whose workers take each step together until it is asked to end."""
+"""A program that does not train: its workers take each step together until a file exists."""
 
 
 def job(name: str, **spec: Any) -> dict[str, Any]:
-    """A job of one or more pods in which every worker takes steps until one pod has the file ``/tmp/finish``."""
+    """Return a job of one or more pods in which every worker takes steps until one pod has the file ``/tmp/finish``."""
     whole = manifest(
         name,
         **{
@@ -72,7 +72,7 @@ class User:
         self.namespace = namespace
 
     async def kubectl(self, *words: str, check: bool = True, stdin: str | None = None, limit: float = 240) -> Any:
-        """Run kubectl in this namespace; returns its result."""
+        """Run kubectl in this namespace, and return its result."""
         return await self.node.run("kubectl", "-n", self.namespace, *words, check=check, stdin=stdin, timeout=limit)
 
     async def elasticjob(self, *words: str, check: bool = True) -> Any:
@@ -92,18 +92,18 @@ class User:
             await following.communicate()
 
     async def apply(self, manifest: dict[str, Any] | Path) -> None:
-        """``kubectl apply`` a file, or an object."""
+        """Apply a file or an object with ``kubectl apply``."""
         if isinstance(manifest, Path):
             await self.kubectl("apply", "-f", str(manifest))
         else:
             await self.kubectl("apply", "-f", "-", stdin=yaml.safe_dump(manifest))
 
     async def wait(self, what: str, condition: str, *, limit: str = PATIENCE) -> None:
-        """``kubectl wait`` for a condition, such as ``condition=Running`` or ``jsonpath={.status.worldSize}=3``."""
+        """Run ``kubectl wait`` for a condition, such as ``condition=Running`` or ``jsonpath={.status.worldSize}=3``."""
         await self.kubectl("wait", what, f"--for={condition}", f"--timeout={limit}", limit=float(limit[:-1]) + 30)
 
     async def wait_for_status(self, name: str, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Wait, with ``kubectl get -w``, until the status of a job meets a condition; returns the job.
+        """Wait, with ``kubectl get -w``, until the status of a job meets a condition, and return the job.
 
         Args:
             name: the name of the job.
@@ -142,12 +142,12 @@ class User:
         raise AssertionError(f"there is no event {words!r} of {name}")
 
     async def get(self, what: str, *more: str) -> dict[str, Any]:
-        """An object, or a list of them."""
+        """Return an object or a list of objects."""
         found: dict[str, Any] = json.loads((await self.kubectl("get", what, *more, "-o", "json")).stdout)
         return found
 
     async def pods(self, name: str) -> dict[str, dict[str, Any]]:
-        """The live worker pods of a job, by name: they have not ended and are not being deleted."""
+        """Return the live worker pods of a job, by name: they have not ended and are not being deleted."""
         listing = await self.get("pods", "-l", f"elastic.pytorch.org/job={name},elastic.pytorch.org/role=worker")
         return {
             pod["metadata"]["name"]: pod
@@ -173,9 +173,9 @@ class User:
         return [pid for pid, command in processes.items() if what in command and (AGENT in command) == agents]
 
     async def wait_for_output(self, pod: str, words: str) -> asyncio.Task[str]:
-        """Wait until a pod's worker has printed a line that ends with this text; returns a task that continues to read.
+        """Wait until a pod's worker has printed a line that ends with this text.
 
-        Its result is the complete output of the worker.
+        The returned task continues to read, and returns the complete output of the worker.
         """
         argv = ("kubectl", "-n", self.namespace, "logs", pod, "-c", "worker", "-f")
         reading = await self.node.popen(*argv)
@@ -185,7 +185,7 @@ class User:
         async with asyncio.timeout(SIGHT):
             while not (lines and lines[-1].rstrip().endswith(words)):
                 line = await stdout.readline()
-                assert line, f"the worker ended before it printed {words}: {lines}"
+                assert line, f"the worker exited before it printed {words}: {lines}"
                 lines.append(line.decode())
 
         async def rest() -> str:
@@ -196,28 +196,28 @@ class User:
         return asyncio.create_task(rest())
 
     async def events(self, name: str) -> str:
-        """The output of ``kubectl describe`` for a job."""
+        """Return the output of ``kubectl describe`` for a job."""
         return str((await self.kubectl("describe", f"elasticjob/{name}")).stdout)
 
     async def finish(self, name: str) -> None:
-        """Let the program of a job from :func:`job` end.
+        """Stop the program of a job from :func:`job`.
 
-        After a scale-down a surplus pod may still be listed, so every pod gets the file.
+        After a scale-down, a surplus pod may still be listed, so every pod gets the file.
         """
         touch = ("-c", "worker", "--", "touch", "/tmp/finish")
         asked = [await self.kubectl("exec", pod, *touch, check=False) for pod in await self.pods(name)]
         assert 0 in [each.returncode for each in asked], asked
 
     async def delete(self, name: str) -> list[str]:
-        """``kubectl delete`` a job, and wait until its objects are gone; returns those that are left."""
+        """Delete a job with ``kubectl delete``, wait until its objects are gone, and return the remaining ones."""
         await self.kubectl("delete", f"elasticjob/{name}")
         return await self.left_for_good()
 
     async def left_for_good(self, *staying: str) -> list[str]:
-        """The objects that are left in the namespace after garbage collection.
+        """Return the objects that remain in the namespace after garbage collection.
 
         Args:
-            staying: objects that may stay, such as job.example.org/digits.
+            staying: objects that may remain, such as job.example.org/digits.
         """
         for each in await self._objects():
             if each not in staying:
@@ -225,7 +225,7 @@ class User:
         return await self._objects()
 
     async def _objects(self) -> list[str]:
-        """All objects in the namespace, except events and those that Kubernetes itself creates in each."""
+        """Return all objects in the namespace, except events and those that Kubernetes itself creates in each."""
         kinds = (await self.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name")).stdout.split()
         wanted = [kind for kind in kinds if not kind.startswith(("events", "pods.metrics"))]
         names = (await self.kubectl("get", ",".join(wanted), "-o", "name", "--ignore-not-found")).stdout.split()

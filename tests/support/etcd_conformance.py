@@ -1,7 +1,7 @@
-"""Tests of every etcd adapter, to be inherited: the store's guarantees, failures, credentials and TLS.
+"""Tests that the tests of each etcd adapter inherit: guarantees of the store, failures, credentials and TLS.
 
-The module of the inheriting class has the fixtures ``each_etcd`` and ``etcd`` (shared servers), ``own_etcd`` (one for
-one test) and ``prefix``.
+The module of the inheriting class defines the fixtures ``each_etcd`` and ``etcd`` (shared servers), ``own_etcd`` (a
+server for one test) and ``prefix``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class EtcdBehaviour(StoreBehaviour):
-    """Tests to be inherited.
+    """Tests that the tests of each etcd adapter inherit.
 
     Attributes:
         api: the version of etcd's API.
@@ -47,7 +47,7 @@ class EtcdBehaviour(StoreBehaviour):
     writes: ClassVar[int]
 
     async def require_authentication(self, server: EtcdServer) -> None:
-        """Turn on authentication: alice, with the password s3cret, may use keys below /torchelastic/ only."""
+        """Enable authentication: alice, with the password s3cret, may only use keys below /torchelastic/."""
         raise NotImplementedError
 
     @contextlib.asynccontextmanager
@@ -60,7 +60,7 @@ class EtcdBehaviour(StoreBehaviour):
             await store.close()
 
     async def refused(self, settings: StoreSettings, **changes: Any) -> StoreRefused:
-        """The permanent error of a server that rejects the client."""
+        """Return the permanent error of a server that rejects the client."""
 
         async def put() -> None:
             async with self.opened(settings, **changes) as store:

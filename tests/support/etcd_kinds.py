@@ -1,7 +1,7 @@
-"""The versions of etcd for tests of the store and the rendezvous, as parameters.
+"""The versions of etcd for tests of the store and the rendezvous, as pytest parameters.
 
-Etcd 3.7 and 3.4 are built once, 3.5 comes as a package. Etcd 3.4 is used only with TORCHELASTIC_EXHAUSTIVE=1 in the
-environment. Without it, slow tests use the newest etcd and the API v2 only.
+Etcd 3.7 and 3.4 are built once; etcd 3.5 is a Python package. Etcd 3.4 is used only with TORCHELASTIC_EXHAUSTIVE=1 in
+the environment. Without this variable, slow tests use only the newest etcd and the API v2.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class EtcdKind:
     """A version of etcd, and the version of its API that is used.
 
     Attributes:
-        version: such as 3.7.
-        api: 3 or 2.
+        version: the version, such as 3.7.
+        api: the version of the API: 3 or 2.
     """
 
     version: str
@@ -46,7 +46,7 @@ class EtcdKind:
         return binaries.binary("etcd" if self.version == "3.7" else f"etcd-{self.version}")
 
     def server(self, folder: Path, *, args: Sequence[str] = (), protocol: str = "http") -> EtcdServer:
-        """A server that can be started; see :class:`~tests.support.etcd.EtcdServer`."""
+        """Return a server that can be started; see :class:`~tests.support.etcd.EtcdServer`."""
         sync = self.version == "3.4"
         return EtcdServer(folder, binary=self.binary, args=args, protocol=protocol, api=self.api, sync=sync)
 
@@ -56,11 +56,11 @@ V2: Final = tuple(EtcdKind(version, api=2) for version in ("3.5", "3.4"))
 
 
 def parameters(*kinds: EtcdKind) -> list[Any]:
-    """The pytest parameters: one for each kind, with the mark that it needs."""
+    """Return the pytest parameters: one for each kind, with the mark that it needs."""
     marks = {"3.7": pytest.mark.etcds, "3.4": pytest.mark.oldest_etcd, "3.5": ()}
     return [pytest.param(kind, id=kind.name, marks=marks[kind.version]) for kind in kinds]
 
 
 def chosen() -> list[Any]:
-    """The parameters for slow tests: the newest etcd, and API v2; or all of them."""
+    """Return the parameters for slow tests: the newest etcd, and API v2; or all of them."""
     return parameters(*V3, *V2) if EXHAUSTIVE else parameters(V3[0], V2[0])

@@ -42,7 +42,7 @@ class FakeApiServer(ObjectServer):
     """A fake API server, which serves on loopback within ``async with``.
 
     Attributes:
-        failing: the error status and message of paths whose requests fail.
+        failing: the status and the message of paths whose requests fail.
         pages: the metrics pages of pods, by the API server's proxy path.
     """
 
@@ -62,7 +62,7 @@ class FakeApiServer(ObjectServer):
         await super().__aexit__()
 
     def kubeconfig(self, folder: Path) -> Path:
-        """A kubeconfig for this server, with the namespace :data:`NAMESPACE`."""
+        """Return a kubeconfig for this server, with the namespace :data:`NAMESPACE`."""
         path = folder / "kubeconfig"
         path.write_text(kubeconfig(self.configuration.host, token="secret", namespace=NAMESPACE))
         return path
@@ -149,7 +149,7 @@ class FakeApiServer(ObjectServer):
 
 
 def _first_since(data: bytes, since: str) -> int:
-    """The offset of the first line of this second or later."""
+    """Return the offset of the first line of this second or a later one."""
     at = 0
     for line in data.splitlines(keepends=True):
         if line[:19] >= since.removesuffix("Z").encode():

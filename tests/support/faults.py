@@ -39,7 +39,7 @@ LOW, HIGH = 2, 4
 MOST_NODES: Final = 6
 
 PATIENCE: Final = 180.0
-"""Seconds without progress after which a script has failed, also on a busy machine."""
+"""Seconds without progress after which a script has failed, even on a busy machine."""
 
 
 class FaultKind(enum.StrEnum):
@@ -47,7 +47,7 @@ class FaultKind(enum.StrEnum):
 
     JOIN = "joins"
     LEAVE = "leaves"
-    CRASH = "dies"
+    CRASH = "crashes"
     CUT_LINE = "has its connections to etcd cut"
     STALL_LINE = "has a stalled connection to etcd"
     SLOW_LINE = "has a slow connection to etcd"
@@ -98,7 +98,7 @@ _TO_ETCD: Final = (FaultKind.ETCD_DOWN, FaultKind.ETCD_PAUSED, FaultKind.ALL_STA
 
 
 def script(seed: int, rounds: int) -> list[Round]:
-    """The steps of a seed. The first node never leaves, because round numbers never fall while a node lives."""
+    """Return the steps of a seed. The first node never leaves, because round numbers never fall while a node lives."""
     random_source = random.Random(seed)
     names = (f"n{number}" for number in itertools.count())
     present = [next(names) for _ in range(random_source.randint(LOW, HIGH))]
@@ -126,8 +126,8 @@ def script(seed: int, rounds: int) -> list[Round]:
             ]
             parts.append(Round(tuple(steps), all_stay=True))
             continue
-        # While etcd is empty, the nodes that know its data must live; and fewer nodes than the wanted number
-        # may join, since the wanted number of nodes starts without waiting.
+        # While etcd is empty, the nodes that know its data must stay. Fewer nodes than the wanted number may
+        # join, because the wanted number of nodes forms a round without waiting.
         empty = chance >= 0.75
         choices = (
             (FaultKind.CUT_LINE, FaultKind.SLOW_LINE, FaultKind.JOIN)
@@ -165,10 +165,10 @@ class Member:
 
 
 class FaultRun:
-    """Nodes of one run on one etcd with faults; an async context manager.
+    """Nodes of one run on one etcd, and their faults; an async context manager.
 
     Args:
-        etcd: the server; it is killed, paused and emptied.
+        etcd: the server, which is killed, paused and emptied.
         run_id: the id of the run.
     """
 
@@ -338,7 +338,7 @@ class FaultRun:
             raise GuaranteeViolatedError("; ".join(self._violations))
 
     def _in_one_round(self) -> bool:
-        """Whether every live node knows the last round, and the round has as many of them as possible."""
+        """Return whether every live node knows the last round, and the round has as many of them as possible."""
         if not self.rounds:
             return False
         last = self.rounds[max(self.rounds)]

@@ -1,6 +1,6 @@
-"""Commands that execute their arguments in new namespaces or with a limit of memory, as a container does.
+"""Commands that execute their arguments in new namespaces or with a memory limit, as in a container.
 
-If this user may not create them, the test is skipped; with CI=true it fails.
+If the user may not create namespaces or control groups, the test is skipped; with CI=true, it fails.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def first_process() -> tuple[str, ...]:
-    """Execute as the first process of a PID namespace."""
+    """Return a command that executes its arguments as the first process of a PID namespace."""
     return _tried("--pid", "--fork", "--mount-proc", "--kill-child")
 
 
 def network(interface: str, address: str) -> tuple[str, ...]:
-    """Execute in a network namespace with only loopback and an interface with this address."""
+    """Return a command for a network namespace with only loopback and an interface with this address."""
     other = f"{interface}-peer"
     lines = (
         "ip link set lo up",
@@ -45,13 +45,13 @@ def _tried(*arguments: str) -> tuple[str, ...]:
         availability.unavailable("there is no unshare: install util-linux")
     tried = subprocess.run([*command, "true"], capture_output=True, text=True, check=False)
     if tried.returncode:
-        availability.unavailable(f"no namespace can be had: {tried.stderr.strip()}")
+        availability.unavailable(f"no namespace can be created: {tried.stderr.strip()}")
     return command
 
 
 @contextlib.contextmanager
 def memory_limit(megabytes: int) -> Iterator[tuple[str, ...]]:
-    """A command that executes its arguments in a control group with a limit in megabytes."""
+    """Yield a command that executes its arguments in a control group with a memory limit in megabytes."""
     try:
         found = node_cgroups.of_this_machine()
         node_cgroups.check(found)

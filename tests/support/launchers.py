@@ -18,7 +18,7 @@ class Launcher(AgentProcess):
 
 
 def script(folder: Path, source: str) -> Path:
-    """A script of this source, with the functions of all tests before it."""
+    """Write a script with :data:`COMMON` and this source, and return its path."""
     path = folder / "launcher.py"
     path.write_text(COMMON + dedent(source))
     return path
@@ -55,4 +55,4 @@ def meet_and_stay(stop):
     stay(dist, stop)
     return rank
 """
-"""Functions for workers: they meet, print that, and run until a file appears."""
+"""Functions for workers that form a process group, print a line, and run until a file exists."""

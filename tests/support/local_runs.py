@@ -24,15 +24,15 @@ LIMIT = 240.0
 """The limit of each wait in seconds, even on a busy machine."""
 
 WAITS = "echo rank $RANK of $WORLD_SIZE; while [ ! -e {finish} ]; do sleep 0.05; done"
-"""A worker that ends when a file exists; a shell, which starts faster than torch."""
+"""A worker that exits when a file exists; it is a shell, which starts faster than torch."""
 
 
 class LocalRun(AgentProcess):
-    """One `elasticjob run` process with its output; the end of ``async with`` ends it.
+    """An `elasticjob run` process with its output; it runs within ``async with``.
 
     Args:
-        home: its home folder, which also marks its processes.
-        manifest: the file to run.
+        home: the home folder, which also identifies the processes of the run.
+        manifest: the manifest of the job.
         arguments: more arguments.
         environ: more variables.
     """
@@ -45,7 +45,7 @@ class LocalRun(AgentProcess):
 
     @property
     def record(self) -> Snapshot:
-        """The record in its folder; if this home has several runs, that of this process."""
+        """The record in the folder of the run of this process; the home may have several runs."""
         for file in self.home.glob("runs/*/job.json"):
             record: Snapshot = json.loads(file.read_bytes())
             if record["run"]["pid"] == self.process.pid:
@@ -53,7 +53,7 @@ class LocalRun(AgentProcess):
         raise AssertionError(f"process {self.process.pid} has written no record; its output:\n{self.output}")
 
     async def exit_code(self) -> int:
-        """Wait until the process ends; returns its exit code."""
+        """Wait until the process exits, and return its exit code."""
         return await self.code()
 
     async def until(self, condition: Callable[[Snapshot], object], *, limit: float = LIMIT) -> Snapshot:
@@ -87,7 +87,7 @@ class LocalRun(AgentProcess):
         raise AssertionError(f"the run {why}; last snapshot: {json.dumps(snapshot, indent=1)}\n{self.output}")
 
     async def wait_until_training(self, workers: int, *, after: int = 0) -> Snapshot:
-        """Wait until this number of workers trains in a round later than ``after``; returns the snapshot."""
+        """Wait until this number of workers trains in a round later than ``after``, and return the snapshot."""
         return await self.until(
             lambda snapshot: (
                 snapshot["status"]["worldSize"] == workers
@@ -99,7 +99,7 @@ class LocalRun(AgentProcess):
 
 
 def manifest(folder: Path, name: str = "job", **spec: Any) -> Path:
-    """A manifest in the folder, whose worker waits for ``<folder>/finish`` unless the spec says otherwise."""
+    """Write a manifest whose worker waits for ``<folder>/finish`` unless the spec says otherwise."""
     written = {
         "image": "some/image",
         "minReplicas": 1,
@@ -123,17 +123,17 @@ def manifest(folder: Path, name: str = "job", **spec: Any) -> Path:
 
 
 def training(snapshot: Snapshot) -> list[Snapshot]:
-    """The live pods that are members of the current round."""
+    """Return the live pods that are members of the current round."""
     return [pod for pod in snapshot["pods"] if pod["ranks"] and pod["ended"] is None and not pod["terminating"]]
 
 
 def reasons(snapshot: Snapshot) -> list[str]:
-    """The reasons of the events, in order."""
+    """Return the reasons of the events, in order."""
     return [event["reason"] for event in snapshot["events"]]
 
 
 def processes_of(home: Path) -> dict[int, str]:
-    """The command lines of the processes that have this home folder in their environment, by process id."""
+    """Return the command lines of the processes that have this home folder in their environment, by process id."""
     mark = b"\0ELASTICJOB_HOME=" + os.fsencode(home) + b"\0"
     found = {}
     for process in Path("/proc").iterdir():
@@ -144,7 +144,7 @@ def processes_of(home: Path) -> dict[int, str]:
 
 
 async def gone(pids: Iterable[int], *, within: float) -> bool:
-    """Whether these processes end within a time limit."""
+    """Wait until these processes have exited, and return whether they did so in time."""
     try:
         async with asyncio.timeout(within):
             for pid in pids:

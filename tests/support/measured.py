@@ -24,18 +24,18 @@ WAIT = """
 if __name__ == "__main__":
     open(sys.argv[1]).read()
 """
-"""The end of a program that waits for a byte from a pipe."""
+"""The last lines of a program, which wait until a pipe is closed."""
 
 
 class Measured:
     """An agent with a program that records metrics, and the agent's page.
 
     Args:
-        folder: for the program.
-        source: the program, in Python; the needed standard modules are imported.
+        folder: the folder of the program.
+        source: the Python source of the program; standard modules are imported before it.
         flags: flags of the agent.
         endpoint: the endpoint of the run's etcd, if it has one.
-        env: variables of the agent, beside those of the test.
+        env: variables in addition to the test's environment.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Measured:
                 await asyncio.sleep(0.02)
 
     async def after(self, pattern: str, count: int = 1) -> Page:
-        """Wait until this number of workers has printed a line; returns the page."""
+        """Wait until this number of workers has printed a line, and return the page."""
         since = 0
         for _ in range(count):
             await self.agent.wait_for_line(pattern, since=since)

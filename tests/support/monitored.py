@@ -37,7 +37,7 @@ for step in range(1_000_000):
         with torchelastic.checkpoint():
             time.sleep(0.02)
 """
-"""Steps of a tenth of a second, and a checkpoint after every ten."""
+"""A program with steps of a tenth of a second, and a checkpoint after every tenth step."""
 OWN: Final = {
     "gauge": "my_app_train_loss",
     "counter": "my_app_samples_total",
@@ -46,30 +46,30 @@ OWN: Final = {
 }
 """The selected metrics of the program."""
 IN_GRAFANA: Final = {"__rate_interval": "10s", "__range": "10m", "__interval": "1s"}
-"""The values of Grafana's variables, for pages that are scraped twice a second."""
+"""The values of Grafana's variables for pages that are scraped twice a second."""
 
 _VARIABLE: Final = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 
 
 def filled_in(expr: str, values: Mapping[str, str]) -> str:
-    """The query as Grafana would send it.
+    """Return the query as Grafana sends it.
 
     Raises:
-        KeyError: it has an unknown variable.
+        KeyError: the query has an unknown variable.
     """
     known = {**IN_GRAFANA, **values}
     return _VARIABLE.sub(lambda found: known[found[1] or found[2]], expr)
 
 
 def queries(page: Page) -> Iterator[tuple[Panel, Query]]:
-    """All queries of a dashboard, each with its panel."""
+    """Yield all queries of a dashboard, each with its panel."""
     for panel in page.panels:
         for query in panel.queries:
             yield panel, query
 
 
 def unit_of(panel: Panel, query: Query) -> Unit:
-    """The unit of the answers of a query."""
+    """Return the unit of the answers of a query."""
     return dict(panel.units).get(query.legend, panel.unit)
 
 
@@ -78,11 +78,11 @@ _MOST: Final = {Unit.SHARE: 1.0, Unit.BYTES: 1e11, Unit.NUMBER: 1e5, Unit.PER_SE
 
 
 def complaints(answer: Answer, unit: Unit, *, age: float) -> Iterator[str]:
-    """The errors in an answer that follow from its unit.
+    """Yield a sentence for each value that is impossible for the unit of an answer.
 
     Args:
         answer: the answer to one query.
-        unit: its unit.
+        unit: the unit of the answer.
         age: seconds since the job was created; no duration is longer.
     """
     if not answer:
@@ -94,6 +94,6 @@ def complaints(answer: Answer, unit: Unit, *, age: float) -> Iterator[str]:
 
 
 def names_in(exprs: Iterable[str]) -> set[str]:
-    """The names of all series in queries."""
+    """Return the names of all series in queries."""
     found = {name for expr in exprs for name in re.findall(r"\b((?:torchelastic|elastic_operator|process)_\w+)", expr)}
     return {name for name in found if not name.endswith("_")}

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from torchelastic.store.api import Store
 
 PATIENCE = 90.0
-"""Seconds after which a test gives up; no measurement uses it."""
+"""Seconds after which a test fails, even on a busy machine; no measurement uses it."""
 
 
 class Clients:
-    """Creates clients of one store, and remembers them in the order of creation."""
+    """Creates clients of one store, and keeps them in the order of creation."""
 
     def __init__(self) -> None:
         self.data = MemoryStore()
@@ -34,13 +34,13 @@ class Clients:
         return self.all[-1]
 
     def reach(self, reachable: bool) -> None:
-        """Set whether all of them can reach the store."""
+        """Set whether the clients can reach the store."""
         for client in self.all:
             client.reachable = reachable
 
 
 class NodeFactory:
-    """Creates the nodes of one run, and ends them."""
+    """Creates the nodes of one run, and stops them."""
 
     def __init__(self, connect: Callable[[], Awaitable[Store]], run_id: str, **settings: Any) -> None:
         self.connect = connect
@@ -149,7 +149,7 @@ class TestNode:
         return [node.rpartition(".")[0] for node in self.rounds[-1].nodes]
 
     def drain(self) -> list[RoundRecord]:
-        """The rounds that it received since the last call."""
+        """Return the rounds that it received since the last call."""
         records = []
         while not self.inner.events.empty():
             event = self.inner.events.get_nowait()
@@ -162,7 +162,7 @@ class TestNode:
         return records
 
     async def crash(self) -> None:
-        """End as after a SIGKILL: connections are closed, and the lease expires."""
+        """Stop the node as SIGKILL does: its connections are closed, and its lease expires."""
         self._open = False
         await self.inner.abort()
 
@@ -173,7 +173,7 @@ class TestNode:
 
 
 async def all_with(*nodes: TestNode) -> RoundRecord:
-    """Wait until exactly these nodes are in one round, and all of them know it."""
+    """Wait until all of these nodes have received a round of exactly these nodes."""
     names = [node.name for node in nodes]
     records = await asyncio.gather(*(node.until_with(*names) for node in nodes))
     assert len({record.number for record in records}) == 1

@@ -40,7 +40,7 @@ _NAMESPACES = Resource("", "v1", "namespaces", "Namespace")
 
 
 def discovered(path: str) -> dict[str, Any] | None:
-    """The answer to a discovery request, as kopf sends it; None for another path."""
+    """Return the answer to a discovery request, as kopf sends it, or None for another path."""
     groups = {resource.group: resource.version for resource in WATCHED if resource.group}
     if path == "/api":
         return {"versions": ["v1"]}
@@ -62,7 +62,7 @@ def _group(group: str, version: str) -> dict[str, Any]:
 async def answering(
     answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
 ) -> AsyncIterator[Configuration]:
-    """Give this answer to each request; yields the access for a Kubernetes client."""
+    """Give this answer to each request within the block, and yield the configuration of a client."""
     runner = web.ServerRunner(web.Server(answer))
     await runner.setup()
     try:
@@ -75,7 +75,7 @@ async def answering(
 
 
 class ObjectServer:
-    """Serves on loopback within ``async with``.
+    """An API server on loopback, which serves within ``async with``.
 
     Attributes:
         objects: the objects by path.
@@ -83,7 +83,7 @@ class ObjectServer:
         fault: returns the failure of a request with this method and path; None for success.
         unanswered: collections in which creations get no answer.
         max_concurrent: the maximum number of concurrent requests by method.
-        configuration: the access for a client.
+        configuration: the configuration of a client.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class ObjectServer:
             await self._something.wait_for(condition)
 
     def put(self, resource: Resource, name: str, **body: Any) -> dict[str, Any]:
-        """Store an object; returns a copy of it."""
+        """Store an object, and return a copy of it."""
         path = resource.path(NAMESPACE, name)
         about = {"name": name, "namespace": NAMESPACE, "uid": f"uid-{name}-{next(self._versions)}"}
         former = self.objects.get(path, {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": about})
@@ -131,16 +131,16 @@ class ObjectServer:
         del self.objects[resource.path(NAMESPACE, name)]
 
     def get(self, resource: Resource, name: str) -> dict[str, Any]:
-        """An object."""
+        """Return an object."""
         return self.objects[resource.path(NAMESPACE, name)]
 
     def of_kind(self, resource: Resource) -> list[dict[str, Any]]:
-        """All objects of a kind."""
+        """Return all objects of a kind."""
         folder = resource.path(NAMESPACE)
         return [body for path, body in self.objects.items() if path.rpartition("/")[0] == folder]
 
     def count_requests(self, method: str, resource: Resource) -> int:
-        """The number of requests for a kind with a method."""
+        """Return the number of requests for a kind with a method."""
         return sum(verb == method and path.startswith(resource.path(NAMESPACE)) for verb, path in self.requests)
 
     def _store(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -259,7 +259,7 @@ class ObjectServer:
 
 
 def _is_selected(request: web.BaseRequest, path: str, body: dict[str, Any]) -> bool:
-    """Whether an object is of the kind and the namespace of a request, and meets its selectors."""
+    """Return whether an object is of the kind and the namespace of a request, and meets its selectors."""
     if _without_namespace(path.rpartition("/")[0]) != _without_namespace(request.path):
         return False
     labels = body["metadata"].get("labels") or {}

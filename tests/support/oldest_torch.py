@@ -1,4 +1,4 @@
-"""The oldest supported torch: a Python for test programs that has it before this environment's torch.
+"""A Python for test programs that finds the oldest supported torch before this environment's torch.
 
 CUDA's libraries are stubs (:mod:`tests.support.testbed.cuda_stubs`); everything else is torch as released.
 """
@@ -27,20 +27,20 @@ VERSION: Final = "2.8.0"
 _LAST_PYTHON: Final = (3, 13)
 _LAYOUT: Final = 1
 _GIGABYTES: Final = 4.0
-"""Gigabytes during the installation; 1.8 afterwards."""
+"""Gigabytes of disk that the installation needs; 1.8 remain in use."""
 
 _WITH_CUDA: Final = ("nvidia-cuda-runtime-cu12==12.8.90", "nvidia-cuda-cupti-cu12==12.8.90")
 """Functions that torch calls during its import."""
 
 
 def make_python(folder: Path) -> Path:
-    """A Python with the packages of this one and the oldest supported torch.
+    """Create a Python with the packages of this one and the oldest supported torch, and return its path.
 
     Args:
         folder: a folder that does not exist yet.
 
     Raises:
-        Missing: this torch cannot be installed here.
+        Missing: this torch cannot be installed on this machine.
     """
     torch = packages()
     venv.EnvBuilder(symlinks=True, with_pip=False).create(folder)
@@ -52,10 +52,10 @@ def make_python(folder: Path) -> Path:
 
 
 def packages() -> Path:
-    """The folder with the packages that precede this environment's; created if it is missing.
+    """Return the folder with the packages that precede this environment's, which is created if it is missing.
 
     Raises:
-        Missing: a requirement is missing here.
+        Missing: a requirement is missing on this machine.
     """
     folder = _folder()
     if not folder.exists():
@@ -66,7 +66,7 @@ def packages() -> Path:
 
 
 def is_ready() -> bool:
-    """Whether :func:`packages` has been run."""
+    """Return whether :func:`packages` has been run."""
     return _folder().exists()
 
 

@@ -33,12 +33,12 @@ _RUNS = {"name": "worker", "ready": True, "state": {"running": {"startedAt": MAD
 
 
 class OperatedCluster:
-    """An operator without watches, which soon reports an unreachable etcd; runs within ``async with``.
+    """An operator without watches, which soon reports an unreachable etcd; it runs within ``async with``.
 
     Attributes:
         server: the API server.
         api: the operator's connection.
-        store: the objects that the operator knows.
+        store: the operator's cache of objects.
         backend: the backend of its reconciler.
     """
 
@@ -75,7 +75,7 @@ class OperatedCluster:
         self.change(ELASTIC_JOBS, NAME, spec=whole)
 
     def change(self, resource: Resource, name: str, **body: Any) -> None:
-        """Change an object, and the operator's cache."""
+        """Change an object on the server and in the operator's cache."""
         self.store.put(resource, self.server.put(resource, name, **body))
 
     def run_pods(self) -> None:
@@ -95,18 +95,18 @@ class OperatedCluster:
         return status
 
     def holds(self, condition: str) -> bool:
-        """Whether a condition of the job holds."""
+        """Return whether a condition of the job holds."""
         return self.message(condition) is not None
 
     def message(self, condition: str) -> str | None:
-        """The message of a true condition of the job; None for a false one."""
+        """Return the message of a true condition of the job, or None for a false condition."""
         for each in self.status.get("conditions", ()):
             if (each["type"], each["status"]) == (condition, "True"):
                 return str(each["message"])
         return None
 
     def events(self, reason: str) -> list[str]:
-        """The messages of the job's events with this reason."""
+        """Return the messages of the job's events with this reason."""
         return [event["message"] for event in self.server.of_kind(EVENTS) if event["reason"] == reason]
 
     async def reconcile(self) -> None:

@@ -1,7 +1,7 @@
 """A namespace with an operator, in which a test acts as the users, the kubelet and the agents.
 
 A control plane without nodes has no kubelet: pods stay Pending, and a test that needs them to run, fail or end reports
-this as the kubelet. On a cluster with nodes, pods stay Pending as well, because no scheduler handles them.
+this in place of the kubelet. On a cluster with nodes, pods stay Pending as well, because no scheduler handles them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Objects = dict[str, Json]
 
 
 class OperatorNamespace:
-    """A namespace with all permissions.
+    """A namespace in which the test has all permissions.
 
     Args:
-        api: the API server as an administrator sees it.
+        api: the API server, with the permissions of an administrator.
         cluster: the cluster.
-        namespace: its name.
-        restricted: whether it admits only restricted pods, so that pods must not run as root.
+        namespace: the name of the namespace.
+        restricted: whether the namespace admits only restricted pods, so that pods must not run as root.
     """
 
     def __init__(self, api: WatchingApi, cluster: Cluster, namespace: str, *, restricted: bool = False) -> None:
@@ -48,13 +48,13 @@ class OperatorNamespace:
         self._pods: Json = {"securityContext": {"runAsNonRoot": True}} if restricted else {}
 
     def operator(self, folder: Path, *flags: str, kubeconfig: Path | None = None, **more: Any) -> OperatorProcess:
-        """An operator replica for this namespace, which also has its lease.
+        """Return an operator replica for this namespace; its lease is also there.
 
         Args:
             folder: the folder of its log.
             flags: more flags.
             kubeconfig: its access to the API server; None for that of an administrator.
-            more: as in OperatorProcess.
+            more: further arguments of OperatorProcess.
         """
         only_here = (f"--namespace={self.name}", f"--lease-namespace={self.name}")
         return OperatorProcess(folder, kubeconfig or self.cluster.kubeconfig, *only_here, *flags, **more)
@@ -74,7 +74,7 @@ class OperatorNamespace:
         return await self.cluster.kubectl("--namespace", self.name, *words, check=check, stdin=stdin)
 
     async def wait_for(self, resource: Resource, condition: Callable[[Objects], bool], **select: str) -> Objects:
-        """Wait until the objects of a kind meet a condition; returns them by name."""
+        """Wait until the objects of a kind meet a condition, and return them by name."""
         last: Objects = {}
         try:
             async with (
@@ -94,19 +94,19 @@ class OperatorNamespace:
         )
 
     async def wait_for_job(self, condition: Callable[[Json], bool], name: str = "digits") -> Json:
-        """Wait until the status of a job meets a condition; returns the job."""
+        """Wait until the status of a job meets a condition, and return the job."""
         jobs = await self.wait_for(
             ELASTIC_JOBS, lambda found: name in found and condition(found[name].get("status") or {}), name=name
         )
         return jobs[name]
 
     async def wait_for_pods(self, count: int, name: str = "digits") -> Objects:
-        """Wait until a job has exactly this number of live worker pods; returns them by name."""
+        """Wait until a job has exactly this number of live worker pods, and return them by name."""
         found = await self.wait_for(PODS, lambda pods: len(live(pods)) == count, labels=worker_selector(name))
         return live(found)
 
     async def wait_for_event(self, *words: str) -> str:
-        """Wait for an event that contains all of these words; returns all events, one per line."""
+        """Wait for an event that contains all of these words, and return all events, one per line."""
         found = await self.wait_for(
             EVENTS, lambda events: any(all(word in line for word in words) for line in lines_of(events))
         )
@@ -117,7 +117,7 @@ class OperatorNamespace:
         await self._report(pod, "Running", {"running": {"startedAt": "2026-01-01T00:00:00Z"}})
 
     async def report_ended(self, pod: str, code: int, message: str = "") -> None:
-        """Report, as the kubelet, that a pod's worker has ended."""
+        """Report, as the kubelet, that a pod's worker has terminated."""
         terminated = {
             "exitCode": code,
             "message": message,
@@ -167,7 +167,7 @@ class OperatorNamespace:
 
 
 def manifest(name: str, **spec: Any) -> Json:
-    """A valid job of one to three pods with these additional fields of the spec."""
+    """Return a valid job of one to three pods with these additional fields of the spec."""
     return {
         "apiVersion": ELASTIC_JOBS.api_version,
         "kind": ELASTIC_JOBS.kind,
@@ -177,12 +177,12 @@ def manifest(name: str, **spec: Any) -> Json:
 
 
 def run_keys(job: Json) -> RunKeys:
-    """The keys of a job's run in its etcd."""
+    """Return the keys of a job's run in its etcd."""
     return RunKeys.of(job["metadata"]["uid"])
 
 
 def live(pods: Objects) -> Objects:
-    """The pods that neither have ended nor are being deleted."""
+    """Return the pods that have not ended and are not being deleted."""
     return {
         name: pod
         for name, pod in pods.items()
@@ -207,5 +207,5 @@ def uids(objects: Objects) -> set[str]:
 
 
 def index_of(pod: Json) -> int:
-    """The index of a pod in its job."""
+    """Return the index of a pod in its job."""
     return int(pod["metadata"]["labels"][LABEL_INDEX])

@@ -28,7 +28,7 @@ EXECUTABLE = Path(sys.executable).with_name("elastic-operator")
 
 
 class OperatorProcess(Daemon):
-    """One replica of the operator; within ``async with`` it runs, and is ready when the block begins.
+    """A replica of the operator; it runs within ``async with``, and is ready when the block begins.
 
     Args:
         folder: the folder of its log.
@@ -74,13 +74,13 @@ class OperatorProcess(Daemon):
         return f"127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Start it on a free port; it may have run before."""
+        """Start the operator on a free port; it may have run before."""
         (self._port,) = free_ports(1)
         self.argv = [*self._command, f"--listen={self.address}"]
         super().start()
 
     async def stop(self) -> int:
-        """End it with SIGTERM; returns its exit code."""
+        """Stop the operator with SIGTERM, and return its exit code."""
         os.kill(self.pid, signal.SIGTERM)
         try:
             return await asyncio.to_thread(self.process.wait, PATIENCE)
@@ -96,11 +96,11 @@ class OperatorProcess(Daemon):
         await self._poll(self.is_leading)
 
     async def is_leading(self) -> bool:
-        """Whether this replica is the leader."""
+        """Return whether this replica is the leader."""
         return await self.metric("elastic_operator_leader") == 1
 
     async def wait_for_pages(self, condition: Callable[[dict[str, int]], bool], *paths: str) -> None:
-        """Wait until these pages have these statuses; 0 means no answer."""
+        """Wait until the statuses of these pages meet a condition; 0 means no answer."""
 
         async def holds() -> bool:
             return condition({path: (await self.get(path))[0] for path in paths})
@@ -124,7 +124,7 @@ class OperatorProcess(Daemon):
         await self._poll(holds)
 
     async def get(self, path: str) -> tuple[int, str]:
-        """Send a GET; returns the status, 0 without an answer, and the text."""
+        """Send a GET, and return the status and the text; the status is 0 without an answer."""
         limit = aiohttp.ClientTimeout(total=5)
         try:
             async with (
@@ -136,7 +136,7 @@ class OperatorProcess(Daemon):
             return 0, ""
 
     async def metric(self, name: str, **labels: str) -> float:
-        """The sum of the samples with this name and these labels; 0 without samples."""
+        """Return the sum of the samples with this name and these labels, or 0 without samples."""
         _, text = await self.get("/metrics")
         return sum(
             sample.value

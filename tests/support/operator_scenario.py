@@ -1,8 +1,8 @@
 """A scenario of several jobs with a reproducible final state, for an operator with and without faults.
 
 The test acts as the users, the kubelet and the agents: it scales, suspends and resumes jobs, reports pods as running or
-ended, and writes the records of agents to an etcd. Each step waits until the operator has reacted to the step before.
-So the final state is always the same, except for random names and times.
+ended, and writes the records of agents to an etcd. Each step waits until the operator has reacted to the previous step.
+The final state is therefore always the same, except for random names and times.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _TIMES: Final = ("startTime", "activeSince", "completionTime")
 
 
 class Scenario:
-    """The scenario in one namespace; within ``async with`` all changes are observed.
+    """The scenario in one namespace; within ``async with``, it observes all changes.
 
     Args:
         ns: the namespace, which has no jobs yet.
@@ -81,10 +81,10 @@ class Scenario:
         await self._stack.aclose()
 
     async def play(self) -> None:
-        """Play the lives of all jobs concurrently, until the last one has ended."""
-        async with asyncio.TaskGroup() as lives:
-            for life in (self._grows, self._dies, self._rests, self._expires, self._fails, self._stores):
-                lives.create_task(life())
+        """Run all jobs concurrently until the last one has finished."""
+        async with asyncio.TaskGroup() as group:
+            for play in (self._grows, self._dies, self._rests, self._expires, self._fails, self._stores):
+                group.create_task(play())
 
     async def end(self) -> Json:
         """Wait until the operator is idle, and return the final jobs and objects."""
@@ -102,7 +102,7 @@ class Scenario:
         assert self.violations == []
 
     def state(self) -> Json:
-        """The current jobs and objects, without values that differ between runs."""
+        """Return the current jobs and objects, without values that differ between runs."""
         workers = [
             pod for pod in self._objects[PODS].values() if pod["metadata"]["labels"].get(LABEL_ROLE) == ROLE_WORKER
         ]
@@ -121,7 +121,7 @@ class Scenario:
             }
         return {"jobs": dict(sorted(jobs.items())), **{kind.kind: self._owned(kind) for kind in _OWNED_KINDS}}
 
-    # The lives of the jobs
+    # The jobs
 
     async def _grows(self) -> None:
         """Grow, shrink, and succeed as the agents report."""
@@ -192,7 +192,7 @@ class Scenario:
         await self._until(lambda: name not in self._jobs_of_pods())
 
     async def _stores(self) -> None:
-        """Have an own etcd until the job finishes."""
+        """Use an etcd that the operator runs, until the job finishes."""
         name = "stores"
         await self._ns.apply(name, replicas=1, disruptionBudget=True)
         await self._until(lambda: all(any(name in each for each in self._objects[kind]) for kind in _OWNED_KINDS))
@@ -234,7 +234,7 @@ class Scenario:
         await self._report_training(job, await self._ns.wait_for_pods(1, name), round=1)
         await self._until(lambda: self._objects[ELASTIC_JOBS].get(name, {}).get("status", {}).get("state") == "Running")
         await self._until(lambda: [pod["status"]["phase"] for pod in self._live(name).values()] == ["Running"])
-        # Jobs are reconciled concurrently, so under load another job may be finished later.
+        # Jobs are reconciled concurrently, so under load the reconcile of another job may end later.
         await self._until(lambda: all(map(self._is_up_to_date, self._objects[ELASTIC_JOBS])))
 
     async def _until(self, true: Callable[[], bool]) -> None:
@@ -278,14 +278,14 @@ class Scenario:
                     self.violations.append(f"{pod['metadata']['name']} was created after its job had finished")
 
     def _is_up_to_date(self, name: str) -> bool:
-        """Whether a job's status is about its current spec and its current pods."""
+        """Return whether a job's status is about its current spec and its current pods."""
         job = self._objects[ELASTIC_JOBS][name]
         status = job.get("status") or {}
         reported = (status.get("observedGeneration"), status.get("replicas"))
         return reported == (job["metadata"]["generation"], len(self._live(name)))
 
     def _owned(self, kind: Resource) -> list[str]:
-        """The objects of existing jobs; Kubernetes removes those of other jobs later."""
+        """Return the objects of existing jobs; Kubernetes removes the objects of deleted jobs later."""
         jobs = {_uid(job) for job in self._objects[ELASTIC_JOBS].values()}
         return sorted(
             name
@@ -304,7 +304,7 @@ class Scenario:
 
 
 def _reproducible(status: Json) -> Json:
-    """A status without times and random names."""
+    """Return a status without times and random names."""
     plain: Json = json.loads(_POD_NAME.sub(r"\1", json.dumps(status)))
     for name in _TIMES:
         if name in plain:
@@ -313,14 +313,14 @@ def _reproducible(status: Json) -> Json:
     plain["timeBreakdown"] = "timeBreakdown" in plain
     for condition in plain.get("conditions", ()):
         condition.pop("lastTransitionTime")
-    # These may differ after the operator was killed.
+    # These fields may differ if the operator was killed.
     for name in ("countedPodUIDs", "sizeGeneration"):
         plain.pop(name, None)
     return plain
 
 
 def _differences(wanted: Json, found: Json) -> str:
-    """The differences between the two, line by line."""
+    """Return the differences between the two, line by line."""
     both = ([*json.dumps(each, indent=1).splitlines()] for each in (wanted, found))
     return "\n".join(difflib.unified_diff(*both, "wanted", "found", n=6, lineterm=""))
 

@@ -1,4 +1,4 @@
-"""Free ports of this machine, and the TCP sockets of processes, which can be cut while both sides live."""
+"""Free ports of this machine, and TCP sockets of processes, whose connections a test can cut."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STATES = {"0A": True, "01": False}
 
 
 def free_range(count: int) -> PortRange:
-    """Return consecutive free ports below those that the kernel assigns; no other process of the tests returns them."""
+    """Return consecutive free ports below those that the kernel assigns; no other test process gets them."""
     process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     begin = 20000 + 1000 * (process % 10)
     for first in range(begin, begin + 1000 - count, count):
@@ -34,7 +34,7 @@ def free_range(count: int) -> PortRange:
 
 
 def descendants(roots: Iterable[int]) -> set[int]:
-    """The live processes among these and all their descendants."""
+    """Return the live processes among these and all their descendants."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -47,7 +47,7 @@ def descendants(roots: Iterable[int]) -> set[int]:
 
 @dataclass(frozen=True)
 class Socket:
-    """A TCP socket of a process; addresses of IPv6 are as in /proc."""
+    """A TCP socket of a process; IPv6 addresses are as in /proc."""
 
     descriptor: int
     address: str
@@ -57,7 +57,7 @@ class Socket:
 
 
 def sockets(pid: int) -> Iterator[Socket]:
-    """The TCP sockets of a process that listen or are connected."""
+    """Yield the TCP sockets of a process that listen or are connected."""
     descriptors = {}
     for link in Path(f"/proc/{pid}/fd").glob("*"):
         with contextlib.suppress(OSError):
@@ -73,18 +73,18 @@ def sockets(pid: int) -> Iterator[Socket]:
 
 
 def links_to(pid: int, port: int) -> dict[int, int]:
-    """Connections that a process has accepted on a port: its descriptors by the other side's port."""
+    """Return the connections that a process has accepted on a port: its descriptors by the port of the peer."""
     return {each.remote_port: each.descriptor for each in sockets(pid) if each.port == port and not each.listens}
 
 
 def cut(pid: int, descriptor: int) -> None:
-    """End a connection of another process, as a firewall would: both sides see it end, and live on."""
+    """Shut down a connection of another process: both sides notice the end of the connection, and continue."""
     libc = ctypes.CDLL(None, use_errno=True)
     pidfd = os.pidfd_open(pid)
     try:
         copy = libc.syscall(_PIDFD_GETFD, pidfd, descriptor, 0)
         if copy < 0:
-            raise OSError(ctypes.get_errno(), f"process {pid}'s descriptor {descriptor} cannot be had")
+            raise OSError(ctypes.get_errno(), f"process {pid}'s descriptor {descriptor} cannot be opened")
     finally:
         os.close(pidfd)
     with socket.socket(fileno=copy) as connection:

@@ -1,4 +1,4 @@
-"""Write how this program was started, as far as it can see, as JSON to the file that PROBE_OUT names."""
+"""Write the arguments, environment and other properties of this process as JSON to the file that PROBE_OUT names."""
 
 import contextlib
 import gc
@@ -19,7 +19,7 @@ names = sorted(globals())
 def descriptors() -> dict[str, str]:
     found = {}
     for link in sorted(Path("/proc/self/fd").iterdir()):
-        with contextlib.suppress(OSError):  # that of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             found[link.name] = str(link.readlink())
     return found
 

@@ -1,4 +1,4 @@
-"""One program, run as a worker and by hand, for comparisons."""
+"""Programs that tests run as a worker and by hand, to compare both."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def script(
     start_method: StartMethod = StartMethod.FORK_SERVER,
     preload: Sequence[str] = (),
 ) -> Program:
-    """A program of this source, in a file of that folder."""
+    """Write a source to a file in the folder, and return the program."""
     path = folder / "program.py"
     path.write_text(source)
     return Program(ProgramKind.SCRIPT, (str(path), *arguments), start_method, tuple(preload))
 
 
 async def run(program: Program, folder: Path, env: Mapping[str, str] | None = None) -> tuple[WorkerExit, str]:
-    """Run one worker to its end; returns its exit and its output."""
+    """Run one worker until it exits, and return its exit and its output."""
     async with workers_of(program, LogSettings(folder)) as workers:
         group = await start_workers(workers, env or {})
         end = await next_exit(group)
@@ -47,7 +47,7 @@ async def output_of(program: Program, folder: Path, env: Mapping[str, str] | Non
 
 
 def hand_command(program: Program) -> list[str]:
-    """The command that starts the program by hand."""
+    """Return the command that starts the program by hand."""
     before = {
         ProgramKind.SCRIPT: [sys.executable],
         ProgramKind.MODULE: [sys.executable, "-m"],
@@ -57,7 +57,7 @@ def hand_command(program: Program) -> list[str]:
 
 
 def by_hand(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
+    """Run a command until it exits, and return the result."""
     return subprocess.run(
         argv,
         env={**os.environ, **env},

@@ -33,8 +33,8 @@ class Sample:
     """One series in an answer of Prometheus.
 
     Attributes:
-        labels: its labels, its name among them as __name__.
-        value: now, or at the time asked for.
+        labels: its labels, with its name as __name__.
+        value: its value now, or at the requested time.
     """
 
     labels: Mapping[str, str]
@@ -45,7 +45,7 @@ Answer = list[Sample]
 
 
 def promtool(*arguments: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run promtool; returns its output and its exit code."""
+    """Run promtool, and return its output and its exit code."""
     return subprocess.run(
         [_programs() / "promtool", *arguments], input=stdin, capture_output=True, text=True, check=False, timeout=LIMIT
     )
@@ -61,10 +61,10 @@ def prometheus_command(
     """Write a Prometheus configuration, and return the command line.
 
     Args:
-        folder: for its configuration and its data.
+        folder: the folder of its configuration and its data.
         port: its port on loopback.
-        scrape: its scrape_configs.
-        rules: files of rules.
+        scrape: the scrape_configs.
+        rules: the files with its rules.
     """
     configuration = folder / "prometheus.yml"
     intervals = {"scrape_interval": f"{EVERY * 1000:.0f}ms", "evaluation_interval": "1s"}
@@ -80,12 +80,12 @@ def prometheus_command(
 
 
 class Prometheus:
-    """One Prometheus on loopback.
+    """A Prometheus on loopback.
 
     Args:
-        folder: for its data, its configuration and its log; it is not removed.
+        folder: the folder of its data, its configuration and its log, which is not removed.
         port: its port.
-        session: for requests to it.
+        session: the session for requests to Prometheus.
     """
 
     def __init__(self, folder: Path, port: int, session: aiohttp.ClientSession) -> None:
@@ -96,7 +96,7 @@ class Prometheus:
     @classmethod
     @asynccontextmanager
     async def running(cls, folder: Path, *, rules: Iterable[Path] = ()) -> AsyncIterator[Self]:
-        """Run it, with files of rules that it evaluates."""
+        """Run a Prometheus within the block, with files of rules that it evaluates."""
         folder.mkdir(parents=True, exist_ok=True)
         port, log = free_range(1).first, folder / "prometheus.log"
         async with aiohttp.ClientSession() as session:
@@ -126,10 +126,10 @@ class Prometheus:
         unfinished.rename(self.targets)
 
     async def query(self, expr: str, *, at: float | None = None) -> Answer:
-        """The answer to a query.
+        """Return the answer to a query.
 
         Args:
-            expr: in PromQL.
+            expr: the query in PromQL.
             at: the time in seconds since the Unix epoch; None for now.
 
         Raises:
@@ -141,7 +141,7 @@ class Prometheus:
         return [Sample(entry["metric"], float(entry["value"][1])) for entry in found["result"]]
 
     async def moments(self, expr: str, *, since: float, until: float, step: float) -> list[float]:
-        """The moments, from one to another in steps of seconds, at which at least one series answers a query."""
+        """Return the times between ``since`` and ``until``, in steps, at which a query returns at least one series."""
         found = await self._get("query_range", query=expr, start=str(since), end=str(until), step=str(step))
         return sorted({float(moment) for series in found["result"] for moment, _ in series["values"]})
 
@@ -162,7 +162,7 @@ class Prometheus:
             raise AssertionError(f"{expr} did not meet the condition; last answer: {answer}") from None
 
     async def series(self, selector: str) -> set[str]:
-        """The names of all series so far."""
+        """Return the names of all series so far."""
         return {labels["__name__"] for labels in await self._get("series", **{"match[]": selector})}
 
     async def _get(self, what: str, **parameters: str) -> Any:

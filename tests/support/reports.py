@@ -26,7 +26,7 @@ RuntimeError: expected <script>alert("x")</script> & found a scalar"""
 
 
 def killed(round: int, rank: int, **changes: Any) -> FailureRecord:
-    """A worker that was killed."""
+    """Return the failure of a worker that was killed."""
     about = {
         "local_rank": 0,
         "node": f"digits-{rank}-{'abcdefgh'[rank] * 5}.4f2a",
@@ -38,7 +38,7 @@ def killed(round: int, rank: int, **changes: Any) -> FailureRecord:
 
 
 def report(**changes: Any) -> Report:
-    """A job of two pods that was scaled, lost a worker and a pod, and succeeded after 100 seconds."""
+    """Return the report of a job that was scaled, lost a worker and a pod, and succeeded after 100 seconds."""
     resized, failed, lost = RoundReason.RESIZED, RoundReason.WORKER_FAILED, RoundReason.NODE_LOST
     rounds = (
         PastRound(1, START + 5, 2, 2, RoundReason.NODE_JOINED, "2 nodes are there"),
@@ -77,7 +77,7 @@ def report(**changes: Any) -> Report:
 
 
 def failed(**changes: Any) -> Report:
-    """The same job, which failed in the end because of its program."""
+    """Return the report of the same job, which finally failed because of its program."""
     failure = killed(5, 0, exit_code=1, message=TRACEBACK)
     message = "rank 0 on digits-0-aaaaa failed: RuntimeError: expected <script>…</script>"
     outcome = OutcomeRecord(state=OutcomeState.FAILED, round=5, restarts=2, message=message, failure=failure)
@@ -85,7 +85,7 @@ def failed(**changes: Any) -> Report:
 
 
 def long(rounds: int = 200, omitted: int = 1800) -> Report:
-    """A job with many rounds in a day, of which those in the middle are omitted."""
+    """Return the report of a job with many rounds in a day; the rounds in the middle are omitted."""
     span = 86_400 / (rounds + 60)
     past = []
     for position in range(rounds):

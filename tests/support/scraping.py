@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-"""Values by name and labels, the latter sorted."""
+"""Values by name and sorted labels."""
 
 
 class Page:
     """The samples of one scrape.
 
     Args:
-        families: the parsed families; samples must be unique, and all of one job or of no job.
+        families: the parsed families; samples must be unique, and belong to one job or to no job.
 
     Attributes:
         samples: values by name and labels, without the labels that name the job.
-        types: of the families.
-        job: its namespace and name, as the labels have them; None without such labels.
+        types: the types of the families.
+        job: the namespace and the name of the job from the labels; None without such labels.
     """
 
     def __init__(self, families: Iterable[Metric]) -> None:
@@ -48,21 +48,21 @@ class Page:
         self.job = next(iter(jobs), None)
 
     def value(self, name: str, **labels: str) -> float | None:
-        """The value of one series; None if the page does not have it."""
+        """Return the value of one series; None if the page does not have it."""
         return self.samples.get((name, tuple(sorted(labels.items()))))
 
     def named(self, beginning: str) -> Samples:
-        """All samples whose names begin with this text."""
+        """Return all samples whose names begin with this text."""
         return {key: value for key, value in self.samples.items() if key[0].startswith(beginning)}
 
 
 async def scraped(port: int) -> Page:
-    """Scrape a port on loopback once."""
+    """Scrape a port on loopback once, and return the page."""
     return Page(text_string_to_metric_families(await scraped_text(port)))
 
 
 async def scraped_text(port: int) -> str:
-    """The text of the page."""
+    """Scrape a port on loopback once, and return the text."""
     async with (
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE)) as session,
         session.get(f"http://127.0.0.1:{port}/metrics") as response,

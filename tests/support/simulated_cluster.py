@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 NODES: Final = ("node-0", "node-1", "node-2")
 DECIDED_BY_OPERATOR: Final = (Reason.POD_FAILURES, Reason.POD_FAILURE_POLICY, Reason.DEADLINE_EXCEEDED)
-"""Reasons for a finished job that the operator itself decides on; with these, failed pods are counted."""
+"""The reasons with which the operator itself finishes a job; it counts failed pods in these cases."""
 
 
 class OperatorKilledError(Exception):
@@ -72,18 +72,18 @@ def is_live(pod: Pod) -> bool:
 
 
 def runs(pod: Pod) -> bool:
-    """Whether the pod's agent may still run: if its node is lost, it does not."""
+    """Return whether the pod's agent may still run; an agent on a lost node counts as exited."""
     return not pod.phase.ended and not (pod.terminating and pod.termination_cause is TerminationCause.NODE_LOST)
 
 
 def finish_reason(status: JobStatus) -> str:
-    """The reason why the job has finished; empty if it has not."""
+    """Return the reason with which the job has finished, or an empty string."""
     reasons = [each.reason for each in status.conditions if each.type == ConditionType.FINISHED and each.status]
     return reasons[0] if reasons else ""
 
 
 def rule_for(pod: Pod, rules: tuple[FailureRule, ...]) -> FailureRule | None:
-    """The first rule that matches a failed or disrupted pod."""
+    """Return the first rule that matches a failed or disrupted pod."""
     for rule in rules:
         condition_matches = any(pod.conditions.get(each.type) == each.status for each in rule.pod_conditions)
         if condition_matches or rule.pod_reasons & pod.reasons:
@@ -92,7 +92,7 @@ def rule_for(pod: Pod, rules: tuple[FailureRule, ...]) -> FailureRule | None:
 
 
 def is_charged(pod: Pod, rules: tuple[FailureRule, ...]) -> bool:
-    """Whether a failed or disrupted pod is charged; the plan computes the same differently."""
+    """Return whether a failed or disrupted pod is charged; the plan computes this in another way."""
     died = pod_end(pod) is PodEnd.FAILED
     if died or pod_end(pod) is PodEnd.DISRUPTED or (pod.termination_cause is not None and pod_end(pod) is PodEnd.LEFT):
         rule = rule_for(pod, rules)
@@ -134,7 +134,7 @@ class SimulatedCluster:
     # -- observation
 
     def record_state(self) -> None:
-        """Record the present state, which an observer may see now or later."""
+        """Record the current state, which an observer may see now or later."""
         store = self.store
         readable = store.readable and self.etcd
         observed = Observed(
@@ -152,7 +152,7 @@ class SimulatedCluster:
         self.recorded.append((self.job, observed))
 
     def observe(self, lateness: int = 0) -> tuple[Job, Observed]:
-        """The state some changes ago, but never an earlier one than that of the last observation or write."""
+        """Return the state ``lateness`` changes ago, but none from before the last observation or write."""
         index = max(len(self.recorded) - 1 - lateness, 0)
         del self.recorded[:index]
         return self.recorded[0]
@@ -196,7 +196,7 @@ class SimulatedCluster:
         self.recorded = self.recorded[-1:]  # the operator sees its own writes
 
     def forget_responses(self) -> None:
-        """Start another operator, which has not sent any request to the API server yet."""
+        """Simulate the start of another operator, which has not sent a request to the API server yet."""
         self.rejection = self.blocked = None
 
     def _store_report(self, todo: Plan) -> None:

@@ -14,7 +14,7 @@ FOLDER = f"/var/lib/elasticjob/runs/{RUN}"
 
 
 def pod(index: int, suffix: str, **changes: Any) -> dict[str, Any]:
-    """A pod that trains as the rank of its index."""
+    """Return a pod that trains as the rank of its index."""
     name = f"digits-{index}-{suffix}"
     return {
         "name": name,
@@ -35,7 +35,7 @@ def pod(index: int, suffix: str, **changes: Any) -> dict[str, Any]:
 
 
 def event(at: float, message: str, *, reason: str = "Round", warning: bool = False) -> dict[str, Any]:
-    """An event, ``at`` seconds after the start."""
+    """Return an event, ``at`` seconds after the start."""
     return {"time": START + at, "reason": reason, "message": message, "warning": warning}
 
 
@@ -43,7 +43,7 @@ KILLED = "rank 1 on digits-1-bbbbb was killed by SIGKILL; 3 workers go on from t
 
 
 def snapshot(**changes: Any) -> dict[str, Any]:
-    """A job of three pods, one of which was killed and is being replaced, 72 s after its start.
+    """Return a job of three pods, one of which was killed and is being replaced, 72 s after its start.
 
     Args:
         changes: replaced parts; those of ``status``, ``run`` and ``spec`` are merged with the defaults.
@@ -92,5 +92,5 @@ def snapshot(**changes: Any) -> dict[str, Any]:
 
 
 def view(**changes: Any) -> JobView:
-    """The same job as a view for commands."""
+    """Return the same job as a view for commands."""
     return msgspec.convert(snapshot(**changes), JobView)

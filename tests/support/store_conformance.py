@@ -1,7 +1,7 @@
-"""Tests of the guarantees of every store adapter, to be inherited.
+"""Tests of the guarantees of a store, which the tests of each adapter inherit.
 
-The class has the fixtures ``store`` (a store), ``other`` (another client of the same data) and ``second`` (the duration
-of one second of a lease; at least 1 with etcd).
+The inheriting class has the fixtures ``store`` (a store), ``other`` (another client of the same data) and ``second``
+(the duration of one second of a lease; at least 1 with etcd).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HANGS = 30.0
 
 @contextlib.asynccontextmanager
 async def watching(store: Store, prefix: str) -> AsyncIterator[AsyncGenerator[tuple[Change, ...], None]]:
-    """Open a watch within the block, which starts when the store has confirmed the watch."""
+    """Open a watch within the block; the block begins when the store has confirmed the watch."""
     async with contextlib.aclosing(store.watch(prefix)) as watch:
         async with asyncio.timeout(HANGS):
             assert await anext(watch) == ()
@@ -53,12 +53,12 @@ async def ended(watch: AsyncGenerator[tuple[Change, ...], None]) -> None:
 
 
 async def keys_below(store: Store, prefix: str) -> list[str]:
-    """The keys below a prefix, relative to the prefix."""
+    """Return the keys below a prefix, relative to the prefix."""
     return [entry.key.removeprefix(prefix) for entry in (await store.list(prefix)).entries]
 
 
 class StoreBehaviour:
-    """Tests of a store's guarantees."""
+    """Tests of the guarantees of a store, which the tests of each adapter inherit."""
 
     async def test_a_key_has_its_value_and_revisions_until_it_is_deleted(self, store: Store, prefix: str) -> None:
         assert await store.get(prefix + "a") is None

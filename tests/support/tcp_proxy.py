@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _STEPS_OF_ACCEPTING: Final = 5
-"""Iterations of the loop from accept(2) until the task of the connection runs, and some more."""
+"""An upper bound of the iterations of the event loop from accept(2) until the task of the connection runs."""
 
 
 class _Line:
     """One connection through the proxy.
 
     Attributes:
-        flowing: cleared while no bytes are carried.
-        writers: to the client and to the server.
+        flowing: cleared while no bytes are forwarded.
+        writers: the writers to the client and to the server.
     """
 
     def __init__(self, *writers: asyncio.StreamWriter) -> None:
@@ -27,7 +27,7 @@ class _Line:
         self.writers = writers
 
     async def carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, delay: Callable[[], float]) -> None:
-        """Carry what one side sends until one of them ends."""
+        """Forward the bytes that one side sends until a side closes its connection."""
         with contextlib.suppress(OSError):
             while chunk := await source.read(1 << 16):
                 await asyncio.sleep(delay())
@@ -40,17 +40,17 @@ class _Line:
         """Abort the connections to both sides."""
         for writer in self.writers:
             writer.transport.abort()
-        self.flowing.set()  # a waiting task finds the connection closed
+        self.flowing.set()  # so that a waiting task finds the connection closed
 
 
 class TcpProxy:
-    """Within ``async with``, connections to :attr:`endpoint` are carried to the target.
+    """Forwards connections to :attr:`endpoint` to the target within ``async with``.
 
     Args:
-        target: host:port.
+        target: the address of the server: host:port.
 
     Attributes:
-        delay: seconds for which requests are delayed; answers are not.
+        delay: seconds by which requests are delayed; answers are not delayed.
     """
 
     def __init__(self, target: str) -> None:
@@ -91,13 +91,13 @@ class TcpProxy:
             line.cut()
 
     def fall_silent(self, *, new_too: bool = True) -> None:
-        """Carry no more bytes on the present connections, and optionally on new ones, but keep them open."""
+        """Stop forwarding on the existing connections, and optionally on new ones, but keep them open."""
         self._silent = new_too
         for line in self._lines:
             line.flowing.clear()
 
     def speak_again(self) -> None:
-        """Carry bytes again."""
+        """Forward bytes again."""
         self._silent = False
         for line in self._lines:
             line.flowing.set()

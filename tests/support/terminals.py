@@ -1,4 +1,4 @@
-"""Commands as a person types them while a job runs on this machine, in a second terminal or into a pipe."""
+"""Commands that a user types while a job runs on this machine, on a terminal or with output to a pipe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def environment(home: Path) -> dict[str, str]:
 
 @contextlib.asynccontextmanager
 async def typed(home: Path, *argv: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A command in a second terminal; it is killed after the block."""
+    """Run a command in a second terminal; it is killed after the block."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "elastic_operator.cli.main", *argv),
@@ -43,7 +43,7 @@ async def typed(home: Path, *argv: str) -> AsyncIterator[asyncio.subprocess.Proc
 
 
 async def answer(home: Path, *argv: str) -> tuple[int, str, str]:
-    """The exit code of a command, and what it printed on stdout and stderr."""
+    """Run a command, and return its exit code and its output on stdout and stderr."""
     async with typed(home, *argv) as process, asyncio.timeout(LIMIT):
         out, err = await process.communicate()
         return await process.wait(), out.decode(), err.decode()

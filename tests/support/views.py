@@ -1,4 +1,4 @@
-"""Builders for the knowledge of a leader."""
+"""Builders for the records of a run, as a leader has them."""
 
 from __future__ import annotations
 
@@ -77,19 +77,19 @@ def failure(
 
 
 def next_round(situation: Membership, settings: RendezvousSettings = SETTINGS) -> RoundRecord:
-    """The round that the leader forms at once."""
+    """Return the round that the leader forms at once."""
     decision = plan(situation, settings)
     assert isinstance(decision, RoundRecord), decision
     return decision
 
 
 def outcome_of(situation: Membership, settings: RendezvousSettings = SETTINGS) -> OutcomeRecord:
-    """The outcome that the leader commits at once."""
+    """Return the outcome that the leader commits at once."""
     decision = plan(situation, settings)
     assert isinstance(decision, OutcomeRecord), decision
     return decision
 
 
 def members(record: RoundRecord) -> tuple[str, ...]:
-    """The names of a round's members, in rank order."""
+    """Return the names of a round's members, in rank order."""
     return tuple(node.partition(".")[0] for node in record.nodes)

@@ -1,4 +1,4 @@
-"""A client of the API server for tests, which also watches: tests see each state, and need not poll."""
+"""A client of the API server that also watches, so that tests see each state without polling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WATCH_SECONDS: Final = 300
 """The server ends a watch after this time."""
 _WATCH_DELAY: Final = 0.2
 _MAX_WATCH_FAILURES: Final = 6
-"""Failures of a watch in a row, seconds apart."""
+"""Consecutive failures of a watch before it raises the error."""
 _READ_TIMEOUT: Final = 30.0
 
 
@@ -68,9 +68,9 @@ class WatchingApi(UserApi):
         """
         query = {**selectors(labels, name), "watch": "true", "resourceVersion": start}
         query["timeoutSeconds"] = str(_WATCH_SECONDS)
-        # The server ends it by then. If not even that is heard, the connection is dead.
+        # The server ends the watch by then. If the end does not arrive, the connection is broken.
         pieces = self.stream(resource.path(namespace), query, verb="WATCH", silence=_WATCH_SECONDS + _READ_TIMEOUT)
-        begun = b""  # aiohttp limits a line to less than a large object needs
+        begun = b""  # the limit of aiohttp for a line is too low for a large object
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 *lines, begun = (begun + piece).split(b"\n")

@@ -1,4 +1,4 @@
-"""Real workers for tests, which run a source text in a new round."""
+"""Real workers that run a source text of the test in a new round."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ANY_PROGRAM = Program(ProgramKind.SCRIPT, (str(Path(__file__).with_name("any_program.py")),))
 
 LIMIT = 180.0
-"""Seconds after which a test gives up; no measurement uses it."""
+"""Seconds after which a test fails, even on a busy machine; no measurement uses it."""
 
 
 _exits: WeakKeyDictionary[WorkerGroup, asyncio.Queue[WorkerExit]] = WeakKeyDictionary()
@@ -34,7 +34,7 @@ _exits: WeakKeyDictionary[WorkerGroup, asyncio.Queue[WorkerExit]] = WeakKeyDicti
 def workers_of(
     program: Program, logs: LogSettings | None = None, count: int = 1, *, owns_process: bool = False
 ) -> Workers:
-    """The workers of an agent; the context manager is not entered yet."""
+    """Return the workers of an agent, as a context manager that is not entered yet."""
     settings = AgentSettings(
         rendezvous=RendezvousSettings("tests", SizeRecord(min=1, max=1)),
         store=None,
@@ -63,7 +63,7 @@ class WorkerRunner:
     """Workers of :data:`ANY_PROGRAM`, one group at a time.
 
     Args:
-        folder: for programs, logs and files that the programs write.
+        folder: the folder of programs, logs, and files that the programs write.
     """
 
     folder: Path
@@ -108,7 +108,7 @@ class WorkerRunner:
             return await self.start(source, count, listener=listener, **store_env, **env)
 
     async def end_of(self, source: str, **env: str) -> WorkerExit:
-        """Run one worker to its end."""
+        """Run one worker until it exits, and return its exit."""
         return await next_exit(await self.start(source, **env))
 
     @property
@@ -117,7 +117,7 @@ class WorkerRunner:
         return self.folder / f"round_{self.round}"
 
     def log(self, rank: int = 0) -> str:
-        """The output of a worker of the current round."""
+        """Return the output of a worker of the current round."""
         return (self.folder / f"logs/round_{self.round}/rank_{rank}/output.log").read_text()
 
     async def text_of(self, name: str) -> str:
@@ -138,9 +138,9 @@ def tell(name, text=""):
 
 
 async def poll_until(condition: Callable[[], object]) -> None:
-    """Poll until the condition holds; for files and exits of other processes, which cannot be awaited."""
+    """Poll until the condition holds; only for files and exits of other processes, which cannot be awaited."""
     async with asyncio.timeout(LIMIT):
-        while not condition():  # noqa: ASYNC110 - there is no event for it
+        while not condition():  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.005)
 
 
@@ -157,10 +157,10 @@ async def next_exit(group: WorkerGroup) -> WorkerExit:
 
 
 def titled(agent: int, title: str) -> list[int]:
-    """The living processes of an agent with this title."""
+    """Return the live processes of an agent with this title."""
     table, found = read_table(), []
     for pid in with_descendants(table, [agent]):
-        with contextlib.suppress(OSError):  # it has ended since
+        with contextlib.suppress(OSError):  # it has just exited
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
             if not table[pid].dead and command.startswith(f"torchelastic: {title}".encode()):
                 found.append(pid)
@@ -168,6 +168,6 @@ def titled(agent: int, title: str) -> list[int]:
 
 
 def lives(pid: int) -> bool:
-    """Whether the process exists and has not ended."""
+    """Return whether the process exists and has not exited."""
     entry = read_process(pid)
     return entry is not None and not entry.dead

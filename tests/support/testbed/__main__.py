@@ -1,7 +1,7 @@
-"""``python -m tests.support.testbed prepare``: prepares the test bed before the tests run.
+"""``python -m tests.support.testbed prepare`` prepares the test bed before the tests run.
 
-Without it, the test bed is prepared when tests are collected. The exit code is 0 even if a part is unavailable on this
-machine, which is printed, unless the environment has CI=true.
+Without this command, the test bed is prepared when tests are collected. The command prints the parts
+that are unavailable on this machine. Its exit code is then 0, unless the environment has CI=true.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def main() -> int:
     """Prepare, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.testbed", description=__doc__)
     subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
-    preparing = subcommands.add_parser("prepare", help="make what the tests run on")
+    preparing = subcommands.add_parser("prepare", help="prepare parts of the test bed")
     usual = [bed for bed in availability.BEDS if availability.EXHAUSTIVE or bed not in availability.ONLY_EXHAUSTIVE]
     names = " or ".join(availability.BEDS)
     preparing.add_argument("beds", nargs="*", metavar="BED", help=f"{names}; default: all that `make test` uses")

@@ -45,9 +45,9 @@ class Step:
 
     Attributes:
         what: its description.
-        lane: the steps of a lane run one after the other; "compiler" and "downloads" run at once, "last" after both.
-        is_ready: whether it exists already.
-        make: prepares it; raises Missing.
+        lane: steps of a lane run in sequence; "compiler" and "downloads" run concurrently, "last" after both.
+        is_ready: returns whether the part already exists.
+        make: prepares the part, or raises Missing.
     """
 
     what: str
@@ -61,7 +61,7 @@ def prepare(beds: Collection[Bed], say: Callable[[str], None]) -> dict[Bed, Miss
 
     Args:
         beds: the names of beds.
-        say: receives lines about the progress.
+        say: called with each line about the progress.
 
     Returns:
         The unavailable beds, each with its first missing part.
@@ -85,7 +85,7 @@ def prepare(beds: Collection[Bed], say: Callable[[str], None]) -> dict[Bed, Miss
                 not_made[step.what] = why
 
     if todo:
-        say("Preparing what the tests run on:")
+        say("Preparing the test bed:")
     with ThreadPoolExecutor() as threads:
         list(threads.map(make, ("compiler", "downloads")))
     make("last")
@@ -96,7 +96,7 @@ def prepare(beds: Collection[Bed], say: Callable[[str], None]) -> dict[Bed, Miss
 
 
 def _needs(bed: Bed) -> Iterator[Step]:
-    """The steps that prepare a bed.
+    """Yield the steps that prepare a bed.
 
     Raises:
         Missing: a part is certainly unavailable.
@@ -134,7 +134,7 @@ def _programs(*names: str) -> Iterator[Step]:
     """Build these programs, and all others of their projects.
 
     Raises:
-        Missing: one does not exist, and there is no compiler.
+        Missing: a program does not exist, and there is no compiler.
     """
     for name in names:
         project = binaries.project_of(name)
@@ -171,12 +171,12 @@ def _images() -> Iterator[Step]:
 
 
 def must_not_miss() -> bool:
-    """Whether an unavailable bed is a failure, as in CI."""
+    """Return whether an unavailable bed is a failure, as in CI."""
     return os.environ.get("CI", "").lower() in {"1", "true"}
 
 
 def unavailable(why: Missing | str) -> NoReturn:
-    """Skip the running test because a part is missing; with CI=true it fails."""
+    """Skip the running test because a part is missing; with CI=true, fail the test."""
     if must_not_miss():
         pytest.fail(str(why))
     pytest.skip(str(why))

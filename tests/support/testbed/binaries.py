@@ -1,4 +1,4 @@
-"""The programs of a Kubernetes, built once from their Go modules.
+"""The programs of a Kubernetes, which are built once from their Go modules.
 
 No program is downloaded. ``go/`` beside this file has one module for each project (go.mod names the version,
 go.sum its hash), and Go builds the programs from their sources, into the user's cache folder.
@@ -36,7 +36,7 @@ class Project:
         name: its folder below ``go/``.
         module: their Go module.
         packages: the package of each program, by the program's name.
-        variables: the linker's variables; {version} is the module's version, such as v1.36.3.
+        variables: the variables that the linker sets; {version} is the module's version, such as v1.36.3.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Project:
 
     @property
     def version(self) -> str:
-        """The module's version, with its v, as go.mod has it."""
+        """The module's version as in go.mod, with its v."""
         found = re.search(
             rf"^require {re.escape(self.module)} (v\S+)$", (self.folder / "go.mod").read_text(), re.MULTILINE
         )
@@ -94,7 +94,7 @@ PROJECTS: Final = (
         packages={"etcd": "go.etcd.io/etcd/server/v3"},
         variables={},
     ),
-    # The module of this release has a pseudo-version: v3.4.14, by its commit.
+    # go.mod names this release, v3.4.14, by the pseudo-version of its commit.
     Project(
         name="etcd34",
         module="go.etcd.io/etcd",
@@ -105,7 +105,7 @@ PROJECTS: Final = (
         name="helm",
         module="helm.sh/helm/v3",
         packages={"helm": "helm.sh/helm/v3/cmd/helm"},
-        # `helm template` and `helm lint` judge a chart's kubeVersion by these; without them it is 1.20.
+        # `helm template` and `helm lint` compare a chart's kubeVersion with these; their default is 1.20.
         variables={
             "helm.sh/helm/v3/internal/version.version": "{version}",
             **{
@@ -132,13 +132,13 @@ PROJECTS: Final = (
 
 @cache
 def binary(name: str) -> Path:
-    """The path of a program in the cache, built if it is missing.
+    """Return the path of a program in the cache; build the program if it is missing.
 
     Args:
         name: the program, such as kube-apiserver, kubectl, kubelet, etcd, helm, coredns, kwok.
 
     Raises:
-        Missing: it does not exist and cannot be built.
+        Missing: the program does not exist and cannot be built.
     """
     project = project_of(name)
     folder = built_folder(project)
@@ -150,17 +150,17 @@ def binary(name: str) -> Path:
 
 
 def project_of(name: str) -> Project:
-    """The project of a program."""
+    """Return the project of a program."""
     return next(project for project in PROJECTS if name in project.packages)
 
 
 def is_ready(name: str) -> bool:
-    """Whether :func:`binary` will find the program without building it."""
+    """Return whether :func:`binary` will find the program without building it."""
     return (built_folder(project_of(name)) / name).exists()
 
 
 def built_folder(project: Project) -> Path:
-    """The folder of a project's programs; it depends on the version and the build settings."""
+    """Return the folder of a project's programs; it depends on the version and the build settings."""
     inputs = [(project.folder / file).read_bytes() for file in ("go.mod", "go.sum")]
     inputs += [" ".join(linker_flags(project)).encode(), *(package.encode() for package in project.packages.values())]
     digest = hashlib.sha256(b"\0".join(inputs)).hexdigest()[:8]
@@ -185,8 +185,8 @@ def _build(project: Project, folder: Path) -> None:
             said = "\n".join(done.stderr.splitlines()[-20:])
             raise Missing(
                 f"{programs} {project.version}",
-                "Go could not build them. The first time, Go's module proxy must be reachable, 5 GB be free in the "
-                f"cache folder, and 3 GB in the folder that `go env GOMODCACHE` names. Go said:\n{said}",
+                "Go could not build them. The first time, Go's module proxy must be reachable, 5 GB free in the "
+                f"cache folder, and 3 GB free in the folder that `go env GOMODCACHE` names. Go said:\n{said}",
             )
         if folder.exists():  # from an incomplete build
             shutil.rmtree(folder)
@@ -194,7 +194,7 @@ def _build(project: Project, folder: Path) -> None:
 
 
 def compiler(project: Project) -> str:
-    """The Go command that can build the project.
+    """Return the Go command that can build the project.
 
     Raises:
         Missing: there is no recent Go.
@@ -215,14 +215,14 @@ def compiler(project: Project) -> str:
 
 
 def linker_flags(project: Project) -> list[str]:
-    """The linker's flags: no debug information, and the version."""
+    """Return the linker's flags, which omit debug information and set the version."""
     major, minor = project.version.removeprefix("v").split(".")[:2]
     values = {"version": project.version, "major": major, "minor": minor}
     return ["-s", "-w", *(f"-X={name}={value.format(**values)}" for name, value in project.variables.items())]
 
 
 def _environ() -> dict[str, str]:
-    """Go's environment for static programs for this machine."""
+    """Return Go's environment for static programs for this machine."""
     dropped = {"GOOS", "GOARCH", "GOWORK", "GO111MODULE"}
     return {name: value for name, value in os.environ.items() if name not in dropped} | {
         "CGO_ENABLED": "0",
@@ -232,10 +232,10 @@ def _environ() -> dict[str, str]:
 
 
 def _compiled() -> Path:
-    """Go's build cache: the user's, if GOCACHE names one, otherwise a folder that is removed after the builds."""
+    """Return Go's build cache: GOCACHE if it is set, otherwise a folder that is removed after the builds."""
     return Path(os.environ.get("GOCACHE") or cache_folder() / "go-build")
 
 
 def remove_build_cache() -> None:
-    """Remove what is only needed while the programs are built: several GB."""
+    """Remove several GB of Go's build cache, which only builds need."""
     shutil.rmtree(cache_folder() / "go-build", ignore_errors=True)

@@ -27,7 +27,7 @@ class Missing(Exception):  # noqa: N818 - the name is the reason
 
 
 def cache_folder() -> Path:
-    """The folder, created if it is missing."""
+    """Return the folder, which is created if it is missing."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(base).expanduser() / "elastic-operator"
     folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Hold the lock of this name against all other runs on this machine; the process's end releases it."""
+    """Hold the lock of this name against all other runs on this machine; the exit of the process releases it."""
     with (cache_folder() / f"{name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

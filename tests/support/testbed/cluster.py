@@ -41,10 +41,10 @@ class CommandFailed(AssertionError):  # noqa: N818 - the name is the reason
 
 
 class Cluster(abc.ABC):
-    """A cluster with all permissions.
+    """A cluster in which tests have all permissions.
 
     Attributes:
-        site: its addresses and files.
+        site: the addresses and files of its control plane.
     """
 
     site: Site
@@ -66,10 +66,10 @@ class Cluster(abc.ABC):
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Check that it runs; raises an error with the reason if it does not."""
+        """Check that the cluster runs; raise an error with the reason if it does not."""
 
     def entering(self) -> tuple[str, ...]:
-        """The start of a command line that runs a command where the cluster can be reached."""
+        """Return the start of a command line that runs a command where the cluster can be reached."""
         return ()
 
     async def run(
@@ -78,7 +78,7 @@ class Cluster(abc.ABC):
         stdin: str | None = None,
         env: Mapping[str, str] | None = None,
         check: bool = True,
-        timeout: float = LIMIT,  # noqa: ASYNC109 - as subprocess has it
+        timeout: float = LIMIT,  # noqa: ASYNC109 - as in subprocess
     ) -> Result:
         """Run a command of a user of this cluster.
 
@@ -86,11 +86,11 @@ class Cluster(abc.ABC):
             argv: the command, such as kubectl, helm or elasticjob with arguments.
             stdin: its input.
             env: more variables.
-            check: whether it must succeed.
+            check: whether the command must succeed.
             timeout: seconds after which it is killed with all its processes.
 
         Raises:
-            CommandFailed: it failed although it must not, or it took too long.
+            CommandFailed: the command failed with ``check``, or took too long.
         """
         process = await asyncio.create_subprocess_exec(
             *self.entering(),
@@ -105,7 +105,7 @@ class Cluster(abc.ABC):
             async with asyncio.timeout(timeout):
                 out, err = await process.communicate(None if stdin is None else stdin.encode())
         except TimeoutError:
-            self.check()  # if the cluster has failed, that is the better error
+            self.check()  # an error about a failed cluster is better
             raise CommandFailed(argv, f"took longer than {timeout:.0f} s", "") from None
         finally:
             if process.returncode is None:
@@ -124,7 +124,7 @@ class Cluster(abc.ABC):
         *arguments: str,
         stdin: str | None = None,
         check: bool = True,
-        timeout: float = LIMIT,  # noqa: ASYNC109 - as subprocess has it
+        timeout: float = LIMIT,  # noqa: ASYNC109 - as in subprocess
     ) -> Result:
         """Run kubectl; see :meth:`run`."""
         return await self.run("kubectl", *arguments, stdin=stdin, check=check, timeout=timeout)
@@ -142,7 +142,7 @@ class Cluster(abc.ABC):
 
     @contextlib.asynccontextmanager
     async def namespace(self, **labels: str) -> AsyncIterator[str]:
-        """A new namespace in which pods can be created at once; it is deleted at the end."""
+        """Create a namespace in which pods can be created at once, and delete it after the block."""
         name = f"test-{uuid.uuid4().hex[:12]}"
         await self.kubectl("create", "namespace", name)
         try:
@@ -154,7 +154,7 @@ class Cluster(abc.ABC):
             await self.kubectl("delete", "namespace", name, "--wait=false", check=False)
 
     async def kubeconfig_for(self, namespace: str, service_account: str) -> Path:
-        """A kubeconfig of an existing service account, with a token for a day."""
+        """Write a kubeconfig of an existing service account with a token for a day, and return its path."""
         made = await self.kubectl("create", "token", service_account, f"--namespace={namespace}", "--duration=24h")
         with tempfile.NamedTemporaryFile(
             "w", dir=self.kubeconfig.parent, prefix=f"{service_account}-", suffix=".kubeconfig", delete=False

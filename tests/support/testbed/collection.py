@@ -1,7 +1,7 @@
-"""pytest hooks: prepare what the selected tests run on, and distribute the tests over processes.
+"""pytest hooks that prepare the test bed of the selected tests, and distribute the tests over processes.
 
-The test bed is prepared when tests are collected, so that no test's time limit has to cover it. With pytest-xdist,
-all tests of a file run in one process, and all tests on the node run in one process, because there is one node.
+The test bed is prepared when tests are collected, so that the time limits of tests do not include the preparation.
+With pytest-xdist, each file runs in one process, and all tests on the node in one process, because there is one node.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ cluster; pods stay Pending, because there is no kubelet.
 
 All its files are in one folder: certificates, kubeconfig, logs. The user's kubeconfig is neither read
 nor written. The data are removed at the end, so etcd writes them without ``fsync``, and all processes are killed;
-they also end after ``kill -9`` of the tests (:mod:`elastic_operator.local.pdeathsig`).
+they are also killed after ``kill -9`` of the tests (:mod:`elastic_operator.local.pdeathsig`).
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _ATTEMPTS = 5
-"""The number of attempts to choose ports, in case another process takes one."""
+"""The number of attempts to choose ports; another process may take a chosen port."""
 
 
 class ControlPlane(Cluster):
-    """One control plane; within ``async with`` it runs.
+    """A control plane; it runs within ``async with``.
 
-    It is independent of event loops: a fixture may start it in one, and a test use it in another.
+    It is independent of event loops: a fixture may start it in one loop, and a test may use it in another.
 
     Args:
         folder: an existing folder for all its files.
-        flags: more flags of its parts, by their names in :attr:`daemons`.
+        flags: more flags of the parts, by the names in :attr:`daemons`.
     """
 
     def __init__(self, folder: Path, *, flags: Mapping[str, Sequence[str]] | None = None) -> None:
@@ -75,7 +75,7 @@ class ControlPlane(Cluster):
         """Check that all its parts run.
 
         Raises:
-            DaemonDied: one has ended by itself.
+            DaemonDied: a part has exited by itself.
         """
         for daemon in self.daemons.values():
             daemon.check()

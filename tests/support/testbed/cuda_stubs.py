@@ -1,4 +1,4 @@
-"""Empty libraries and packages in place of CUDA's, which take gigabytes and are useless without a GPU.
+"""Empty libraries and packages that replace those of CUDA, which take gigabytes and are useless without a GPU.
 
 The dynamic linker accepts libraries that define the symbols that torch uses. Everything else of torch is as released.
 CUDA's runtime and its profiling interface stay, because torch calls them while it is imported.
@@ -29,7 +29,7 @@ VERSION: Final = "1"
 _LIBRARIES: Final = re.compile(r"\[(lib(?:cu|nccl|nv)[A-Za-z_]*\.so\.\d+)\]")
 _REAL: Final = re.compile(r"lib(?:cudart|cupti|cuda)\.so\.\d+")
 _VERSION: Final = re.compile(r"File: (\S+)\s+Cnt: 1\n\s+\S+:\s+Name: (\S+)")
-"""A library with versioned symbols, and the version."""
+"""Matches a library with versioned symbols, and their version."""
 _SYMBOL: Final = re.compile(r"nccl|nvshmem|cu")
 _PACKAGES: Final = re.compile(r"^((?:nvidia-(?!cuda-runtime|cuda-cupti|ml-py)|triton)[\w-]*)==(\S+)$", re.MULTILINE)
 
@@ -63,7 +63,7 @@ def write_libraries(torchs: Path, target: Path) -> None:
 
 
 def write_packages(constraints: Path, target: Path) -> None:
-    """Write wheels that pip prefers to CUDA's packages of the same versions; that of cuBLAS contains the libraries.
+    """Write wheels that pip prefers to CUDA's packages of the same versions; the one of cuBLAS has the libraries.
 
     Args:
         constraints: the file that pins the versions.

@@ -1,4 +1,4 @@
-"""The processes of a cluster, each with a log; they end with the process that started them."""
+"""The processes of a cluster, each with a log; they are killed when the process that started them exits."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _POLL = 0.05
 """Seconds between two readiness checks; there is no event to wait for."""
 
 _TAIL = 4000
-"""Characters of the log in the error about a process that has ended."""
+"""Characters of the log in the error about a process that has exited."""
 
 
 class DaemonDied(RuntimeError):  # noqa: N818 - the name is the reason
-    """A part of the cluster ended, or is not ready in time.
+    """A part of the cluster exited, or was not ready in time.
 
     Attributes:
         log: the end of its log.
@@ -41,24 +41,24 @@ class DaemonDied(RuntimeError):  # noqa: N818 - the name is the reason
 
 
 class Daemon:
-    """A process that runs until it is killed. The thread that starts it must live as long.
+    """A process that runs until it is killed. It is also killed when the thread that starts it ends.
 
     Args:
         argv: the program and its arguments.
         folder: the folder of its log.
         environ: its complete environment.
-        name: the name of its log; that of the program if it is empty.
+        name: the name of its log; by default, the name of the program.
     """
 
     def __init__(self, argv: Sequence[str], *, folder: Path, environ: Mapping[str, str], name: str = "") -> None:
-        self.name = name or os.path.basename(argv[0])  # noqa: PTH119 - the program's name, of a command line
+        self.name = name or os.path.basename(argv[0])  # noqa: PTH119 - a word of a command line
         self.log_file = folder / f"{self.name}.log"
         self.argv = argv
         self._environ = environ
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it; it may have been killed before."""
+        """Start the process; it may have been killed before."""
         if self._process is not None:
             raise RuntimeError(f"{self.name} runs already")
         with self.log_file.open("ab") as log:
@@ -69,12 +69,12 @@ class Daemon:
                 stderr=log,
                 env=self._environ,
                 cwd=self.log_file.parent,
-                start_new_session=True,  # so that Ctrl-C reaches only pytest, which ends them
+                start_new_session=True,  # so that Ctrl-C reaches only pytest, which kills them
             )
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """Its process."""
+        """The running process."""
         if self._process is None:
             raise RuntimeError(f"{self.name} does not run")
         return self._process
@@ -85,33 +85,33 @@ class Daemon:
         return self.process.pid
 
     def check(self) -> None:
-        """Check that it has not ended by itself.
+        """Check that the process has not exited by itself.
 
         Raises:
-            DaemonDied: it has.
+            DaemonDied: the process has exited.
         """
         if self._process is not None and (code := self._process.poll()) is not None:
             raise self.died(f"ended by itself with {code}")
 
     def died(self, what: str) -> DaemonDied:
-        """An error about it, with the end of its log."""
+        """Return an error about the process, with the end of its log."""
         return DaemonDied(self.name, what, self.log[-_TAIL:])
 
     @property
     def log(self) -> str:
-        """The text of its log."""
+        """The text of the log."""
         return self.log_file.read_text(errors="replace")
 
     def pause(self) -> None:
-        """Pause it: connections stay, without answers."""
+        """Pause the process: connections stay open, without answers."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Resume it."""
+        """Resume the process."""
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it with SIGKILL if it runs."""
+        """Kill the process with SIGKILL if it runs."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -119,7 +119,7 @@ class Daemon:
 
 
 def kill_all(daemons: Iterable[Daemon]) -> None:
-    """End all of them, the last one first."""
+    """Kill all of these processes, the last one first."""
     for daemon in reversed(list(daemons)):
         daemon.kill()
 
@@ -128,12 +128,12 @@ async def until_ready(probe: Callable[[], Awaitable[object]], *daemons: Daemon) 
     """Wait until a probe returns something true.
 
     Args:
-        probe: is called again and again.
-        daemons: processes that must run meanwhile, or else another server has answered; the last one is blamed if it
-            takes too long.
+        probe: called repeatedly.
+        daemons: processes that must run meanwhile, because otherwise another server has answered; a timeout is
+            reported for the last one.
 
     Raises:
-        DaemonDied: one of them ended, or it took too long.
+        DaemonDied: a process exited, or the probe failed for too long.
     """
     try:
         async with asyncio.timeout(START_LIMIT):
@@ -150,7 +150,7 @@ async def until_ready(probe: Callable[[], Awaitable[object]], *daemons: Daemon) 
 
 @contextlib.asynccontextmanager
 async def probing(authority: str | os.PathLike[str], token: str) -> AsyncIterator[Callable[[str], Awaitable[str]]]:
-    """A function that returns the answer to a GET with 200; empty for any other answer.
+    """Yield a function that returns the text of a GET with status 200, or an empty string for any other status.
 
     Args:
         authority: the certificate of the API server's authority.

@@ -1,7 +1,7 @@
-"""The base image of the Dockerfiles, debian:…-slim, built from Debian's packages; and how an image becomes a file.
+"""The base image of the Dockerfiles, debian:…-slim, built from Debian's packages; and writers of image archives.
 
-So the images can be built without an image registry. Like Debian's own slim image, it has the packages
-that apt needs, without documentation and translations. It has no package sources: a build gets this machine's.
+Images can therefore be built without an image registry. Like Debian's own slim image, it has the packages
+that apt needs, without documentation and translations. It has no package sources: a build uses those of this machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SUITE: Final = "trixie"
 NAME: Final = f"docker.io/library/debian:{SUITE}-slim"
 
 _LEFT_OUT: Final = ("doc", "info", "locale", "man", "lintian", "linda", "groff")
-"""Folders below /usr/share that dpkg omits, also from packages that are installed later."""
+"""Folders below /usr/share that dpkg omits, even from packages that are installed later."""
 
 _DPKG: Final = (
     "".join(f"path-exclude /usr/share/{name}/*\n" for name in _LEFT_OUT)
@@ -55,10 +55,10 @@ _LIMIT: Final = 900.0
 
 
 def archive() -> Path:
-    """The image as a docker archive, built if it is missing.
+    """Return the image as a docker archive, which is built if it is missing.
 
     Raises:
-        Missing: it cannot be built.
+        Missing: the image cannot be built.
     """
     with locked("image-base"):
         path = cache_folder() / "images" / f"base-{identity()}.tar"
@@ -88,7 +88,7 @@ def _make(path: Path) -> None:
 
 
 def identity() -> str:
-    """A hash of the settings of the image."""
+    """Return a hash of the settings of the image."""
     inputs = (SUITE, _LEFT_OUT, _DPKG, sorted(_CONFIG.items()), _SCRIPT)
     return hashlib.sha256(repr(inputs).encode()).hexdigest()[:12]
 
@@ -105,7 +105,7 @@ def write_image_of_program(out: Path, *, name: str, program: Path, at: str, conf
         name: the image's name, with its tag.
         program: a static program.
         at: its path in the image, such as /usr/local/bin/etcd.
-        config: Env, Cmd and so on, as in an OCI configuration.
+        config: the configuration of the image, such as Env and Cmd, in the format of OCI.
     """
     with tempfile.TemporaryDirectory(dir=out.parent, prefix="tmp-") as scratch:
         layer = Path(scratch) / "layer.tar"
@@ -122,7 +122,7 @@ def write_image(out: Path, *, name: str, layer: Path, config: Mapping[str, Any])
         out: the docker archive, which appears when it is complete.
         name: the image's name, with its tag.
         layer: an uncompressed tar file of its root folder.
-        config: as in an OCI configuration.
+        config: the configuration of the image, in the format of OCI.
     """
     with layer.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()

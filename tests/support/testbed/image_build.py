@@ -1,8 +1,8 @@
 """Build an image from its Dockerfile with buildah, which needs no service and no image registry.
 
 Layers are kept in a storage below the cache folder, one for each image, so that only changed layers are built.
-CUDA's libraries are left out of images (:mod:`tests.support.testbed.cuda_stubs`).
-All stages get a name there, so that unused layers can be removed. When the pinned
+CUDA's libraries are omitted from images (:mod:`tests.support.testbed.cuda_stubs`).
+All stages get a name in the storage, so that unused layers can be removed. When the pinned
 versions change, the storage is replaced.
 """
 
@@ -42,16 +42,16 @@ skopeo copy --quiet --dest-compress-format zstd --dest-compress-level 1 \
 
 
 def build(dockerfile: Path, *, image: str, folder: Path, archive: Path) -> None:
-    """Build an image and copy it out.
+    """Build an image, and copy it into an archive.
 
     Args:
-        dockerfile: in the project's root.
+        dockerfile: the Dockerfile, in the project's root.
         image: its full name, with its tag.
         folder: the folder of this image's storage.
         archive: the OCI archive to write.
 
     Raises:
-        Missing: it cannot be built; with the end of the output.
+        Missing: the image cannot be built; the error has the end of the output.
     """
     storage = folder / f"storage-{_digest(_base(), (ROOT / 'constraints.txt').read_text())}"
     for other in [
@@ -84,7 +84,7 @@ def build(dockerfile: Path, *, image: str, folder: Path, archive: Path) -> None:
 
 
 def identity(dockerfile: Path) -> str:
-    """A hash of the files of an image."""
+    """Return a hash of the files of an image."""
     parts = [_base(), dockerfile.read_text()]
     for path in sorted(_copied(dockerfile)):
         parts += [str(path.relative_to(ROOT)), oct(path.stat().st_mode), _digest(path.read_bytes())]
@@ -96,7 +96,7 @@ def _base() -> str:
 
 
 def _copied(dockerfile: Path) -> set[Path]:
-    """The project's files that a Dockerfile copies."""
+    """Return the project's files that a Dockerfile copies."""
     found: set[Path] = set()
     for line in dockerfile.read_text().splitlines():
         match line.split():
@@ -108,7 +108,7 @@ def _copied(dockerfile: Path) -> set[Path]:
 
 
 def _is_taken(path: Path) -> bool:
-    """Whether .dockerignore includes a file."""
+    """Return whether .dockerignore includes a file."""
     below = path.relative_to(ROOT).parts
     ignored = any(part == "__pycache__" or part.startswith(".") or part.endswith(".egg-info") for part in below)
     return path.is_file() and not ignored and path.suffix != ".pyc"

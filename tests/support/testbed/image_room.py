@@ -1,6 +1,6 @@
-"""An isolated environment for image builds: changes to /etc, /run and /var vanish with it, also when it is killed.
+"""An isolated environment for image builds: changes to /etc, /run and /var vanish with it, even if it is killed.
 
-buildah and debootstrap expect their own machine: they write below /etc and /var, and mount. So they run in
+buildah and debootstrap expect a machine of their own: they write below /etc and /var, and mount. They run in
 mount and PID namespaces that end with this process, with overlays over those folders. They use the machine's
 network, and write into the cache folder only.
 
@@ -36,7 +36,7 @@ _ROOM: Final = r"""
 set -e
 exec 3<"$CACHE"
 mkdir "$ROOM/run" "$ROOM/names"
-# In a container these two are mounts of their own, which an overlay does not show.
+# In a container, these two are mounts of their own, which an overlay does not show.
 cat /etc/resolv.conf > "$ROOM/names/resolv.conf"
 cat /etc/hosts > "$ROOM/names/hosts"
 mount -t tmpfs -o mode=755 room "$ROOM/run"
@@ -65,22 +65,20 @@ _PREFIX: Final = "room-"
 _TAIL: Final = 4000
 """Characters of a failed command's output in the error."""
 
-_REMEDY: Final = (
-    "the first time, Debian's and Python's packages must be reachable, and 20 GB be free in the cache folder"
-)
+_REMEDY: Final = "the first time, Debian's and Python's packages must be reachable, and 20 GB free in the cache folder"
 
 
 def run(script: str, *, makes: str, limit: float, env: Mapping[str, str]) -> None:
     """Run a shell script in an isolated environment with the programs of the package set "build".
 
     Args:
-        script: for `sh`.
+        script: the script for `sh`.
         makes: a description of the result.
         limit: seconds after which it is killed.
         env: more variables.
 
     Raises:
-        Missing: this user is not root, or the script failed.
+        Missing: the user is not root, or the script failed.
     """
     if os.geteuid() != 0:
         raise Missing("root", "images are built in namespaces: run `make test` as root")
@@ -114,7 +112,7 @@ def run(script: str, *, makes: str, limit: float, env: Mapping[str, str]) -> Non
             except subprocess.TimeoutExpired as error:
                 raise Missing(f"{makes}, which took longer than {limit:.0f} s", _REMEDY) from error
     if done.returncode:
-        raise Missing(f"{makes}, which could not be made:\n{done.stdout[-_TAIL:]}", _REMEDY)
+        raise Missing(f"{makes}, which could not be built:\n{done.stdout[-_TAIL:]}", _REMEDY)
 
 
 def _sweep() -> None:
@@ -175,7 +173,7 @@ def write_apt(folder: Path, *, suite: str) -> None:
 
 
 def mirror(suite: str) -> str:
-    """The mirror of Debian's packages: this machine's, or debootstrap's default."""
+    """Return the mirror of Debian's packages: this machine's, or debootstrap's default."""
     if own := _archives().get("Debian"):
         return own
     script = (packages.unpacked("build") / "usr/sbin/debootstrap").read_text()
@@ -186,14 +184,14 @@ def mirror(suite: str) -> str:
 
 
 def proxies() -> dict[str, str]:
-    """Proxy variables from apt's configuration, if the environment has none."""
+    """Return proxy variables from apt's configuration, if the environment has none."""
     named = _output("apt-config", "shell", "http_proxy", "Acquire::http::Proxy", "https_proxy", "Acquire::https::Proxy")
     found = {name: value for name, value in re.findall(r"^(\w+)='(.*)'$", named, re.MULTILINE) if value != "DIRECT"}
     return {name: value for name, value in found.items() if name not in os.environ}
 
 
 def _sources(suite: str) -> str:
-    """The sources file of apt for a release of Debian."""
+    """Return the sources file of apt for a release of Debian."""
     places = [(mirror(suite), f"{suite} {suite}-updates")]
     if security := _archives().get("Debian-Security"):
         places.append((security, f"{suite}-security"))
@@ -205,14 +203,14 @@ def _sources(suite: str) -> str:
 
 
 def _archives() -> dict[str, str]:
-    """The package archives in this machine's apt sources by label; the first of each label."""
+    """Return the package archives in this machine's apt sources by label; the first of each label."""
     targets = _output("apt-get", "indextargets", "--format", "$(LABEL) $(REPO_URI)", "Created-By: Packages")
     found = [line.rpartition(" ") for line in targets.splitlines()]
     return {label: uri.rstrip("/") for label, _, uri in reversed(found)}
 
 
 def _pip_options() -> dict[str, str]:
-    """pip's options on this machine, from its files and the environment."""
+    """Return pip's options on this machine, from its files and the environment."""
     options = {}
     if authorities := next(filter(None, map(os.environ.get, _AUTHORITIES)), None):
         options["cert"] = authorities
@@ -227,7 +225,7 @@ def _pip_options() -> dict[str, str]:
 
 
 def _output(*command: str) -> str:
-    """The output of a command; empty if it is missing or fails."""
+    """Return the output of a command, or an empty string if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"})
     except OSError:

@@ -1,7 +1,7 @@
 """The images of the node, as archives in the cache: from the Dockerfiles, and of single programs.
 
 No image registry and no container engine is needed; images with a Dockerfile need root. Each archive is rebuilt
-when its files change. containerd keeps them between runs, so that only changed images are imported.
+when its files change. containerd keeps the images between runs, so that only changed images are imported.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ def _pause() -> Path:
     environment = {**os.environ, "CGO_ENABLED": "0", "GOWORK": "off", "GOTOOLCHAIN": "local", "GOOS": "linux"}
     done = subprocess.run(command, cwd=_PAUSE, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise Missing("a program that holds a pod's namespaces", f"Go could not compile it: {done.stderr}")
+        raise Missing("a program that keeps a pod's namespaces", f"Go could not compile it: {done.stderr}")
     return program
 
 
 def archive(name: str) -> Path:
-    """Return the archive of an image, built if it is missing or outdated.
+    """Return the archive of an image, which is built if it is missing or outdated.
 
     Args:
         name: one of :data:`IMAGES`.
 
     Raises:
-        Missing: it cannot be built.
+        Missing: the image cannot be built.
     """
     with locked(f"image-{name}"):
         path = _path(name)
@@ -97,12 +97,12 @@ def _path(name: str) -> Path:
 
 
 def _identity(name: str) -> str:
-    """A hash of the files of an image."""
+    """Return a hash of the files of an image."""
     if name in _DOCKERFILES:
         return image_build.identity(_DOCKERFILES[name])
     inputs = [IMAGES[name], repr(_PROGRAMS[name])]
     if name == "etcd":
-        # The path contains the version; the contents of the user's own program may change.
+        # The path contains the version; the user's own program may change at the same path.
         path = binary("etcd")
         inputs += [str(path), str(path.stat().st_size), str(path.stat().st_mtime_ns)]
     else:
@@ -117,12 +117,12 @@ def _folder(name: str) -> Path:
 
 
 def full_name(name: str) -> str:
-    """An image's name with its host, as container runtimes complete it."""
+    """Return an image's name with its host, as container runtimes complete it."""
     return name if "/" in name else f"docker.io/library/{name}"
 
 
 def listed(table: str) -> dict[str, str]:
-    """The digests of the images in the output of ``ctr images list``, by name."""
+    """Return the digests of the images in the output of ``ctr images list``, by name."""
     rows = (line.split() for line in table.splitlines()[1:])
     return {row[0]: row[2] for row in rows}
 
@@ -139,7 +139,7 @@ class Kept:
         self._records: dict[str, list[str]] = json.loads(file.read_text()) if file.exists() else {}
 
     def has(self, name: str, archive: Path, there: Mapping[str, str]) -> bool:
-        """Whether the image of this archive is still present."""
+        """Return whether the image of this archive is still present."""
         return name in there and self._records.get(name) == [*_state(archive), there[name]]
 
     def add(self, name: str, archive: Path, there: Mapping[str, str]) -> None:
@@ -149,7 +149,7 @@ class Kept:
         self._file.write_text(json.dumps(self._records))
 
     def unwanted(self, there: Mapping[str, str]) -> list[str]:
-        """The present images that are not in the record."""
+        """Return the present images that are not in the record."""
         # The CRI also gives each image a digest as its name.
         wanted = {record[-1] for record in self._records.values()}
         return sorted(name for name, digest in there.items() if digest not in wanted)

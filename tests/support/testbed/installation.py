@@ -1,6 +1,6 @@
 """The setup of a control plane: keys, kubeconfig, and the command line of each part.
 
-Each control plane has its own certificate authority, so a client with its kubeconfig cannot talk to another
+Each control plane has its own certificate authority, so a client with its kubeconfig rejects another
 server on the same port.
 """
 
@@ -75,7 +75,7 @@ def write_credentials(site: Site) -> None:
 
 
 def kubeconfig(server: str, *, token: str, namespace: str = "default", authority: Path | None = None) -> str:
-    """A kubeconfig for a server, whose certificate this authority has signed."""
+    """Return a kubeconfig for a server, whose certificate this authority has signed."""
     trusted = {} if authority is None else {"certificate-authority": str(authority)}
     return json.dumps(
         {
@@ -90,7 +90,7 @@ def kubeconfig(server: str, *, token: str, namespace: str = "default", authority
 
 
 def etcd_command(site: Site) -> list[str]:
-    """The command line of etcd."""
+    """Return the command line of etcd."""
     clients, peers = (f"http://127.0.0.1:{port}" for port in (site.etcd_port, site.peer_port))
     return [
         str(binary("etcd")),
@@ -106,7 +106,7 @@ def etcd_command(site: Site) -> list[str]:
 
 
 def api_server_command(site: Site) -> list[str]:
-    """The command line of the API server."""
+    """Return the command line of the API server."""
     pki = site.folder / "pki"
     return [
         str(binary("kube-apiserver")),
@@ -129,7 +129,7 @@ def api_server_command(site: Site) -> list[str]:
 
 
 def controller_manager_command(site: Site) -> list[str]:
-    """The command line of the controller manager."""
+    """Return the command line of the controller manager."""
     return [
         str(binary("kube-controller-manager")),
         f"--kubeconfig={site.kubeconfig}",
@@ -145,7 +145,7 @@ def controller_manager_command(site: Site) -> list[str]:
 
 
 def scheduler_command(site: Site) -> list[str]:
-    """The command line of the scheduler."""
+    """Return the command line of the scheduler."""
     return [
         str(binary("kube-scheduler")),
         f"--kubeconfig={site.kubeconfig}",
@@ -155,7 +155,7 @@ def scheduler_command(site: Site) -> list[str]:
 
 
 def environment(site: Site, *, programs: Sequence[str]) -> dict[str, str]:
-    """An environment with these programs for commands on a cluster, without the user's own files and proxies."""
+    """Return an environment with these programs for commands on a cluster, without the user's own files and proxies."""
     inherited = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     path = [*(str(binary(name).parent) for name in programs), os.environ.get("PATH", os.defpath)]
     return {

@@ -1,8 +1,8 @@
 """A real Kubernetes with one real node, which runs pods, in its own namespaces.
 
-etcd, API server, controller manager, scheduler, containerd, kubelet, kube-proxy and CoreDNS, ready in some seconds. It
-needs root on Linux, and changes nothing on the machine: it has its own network, mounts, processes and control
-groups, nothing is installed, and files are written only to its folder and to the cache folder.
+It runs etcd, API server, controller manager, scheduler, containerd, kubelet, kube-proxy and CoreDNS, and is ready in
+seconds. It needs root on Linux, and changes nothing on the machine: it has its own network, mounts, processes and
+control groups, nothing is installed, and files are written only to its folder and to the cache folder.
 
 =====================  ===============================================================================
 module                 content
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 _RIGHTS = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 
 _IMPORT_LIMIT = 600.0
-"""Seconds for the import of an image; one with torch takes more than a minute."""
+"""The limit in seconds of the import of an image; an image with torch takes more than a minute."""
 _START_LIMIT = 300.0
-"""The limit in seconds of a node's start; a late part is named long before."""
+"""The limit in seconds of a node's start; a late part is reported long before this."""
 _END_LIMIT = 60.0
 _POLL = 0.02
 """Seconds between two checks for an image; there is no event to wait for."""
@@ -62,20 +62,20 @@ _ROOT = Path(__file__).parents[3]
 
 
 class NodeFailed(RuntimeError):  # noqa: N818 - the name is the reason
-    """A node did not start, or has ended, or could not be removed completely."""
+    """A node did not start, failed, or could not be removed completely."""
 
 
 class Node(Cluster):
-    """One node with its control plane; within ``async with`` it runs.
+    """A node with its control plane; it runs within ``async with``.
 
-    It is independent of event loops: a fixture may start it in one, and a test use it in another. Meanwhile, another
-    process watches it, and removes it also when the tests are killed.
+    It is independent of event loops: a fixture may start it in one loop, and a test may use it in another. A separate
+    process removes it, even if the tests are killed.
 
     Args:
         folder: an existing folder for its logs, its configuration, and the logs of its pods.
 
     Raises:
-        Missing: it cannot run on this machine.
+        Missing: a node cannot run on this machine.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -120,10 +120,10 @@ class Node(Cluster):
         return self._running().pid
 
     def check(self) -> None:
-        """See that all its parts run.
+        """Check that all parts of the node run.
 
         Raises:
-            NodeFailed: one has ended.
+            NodeFailed: a part has exited.
         """
         stdout = self._running().stdout
         assert stdout is not None
@@ -131,9 +131,9 @@ class Node(Cluster):
             self._expect("nothing more")
 
     def entering(self) -> tuple[str, ...]:
-        """The start of a command line that runs a command of this machine inside.
+        """Return the start of a command line that runs a command of this machine in the node.
 
-        It sees the node's network and processes, and this machine's files.
+        The command sees the node's network and processes, and this machine's files.
         """
         self._running()
         return entering(self._pid, os.getcwd())  # noqa: PTH109 - a word of a command line
@@ -145,7 +145,7 @@ class Node(Cluster):
         stdin: int = subprocess.DEVNULL,
         stderr: int = subprocess.PIPE,
     ) -> asyncio.subprocess.Process:
-        """Start a command inside, such as ``kubectl wait``, and leave it running.
+        """Start a command in the node, such as ``kubectl wait``, without waiting for its exit.
 
         Args:
             argv: the program and its arguments.
@@ -154,7 +154,7 @@ class Node(Cluster):
             stderr: as in subprocess; stdout is a pipe.
 
         Returns:
-            A process that forwards signals, and ends like the command.
+            A process that forwards signals, and exits like the command.
         """
         return await asyncio.create_subprocess_exec(
             *self.entering(),
@@ -170,14 +170,14 @@ class Node(Cluster):
 
         Args:
             name: the name of the image in the archive.
-            archive: an OCI or docker archive. When the file is removed, the image is removed, too.
+            archive: an OCI or docker archive. When the file is removed, the image is also removed.
         """
         name = full_name(name)
         kept = Kept(self._place / "imported.json")
         there = await self.images()
         if kept.has(name, archive, there):
             return
-        if name in there:  # the CRI misses that a name has another image
+        if name in there:  # the CRI does not notice that a name has a new image
             await self._containerd("images", "delete", name)
         await self._containerd("images", "import", str(archive.resolve()), limit=_IMPORT_LIMIT)
         async with asyncio.timeout(LIMIT):
@@ -197,22 +197,22 @@ class Node(Cluster):
             await self._containerd("images", "delete", full_name(name))
 
     async def images(self) -> dict[str, str]:
-        """The digests of its images by name."""
+        """Return the digests of its images by name."""
         return listed(await self._containerd("images", "list"))
 
     def processes(self, pod_uid: str) -> dict[int, str]:
-        """The command lines of a pod's processes, by their ids on this machine."""
+        """Return the command lines of a pod's processes, by their ids on this machine."""
         found = {}
         for process in Path("/proc").iterdir():
             try:
                 if f"/pod{pod_uid}/" in (process / "cgroup").read_text():
                     found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-            except (OSError, ValueError):  # no process, or no longer
+            except (OSError, ValueError):  # not a process, or it has exited
                 continue
         return found
 
     def _start(self) -> None:
-        """Start it and wait until it is ready."""
+        """Start the node, and wait until it is ready."""
         tools = packages.unpacked("node")
         programs = {name: binary(name) for name in ("kubelet", "kube-proxy", "coredns")}
         installation.write_credentials(self.site)
@@ -259,7 +259,7 @@ class Node(Cluster):
         return said
 
     def _end(self) -> str:
-        """Have the keeper remove the node; returns what it could not remove."""
+        """Have the keeper remove the node, and return what it could not remove."""
         keeper, self._keeper = self._keeper, None
         if keeper is None:
             return ""
@@ -285,22 +285,22 @@ class Node(Cluster):
 
 
 def _can_run(name: str, there: Mapping[str, str]) -> bool:
-    """Whether the kubelet finds an image: it then has a second name, which is a digest."""
+    """Return whether the kubelet finds an image; the image then has a second name, which is a digest."""
     return name in there and any(
         other.startswith("sha256:") and digest == there[name] for other, digest in there.items()
     )
 
 
 def check_machine() -> None:
-    """Check whether a node can run here.
+    """Check whether a node can run on this machine.
 
     Raises:
-        Missing: it cannot.
+        Missing: a node cannot run.
     """
     if not sys.platform.startswith("linux"):
-        raise Missing("Linux", "run the tests on a Linux machine; a virtual one will do")
+        raise Missing("Linux", "run the tests on a Linux machine; a virtual machine is sufficient")
     if os.geteuid() != 0:
-        raise Missing("root", "a kubelet makes namespaces, mounts and control groups: run `make test` as root")
+        raise Missing("root", "a kubelet creates namespaces, mounts and control groups: run `make test` as root")
     held = int(Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0], 16)
     if lacking := [name for name, number in _RIGHTS.items() if not held >> number & 1]:
         raise Missing(
@@ -313,5 +313,5 @@ def check_machine() -> None:
     if subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip() == "overlayfs":
         raise Missing(
             f"a disk below {cache}",
-            "a container's own files cannot hold those of containers: set XDG_CACHE_HOME to a folder on a disk",
+            "the file system of a container cannot store containers: set XDG_CACHE_HOME to a folder on a disk",
         )

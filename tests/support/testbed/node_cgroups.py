@@ -1,13 +1,13 @@
 """The control groups of a node: one folder in each hierarchy, created before its start and removed after its end.
 
-A node's processes live below that folder, in a cgroup namespace that shows nothing else, so kubelet and runc create
+A node's processes run below that folder, in a cgroup namespace that shows nothing else, so kubelet and runc create
 their groups there.
 
 **Version 1** (a hierarchy for each controller): the folder is created below the group of the tests.
 **Version 2** (one hierarchy): it is created at the top, because a group with processes cannot give its children
-controllers. Controllers that groups at the top lack are enabled for the run. The node's
+controllers. The controllers that groups at the top lack are enabled while the node runs. The node's
 first process moves itself into a group below (``init``) for the same reason.
-If both are mounted, version 1 has the controllers, and is used.
+If both are mounted, version 1 is used, because it has the controllers.
 
 The folders are recorded first, so that a later run can remove them after a ``kill -9``.
 """
@@ -37,7 +37,7 @@ INIT: Final = "init"
 """With version 2, the group of the node's own processes, below the folder."""
 
 _PATIENCE: Final = 10.0
-"""Seconds until the kernel releases a group of killed processes; it usually takes milliseconds."""
+"""The limit in seconds for the release of a group of killed processes; it usually takes milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Groups:
 
 
 def hierarchies(mountinfo: str, groups: str) -> list[Hierarchy]:
-    """The hierarchies in use.
+    """Return the hierarchies in use.
 
     Args:
         mountinfo: the contents of /proc/self/mountinfo.
@@ -105,7 +105,7 @@ def hierarchies(mountinfo: str, groups: str) -> list[Hierarchy]:
 
 
 def of_this_machine() -> list[Hierarchy]:
-    """The hierarchies in use here."""
+    """Return the hierarchies in use on this machine."""
     return hierarchies(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
 
 
@@ -113,7 +113,7 @@ def check(found: list[Hierarchy]) -> None:
     """Check whether a node can use these hierarchies.
 
     Raises:
-        Missing: it cannot.
+        Missing: a node cannot use them.
     """
     if not found:
         raise Missing("control groups", "mount them at /sys/fs/cgroup, as every distribution does")
@@ -124,7 +124,7 @@ def check(found: list[Hierarchy]) -> None:
         top = found[0].mount
         have = set((top / "cgroup.controllers").read_text().split())
         needed, places = NEEDED_V2, [top]
-        # Only the machine's root group may have processes and give controllers; a container's is a child group.
+        # Only the root group may have both processes and children with controllers; a container's is a child group.
         if (top / "cgroup.type").exists() and (top / "cgroup.procs").read_text().strip():
             raise Missing(
                 "the top of the control groups",
@@ -135,13 +135,13 @@ def check(found: list[Hierarchy]) -> None:
     for place in places:
         if not os.access(place, os.W_OK):
             raise Missing(
-                f"the right to make control groups in {place}",
+                f"the permission to create control groups in {place}",
                 "inside a container, it must be privileged: run the tests on the machine itself",
             )
 
 
 def plan(found: list[Hierarchy], name: str) -> Groups:
-    """The groups of a node with this name; they are not created yet."""
+    """Return the groups of a node with this name; they are not created yet."""
     if found[0].version == 1:
         return Groups(folders=tuple(str(hierarchy.own / name) for hierarchy in found))
     top = found[0].mount
@@ -177,30 +177,30 @@ def remove(groups: Groups) -> list[str]:
     """Kill the processes in the folders, remove the folders, and disable the controllers again.
 
     Returns:
-        What could not be removed.
+        The folders that could not be removed.
     """
     deadline = time.monotonic() + _PATIENCE
     left = [folder for folder in map(Path, groups.folders) if not _remove(folder, deadline)]
     for name in groups.enabled:
-        # Refused if another group uses it meanwhile; then it stays enabled.
+        # The kernel refuses this if another group uses the controller, which then stays enabled.
         with contextlib.suppress(OSError):
             (Path(groups.folders[0]).parent / "cgroup.subtree_control").write_text(f"-{name}")
     return [str(folder) for folder in left]
 
 
 def written(groups: Groups) -> str:
-    """The text from which :func:`read` makes the groups again."""
+    """Return a text from which :func:`read` restores the groups."""
     return json.dumps(asdict(groups))
 
 
 def read(text: str) -> Groups:
-    """The groups that were written down."""
+    """Return the groups from the text of :func:`written`."""
     fields = json.loads(text)
     return Groups(folders=tuple(fields["folders"]), enabled=tuple(fields["enabled"]))
 
 
 def processes(folder: Path) -> Iterator[int]:
-    """The ids of all processes in a group and below."""
+    """Yield the ids of all processes in a group and below."""
     for file in folder.rglob("cgroup.procs"):
         with contextlib.suppress(OSError):
             yield from map(int, file.read_text().split())
@@ -226,18 +226,18 @@ def _remove(folder: Path, deadline: float) -> bool:
 
 
 def _own_groups(groups: str) -> Iterator[tuple[frozenset[str], str]]:
-    """Controllers and group of each line of /proc/self/cgroup; version 2 has the one controller ''."""
+    """Yield the controllers and the group of each line of /proc/self/cgroup; in version 2, the controller is ''."""
     for line in groups.splitlines():
         _, controllers, group = line.split(":", 2)
         yield frozenset(controllers.split(",")), group
 
 
 def _below(mounted: str, root: str, group: str) -> Path:
-    """The folder of a group in a hierarchy that is mounted from this root on."""
+    """Return the folder of a group in a hierarchy whose group ``root`` is mounted."""
     relative = os.path.relpath(group, root)
     return Path(mounted) if relative.startswith("..") else Path(mounted, relative)
 
 
 def unescaped(field: str) -> str:
-    """A path of mountinfo, in which blanks and similar characters are escaped as \\040."""
+    """Return a path of mountinfo without escapes, such as \\040 for a blank."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)

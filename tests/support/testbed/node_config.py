@@ -1,7 +1,7 @@
 """Command lines, files and environment of a node's parts. Nothing here changes the machine.
 
-Inside, the node's own files are below one folder (:data:`INSIDE`); the folder that
-tests give for logs and configuration has the same path on both sides.
+In the node, its own files are below one folder (:data:`INSIDE`); the folder that
+tests give for logs and configuration has the same path inside and outside.
 
 The network, in its own namespace:
 
@@ -11,8 +11,8 @@ The network, in its own namespace:
 10.96.0.0/16        services
 ==================  =========================================================
 
-Pods are not on a bridge: there, traffic between pods would pass iptables, and so services, only on machines with
-``br_netfilter``. CoreDNS is a process of the node and not a pod: it is ready sooner, and needs no image.
+Pods are not on a bridge, because traffic between pods on a bridge passes iptables, which services need, only on
+machines with ``br_netfilter``. CoreDNS is a process of the node and not a pod: it is ready sooner, and needs no image.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ KUBELET_HEALTH, PROXY_HEALTH, DNS_READY = 10248, 10256, 8181
 
 INSIDE: Final = Path("/run/elastic-operator-node")
 CONTAINERD: Final = INSIDE / "containerd"
-"""containerd's root: kept from run to run, on a disk."""
+"""containerd's root, which is on a disk and kept between runs."""
 KUBELET: Final = INSIDE / "kubelet"
-"""The kubelet's root with the pods' volumes: on the same disk."""
+"""The kubelet's root with the pods' volumes, on the same disk."""
 BIN: Final = INSIDE / "bin"
-"""Programs that come before those of the packages."""
+"""The folder with programs that replace those of the packages."""
 SOCKET: Final = Path("/run/containerd/containerd.sock")
 
 KERNEL_VALUES: Final[Mapping[str, str]] = {
@@ -62,7 +62,7 @@ class Bed:
     """The settings of the processes that create and run a node.
 
     Attributes:
-        folder: for logs and configuration.
+        folder: the folder of logs and configuration.
         cache: the cache folder.
         shown: folders that keep their paths inside.
         tools: the root of the unpacked packages.
@@ -82,12 +82,12 @@ class Bed:
     authority: str
 
     def written(self) -> str:
-        """The text from which :meth:`read` makes it again."""
+        """Return a text from which :meth:`read` restores the settings."""
         return json.dumps(asdict(self))
 
     @classmethod
     def read(cls, text: str) -> Bed:
-        """What was written."""
+        """Return the settings from the text of :meth:`written`."""
         return cls(**json.loads(text))
 
     @property
@@ -103,7 +103,7 @@ class Bed:
 
 
 def commands(site: Site, programs: Mapping[str, Path], tools: Path) -> dict[str, list[str]]:
-    """The command lines of all parts, by name.
+    """Return the command lines of all parts, by name.
 
     Args:
         site: the files and addresses of the control plane.
@@ -135,7 +135,7 @@ def commands(site: Site, programs: Mapping[str, Path], tools: Path) -> dict[str,
 
 
 def files(site: Site, tools: Path, pause_image: str) -> dict[str, str]:
-    """The files that the parts read, by their path below the folder ``config``.
+    """Return the files that the parts read, by their path below the folder ``config``.
 
     Args:
         site: the files and addresses of the control plane.
@@ -175,7 +175,7 @@ def _kubelet(site: Site) -> Mapping[str, Any]:
         "failSwapOn": False,
         "featureGates": {"KubeletInUserNamespace": True},
         "oomScoreAdj": 0,
-        # Its disk may be nearly full. Neither pods nor images are evicted for that.
+        # The machine's disk may be nearly full, which must not evict pods or images.
         "evictionHard": {"memory.available": "50Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
         "imageGCHighThresholdPercent": 100,
     }
@@ -242,7 +242,7 @@ oom_score = 0
 
 
 def _corefile(site: Site) -> str:
-    # Two blocks: in one, the answer for all other names would precede that for services.
+    # There are two blocks, because in one block the answer for all other names precedes that for services.
     return f"""\
 {DOMAIN}:53 in-addr.arpa:53 {{
   bind {ADDRESS}

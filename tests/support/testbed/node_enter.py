@@ -1,10 +1,10 @@
-"""Run a command inside a node's namespaces, and represent it outside.
+"""Run a command inside a node's namespaces, forward signals to it, and exit as it exits.
 
 A bare interpreter (``python -I -S``) runs this file, with the process id of its parent, that of the
-node's first process, a folder, and the command. It forwards signals, and ends as the command ends; the
-command dies with it, and it dies with its parent, so that ``kill -9`` leaves nothing.
+node's first process, a folder, and the command. The command is killed when this process exits, and this
+process is killed when its parent exits, so that ``kill -9`` leaves no process.
 
-``nsenter`` of util-linux does not forward signals: a terminated command would run on inside.
+``nsenter`` of util-linux does not forward signals: a terminated command would continue inside.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _CANNOT_EXECUTE = 126
 
 
 def entering(pid: int, folder: str) -> tuple[str, ...]:
-    """The start of a command line that runs a command in the namespaces of a process, in a folder."""
+    """Return the start of a command line that runs a command in the namespaces of a process, in a folder."""
     return (sys.executable, "-I", "-S", __file__, str(os.getpid()), str(pid), folder)
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command.
+    """Run the command in the namespaces.
 
     Args:
-        arguments: the parent's process id, the id of the process whose namespaces are entered, the folder to be in,
+        arguments: the parent's process id, the id of the process whose namespaces are entered, the working folder,
             and the command.
 
     Returns:
-        Its exit code.
+        The exit code of the command.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -38,14 +38,14 @@ def main(folder: str, place: str) -> int:
 
     Args:
         folder: the folder with the node's :class:`Bed`.
-        place: the folder for files on a disk.
+        place: the folder of files that must be on a disk.
     """
     bed = Bed.read(Path(folder, "bed.json").read_text())
     try:
         arrange(bed, Path(place))
     except (OSError, subprocess.CalledProcessError) as error:
         words = getattr(error, "stderr", None) or error
-        node_parts.say("failed", words=f"the node's namespaces cannot be arranged: {words}")
+        node_parts.say("failed", words=f"the node's namespaces cannot be set up: {words}")
         return _PROGRAM_FAILED
     child = os.fork()
     if child == 0:
@@ -118,7 +118,7 @@ def _cover(folder: str) -> None:
 
 
 def _connect(environ: Mapping[str, str]) -> None:
-    """Set the node's address and the route to services; forward the packets of pods."""
+    """Set the node's address and the route to services, and forward the packets of pods."""
     for command in (
         "ip link set lo up",
         f"ip address add {node_config.ADDRESS}/32 dev lo",
@@ -129,7 +129,7 @@ def _connect(environ: Mapping[str, str]) -> None:
 
 
 def _choose_iptables(bed: Bed) -> None:
-    """Use the older iptables backend if the kernel lacks the newer."""
+    """Use the older iptables backend if the kernel lacks the newer one."""
     asked = ["iptables", "--table=nat", "--list", "--numeric"]
     if subprocess.run(asked, env=bed.environ, capture_output=True, timeout=30, check=False).returncode != 0:
         for name in (f"ip{version}tables{what}" for version in ("", "6") for what in ("", "-save", "-restore")):
@@ -150,5 +150,5 @@ def _cover_kernel_values(values: Mapping[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the keeper ends the node
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the keeper stops the node
     sys.exit(main(*sys.argv[1:]))

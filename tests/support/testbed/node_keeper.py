@@ -1,13 +1,13 @@
-"""Create a node, and remove it when the tests close a pipe or die.
+"""Create a node, and remove it when the tests close a pipe or exit.
 
 It is a separate process in its own session, so that it survives ``kill -9`` and Ctrl-C of the tests; the node's
-first process dies with it. So this process cleans up after every node, unless both processes are killed
-at once; the rest (empty control groups, and files below the cache folder: processes, mounts
-and links die with their namespaces) is removed by the next node that starts.
+first process is killed when it exits. It cleans up after every node, unless both processes are killed at
+once. Processes, mounts and links then vanish with their namespaces, and the next node that starts removes
+the rest: empty control groups, and files below the cache folder.
 
-A node uses a *place*: a folder below the cache folder, with a lock. The first one
-keeps containerd's root with the imported images from run to run; others are for concurrent nodes, and
-are removed with them.
+A node uses a *place*: a folder below the cache folder, with a lock. The first place
+keeps containerd's root with the imported images between runs; other places are for concurrent nodes, and
+are removed with these nodes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ROOT = Path(__file__).parents[3]
 
 
 def main(folder: str) -> int:
-    """Keep the node that this folder describes; returns the exit code."""
+    """Run and then remove the node that this folder describes, and return the exit code."""
     bed = Bed.read(Path(folder, "bed.json").read_text())
     asked_to_end = _asked_to_end()
     with _place(Path(bed.cache)) as place:
@@ -52,7 +52,7 @@ def main(folder: str) -> int:
                 select.select([*asked_to_end, os.pidfd_open(process.pid)], [], [])
             finally:
                 process.kill()
-                process.wait()  # the kernel ends it only after all others in its PID namespace
+                process.wait()  # it exits only after all others in its PID namespace
         except (OSError, subprocess.SubprocessError) as error:
             say("failed", words=f"the kernel refuses what a node needs: {error}")
         finally:
@@ -63,13 +63,13 @@ def main(folder: str) -> int:
 
 
 def say(event: str, **more: Any) -> None:
-    """Report to the tests, which may have died."""
+    """Report to the tests, which may have exited."""
     with contextlib.suppress(BrokenPipeError):
         print(json.dumps({"event": event, **more}), flush=True)
 
 
 def sweep(cache: Path) -> None:
-    """Remove the rest of nodes that ended without a keeper."""
+    """Remove the rest of nodes whose keeper was killed."""
     for lock in sorted(_places(cache).glob("*.lock")):
         place = lock.with_suffix("")
         with _lock(lock) as taken:
@@ -79,7 +79,7 @@ def sweep(cache: Path) -> None:
 
 
 def tidy(place: Path) -> list[str]:
-    """Remove everything of a node except images; returns what could not be removed."""
+    """Remove all files and groups of a node except images, and return those that could not be removed."""
     left = []
     if (place / _GROUPS).exists():
         left = node_cgroups.remove(node_cgroups.read((place / _GROUPS).read_text()))
@@ -122,7 +122,7 @@ def _remove_unless_kept(place: Path) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Try to take the lock; returns whether it is held. The file stays, because a new file would be another lock."""
+    """Try to take the lock, and yield whether it is held. The file stays, because a new file would be another lock."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,13 +145,13 @@ def _started(folder: str, place: Path, groups: node_cgroups.Groups) -> subproces
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.testbed.node_inside", folder, str(place)],
         stdin=subprocess.DEVNULL,
-        preexec_fn=become_the_node,  # safe, since this process has one thread
+        preexec_fn=become_the_node,  # safe, because this process has one thread
         cwd=_ROOT,
     )
 
 
 def _asked_to_end() -> list[int]:
-    """File descriptors; one becomes readable when the tests end."""
+    """Return file descriptors, one of which becomes readable when the tests end."""
     by_signal, signalled = os.pipe()
     os.set_blocking(signalled, False)
     signal.set_wakeup_fd(signalled)

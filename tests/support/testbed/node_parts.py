@@ -1,4 +1,4 @@
-"""Start the parts of a node in order, inside, and report readiness, or the failed part with its log."""
+"""Start the parts of a node in order, and report their readiness, or the failed part with its log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def main(bed: Bed) -> int:
-    """Start everything, then wait until a part ends by itself; returns the exit code."""
+    """Start all parts, wait until a part exits by itself, and return the exit code."""
     try:
         asyncio.run(_run(bed))
     except DaemonDied as error:
@@ -41,7 +41,7 @@ async def _run(bed: Bed) -> None:
 
 
 class _Parts:
-    """The parts of one node: processes that end with this one."""
+    """The parts of one node, which are killed when this process exits."""
 
     def __init__(self, bed: Bed, get: Callable[[str], Awaitable[str]]) -> None:
         self._bed = bed
@@ -49,10 +49,10 @@ class _Parts:
         self._daemons: dict[str, Daemon] = {}
 
     async def start(self) -> None:
-        """Start all of them.
+        """Start all parts.
 
         Raises:
-            DaemonDied: one is not ready in time, or has ended.
+            DaemonDied: a part was not ready in time, or exited.
         """
         await asyncio.gather(self._start_control_plane(), self._start_containerd())
         kubelet = self._start("kubelet")
@@ -67,10 +67,10 @@ class _Parts:
         await self._until(controllers, self._api_answers("/api/v1/namespaces/default/serviceaccounts/default"))
 
     async def until_one_ends(self) -> None:
-        """Wait.
+        """Wait until a part exits.
 
         Raises:
-            DaemonDied: one has ended.
+            DaemonDied: a part has exited.
         """
         ended = asyncio.Event()
         for daemon in self._daemons.values():
@@ -116,7 +116,7 @@ class _Parts:
         return daemon
 
     async def _until(self, daemon: Daemon, probe: Callable[[], Awaitable[bool]]) -> None:
-        """Wait until the probe succeeds; the part is blamed if it does not."""
+        """Wait until the probe succeeds; raise an error about the part if it does not."""
         await until_ready(probe, *self._daemons.values(), daemon)
 
     def _api_answers(self, path: str) -> Callable[[], Awaitable[bool]]:
@@ -129,7 +129,7 @@ class _Parts:
         return probe
 
     async def _node_takes_pods(self) -> bool:
-        """Whether the node is ready, and the controller manager has seen that."""
+        """Return whether the node is ready, and the controller manager has noticed this."""
         text = await self._get(f"{self._bed.server}/api/v1/nodes/{node_config.NAME}")
         node = json.loads(text or "{}")
         conditions = {each["type"]: each["status"] for each in node.get("status", {}).get("conditions", ())}

@@ -46,7 +46,7 @@ def unshare(namespaces: Namespace) -> None:
 
 
 def mount(source: Path | str, target: Path | str, kind: str = "", flags: Mount = Mount.NONE, options: str = "") -> None:
-    """Mount something.
+    """Mount a folder, a file or a file system.
 
     Args:
         source: a folder or file for a bind mount; otherwise a label.
@@ -58,7 +58,7 @@ def mount(source: Path | str, target: Path | str, kind: str = "", flags: Mount =
     Raises:
         OSError: the kernel refuses.
     """
-    # Bytes from os.fsencode, since paths need not be UTF-8.
+    # os.fsencode returns bytes, because paths need not be UTF-8.
     arguments = [os.fsencode(value) for value in (source, target, kind)]
     _succeeded(_libc.mount(*arguments, ctypes.c_ulong(int(flags)), os.fsencode(options)), "mount", str(target))
 

@@ -1,6 +1,6 @@
 """Debian's packages without an installation: apt fetches them, dpkg unpacks them below the cache folder.
 
-A set has the named packages and their dependencies that not every Debian has. apt resolves them as if this
+A set has the named packages, and those of their dependencies that some Debians lack. apt resolves them as if this
 machine had nothing installed, with separate lists, caches and locks: only the machine's sources, keys and
 proxy are used, and nothing is changed. Root is not needed.
 """
@@ -40,17 +40,17 @@ SETS: Final[dict[SetName, tuple[str, ...]]] = {
     "prometheus": ("prometheus",),
     "browser": ("chromium", "fonts-dejavu-core", "fonts-liberation"),
 }
-"""The packages to run pods, to build images from Dockerfiles, to run Prometheus and promtool, and a
+"""The packages that run pods, build images from Dockerfiles, and run Prometheus and promtool; and a
 browser with fonts."""
 
 _ALONE: Final[frozenset[SetName]] = frozenset({"prometheus"})
-"""Sets whose programs need no dependencies: those are for services and pages, which are not used."""
+"""Sets whose programs need no dependencies: those are only for services and pages, which tests do not use."""
 
 _ON_EVERY_DEBIAN: Final = ("?essential", "apt")
-"""Packages that are not unpacked, with their dependencies: above all the C library."""
+"""Packages that every Debian has; they and their dependencies, such as the C library, are not unpacked."""
 
 _MERGED: Final = ("bin", "sbin", "lib", "lib64")
-"""Folders that are merged with those of the same name below usr/, as on any Debian since 2023."""
+"""Folders that are merged with those of the same name below usr/, as in Debian since 2023."""
 
 _ALTERNATIVES: Final = {
     "xtables-nft-multi": tuple(
@@ -63,16 +63,16 @@ _PRIVATE: Final = ("pulseaudio",)
 """Library folders that other libraries find by the absolute path of an installation."""
 
 _LAYOUT: Final = 2
-"""The version of the unpacking; it is raised when the unpacking changes."""
+"""The version of the unpacking, which must be raised when the unpacking changes."""
 
 _REMEDY: Final = "these tests need Debian or Ubuntu, whose packages they unpack below the cache folder"
 
 
 def unpacked(name: SetName) -> Path:
-    """The root folder of a set, fetched and unpacked if it is missing.
+    """Return the root folder of a set, which is fetched and unpacked if it is missing.
 
     Raises:
-        Missing: this is no Debian or Ubuntu, or apt cannot get the packages.
+        Missing: the machine runs neither Debian nor Ubuntu, or apt cannot get the packages.
     """
     root = _root(name)
     if not root.exists():
@@ -83,12 +83,12 @@ def unpacked(name: SetName) -> Path:
 
 
 def is_ready(name: SetName) -> bool:
-    """Whether :func:`unpacked` will find the set without fetching it."""
+    """Return whether :func:`unpacked` will find the set without fetching it."""
     return _root(name).exists()
 
 
 def environment(root: Path) -> dict[str, str]:
-    """Variables that put the programs and libraries of a set first."""
+    """Return variables that put the programs and libraries of a set first."""
     programs = [root / "usr" / folder for folder in ("sbin", "bin")]
     libraries = list((root / "usr/lib").glob("*-linux-gnu*"))
     private = [folder for library in libraries for name in _PRIVATE if (folder := library / name).is_dir()]
@@ -100,7 +100,7 @@ def environment(root: Path) -> dict[str, str]:
 
 
 def _root(name: SetName) -> Path:
-    """The folder of a set; it depends on the packages and the release of the distribution."""
+    """Return the folder of a set; it depends on the packages and the release of the distribution."""
     try:
         release = platform.freedesktop_os_release()
     except OSError:
@@ -154,17 +154,17 @@ class _Apt:
             'Acquire::Languages "none";\nAcquire::IndexTargets::deb::DEP-11::DefaultEnabled "false";\n'
             'Acquire::Retries "3";\n'
         )
-        # An unreachable source may be irrelevant.
+        # A source that is unreachable may be irrelevant.
         self._complaints = self._answer("update").stderr
 
     def closure(self, packages: Sequence[str]) -> set[str]:
-        """The packages and all that they depend on, as name=version."""
+        """Return the packages and all their dependencies, as name=version."""
         output = self._run("--print-uris", "install", *packages)
         files = re.findall(r"^'\S+' (\S+)\.deb ", output, re.MULTILINE)
         return {"{}={}".format(*urllib.parse.unquote(file).split("_")[:2]) for file in files}
 
     def fetched(self, packages: Sequence[str]) -> list[Path]:
-        """The files of the packages, their hashes compared with the signed lists."""
+        """Fetch the packages, check their hashes against the signed lists, and return their files."""
         self._run("download", *packages)
         return sorted(self._archives.glob("*.deb"))
 
@@ -202,11 +202,11 @@ def _unpack(archive: Path, root: Path) -> None:
             check=True,
         )
     if contents.returncode:
-        raise Missing(f"{archive.name}, which dpkg-deb cannot read", "try again: the file may have come damaged")
+        raise Missing(f"{archive.name}, which dpkg-deb cannot read", "try again: the file may be damaged")
 
 
 def _point_links_inside(root: Path) -> None:
-    """Redirect absolute links to the files of the set, if it has them."""
+    """Redirect absolute links to files of the set, if the set has these files."""
     for folder, folders, files in os.walk(root):
         for link in (Path(folder, name) for name in [*folders, *files]):
             if not link.is_symlink() or not (target := link.readlink()).is_absolute():

@@ -1,5 +1,5 @@
-// Pause holds a pod's namespaces while its containers come and go: it waits to be told to end, and reaps the processes
-// that are left to it where a pod's containers share one PID namespace.
+// Pause keeps a pod's namespaces while its containers start and exit: it waits for a signal to exit, and reaps orphaned
+// processes if a pod's containers share one PID namespace.
 package main
 
 import (

@@ -1,4 +1,4 @@
-"""Installation without package sources: an interrupted installation and its repetition."""
+"""Installation without package sources: a failed installation and its repetition."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_failed_installation_is_reported_and_repeated_with_the_torch_of_the_ba
     assert f"An earlier installation into {environment} was not completed; it begins anew." in second.stdout
     assert not (environment / "left behind").exists()
 
-    # Neither installation got as far as what pip adds; torch is that of the base Python.
+    # Both installations fail before pip installs a package; torch is that of the base Python.
     versions = []
     for python in (environment / "bin" / "python", sys.executable):
         ask = [python, "-c", "import importlib.metadata as m; print(m.version('torch').split('+')[0])"]

@@ -1,4 +1,4 @@
-"""Which nodes count as lost, among partitioned, paused, killed and stopped agents and agents without leases."""
+"""Which nodes count as lost: partitioned, paused, killed and stopped agents, and agents without leases."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def leader_in(state: Mapping[str, Entry], run: ControlledRun) -> LeaderRecord:
 
 
 def nodes_in(state: Mapping[str, Entry], run: ControlledRun) -> set[str]:
-    """The names of all nodes that have a key."""
+    """Return the names of all nodes that have a key."""
     return {key.removeprefix(run.keys.nodes).rpartition(".")[0] for key in state if key.startswith(run.keys.nodes)}
 
 
 async def end_leases(etcd: EtcdServer, below: str) -> int:
-    """Revoke all leases of keys below a prefix; returns their number."""
+    """Revoke all leases of keys below a prefix, and return their number."""
     ended = 0
     for lease in (await etcd.post("lease/leases"))["leases"]:
         keys = (await etcd.post("lease/timetolive", ID=lease["ID"], keys=True)).get("keys", [])
@@ -51,7 +51,7 @@ def nodes_of(workers: Sequence[ControlledWorker]) -> list[str]:
     return [worker.node for worker in workers]
 
 
-async def test_cut_connections_and_expired_leases_are_not_losses_and_a_dead_leader_is_one_loss(
+async def test_cut_connections_and_expired_leases_lose_no_node_and_a_killed_leader_is_lost(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
     flags = ("--nnodes=1:3", PATIENT)
@@ -69,13 +69,13 @@ async def test_cut_connections_and_expired_leases_are_not_losses_and_a_dead_lead
             cut(pid, descriptor)
         await poll_until(lambda: len(links_to(pid, port).keys() - before.keys()) == 2)
 
-        # All leases end, although all agents live.
+        # All leases are revoked, although all agents run.
         assert await end_leases(etcd, run.keys.nodes) == 3
         await run.until(lambda state: nodes_in(state, run) == {"a", "b", "c"} and run.keys.leader in state)
         assert [await worker.execute("answer = 'alive'") for worker in first] == ["alive"] * 3
         assert run.rounds == {1}
 
-        # The leader dies and is removed at once.
+        # The leader is killed, and is removed at once.
         [heir, other] = [worker.node for worker in first if worker.node != leading]
         agents[leading].kill()
         second = await run.round(2, world=2)
@@ -112,7 +112,7 @@ async def test_a_silent_node_with_an_expired_lease_is_lost_and_stops_its_workers
         agents[stopped.node].kill(signal.SIGSTOP)
         [alone] = await run.round(2, world=1)
         assert alone.node == staying.node
-        # The worker of the paused agent continues, and learns that it must not commit anything.
+        # The worker of the paused agent continues, and is informed that it must not commit anything.
         stands = "import torchelastic; answer = torchelastic.round_stands(timeout=0.5)"
         assert not await stopped.execute(stands)
         assert await alone.execute(stands.replace("0.5", "30"))

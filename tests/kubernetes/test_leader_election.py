@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session
 
 
 class Candidate:
-    """A candidate for the lease, which records whether it works."""
+    """A candidate for the lease, which records whether it leads."""
 
     def __init__(self, api: WatchingApi, namespace: str, identity: str, *, duration: int = 60) -> None:
         self.elector = LeaderElector(
@@ -53,14 +53,14 @@ class Candidate:
             self.stopped.set()
 
     async def end(self) -> None:
-        """End the candidate as SIGTERM does."""
+        """Stop the candidate as SIGTERM does."""
         self.task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.task
 
 
 class Candidates:
-    """Creates candidates for one lease, and ends them."""
+    """Creates candidates for one lease, and stops them."""
 
     def __init__(self, api: WatchingApi, namespace: str) -> None:
         self.api = api

@@ -1,4 +1,4 @@
-"""Training never stops because of etcd: paused, killed, unreachable, emptied, or with credentials."""
+"""Training continues while etcd is paused, killed, unreachable or empty, and works with credentials."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEASE = 1.0
 
 
 async def train_on(workers: Sequence[ControlledWorker]) -> None:
-    """Return when all of them have taken further steps together."""
+    """Wait until all workers have taken further steps together."""
     before = [await worker.execute("answer = rounds") for worker in workers]
     more = "import time\nwhile rounds < {}: time.sleep(0.005)\nanswer = rounds"
     after = [await worker.execute(more.format(rounds + 10)) for worker, rounds in zip(workers, before, strict=True)]
@@ -34,7 +34,7 @@ async def train_on(workers: Sequence[ControlledWorker]) -> None:
 
 
 def lines_with(agents: Sequence[AgentProcess], part: str = "") -> list[str]:
-    """The lines of the agents that contain a text, so far."""
+    """Return the lines of the agents so far that contain a text."""
     return [line for agent in agents for line in agent.lines if part in line]
 
 
@@ -52,7 +52,7 @@ async def test_training_continues_without_etcd_with_few_retries_and_messages(
         await asyncio.gather(*(worker.execute(TRAINING) for worker in workers))
 
         with own_etcd.paused():
-            await asyncio.sleep(2.5 * LEASE)  # the leases have to expire
+            await asyncio.sleep(2.5 * LEASE)  # until the leases have expired
             await train_on(workers)
         assert run.rounds == {1}
 

@@ -1,6 +1,6 @@
 """PodGroups, disruption budgets and the time to live of jobs on a real API server.
 
-No gang scheduler runs here: the cluster has only their CRDs, with the fields that the operator writes.
+No gang scheduler runs in these tests: the cluster has only the CRDs, with the fields that the operator writes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def message_of(job: Json, kind: str) -> str:
         ("Volcano", VOLCANO_GROUPS, "volcano"),
     ],
 )
-async def test_a_gang_scheduled_job_waits_for_the_pod_group_kind_and_follows_the_job(
+async def test_a_gang_scheduled_job_waits_for_the_pod_group_crd_and_its_pod_group_follows_it(
     ns: OperatorNamespace, etcd: EtcdServer, gang: str, resource: Resource, scheduler: str
 ) -> None:
     store = {"endpoint": etcd.endpoint}

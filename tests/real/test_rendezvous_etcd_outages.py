@@ -66,7 +66,7 @@ async def test_a_replacement_etcd_is_filled_by_the_nodes(factory: NodeFactory, a
         assert [round.number for round in node.rounds] == [1, 2]
 
 
-async def test_another_server_at_etcds_port_ends_nothing_during_an_outage(
+async def test_another_server_on_the_port_of_etcd_does_not_end_the_run_during_an_outage(
     factory: NodeFactory, any_etcd: EtcdServer
 ) -> None:
     a, b = [await factory.node(name) for name in "ab"]
@@ -98,7 +98,7 @@ async def test_a_node_with_only_a_silent_connection_stays_in_the_round(
         follower = nodes[first.nodes[1].partition(".")[0]]
         lines_of[follower.name].fall_silent()
         await follower.wait_until_store_lost()
-        await asyncio.sleep(1.5 * LEASE)  # its lease ends; its connection does not
+        await asyncio.sleep(1.5 * LEASE)  # its lease expires, but its connection stays
         lines_of[follower.name].speak_again()
         c = await factory.node("c")
         second = await all_with(*nodes.values(), c)
