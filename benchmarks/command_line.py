@@ -29,7 +29,7 @@ def parser(
     """Return a parser with the common flags.
 
     Args:
-        name: of the benchmark.
+        name: the name of the benchmark.
         description: the docstring of the benchmark; ``--help`` shows its first paragraph.
         etcd: whether the benchmark uses etcd.
         repeat: the default of ``--repeat``; None for no such flag.
@@ -57,7 +57,7 @@ def parser(
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return a ``type=`` for integers that are not smaller than this."""
+    """Return a parser of integers that are not below a minimum, for argparse's ``type``."""
 
     def number(text: str) -> int:
         if not text.isascii() or not text.isdigit() or int(text) < least:
@@ -68,7 +68,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def duration(text: str) -> float:
-    """A ``type=`` for seconds."""
+    """Return a text as seconds, for argparse's ``type``."""
     try:
         value = float(text)
     except ValueError:
@@ -79,7 +79,7 @@ def duration(text: str) -> float:
 
 
 def existing(text: str) -> Path:
-    """A ``type=`` for the path of an existing file."""
+    """Return a text as the path of an existing file, for argparse's ``type``."""
     path = Path(text)
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"there is no file {text}")

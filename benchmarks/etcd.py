@@ -1,4 +1,4 @@
-"""The etcd of a benchmark: a real one with one member and new data.
+"""The etcd of a benchmark: a real etcd with one member and without data.
 
 Like the etcd of ``elasticjob run``, it does not wait for the disk (``--unsafe-no-fsync``).
 """
@@ -34,7 +34,7 @@ _LEASE: Final = 60.0
 
 
 async def choose_etcd(named: Path | None = None) -> Path:
-    """Return the named etcd binary, or the newest of the test bed's cache, or the one that ``elasticjob run`` uses.
+    """Return the named etcd binary, or the newest in the test bed's cache, or the one that ``elasticjob run`` uses.
 
     Raises:
         BadInput: there is no usable one.
@@ -69,12 +69,12 @@ async def etcd_serving(binary: Path) -> AsyncIterator[EtcdProcess]:
 
 
 class BreakableEtcd:
-    """An etcd that a benchmark can kill, pause and empty, or put into a network of its own.
+    """An etcd that a benchmark can kill, pause and empty, or run in another network.
 
     Args:
-        processes: starts its process, and has its folder.
+        processes: starts its process, and has a folder for its data.
         binary: the program.
-        ports: for clients and for peers, after each start.
+        ports: its ports for clients and for peers.
         host: the address on which it listens.
         inside: a prefix of its command that runs it in another network.
     """
@@ -112,7 +112,7 @@ class BreakableEtcd:
         return self._child.pid
 
     async def start(self) -> None:
-        """Start it with its old data, and wait until it serves."""
+        """Start it with its existing data, and wait until it serves."""
         address = self._processes.folder / "etcd-ready"
         command = [
             *self._inside,
@@ -150,12 +150,12 @@ class BreakableEtcd:
         shutil.rmtree(self._data)
 
     def pause(self) -> None:
-        """Stop it with SIGSTOP; its connections stay open."""
+        """Pause it with SIGSTOP; its connections stay open."""
         if self._child is not None:
             self._child.signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Continue it."""
+        """Continue it with SIGCONT."""
         if self._child is not None:
             self._child.signal(signal.SIGCONT)
 

@@ -1,4 +1,4 @@
-"""The launchers that are compared: ours, and torchrun with settings that favour it."""
+"""The launchers that are compared: torchelastic-run, and torchrun with settings that favour it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Launcher:
         name: its name in a report.
         conf: for ``--rdzv-conf``.
         environment: additional environment variables of its agents.
-        is_ours: whether it is torchelastic-run; else it is torchrun.
+        is_ours: whether it is torchelastic-run; otherwise it is torchrun.
     """
 
     name: str
@@ -37,9 +37,9 @@ class Launcher:
 
         Args:
             node: its name.
-            address: its host, for the other agents.
+            address: its address for the other agents.
             endpoint: host:port of the rendezvous.
-            run_id: of its run.
+            run_id: the id of its run.
             nnodes: as in ``--nnodes``.
             first: whether it is the run's first agent, which hosts torchrun's store.
             reports_ready: whether it reports when torch is imported (:mod:`benchmarks.ready`).
@@ -68,9 +68,9 @@ the previous round and wait for it, and an agent that joins later never gets the
 
 TORCHRUN: Final = Launcher("torchrun", _LAST_CALL, _NOT_SHARED)
 TORCHRUN_FAST_LOSS: Final = Launcher(
-    "torchrun that misses nodes after 5 s",
+    "torchrun that detects lost nodes after 5 s",
     {**_LAST_CALL, "keep_alive_interval": 1, "keep_alive_max_attempt": 5},
     _NOT_SHARED,
 )
-"""A node that is silent for 5 s counts as lost, as with our lease. The default is 15 s."""
+"""A node that is silent for 5 s counts as lost, as with torchelastic's lease. The default is 15 s."""
 TORCHRUN_DEFAULTS: Final = Launcher("torchrun with its defaults")

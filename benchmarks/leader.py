@@ -1,6 +1,6 @@
 """Print the name of the node that leads a run: ``python -m benchmarks.leader HOST:PORT RUN_ID``.
 
-This is a program of its own, because etcd may be in another network namespace.
+This is a separate program, because etcd may be in another network namespace.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How much memory an agent and its idle workers use: ``python -m benchmarks.memory --json``.
+"""Measure how much memory an agent and its idle workers use: ``python -m benchmarks.memory --json``.
 
-Four workers that have imported torch and wait, under ours and torchrun in turn. The result is the sum of the PSS
+Four workers that have imported torch wait under torchelastic-run and torchrun in turn. The result is the sum of the PSS
 (``/proc/PID/smaps_rollup``) of all processes. See docs/benchmarks.md.
 """
 
@@ -77,7 +77,7 @@ def _pss(pid: int) -> float:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1]) / _KIB_PER_MIB
-    return 0.0  # the process has ended
+    return 0.0  # the process has exited
 
 
 async def compare(*, repeat: int, settle: float, limit: float) -> Report:
@@ -96,8 +96,8 @@ async def compare(*, repeat: int, settle: float, limit: float) -> Report:
             ours=[sum(each.values()) for each in ours],
             peer=[sum(each.values()) for each in peer],
             unit="MiB",
-            includes="all processes, before the workers allocate anything; ours includes the spare processes, the fork "
-            "server, the watchdog and the process of the round's store",
+            includes="all processes, before the workers allocate anything; torchelastic-run also has spare processes, "
+            "a fork server, a watchdog and the process of the round's store",
             ratio_at_least=RATIO,
         )
     )

@@ -76,7 +76,7 @@ class Meter:
         async def send() -> None:
             nonlocal path
             while data := await client.read(1 << 16):
-                # A client waits for the answer before its next request, so a request begins at the begin of a read.
+                # A client waits for the answer before its next request, so a request starts at the start of a read.
                 if request := _REQUEST.match(data):
                     path = request.group(1).decode()
                     self.requests[path] += 1

@@ -1,6 +1,6 @@
-"""What metrics cost: ``python -m benchmarks.metrics --json``.
+"""Measure what metrics cost: ``python -m benchmarks.metrics --json``.
 
-Measured in real workers of a real agent, which is scraped meanwhile. See docs/benchmarks.md.
+The values come from real workers of a real agent, which is scraped meanwhile. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ INTERVAL: Final = 1.0
 """Seconds between scrapes during other measurements. The default of Prometheus is a minute."""
 
 _STOP_LIMIT: Final = 30.0
-"""Seconds that the end of an agent after SIGTERM may take."""
+"""Seconds within which an agent must exit after SIGTERM."""
 
 _PROGRAM: Final = ("-m", "benchmarks.programs.metrics_worker")
 
@@ -52,8 +52,8 @@ class RunningAgent:
     Attributes:
         process: its process.
         log: the file with its output.
-        url: of its /metrics.
-        session: for requests.
+        url: the URL of its /metrics.
+        session: the session for requests.
     """
 
     process: Child
@@ -81,7 +81,7 @@ class RunningAgent:
 
 @asynccontextmanager
 async def running_agent(processes: ProcessTree, workers: int, *arguments: str) -> AsyncIterator[RunningAgent]:
-    """Run an agent within the block, whose workers run the program with these arguments."""
+    """Run an agent within the block; its workers run the program with these arguments."""
     [port] = free_ports(1)
     log = processes.folder / f"log.{port}"
     agent = (sys.executable, "-m", "torchelastic.run", "--standalone", "--local-addr=127.0.0.1", "--max-restarts=0")

@@ -24,7 +24,7 @@ INTERFACE: Final = "eth0"
 """The interface of each host."""
 
 _SWITCH: Final = "switch"
-_NETWORK: Final = "198.18.0"  # reserved for benchmarks
+_NETWORK: Final = "198.18.0"  # RFC 2544 reserves it for benchmarks
 _TOOLS: Final = ("ip", "nsenter", "unshare")
 
 
@@ -102,7 +102,7 @@ class Network:
         finally:
             ready.unlink()
         if not holder.running:
-            raise RuntimeError(f"a network namespace could not be created: unshare ended with {holder.ended.result()}")
+            raise RuntimeError(f"a network namespace could not be created: unshare exited with {holder.ended.result()}")
         return holder
 
     def _ip(self, host: str, *commands: str) -> None:

@@ -1,4 +1,4 @@
-"""How fast the operator is, on a real API server with simulated nodes: ``python -m benchmarks.operator --json``.
+"""Measure the operator's speed on a real API server with simulated nodes: ``python -m benchmarks.operator --json``.
 
 See docs/benchmarks.md.
 """
@@ -145,11 +145,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=at_least(1),
         default=20,
         metavar="N",
-        help="number of pods that are then deleted (default: %(default)s)",
+        help="number of pods deleted after that (default: %(default)s)",
     )
-    made.add_argument("--peer", type=existing, metavar="FILE", help="a training-operator, which is also measured")
+    made.add_argument("--peer", type=existing, metavar="FILE", help="the training-operator binary to measure as well")
     made.add_argument(
-        "--peer-definition", type=existing, metavar="FILE", help="the definition of its PyTorchJob, for --peer"
+        "--peer-definition", type=existing, metavar="FILE", help="the definition of the PyTorchJob, for --peer"
     )
     made.add_argument(
         "--peer-repeat", type=at_least(1), default=1, metavar="N", help="number of its samples (default: %(default)s)"

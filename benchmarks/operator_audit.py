@@ -20,8 +20,8 @@ class Audit:
     """The requests of one user.
 
     Args:
-        folder: for the policy and the log.
-        user: its name.
+        folder: the folder for the policy and the log.
+        user: the name of the user.
     """
 
     def __init__(self, folder: Path, user: str) -> None:
@@ -49,7 +49,7 @@ class Audit:
         return self._log.stat().st_size if self._log.exists() else 0
 
     async def since(self, mark: int, namespace: str | None = None) -> Counter[str]:
-        """Count the requests since then, as "create pods" or "update elasticjobs/status".
+        """Count the requests after a mark, as "create pods" or "update elasticjobs/status".
 
         Args:
             mark: see :meth:`mark`.

@@ -42,7 +42,7 @@ _ACCOUNT: Final = "elastic-operator"
 _USER: Final = f"system:serviceaccount:{OPERATORS_NAMESPACE}:{_ACCOUNT}"
 _DEFINITION: Final = Path(__file__).parents[1] / "crds" / "elasticjob.yaml"
 _LOW_PRIORITY: Final = ("kube-scheduler", "kube-controller-manager")
-"""Like kwok, which simulates the kubelets, they get only the processor time that the API server, its etcd and the
+"""These, and kwok, which simulates the kubelets, get only the processor time that the API server, its etcd and the
 operator leave. In a cluster they have their own machines, and their work follows the measured work."""
 _NO_NODE_LOSS: Final = ("--node-monitor-grace-period=1h",)
 """kwok has a low priority, so its node heartbeats may be late."""
@@ -57,7 +57,7 @@ class OperatedCluster:
     """A cluster in which the operator runs; an async context manager.
 
     Args:
-        folder: for all files.
+        folder: the folder for all files.
         nodes: the number of simulated nodes.
 
     Attributes:
@@ -151,7 +151,7 @@ class OperatedCluster:
             name: its name.
             replicas: the desired number of pods.
             maximum: maxReplicas; not less than replicas.
-            own_etcd: whether the operator creates an etcd for it; else it uses this cluster's.
+            own_etcd: whether the operator creates an etcd for it; otherwise it uses this cluster's.
             more: further fields of its spec.
         """
         etcd = {} if own_etcd else {"etcd": {"endpoint": self._etcd}}
@@ -164,13 +164,13 @@ class OperatedCluster:
         }
 
     async def apply(self, namespace: str, manifest: Any, kind: Resource = ELASTIC_JOBS) -> float:  # noqa: ANN401
-        """Create a job, and return the time before, by the monotonic clock."""
+        """Create a job, and return the time before the request, by the monotonic clock."""
         begun = time.monotonic()
         await self.api.create(kind, namespace, manifest)
         return begun
 
     async def apply_all(self, namespace: str, manifests: list[Any]) -> dict[str, float]:
-        """Create jobs concurrently, and return the time before each, by name."""
+        """Create jobs concurrently, and return the time before each request, by name."""
         room = asyncio.Semaphore(_SIDE_BY_SIDE)
 
         async def one(manifest: Any) -> float:  # noqa: ANN401
@@ -188,7 +188,7 @@ class OperatedCluster:
         return await self.pods.until(lambda: self.pods.has_others(namespace, before)) - begun
 
     async def train(self, namespace: str) -> None:
-        """Write records to the jobs' etcd as if the agents of all live pods trained."""
+        """Write to the jobs' etcd the records of agents that train in all live pods."""
         lease = await self._store.grant(_LEASE)
         room = asyncio.Semaphore(_SIDE_BY_SIDE)
         runs: dict[str, list[SeenPod]] = {}
@@ -207,7 +207,7 @@ class OperatedCluster:
             await asyncio.gather(*nodes, put(keys.state, encode(StateRecord(round))))
 
     async def until_states(self, namespace: str, true: Callable[[list[dict[str, Any]]], bool]) -> None:
-        """Wait until the statuses of all jobs fulfil a condition."""
+        """Wait until a condition holds for the statuses of all jobs."""
         async with asyncio.timeout(_LIMIT):
             while True:
                 jobs, _ = await self.api.list(ELASTIC_JOBS, namespace)
@@ -231,7 +231,7 @@ class OperatedCluster:
         return writes(await self.audit.since(mark))
 
     def memory(self, what: str = "VmRSS") -> int:
-        """Return the memory of the operator's process in bytes: VmRSS (now) or VmHWM (maximum)."""
+        """Return the operator's resident memory in bytes: VmRSS (now) or VmHWM (maximum)."""
         text = Path(f"/proc/{self._operator.pid}/status").read_text(encoding="utf-8")
         found = re.search(rf"^{what}:\s*(\d+) kB$", text, re.MULTILINE)
         assert found is not None

@@ -1,7 +1,7 @@
 """Simulated nodes: kwok reports thousands of pods as running without running them.
 
-The scheduler binds pods to these nodes; then kwok writes the status that a kubelet would write
-(``operator_nodes.yaml`` beside this file). So the API server, the controllers and the operator have the same work
+The scheduler binds pods to these nodes; then kwok writes the status that a kubelet would write, as
+``operator_nodes.yaml`` in this folder defines. So the API server, the controllers and the operator have the same work
 as with real nodes.
 """
 
@@ -74,7 +74,7 @@ class SimulatedNodes:
         """Check that kwok runs.
 
         Raises:
-            DaemonDied: it has ended by itself.
+            DaemonDied: it has exited.
         """
         self._kwok.check()
 

@@ -1,6 +1,6 @@
 """The peer of the operator benchmark: Kubeflow's training-operator with PyTorchJobs, on the same API server.
 
-It is measured if its binary is given; else the report has values of an earlier measurement, and says so.
+It is measured if its binary is given; otherwise the report has the values of an earlier measurement, and says so.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TrainingOperator:
         cluster: the cluster.
         binary: the program.
         definition: the file with the definition of the PyTorchJob.
-        folder: for its log.
+        folder: the folder for its log.
     """
 
     def __init__(self, cluster: OperatedCluster, binary: Path, definition: Path, folder: Path) -> None:

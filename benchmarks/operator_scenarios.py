@@ -45,7 +45,7 @@ async def created(
         cluster: the cluster.
         pods: the number of pods.
         repeat: the number of samples.
-        peer: the peer's samples of this run; None for those of an earlier run.
+        peer: the peer's samples of this run; None to report those of an earlier run.
     """
     samples, rows = [], []
     for _ in range(repeat):
@@ -74,13 +74,13 @@ async def created(
 async def replaced(
     cluster: OperatedCluster, samples: int, *, lingers: bool, peer: Sequence[float] | None = None
 ) -> Measurement:
-    """Delete one pod after the other of a job with ten pods, and wait for each replacement.
+    """Delete pods of a job with ten pods, one after the other, and wait for each replacement.
 
     Args:
         cluster: the cluster.
         samples: the number of deleted pods.
         lingers: whether the deleted pods stay Terminating.
-        peer: the peer's samples of this run; None for those of an earlier run.
+        peer: the peer's samples of this run; None to report those of an earlier run.
     """
     template = {"metadata": {"annotations": {LINGERS: "true"}}} if lingers else {}
     taken = []
@@ -95,7 +95,7 @@ async def replaced(
             taken.append(await cluster.replace(namespace, oldest))
             await cluster.pods.until_running(namespace, 10)
             await asyncio.sleep(_REST)
-    held = ", the old one Terminating all the while" if lingers else ""
+    held = " while the old one stays Terminating" if lingers else ""
     return Measurement(
         f"a deleted pod is replaced{held}, p95 of {samples}",
         ours=(percentile(taken, 95),),
@@ -209,7 +209,7 @@ async def large(cluster: OperatedCluster, jobs: int, pods: int, *, idle: float, 
             details=dict(at_rest),
         ),
         Measurement(
-            f"{of}: a pod's change is answered, median of {changes}",
+            f"{of}: reaction to a pod's change, median of {changes}",
             ours=(statistics.median(reaction),),
             ours_at_most=_CHANGE_WANTED,
             includes="from before the request to delete a pod until the watch reports its replacement",
@@ -224,7 +224,7 @@ async def large(cluster: OperatedCluster, jobs: int, pods: int, *, idle: float, 
             details={"now": now, "at_most": most, "at_most_in_a_start": after},
         ),
         Measurement(
-            f"{of}: from the operator's start until all jobs are looked at",
+            f"{of}: from the operator's start until all jobs are reconciled",
             ours=(start,),
             ours_at_most=_START_WANTED,
             includes="the interpreter, the imports, the lists, and the lease (which the previous process released)",

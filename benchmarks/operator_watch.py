@@ -118,7 +118,7 @@ class PodWatch:
         return any(uid not in known for uid in self.there(namespace))
 
     async def until(self, true: Callable[[], bool], limit: float = _LIMIT) -> float:
-        """Wait until a condition holds, which is checked at each event, and return the time of the monotonic clock.
+        """Wait until a condition holds; check it at each event; return the time of the monotonic clock.
 
         Raises:
             TimeoutError: it did not hold within the limit.

@@ -1,4 +1,4 @@
-"""The processes of a benchmark, none of which outlives it.
+"""The processes of a benchmark, which all end with it.
 
 Each started process leads its own session. Orphans become children of the benchmark, so all processes are its
 descendants. If the benchmark itself is killed, the agent's watchdog kills them and removes the folder.
@@ -28,7 +28,7 @@ class ProcessTree:
     """All processes of a benchmark and a folder for their files; an async context manager that removes both.
 
     Attributes:
-        folder: for any files.
+        folder: the folder for any files.
         scratch: the folder in it for the temporary files of all processes.
     """
 
@@ -83,7 +83,7 @@ class ProcessTree:
         return {pid: table[pid] for pid in with_descendants(table, self._roots(table) if roots is None else roots)}
 
     def living(self, roots: Iterable[int] | None = None) -> dict[int, ProcessEntry]:
-        """Return the same without zombies."""
+        """Return the same as :meth:`all`, without zombies."""
         return {pid: entry for pid, entry in self.all(roots).items() if not entry.dead}
 
     async def end_all(self) -> None:

@@ -1,7 +1,7 @@
 """Write the time at which an agent has imported torch to the file BENCHMARK_READY, once.
 
-Our agents ``--preload`` this module, so that it is imported after the fork server has imported torch. As a program, it
-is torchrun. The time is of the monotonic clock.
+torchelastic's agents ``--preload`` this module, so that it is imported after the fork server has imported torch. Run as
+a program, this module is torchrun. The time is from the monotonic clock.
 """
 
 import contextlib

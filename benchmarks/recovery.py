@@ -1,7 +1,7 @@
-"""How long a run takes to start and to recover: ``python -m benchmarks.recovery --json``.
+"""Measure how long a run takes to start and to recover: ``python -m benchmarks.recovery --json``.
 
-Two real agents with one worker each (CPU, gloo) and a real etcd; ours and torchrun take turns, each in a new run. See
-docs/benchmarks.md.
+Two real agents with one worker each (CPU, gloo) use a real etcd. torchelastic-run and torchrun take turns, each in a
+new run. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Samples:
     """The samples of one launcher in one scenario.
 
     Attributes:
-        taken: the successful ones.
-        missing: the reasons of the failed ones.
+        taken: the samples.
+        missing: the reasons of the attempts that failed.
     """
 
     taken: list[Sample] = field(default_factory=list)
@@ -48,17 +48,17 @@ class Samples:
 
     @property
     def seconds(self) -> list[float]:
-        """The times of the successful ones."""
+        """The times of the samples."""
         return [sample.seconds for sample in self.taken]
 
     def phases(self) -> dict[str, float]:
-        """The median seconds of each phase."""
+        """Return the median seconds of each phase."""
         phases = [sample.phases for sample in self.taken]
         return {name: statistics.median(each[name] for each in phases) for name in phases[0]} if phases else {}
 
 
 async def measure(scenario: Scenario, arguments: argparse.Namespace, binary: Path) -> dict[str, Samples]:
-    """Play a scenario with each launcher in turn; return the samples by the launchers' names, ours first."""
+    """Play a scenario with each launcher in turn; return the samples by launcher, torchelastic-run first."""
     found: dict[str, Samples] = {}
     launchers = [scenario.ours, TORCHRUN, *(scenario.others if arguments.others else ())]
     samples_of = [(launcher, found.setdefault(launcher.name, Samples())) for launcher in launchers]
@@ -144,7 +144,7 @@ def _commands(scenario: Scenario) -> dict[str, str]:
 
 
 async def run(arguments: argparse.Namespace) -> tuple[Report, bool]:
-    """Play all chosen scenarios; return the report, and whether all attempts of ours succeeded."""
+    """Play all chosen scenarios; return the report, and whether all attempts of torchelastic-run succeeded."""
     binary = await choose_etcd(arguments.etcd)
     settings = {
         "repeat": arguments.repeat,
@@ -171,7 +171,7 @@ async def run(arguments: argparse.Namespace) -> tuple[Report, bool]:
 
 
 def main() -> int:
-    """Measure and print; fail if a run of ours did not recover."""
+    """Measure and print; fail if a run of torchelastic-run did not recover."""
     flags = parser("recovery", __doc__, repeat=5, settle=8.0, limit=60.0)
     keys = [each.key for each in SCENARIOS]
     flags.add_argument("--only", action="append", metavar="SCENARIO", choices=keys, help=f"one of {', '.join(keys)}")

@@ -1,4 +1,4 @@
-"""How long nodes take to form a round: ours with a real etcd, and torchrun's c10d rendezvous.
+"""Measure how long nodes take to form a round: torchelastic's with a real etcd, and torchrun's c10d rendezvous.
 
 N nodes in a few processes run the agent's own protocol code, without workers. Each node has its own store, connections,
 lease, watch and peer connection. Every sample uses new processes and a new etcd. Requests and bytes are counted in a
@@ -39,17 +39,17 @@ COMPARED: Final = (FIRST, FAILED)
 """The kinds for which torchrun is measured too."""
 
 INCLUDES: Final = {
-    FIRST: "connecting to etcd, lease, key, watch, connection to the leader, and the commit, until all know the round",
+    FIRST: "the connection to etcd, lease, key, watch, connection to the leader, and commit, until all know the round",
     FAILED: "from the member's report until all nodes know the next round",
-    SWAPPED: "from both at once, with the connecting of the new node, until all nodes know the round with it",
-    LED: "from both at once, with the election and the connecting of the new node, until all know the round with it",
+    SWAPPED: "from both at once, with the connection of the new node, until all nodes know the round with it",
+    LED: "from both at once, with the election and the connection of the new node, until all know the round with it",
 }
 
 AT_MOST: Final = {2: 0.02, 64: 0.1, 1000: 2.0}
 """The wanted seconds, by the number of nodes."""
 
 RATIO_AT_LEAST: Final = {64: 15.0}
-"""The wanted ratio of torchrun's time to ours, by the number of nodes."""
+"""The wanted ratio of torchrun's time to torchelastic's, by the number of nodes."""
 
 TORCHRUN_LIMIT: Final = 120.0
 """Seconds that torchrun's two rounds may take."""
@@ -154,7 +154,7 @@ async def torchrun(nodes: int, most: int) -> dict[str, float]:
 
 
 async def carry_out(kind: str, group: NodeProcesses) -> Change:
-    """Make one change of a kind."""
+    """Carry out one change of a kind."""
     if kind == FIRST:
         return await group.come()
     leader = await group.leader()
@@ -174,7 +174,7 @@ def shares(nodes: int, processes: int) -> list[int]:
 def patience(nodes: int) -> float:
     """Return the lease of the nodes and their timeout for etcd: the agent's default, or a minute for many nodes.
 
-    Many nodes on a few cores could not all renew a short lease in time. No measured time depends on the lease.
+    Many nodes on a few cores cannot all renew a short lease in time. No measured time depends on the lease.
     """
     return DEFAULT_LEASE if nodes <= MANY else LONG_LEASE
 
@@ -208,7 +208,7 @@ class Samples:
 
 
 async def measure(arguments: argparse.Namespace) -> tuple[Report, bool]:
-    """Take all measurements; return the report, and whether all attempts of ours succeeded."""
+    """Take all measurements; return the report, and whether all attempts of torchelastic succeeded."""
     etcd = await choose_etcd(arguments.etcd)
     settings = {
         "nodes": arguments.nodes,
@@ -273,7 +273,7 @@ async def measure(arguments: argparse.Namespace) -> tuple[Report, bool]:
 
 
 def main() -> int:
-    """Measure and print; fail if nodes of ours formed no round."""
+    """Measure and print; fail if torchelastic's nodes formed no round."""
     flags = parser("rendezvous", __doc__, repeat=5)
     flags.add_argument(
         "--nodes",

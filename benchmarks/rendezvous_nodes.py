@@ -6,9 +6,9 @@ the agent of a pod, but without workers.
 The process reads orders from standard input, one line of JSON each, and writes one line of JSON as the answer.
 ``{"at": T, "come": […], "fail": …, "leave": …, "until": {"above": R, "size": N, "with": …}}`` means: at the time T of
 the monotonic clock, let these nodes join, fail and leave. Then wait until all other nodes of this process know a round
-with a number above R and N members, one of which has the name "with". The answer has the time of the begin, the time
-at which the last node knew the round, and the processor time in between. Without "until", there is no wait. At the end
-of the input, the process exits at once, and no node leaves properly.
+with a number above R and N members, including the node "with". The answer has the start time, the time at which the
+last node knew the round, and the processor time in between. Without "until", there is no wait. At the end of the input,
+the process exits at once, and its nodes do not announce that they leave.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Expectation:
 
 
 class WarningCounter(logging.Handler):
-    """Counts warnings, of which a thousand nodes may log a thousand.
+    """Counts warnings instead of printing them, because a thousand nodes may log a thousand.
 
     Attributes:
         count: the number of warnings.
@@ -155,7 +155,7 @@ class Nodes:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             print(f"a node failed: {error!r}", file=sys.stderr, flush=True)
-            os._exit(1)  # the benchmark waits for an answer, and notices
+            os._exit(1)  # the benchmark notices that no answer comes
 
     async def _come(self, name: str) -> None:
         store = await connect(self._store)
@@ -193,7 +193,7 @@ class Nodes:
 
 
 def node_id(name: str) -> str:
-    """Return the id of a node: its name and 8 digits, which are not random here."""
+    """Return the id of a node: its name and 8 digits, which are a digest of the name."""
     return f"{name}.{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
 
 
@@ -210,12 +210,12 @@ async def serve(store: StoreSettings, rules: RendezvousSettings) -> NoReturn:
 
 
 def main() -> None:
-    """Read the settings from the command line, and serve."""
+    """Read the settings from the command line, and carry out orders."""
     endpoint, run_id, wanted, patience = sys.argv[1:]
     size = SizeRecord(min=1, max=2 * int(wanted), desired=int(wanted))
     rules = RendezvousSettings(run_id=run_id, size=size, unique_run=True, lease=float(patience))
     store = StoreSettings(endpoints=(endpoint,), silence_limit=float(patience), request_timeout=float(patience))
-    # A full collection would visit the objects of all nodes; an agent has a process of its own.
+    # A full collection would visit the objects of all nodes; an agent has its own process.
     gc.collect()
     gc.freeze()
     gc.set_threshold(*gc.get_threshold()[:2], 1_000_000)

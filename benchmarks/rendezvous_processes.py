@@ -1,4 +1,4 @@
-"""The processes with nodes (:mod:`benchmarks.rendezvous_nodes`), as the benchmark controls them."""
+"""Starts and controls the processes with nodes (:mod:`benchmarks.rendezvous_nodes`)."""
 
 from __future__ import annotations
 
@@ -217,6 +217,6 @@ async def _ordered(process: Process, order: dict[str, Any]) -> dict[str, Any]:
 async def _answer(process: Process) -> dict[str, Any]:
     line = await process.stdout.readline() if process.stdout is not None else b""
     if not line:
-        raise RuntimeError("a process with nodes has ended; see its output above")
+        raise RuntimeError("a process with nodes has exited; see its output above")
     answer: dict[str, Any] = json.loads(line)
     return answer

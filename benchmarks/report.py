@@ -1,4 +1,4 @@
-"""The report of a benchmark: one JSON document, and a table for people.
+"""The report of a benchmark: one JSON document, and a readable table.
 
 With ``--json`` the document goes to standard output and the table to standard error; without it only the table is
 printed. The document::
@@ -12,7 +12,7 @@ printed. The document::
         {"name": …, "includes": …, "unit": "s",
          "ours": {"samples": […], "median": …, "never": […]},
          "peer": {"name": …, "samples": […], "median": …, "never": […]} or null,
-         "ratio": peer's median / our median, or null,
+         "ratio": peer's median / ours' median, or null,
          "wanted": {"ours_at_most": …, "ratio_at_least": …}, "reached": true, false or null,
          "details": {…}}
       ],
@@ -20,7 +20,7 @@ printed. The document::
     }
 
 If a value and a ratio are wanted, the value decides ``reached``; if nothing is wanted, ``reached`` is null. An attempt
-that did not finish is not a sample; "never" has its reason. If it was one of ours, ``reached`` is false.
+that did not finish is not a sample; "never" has its reason. If "ours" has such an attempt, ``reached`` is false.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class Measurement:
 
     Attributes:
         name: the first column of the table.
-        ours: our samples, in the order in which they were taken.
+        ours: the samples of this project, in the order in which they were taken.
         peer: the peer's samples; empty if there is no peer.
-        ours_never: the reason of each of our attempts that did not finish.
-        peer_never: the same of the peer.
+        ours_never: the reason of each attempt of this project that did not finish.
+        peer_never: the same for the peer.
         peer_name: the name of the peer.
-        unit: of all samples; less is better.
+        unit: the unit of all samples; lower is better.
         includes: what the measured time includes.
-        ours_at_most: the wanted limit of our median; None for none.
-        ratio_at_least: the wanted ratio of the peer's median to ours; None for none.
+        ours_at_most: the wanted limit of this project's median; None for none.
+        ratio_at_least: the wanted ratio of the peer's median to this project's; None for none.
         details: additional JSON values.
     """
 
@@ -75,18 +75,18 @@ class Measurement:
 
     @property
     def median(self) -> float | None:
-        """The median of our samples; None if there are none."""
+        """The median of this project's samples; None if there are none."""
         return _median(self.ours)
 
     @property
     def ratio(self) -> float | None:
-        """The peer's median divided by ours; None if one of them is missing, or ours is 0."""
+        """The peer's median divided by this project's; None if one of them is missing, or the project's is 0."""
         peer = _median(self.peer)
         return peer / self.median if peer is not None and self.median else None
 
     @property
     def reached(self) -> bool | None:
-        """Whether the wanted values were reached; None if nothing is wanted, or if a ratio is and there is no peer."""
+        """Whether the wanted values were reached; None if nothing is wanted, or a ratio is wanted without a peer."""
         if self.ours_at_most is None and self.ratio_at_least is None:
             return None
         if self.median is None or self.ours_never:
@@ -120,7 +120,7 @@ class Report:
     Args:
         benchmark: its name.
         settings: its settings, as JSON values.
-        etcd: the etcd binary that it used; None for none.
+        etcd: the etcd binary that it uses; None for none.
     """
 
     def __init__(self, benchmark: str, *, settings: Mapping[str, Any], etcd: Path | None = None) -> None:
@@ -210,7 +210,7 @@ def _etcd_version(binary: Path) -> str | None:
 
 
 def _table(rows: Sequence[Iterable[str]]) -> str:
-    """Return rows, the first of which is the head, as aligned columns."""
+    """Return rows as aligned columns; the first row is the header."""
     lines = [list(row) for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])

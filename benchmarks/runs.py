@@ -1,4 +1,4 @@
-"""One run of a launcher with its agents, for the measurements of recovery."""
+"""One run of a launcher with its agents, for the recovery benchmark."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 GLOO_TIMEOUT: Final = 10.0
 """Seconds after which an all-reduce with a silent host fails. With the default, 30 minutes, torchrun would not notice a
-silent host at all. Our agents do not need it."""
+silent host at all. torchelastic's agents do not need it."""
 
 _ROOT: Final = Path(__file__).parents[1]
 
@@ -43,7 +43,7 @@ class Run:
         etcd: host:port of etcd.
         launcher: the launcher that is measured.
         nnodes: as in ``--nnodes``.
-        limit: seconds that each wait may take.
+        limit: maximum seconds of each wait.
         settle: seconds of training before a fault.
         network: the hosts of the agents, by the agents' names; None if all agents are on this host.
         agents: the started agents, by their names.
@@ -65,7 +65,7 @@ class Run:
         """Start agents at once, and return the time of the monotonic clock.
 
         Args:
-            names: of the agents.
+            names: the names of the agents.
             ready: the file to which an agent writes the time at which torch is imported.
         """
         starts = []
@@ -99,7 +99,7 @@ class Run:
         """Wait until new workers of these agents, and no others, have done an all-reduce together.
 
         Raises:
-            Missing: they have not within the limit.
+            Missing: there was no such all-reduce within the limit.
         """
         agents = [self.agents[name] for name in names]
         return await self.reports.all_of(names, since=since, limit=self.limit, agents=agents)
@@ -153,13 +153,13 @@ class Run:
             RuntimeError: the agents are on this host.
         """
         if self.network is None:
-            raise RuntimeError("only a host in a network of its own can fall silent")
+            raise RuntimeError("only a host in its own network can be silenced")
         at = time.monotonic()
         self.network.silence(name)
         return at
 
     def last_output(self, limit: int) -> list[str]:
-        """Return the last characters that each agent has printed, and at least one line."""
+        """Return the last line of each agent's output, or this many characters if they include more."""
         found = []
         for name in self.agents:
             text = self._log(name).read_text(errors="replace").strip()

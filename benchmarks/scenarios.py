@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from benchmarks.worker_reports import WorkerReport
 
 LEASE: Final = 5.0
-"""Seconds: the default of ``--rdzv-conf lease``."""
+"""The default of ``--rdzv-conf lease`` in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Sample:
 
     Attributes:
         since: when the clock started.
-        reports: of the workers after their all-reduce.
+        reports: the workers' reports after their all-reduce.
     """
 
     since: float
@@ -56,11 +56,11 @@ class Scenario:
         name: its name in the report.
         includes: what the measured time includes.
         play: starts the agents of a run and measures once.
-        ours: our launcher with its settings.
+        ours: torchelastic-run with its settings.
         others: torchrun with other settings, for ``--others``.
         nnodes: as in ``--nnodes``.
-        ours_at_most: the wanted seconds.
-        ratio_at_least: the wanted ratio of torchrun's time to ours.
+        ours_at_most: the wanted seconds of torchelastic-run.
+        ratio_at_least: the wanted ratio of torchrun's time to that of torchelastic-run.
         network: whether each agent has its own host.
     """
 

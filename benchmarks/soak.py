@@ -1,7 +1,7 @@
-"""Random faults, after each of which all agents must train together again: ``python -m benchmarks.soak --json``.
+"""Inflict random faults; after each, all agents must train together again: ``python -m benchmarks.soak --json``.
 
-Real agents with one worker each, and a real etcd. A seed determines the faults, but not their exact times. After the
-last fault there must be no more processes, descriptors and temporary folders than before the first. See
+Real agents with one worker each use a real etcd. A seed determines the faults, but not their exact times. After the
+last fault, there must not be more processes, descriptors and temporary folders than before the first. See
 docs/benchmarks.md.
 """
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LEASE: Final = 2.0
-"""Seconds; short, so that the soak is short."""
+"""The lease in seconds: short, so that the soak is short."""
 
 REST: Final = 6.0
 """Seconds in which agents usually start their spare processes."""
 
 LIMIT_OF_REST: Final = 60.0
-"""Seconds in which they must have started them."""
+"""Seconds within which agents must have started their spare processes."""
 
 
 @dataclass
@@ -44,8 +44,8 @@ class Soak:
     """The results.
 
     Attributes:
-        seed: of the faults.
-        history: a sentence on each strike (one or two faults at once) and its outcome.
+        seed: the seed of the faults.
+        history: one sentence for each strike (one or two faults at once) and its outcome.
         recovered: seconds from the repair until all trained together, by the kinds of the strike.
         needless: strikes after which the round changed more often than it should.
         leaked: the number of additional processes, descriptors and files, by name.
@@ -86,7 +86,7 @@ async def soak(
     """Inflict faults, and return the results.
 
     Args:
-        binary: of etcd.
+        binary: the etcd binary.
         faults: the number of faults.
         agents: the number of agents.
         seed: determines the faults.

@@ -26,7 +26,7 @@ FORK_SERVER: Final = "torchelastic: fork server"
 STORE: Final = "torchelastic: store of the round"
 
 _DEATH: Final = 5.0
-"""Seconds within which the processes of a killed agent must end, on a busy machine."""
+"""Seconds within which the processes of a killed agent must exit, on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Kind:
 
 
 def missing() -> str:
-    """Return a sentence about the faults that cannot be inflicted here; empty if all can."""
+    """Return a sentence that names the faults that cannot be inflicted here; empty if there are none."""
     if shutil.which("ss") is None or os.geteuid() != 0:
         return "Connections are not cut: that needs root, and ss from iproute2."
     return ""
@@ -130,7 +130,7 @@ async def _helper(agents: Agents, fault: Fault) -> None:
 
 
 async def _store(agents: Agents, fault: Fault) -> None:
-    del fault  # the leader's agent has the process, whichever that is
+    del fault  # only the leader's agent has this process, so search all agents
     for slot in range(agents.count):
         for pid in agents.titled(slot, STORE):
             agents.kill(pid)
@@ -148,7 +148,7 @@ async def _agent(agents: Agents, fault: Fault) -> None:
     for slot, tree in zip(fault.slots, trees, strict=True):
         while left := tree & agents.tree(None):
             if loop.time() > deadline:
-                raise Missing(f"agent {slot} was killed, and these of its processes outlive it: {left}")
+                raise Missing(f"agent {slot} was killed, and these of its processes still run: {left}")
             await asyncio.sleep(0.02)
     await asyncio.sleep(fault.seconds)
     for slot in fault.slots:

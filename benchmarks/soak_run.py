@@ -42,10 +42,10 @@ class Agents:
 
     Args:
         processes: starts the agents.
-        reports: of the workers.
+        reports: the reports of the workers.
         etcd: a running etcd.
         count: the number of agents.
-        lease: in seconds.
+        lease: the lease in seconds.
         limit: seconds within which all agents must train together again.
     """
 
@@ -90,7 +90,7 @@ class Agents:
         return report.pid
 
     def tree(self, slot: int | None) -> set[tuple[int, int]]:
-        """Return the ids and start times of an agent's living processes; without a slot, of all."""
+        """Return the ids and start times of an agent's living processes; without a slot, those of all agents."""
         roots = None if slot is None else [self.child(slot).pid]
         return {(entry.pid, entry.started) for entry in self._processes.living(roots).values()}
 
@@ -99,27 +99,27 @@ class Agents:
         return [pid for pid in self._processes.living([self.child(slot).pid]) if _title(pid) == title]
 
     def kill(self, pid: int) -> None:
-        """Kill a process, if it is alive."""
+        """Kill a process, if it still runs."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
     async def ends(self, slot: int) -> int:
-        """Wait for the agent's end, and return its exit code.
+        """Wait until the agent exits, and return its exit code.
 
         Raises:
-            Missing: it did not end within the limit.
+            Missing: it did not exit within the limit.
         """
         try:
             async with asyncio.timeout(self._limit):
                 return await asyncio.shield(self.child(slot).ended)
         except TimeoutError:
-            raise Missing(f"agent {slot} did not end within {self._limit:g} s") from None
+            raise Missing(f"agent {slot} did not exit within {self._limit:g} s") from None
 
     async def together(self, since: float) -> Sequence[WorkerReport]:
         """Wait until all agents' workers have trained together after a time, and return a report of each.
 
         Raises:
-            Missing: they have not within the limit.
+            Missing: they did not within the limit.
         """
 
         def found() -> Sequence[WorkerReport] | None:
@@ -135,7 +135,7 @@ class Agents:
         """Wait until all agents' workers have trained together in one round for this time.
 
         Raises:
-            Missing: they have not within the limit.
+            Missing: they did not train together within the limit.
         """
         reports = await self.together(time.monotonic())
         while True:
@@ -145,7 +145,7 @@ class Agents:
                 return reports
 
     def state(self) -> str:
-        """Return the last report and output of each agent, to analyse a failure."""
+        """Return the last report and output of each agent, for the analysis of a failure."""
         parts = []
         for slot, child in self._children.items():
             log = self.log(slot).read_text(errors="replace").splitlines()[-40:]
@@ -183,7 +183,7 @@ class Agents:
         """Return the inventory when each agent has its spare processes.
 
         Raises:
-            Missing: some agent has not within the limit.
+            Missing: this took longer than the limit.
         """
         deadline = time.monotonic() + limit
         while (found := self.inventory())[f"{SPARE}: processes"] < SPARES * self.count:

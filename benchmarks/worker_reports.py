@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class WorkerReport(msgspec.Struct, frozen=True):
-    """A report of one worker. All times are of the monotonic clock.
+    """A report of one worker. All times are from the monotonic clock.
 
     Attributes:
         node: the benchmark's name of its agent.
@@ -55,7 +55,7 @@ class WorkerReports:
 
     Attributes:
         pipe: its path.
-        received: all reports so far, in their order.
+        received: all reports so far, in the order of their arrival.
     """
 
     def __init__(self, pipe: Path) -> None:
@@ -67,7 +67,7 @@ class WorkerReports:
 
     async def __aenter__(self) -> Self:
         os.mkfifo(self.pipe)
-        # Opened for writing too, so that it does not end while there is no worker.
+        # Also opened for writing, so that reading does not end while there is no worker.
         self._descriptor = os.open(self.pipe, os.O_RDWR | os.O_NONBLOCK)
         asyncio.get_running_loop().add_reader(self._descriptor, self._read)
         return self
@@ -83,7 +83,7 @@ class WorkerReports:
         Args:
             node: the name of the agent.
             every: seconds between reports; 0 for the first report only.
-            timeout: of their process group, in seconds.
+            timeout: the timeout of their process group, in seconds.
         """
         return {
             "BENCHMARK_REPORTS": str(self.pipe),
@@ -104,10 +104,10 @@ class WorkerReports:
         Args:
             found: returns them, or None if they are not complete.
             limit: seconds to wait.
-            agents: the agents that must not end.
+            agents: the agents that must not exit.
 
         Raises:
-            Missing: the reports did not come.
+            Missing: the reports did not arrive.
         """
         watched = list(agents)
         wake = self._more.set
@@ -121,7 +121,7 @@ class WorkerReports:
                         return reports
                     for agent in watched:
                         if not agent.running:
-                            raise Missing(f"a required agent ended with exit code {agent.ended.result()}")
+                            raise Missing(f"a required agent exited with code {agent.ended.result()}")
                     await self._more.wait()
         except TimeoutError:
             raise Missing(f"not within {limit:g} s") from None
@@ -133,12 +133,12 @@ class WorkerReports:
 
         Args:
             nodes: all nodes of the world, with one worker each.
-            since: workers that began earlier do not count; a time of the monotonic clock.
+            since: a time of the monotonic clock; workers that began earlier do not count.
             limit: seconds to wait.
-            agents: the agents that must not end.
+            agents: the agents that must not exit.
 
         Raises:
-            Missing: the reports did not come.
+            Missing: the reports did not arrive.
         """
         wanted = set(nodes)
 

@@ -4,7 +4,7 @@
 #   scripts/bootstrap.sh local|dev
 #
 # This finds a suitable Python, which then runs scripts/install.py. Environment variables: VENV, the folder of the
-# installation (.venv), and PYTHON, the Python to use, including its torch if it has one.
+# installation (default: .venv), and PYTHON, the Python to use, including its torch if it has one.
 set -eu
 
 refuse() {
@@ -20,18 +20,18 @@ cd "$(dirname "$0")/.."
 [ "$(uname -s)" = Linux ] || refuse "Linux is needed, because the agent uses it to supervise processes; this is" \
     "$(uname -s). Use a Linux machine, a virtual one, or a container."
 
-# If it is up to date, there is nothing to do.
+# If the environment is up to date, there is nothing to do.
 if [ -z "${PYTHON:-}" ] && [ -x "$VENV/bin/python" ] &&
     "$VENV/bin/python" -I scripts/install.py "$extra" --venv "$VENV" --check 2>/dev/null; then
     exit 0
 fi
 
-# The minor version of a Python 3, or nothing: a program on the PATH may be a shim without a Python.
+# Prints the minor version of a Python 3, or nothing: a program on the PATH may be a shim without a Python.
 minor_of() {
     "$1" -c 'import sys; print(sys.version_info[1])' 2>/dev/null </dev/null || :
 }
 
-# Debian and Ubuntu ship Python without the part that puts pip into a new environment.
+# Succeeds if a Python can create environments: Debian and Ubuntu ship Python without the module that installs pip.
 makes_environments() {
     command -v uv >/dev/null 2>&1 || "$1" -c 'import ensurepip, venv' 2>/dev/null
 }
@@ -59,8 +59,8 @@ else
     done
 fi
 [ -n "$found$bare" ] || refuse "Python $supported is needed. ${seen}Install one (Debian, Ubuntu: apt install python3" \
-    "python3-venv; Fedora: dnf install python3.12), or say where one is: make run PYTHON=/path/to/python3.12"
-[ -n "$found" ] || refuse "Python $bare is here, but cannot make virtual environments: its module ensurepip is missing." \
+    "python3-venv; Fedora: dnf install python3.12), or name an installed one: make run PYTHON=/path/to/python3.12"
+[ -n "$found" ] || refuse "Python $bare cannot create virtual environments, because its module ensurepip is missing." \
     "Install it (Debian, Ubuntu: apt install python$bare-venv), then try again."
 
 exec "$found" scripts/install.py "$extra" --venv "$VENV" ${PYTHON:+--chosen}

@@ -1,11 +1,11 @@
-"""Count what the size and the shape of the project cost its maintainers.
+"""Measure the size and the structure of the project, which determine the effort of its maintenance.
 
     .venv/bin/python -m scripts.census [--static]
 
 Prints, as JSON: the lines of each package; the import cycles; the modules that run between a worker's crash and the
-start of its successor; the modules that run between ``kubectl apply`` and the creation of the pods; and the way of a
+start of its successor; the modules that run between ``kubectl apply`` and the creation of the pods; and the path of a
 job through ``plan()``. The last three come from real runs, with etcd, an API server and torch workers, so they need
-the test bed (``make testbed``). With ``--static``, only the first two are counted.
+the test bed (``make testbed``). With ``--static``, only the first two are measured.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 @dataclass(frozen=True)
 class Trace:
-    """What a traced run has written: the lines of all its processes."""
+    """The lines that all processes of a traced run have written."""
 
     lines: tuple[str, ...]
 
     def modules(self, begin: float, end: float) -> list[str]:
-        """The modules that ran between two moments of the monotonic clock, by name."""
+        """Return the names of the modules that ran between two times of the monotonic clock."""
         found = set()
         for line in self.lines:
             kind, _, rest = line.partition(" ")
@@ -101,17 +101,17 @@ class Trace:
         return sorted(found)
 
     def plans(self) -> list[tuple[list[str], list[str]]]:
-        """For each call of ``plan()``, the files in the order in which it enters them, and the names of a job's parts.
+        """Return, for each call of ``plan()``, the files in the order of their use, and the names of a job's parts.
 
-        These are the names of local variables with an object of the project's own types, or a collection of them: the
-        job, its spec and status, pods, the parts of a plan. Numbers, times, texts, flags and enums do not count.
+        The names are those of local variables whose value has a type of the project, or is a collection of such values:
+        the job, its spec and status, pods, the parts of a plan. Numbers, times, texts, flags and enums do not count.
         """
         plans = [line.split(" ") for line in self.lines if line.startswith("plan ")]
         return [(files.split("|"), names.split("|")) for _, files, names in plans]
 
 
 def lines_by_package() -> dict[str, Any]:
-    """The lines of all Python files, by package and in all."""
+    """Return the number of lines of all Python files, by package and in total."""
     counted: dict[str, Any] = {}
     for name, folder in PACKAGES.items():
         by_package = Counter[str]()
@@ -125,7 +125,7 @@ def lines_by_package() -> dict[str, Any]:
 
 
 def import_cycles() -> list[list[str]]:
-    """The groups of modules that import each other, directly or through others; imports for typing alone count not."""
+    """Return the groups of modules that import each other, directly or not; imports only for typing do not count."""
     import grimp
 
     graph = grimp.build_graph("torchelastic", "elastic_operator", exclude_type_checking_imports=True)
@@ -135,7 +135,7 @@ def import_cycles() -> list[list[str]]:
 
 
 async def crash_path() -> list[str]:
-    """The modules that run between a worker's death by SIGKILL and the start of its successor."""
+    """Return the modules that run between the SIGKILL of a worker and the start of its successor."""
     from tests.support.etcd import EtcdServer
 
     with tempfile.TemporaryDirectory() as folder:
@@ -155,7 +155,7 @@ async def crash_path() -> list[str]:
 
 
 async def apply_path() -> tuple[list[str], dict[str, int]]:
-    """The modules that run between ``kubectl apply`` and the creation of all pods, and the way through ``plan()``."""
+    """Return the modules that run from ``kubectl apply`` until all pods exist, and the path through ``plan()``."""
     from tests.support.operator_process import OperatorProcess
     from tests.support.testbed.control_plane import ControlPlane
 
@@ -175,7 +175,7 @@ async def apply_path() -> tuple[list[str], dict[str, int]]:
 
 
 def _way_through_plan(trace: Trace) -> dict[str, int]:
-    """The largest counts of all calls of ``plan()``: files, returns to a file left before, names of the job's parts."""
+    """Return the maxima of all calls of ``plan()``: files, returns to an earlier file, names of the job's parts."""
     plans = trace.plans()
     return {
         "files": max(len(set(files)) for files, _ in plans),
@@ -185,7 +185,7 @@ def _way_through_plan(trace: Trace) -> dict[str, int]:
 
 
 def _traced(folder: Path) -> dict[str, str]:
-    """The environment of a traced run, whose trace is written into a folder."""
+    """Return the environment variables of a traced run, which writes its trace into a folder."""
     (folder / "sitecustomize.py").write_text(_TRACER)
     roots = ":".join(str(package) for package in PACKAGES.values())
     return {**os.environ, "PYTHONPATH": str(folder), "CENSUS_LOG": str(folder / "trace"), "CENSUS_ROOTS": roots}
@@ -207,8 +207,8 @@ def _lines(file: Path) -> int:
 
 
 def main() -> int:
-    """Count, and print."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.census", description="Count the project's size and shape.")
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.census", description="Measure the size of the project.")
     parser.add_argument("--static", action="store_true", help="count lines and import cycles only")
     counted: dict[str, Any] = {"lines": lines_by_package(), "import_cycles": import_cycles()}
     if not parser.parse_args().static:

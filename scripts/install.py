@@ -35,7 +35,7 @@ WITHOUT_TORCH_DOWNLOAD_GB, WITHOUT_TORCH_DISK_GB = 0.14, 0.6
 
 
 class Refusal(Exception):  # noqa: N818 - the input is wrong
-    """Nothing was installed; the message says what to change."""
+    """Raised if nothing was installed; the message says what to change."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Marker:
 
     Attributes:
         python: its Python.
-        torch: the version of that Python's torch, if it is used; else empty.
+        torch: the version of that Python's torch, if it is used; otherwise empty.
         extra: the completely installed extra, local or dev; empty if there is none.
         key: the :func:`requirements_key` of the installation.
     """
@@ -85,7 +85,7 @@ def normalized(name: str) -> str:
 
 
 def torch_here() -> str:
-    """Return the version of this Python's torch if it is new enough, else an empty string."""
+    """Return the version of this Python's torch if it is new enough; otherwise an empty string."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -132,7 +132,7 @@ def pins_without(names: set[str]) -> str:
 
 
 def check_room(environment: Path, download: float, disk: float) -> list[str]:
-    """Return flags for pip with which the disk space is sufficient.
+    """Return the flags that pip needs so that the disk space is sufficient.
 
     Raises:
         Refusal: the disk space is not sufficient.
@@ -177,11 +177,11 @@ def install(environment: Path, marker: Marker, extra: str, flags: list[str]) -> 
     if marker.torch:
         constraints = temporary / "constraints.txt"
         constraints.write_text(pins_without(needed_by("torch")))
-    if not uv and not any(environment.glob("lib/python3*/site-packages/pip")):  # uv existed when it was created
+    if not uv and not any(environment.glob("lib/python3*/site-packages/pip")):  # created while uv was installed
         subprocess.run([python, "-m", "ensurepip"], stdout=subprocess.DEVNULL, check=True)
     installer = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install", *flags]
     if marker.torch:
-        installer.append("--quiet")  # it would list each existing package
+        installer.append("--quiet")  # otherwise it lists each existing package
     command = [*map(str, installer), "--constraint", str(constraints), "--editable", f"{ROOT}[{extra}]"]
     quiet = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore", "TMPDIR": str(temporary)}
     try:
@@ -238,7 +238,7 @@ def bring_about(environment: Path, extra: str, *, chosen: bool) -> int:
     if before and before.torch and not chosen and Path(before.python).exists():
         os.execv(before.python, [before.python, __file__, extra, "--venv", str(environment), "--chosen"])
     if before and (not before.extra or not (environment / "bin" / "python").exists()):
-        print(f"An earlier installation into {environment} was not completed; it begins anew.")
+        print(f"An earlier installation into {environment} was not completed; it starts again.")
         before = None
 
     marker = before or Marker(python=sys.executable, torch=torch_here() if chosen else "")
@@ -261,12 +261,12 @@ def bring_about(environment: Path, extra: str, *, chosen: bool) -> int:
         return 0
     if before and code > 0:  # the installer failed, and has restored the old packages
         before.write(environment)
-    print("The installation failed; see the reason above. Run the same command again after you have removed it.")
+    print("The installation failed. Correct the problem that is shown above, then run the same command again.")
     return 1
 
 
 def main() -> int:
-    """Read the command line, and install while no other process does."""
+    """Read the command line, and install after other installations have ended."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("extra", choices=("local", "dev"))
     parser.add_argument("--venv", type=Path, required=True)

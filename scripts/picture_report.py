@@ -25,7 +25,7 @@ WIDTH: Final = 960
 SHARPNESS: Final = 1.4
 """Pixels of the image per pixel of the page."""
 UP_TO: Final = "Rounds"
-"""The heading before which the image ends."""
+"""The heading above which the image ends."""
 
 
 def picture(page: Path, browser: str) -> bytes:

@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/record_demo.py        (writes docs/demo.svg; takes as long as `make demo`)
 
-It runs ``elasticjob demo`` and keeps each frame of the live view. Periods with nothing but progress are shortened, as
-the clock in the frames shows. The SVG has no scripts: the frames are stacked vertically and move past a window, each
+It runs ``elasticjob demo`` and keeps each frame of the live view. Periods in which only progress changes are shortened,
+as the clock in the frames shows. The SVG has no scripts: the frames are stacked vertically and move past a window, each
 line is stored once, and text remains text. Run it on an idle machine, because readers will expect the times that it
 shows.
 """
@@ -48,7 +48,7 @@ PROMPT: Final = "$ make demo"
 LARGEST: Final = 400_000
 """The maximum size in bytes, so that the README loads quickly."""
 CALM_FRAMES: Final = 6
-"""The number of frames that are kept of a period with nothing but progress."""
+"""The maximum number of frames of a period in which only progress changes."""
 SHORTEST, LONGEST, LAST = 0.15, 1.0, 10.0
 """The minimum and maximum seconds of a frame, and the seconds of the last one."""
 
@@ -79,7 +79,7 @@ class Frame:
     Attributes:
         at: its time in seconds.
         lines: its lines.
-        happening: equal for all frames between which there was nothing but progress.
+        happening: equal for all frames between which only progress has changed.
     """
 
     at: float

@@ -20,11 +20,11 @@ class Severity(enum.StrEnum):
     """The urgency of an alert."""
 
     CRITICAL = "critical"
-    """Now."""
+    """Needs action now."""
     WARNING = "warning"
-    """Today."""
+    """Needs action today."""
     INFO = "info"
-    """When there is time."""
+    """Needs no urgent action."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Alert:
 
     Attributes:
         name: its name, and that of its page.
-        expr: the query; each of its results is an alert.
+        expr: the query; each of its results is one alert.
         lasting: how long a result must exist before the alert fires.
         severity: its urgency.
         summary: the problem in one line.
@@ -49,7 +49,7 @@ class Alert:
 
 
 def _holds(*conditions: str) -> str:
-    """Return the jobs with one of these conditions."""
+    """Return the query for the jobs with one of these conditions."""
     return f'max by ({JOB}) ({OPERATOR_JOB}_condition{{condition=~"{"|".join(conditions)}"}}) == 1'
 
 
@@ -58,13 +58,13 @@ def _of_jobs(series: str) -> str:
 
 
 def _nearly(budget: str, spent: str, field: str) -> str:
-    """Return the jobs that have used a budget and have at most a fifth of it left, or one."""
+    """Return the query for the jobs that have used a budget and have at most a fifth of it left, or one."""
     left = f"{_of_jobs(budget)} - {_of_jobs(spent)} <= clamp_min(0.2 * {_of_jobs(budget)}, 1) and {_of_jobs(spent)} > 0"
     return f'label_replace({left}, "budget", "{field}", "", "")'
 
 
 def _restarted(which: str) -> str:
-    """Return the restarts of each job in 15 minutes, for one of these causes."""
+    """Return the query for the restarts of each job in 15 minutes, for the matched causes."""
     restarts = grown(f"{OPERATOR_JOB}_restarts_total", jobs=which, by=f"{JOB}, cause", window="15m", step="1m")
     return f"sum by ({JOB}) ({restarts})"
 

@@ -30,11 +30,11 @@ RATES: Final = f"max by ({JOB}, state) (rate({WALL}{S}[{RATE}]))"
 RESTARTS: Final = grown(f"{OPERATOR_JOB}_restarts_total", jobs=THESE, by=f"{JOB}, cause")
 RECOVERY: Final = "torchelastic_recovery_duration_seconds"
 HOW_THEY_STAND: Final = "Running|Waiting|Suspended|Invalid|Succeeded|Failed"
-"""Conditions that rarely hold together."""
+"""Conditions that usually exclude each other."""
 
 
 def _jobs_that_are(condition: str) -> str:
-    """How many jobs have a condition."""
+    """Return the query for the number of jobs with a condition."""
     found = selector(THESE, f'condition="{condition}"')
     return f"count(max by ({JOB}) ({OPERATOR_JOB}_condition{found}) == 1) or vector(0)"
 
@@ -44,8 +44,8 @@ _AT_A_GLANCE: Final = Row(
     panels=(
         Panel(
             title="Goodput",
-            about="The share of the time in which jobs trained without losing the result, of the jobs in the time "
-            "shown, since the creation of each. An hour of a job counts the same for any number of workers.",
+            about="The share of the time in which jobs trained without losing the result, since their creation, for "
+            "all jobs in the time shown. An hour of a job counts the same for any number of workers.",
             unit=Unit.SHARE,
             look=Look.NUMBER,
             width=5,
@@ -55,7 +55,7 @@ _AT_A_GLANCE: Final = Row(
         ),
         Panel(
             title="Jobs",
-            about="Jobs that the operator knows.",
+            about="Jobs that the operator manages.",
             unit=Unit.NUMBER,
             look=Look.NUMBER,
             width=3,
@@ -233,7 +233,7 @@ _OPERATOR: Final = Row(
     panels=(
         Panel(
             title="Leader",
-            about="It is 1 for the copy that is the leader, 0 for a copy on standby. Without a leader, jobs continue "
+            about="1 for the copy that is the leader, 0 for a copy on standby. Without a leader, jobs continue "
             "to train, but their pods are not replaced.",
             unit=Unit.NUMBER,
             look=Look.STEPS,

@@ -121,7 +121,7 @@ _AT_A_GLANCE: Final = Row(
         ),
         Panel(
             title="Remaining restarts",
-            about="The remaining worker failures of the run. At 0, the next failure fails the job.",
+            about="The worker failures that the run may still have. At 0, the next failure fails the job.",
             unit=Unit.NUMBER,
             look=Look.NUMBER,
             width=3,
@@ -144,7 +144,7 @@ _MEMBERS: Final = Row(
                 Query(expr=f"max(torchelastic_world_size{S})", legend="workers"),
                 Query(expr=f"max(torchelastic_job_nodes{S})", legend="nodes"),
                 Query(expr=f"max(torchelastic_job_wanted_nodes{S})", legend="desired nodes"),
-                Query(expr=f"max(torchelastic_job_min_nodes{S})", legend="minimum of nodes"),
+                Query(expr=f"max(torchelastic_job_min_nodes{S})", legend="minimum nodes"),
             ),
         ),
         Panel(

@@ -72,15 +72,15 @@ class Panel:
     Attributes:
         title: its title.
         about: its description, in sentences.
-        unit: of its values.
+        unit: the unit of its values.
         queries: the queries that it shows.
         look: its kind.
-        width: in columns, of which a page has 24.
+        width: the width in columns; a page has 24.
         decimals: the number of decimals; None for as many as fit.
-        repeat: the variable for each value of which the panel is repeated.
-        good: the value from which on a number is green; below it, the number is orange; None for no colours.
-        bad: the value from which on a number is orange, if more is worse.
-        units: different units of columns of a table, by their titles.
+        repeat: a variable; the panel is repeated for each of its values.
+        good: the threshold from which a number is green; below it, the number is orange; None for no colours.
+        bad: the threshold from which a number is orange, if higher is worse.
+        units: the units of a table's columns that have their own, by title.
     """
 
     title: str
@@ -115,9 +115,9 @@ class Variable:
 
     Attributes:
         name: its name in queries.
-        label: its name for people.
+        label: its displayed name.
         values: the query for its values; empty for free text.
-        regex: its first group selects the value from each result.
+        regex: a regular expression whose first group selects the value from each result.
         many: whether several or all values can be selected.
         about: its description.
     """
@@ -137,7 +137,7 @@ class Mark:
     Attributes:
         name: the event.
         query: has results at the times of the event.
-        colour: of the line.
+        colour: the colour of the line.
     """
 
     name: str
@@ -150,7 +150,7 @@ class Page:
     """A dashboard.
 
     Attributes:
-        uid: its address.
+        uid: its id in URLs.
         title: its name.
         about: its description.
         variables: its selections.

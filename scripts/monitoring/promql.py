@@ -9,7 +9,7 @@ JOB: Final = "job_namespace, elasticjob"
 WALL: Final = "torchelastic_job_seconds_total"
 """The time of a job by state: reported by the leading agent only, and kept across leaders."""
 LOST: Final = "torchelastic_job_lost_seconds_total"
-"""Training that no checkpoint held when it ended."""
+"""The training time that was lost because no checkpoint contained it."""
 TRAINING: Final = 'state="training"'
 RATE: Final = "$__rate_interval"
 """Grafana's interval with enough scrapes for a rate."""
@@ -28,8 +28,8 @@ def selector(*matchers: str) -> str:
 def total(series: str, *matchers: str, by: str = JOB, over: str = "") -> str:
     """Return a total that the leader of a job reports, across leaders.
 
-    A new leader continues at the last value, or slightly below it if the previous one died. ``rate`` and ``increase``
-    would treat that as a reset of the counter, so the maximum is used.
+    A new leader continues at the last value, or slightly below it if the previous leader was killed. ``rate`` and
+    ``increase`` would treat that as a reset of the counter, so the maximum is used.
 
     Args:
         series: the name of the series.
@@ -42,7 +42,7 @@ def total(series: str, *matchers: str, by: str = JOB, over: str = "") -> str:
 
 
 def goodput(jobs: str, *, over: str = "") -> str:
-    """Return the share of the time since each job's creation that it trained without losing the result.
+    """Return the share of the time since each job's creation in which it trained without losing the result.
 
     Args:
         jobs: matchers.

@@ -34,15 +34,15 @@ async def test_every_operator_metric_is_measured_and_documented() -> None:
         "3 pods exist",
         "9 pods exist",
         "a deleted pod is replaced, p95 of 2",
-        "a deleted pod is replaced, the old one Terminating all the while, p95 of 2",
+        "a deleted pod is replaced while the old one stays Terminating, p95 of 2",
         "scaled from 2 to 6 pods",
         "scaled from 6 to 2 pods",
         "all pods of 4 jobs of 2 exist",
         "the slowest of them against the median",
         "3 jobs, 6 running pods: writes in 2 s of rest",
-        "3 jobs, 6 running pods: a pod's change is answered, median of 2",
+        "3 jobs, 6 running pods: reaction to a pod's change, median of 2",
         "3 jobs, 6 running pods: memory of the operator",
-        "3 jobs, 6 running pods: from the operator's start until all jobs are looked at",
+        "3 jobs, 6 running pods: from the operator's start until all jobs are reconciled",
     ]
     assert not any(each["ours"]["never"] for each in measured.values())
     assert measured["3 jobs, 6 running pods: writes in 2 s of rest"]["ours"]["median"] == 0

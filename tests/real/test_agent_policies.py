@@ -42,7 +42,7 @@ async def test_uncharged_exits_cost_no_restart_and_non_retryable_exits_end_the_r
         assert [worker.env["TORCHELASTIC_RESTART_COUNT"] for worker in workers] == ["0", "0"]
         workers[0].send("import os; os._exit(3)")
         assert await agent.code() == 1
-        assert "rank 0 on one: exit code 3; this failure is declared final" in agent.lines[-1]
+        assert "rank 0 on one: exit code 3; this failure is non-retryable" in agent.lines[-1]
 
 
 async def test_agents_listen_only_within_their_port_range_and_report_when_it_is_exhausted(

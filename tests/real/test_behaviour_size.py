@@ -73,11 +73,11 @@ async def test_a_run_below_the_minimum_waits_reports_this_and_continues_when_nod
 ) -> None:
     flags = ("--nnodes=2", NO_TIMERS)
     async with ControlledRun(tmp_path, etcd) as run, run.agent("one", *flags) as one:
-        await one.wait_for_line(r"1 node \(one\) of at least 2 is there; waiting for more")
+        await one.wait_for_line(r"1 node \(one\) of at least 2 is present; waiting for more")
         async with run.agent("two", *flags) as two:
             before = await run.round(1, world=2)
             two.kill()
-            await one.wait_for_line(r"round 2: two died; 1 node \(one\) of at least 2 is there; waiting for more")
+            await one.wait_for_line(r"round 2: two died; 1 node \(one\) of at least 2 is present; waiting for more")
             await asyncio.gather(*(worker.wait_ended() for worker in before))
         async with run.agent("three", *flags) as three:
             after = await run.round(3, world=2)

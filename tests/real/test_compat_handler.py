@@ -179,4 +179,4 @@ def test_too_few_agents_wait_for_the_configured_time(agent: Callable[..., Simula
     a = agent("a", least=2, most=2, timeout=0.3)
     a.wait_until_ended()
     assert isinstance(a.error, RendezvousTimeoutError)
-    assert "no more nodes came within 0.3 s: 1 node" in str(a.error)
+    assert "no more nodes joined within 0.3 s: 1 node" in str(a.error)

@@ -108,9 +108,7 @@ async def test_a_v2_only_server_is_used_and_reported(tmp_path: Path, caplog: pyt
         assert isinstance(store, EtcdV2Store)
         with pytest.raises(StoreRefused, match="etcd without its JSON gateway"):
             await connect(dataclasses.replace(server.settings, version=3))
-    assert [record.levelname for record in caplog.records if "the API v2 of etcd is used" in record.message] == [
-        "DEBUG"
-    ]
+    assert [record.levelname for record in caplog.records if "using etcd's API v2" in record.message] == ["DEBUG"]
 
 
 async def test_a_server_with_neither_api_is_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_failed_installation_is_reported_and_repeated_with_the_torch_of_the_ba
     (environment / "left behind").touch()
     second = install(environment)
     assert second.returncode == 1, second.stdout
-    assert f"An earlier installation into {environment} was not completed; it begins anew." in second.stdout
+    assert f"An earlier installation into {environment} was not completed; it starts again." in second.stdout
     assert not (environment / "left behind").exists()
 
     # Both installations fail before pip installs a package; torch is that of the base Python.

@@ -160,7 +160,7 @@ async def test_member_round_and_restart_metrics_match_the_job(monitored: Monitor
         ("World size", "workers", 3),
         ("World size", "nodes", 3),
         ("World size", "desired nodes", 3),
-        ("World size", "minimum of nodes", 1),
+        ("World size", "minimum nodes", 1),
         ("Round", "round", status["round"]),
         ("Restarts", "charged", KILLS),
         ("Remaining restarts", "", RESTARTS - KILLS),

@@ -262,7 +262,7 @@ async def test_a_resumed_run_shows_earlier_counts_while_it_waits_for_its_first_r
     async with run.node(
         "a", "2", resume=ResumeRecord(round=7, restarts=5, uncharged_restarts=2, time_breakdown=breakdown)
     ) as a:
-        await a.wait_for_line("of at least 2 is there")
+        await a.wait_for_line("of at least 2 is present")
         while not seconds_on(page := await run.page("a")):
             continue
         restarts = {

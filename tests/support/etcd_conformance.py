@@ -205,10 +205,10 @@ class EtcdBehaviour(StoreBehaviour):
     @pytest.mark.parametrize(
         ("answer", "sentence"),
         [
-            (http("404 Not Found", "no such page"), "is not etcd, or etcd without its .* status 404, 'no such page'"),
-            (http("302 Found", ""), "is not etcd, or etcd without its "),
-            (http("200 OK", "<html>Welcome</html>"), "does not answer as etcd('s API v2)? does"),
-            (http("200 OK", '{"action": "get", "node": 7}'), "does not answer as etcd('s API v2)? does"),
+            (http("404 Not Found", "no such page"), "is not etcd, or is etcd without .* status 404, 'no such page'"),
+            (http("302 Found", ""), "is not etcd, or is etcd without its "),
+            (http("200 OK", "<html>Welcome</html>"), "does not answer like etcd"),
+            (http("200 OK", '{"action": "get", "node": 7}'), "does not answer like etcd"),
             (lambda _: b"SSH-2.0-OpenSSH_9.2\r\n", "does not speak HTTP: .*SSH-2.0-OpenSSH_9.2"),
         ],
         ids=["not found", "redirect", "a page", "other json", "no http"],
@@ -217,7 +217,7 @@ class EtcdBehaviour(StoreBehaviour):
         self, answer: Callable[[str], bytes], sentence: str
     ) -> None:
         async with fake_etcd(answer) as endpoint:
-            with pytest.raises(StoreRefused, match=f"^what listens at {endpoint} .*{sentence}"):
+            with pytest.raises(StoreRefused, match=f"^the server at {endpoint} .*{sentence}"):
                 await connect(StoreSettings(endpoints=(endpoint,), version=self.api))
 
     @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ class EtcdBehaviour(StoreBehaviour):
         error = await self.refused(settings)
         assert self.wrong_password in str(error)
         assert "hunter2" not in f"{error!r} {error.__context__!r} {settings!r}"
-        assert "wants a user name and a password" in str(await self.refused(own_etcd.settings))
+        assert "requires a user name and a password" in str(await self.refused(own_etcd.settings))
 
     # -- TLS
 
@@ -277,7 +277,7 @@ class EtcdBehaviour(StoreBehaviour):
             for message, changes in (
                 (f"the certificate of etcd at {server.endpoint} cannot be trusted", {"ca_cert": None}),
                 (f"the certificate of etcd at {elsewhere} cannot be trusted", {"endpoints": (elsewhere,)}),
-                ("no TLS connection", {"cert": None, "key": None}),
+                ("the TLS connection to", {"cert": None, "key": None}),
                 ("speaks https only", {"protocol": "http"}),
             ):
                 assert message in str(await self.refused(known, **changes))

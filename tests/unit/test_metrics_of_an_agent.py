@@ -72,7 +72,7 @@ def test_a_failing_collector_is_left_out_and_logged_once(agent: AgentMetrics, ca
     for _ in range(3):
         assert page(registry).samples == {("my_app_loss", ()): 1}
     assert [record.message for record in caplog.records] == [
-        "/metrics does not show the metrics of Fixed. Further errors of it are not logged."
+        "/metrics does not show the metrics of Fixed. Its further errors are not logged."
     ]
     assert "no such device" in caplog.text
 

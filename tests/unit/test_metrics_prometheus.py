@@ -191,7 +191,7 @@ def test_a_late_declaration_is_ignored_and_logged(
     assert caplog.messages == []
     metrics.declare(group, counters=["tokens"])
     [message] = caplog.messages
-    assert message == f"'tokens' of the group '{group}' has values as a gauge already; declare it earlier."
+    assert message == f"'tokens' of the group '{group}' already has values as a gauge; declare it earlier."
     put(handler, "tokens", 2, group)
     assert page(handler).value(f"{group}_tokens") == 2
 

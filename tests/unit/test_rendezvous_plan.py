@@ -91,12 +91,12 @@ def test_the_next_round_has_these_members_without_a_charge(situation: Membership
     [
         pytest.param(
             snapshot(peer("a", arrived=3.0), wanted=2, now=4.0),
-            Hold(13.0, "1 node of 2 is there; waiting for more until the last call ends"),
+            Hold(13.0, "1 node of 2 is present; waiting for more until the last call ends"),
             id="the last call",
         ),
         pytest.param(
             snapshot(peer("a"), peer("b", answers=False), low=2, wanted=2),
-            Hold(600.0, "1 node (a) of at least 2 is there; b has not answered yet; waiting for more"),
+            Hold(600.0, "1 node (a) of at least 2 is present; b has not answered yet; waiting for more"),
             id="a node that has not answered",
         ),
         pytest.param(
@@ -133,7 +133,7 @@ def test_the_next_round_has_these_members_without_a_charge(situation: Membership
         ),
         pytest.param(
             snapshot(peer("a", round=1), peer("c"), wanted=3, round=AB, silent=SILENT_B),
-            Hold(why="a member's key is on its way back; new nodes wait"),
+            Hold(why="a member without a key may return; new nodes wait"),
             id="a member whose lease expired",
         ),
     ],
@@ -190,17 +190,17 @@ def test_after_a_store_outage_the_leader_waits_for_members_that_reconnect(what: 
 def test_a_loss_below_the_minimum_pauses_the_run() -> None:
     decision = next_round(snapshot(peer("a", round=1), low=2, wanted=2, round=round(1, "a", "b")))
     assert members(decision) == ()
-    assert decision.cause == "b is gone; 1 node (a) of at least 2 is there; waiting for more"
+    assert decision.cause == "b is gone; 1 node (a) of at least 2 is present; waiting for more"
 
 
 def test_a_paused_run_names_the_missing_nodes_and_fails_with_that_message() -> None:
     waiting = snapshot(
         peer("a", round=2), low=2, wanted=2, round=round(2), changed_at=10.0, last_members=(node_id("b"),)
     )
-    why = "1 node (a) of at least 2 is there; b is missing; waiting for more"
+    why = "1 node (a) of at least 2 is present; b is missing; waiting for more"
     assert hold_of(plan(dataclasses.replace(waiting, now=20.0), SETTINGS)).why == why
     decision = outcome_of(dataclasses.replace(waiting, now=610.0))
-    assert decision.message == f"no more nodes came within 600 s: {why}"
+    assert decision.message == f"no more nodes joined within 600 s: {why}"
 
 
 def test_a_run_without_its_nodes_starts_again_with_a_full_budget_unless_its_id_is_unique() -> None:
@@ -265,7 +265,7 @@ def test_a_non_retryable_failure_ends_the_run_despite_other_failures(lost: bool)
     assert (decision.state, decision.failure) == (OutcomeState.FAILED, final)
     assert decision.message == (
         "rank 1 on b: NonRetryableException: no such data; "
-        "this failure is declared final, so the run ends even if restarts are left"
+        "this failure is non-retryable, so the run ends even if restarts are left"
     )
 
 
@@ -409,7 +409,7 @@ def test_a_departure_gives_the_longest_notice_up_to_the_limit_of_the_run(asked: 
 def test_a_resize_gives_notice_to_workers_that_asked() -> None:
     here = (trains("a"), trains("b"))
     notice = notice_of(plan(snapshot(*here, wanted=1, draining=("b",), round=round(1, "a", "b")), SETTINGS))
-    assert (notice.reason, notice.cause) == (RoundReason.RESIZED, "b is taken away")
+    assert (notice.reason, notice.cause) == (RoundReason.RESIZED, "b is removed")
     raised = snapshot(*here, wanted=4, low=3, round=round(1, "a", "b"))
     assert notice_of(plan(raised, SETTINGS)).reason is RoundReason.RESIZED
 

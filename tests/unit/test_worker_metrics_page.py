@@ -189,7 +189,7 @@ def test_new_names_and_inherited_counters_have_a_limit(node: Node, caplog: pytes
     page = node.page()
     assert len(page.named("my_app")) == MAX_NAMES
     assert page.value("torchelastic_metrics_dropped_total", reason="too_many_names", rank="0") == 100
-    assert [f"{MAX_NAMES} different names already" in message for message in caplog.messages] == [True]
+    assert [f"There are already {MAX_NAMES} different names" in message for message in caplog.messages] == [True]
     for round in range(3):
         (worker,) = node.begin(0)
         worker._registry.declare("my_app", counters=[f"{round}.{number}" for number in range(900)])

@@ -1,4 +1,4 @@
-"""Metrics: a program puts values into groups, and a handler for each group decides what happens to them.
+"""Metrics: a program records values in groups, and each group has a handler that receives its values.
 
 ::
 
@@ -12,9 +12,9 @@
     @metrics.prof(group="my_app")
     def evaluate(): ...
 
-Without ``configure``, values are dropped. In a worker that our agent has started, all values also appear under the
-agent's ``/metrics``, without any configuration. :class:`PrometheusMetricHandler` serves values to Prometheus itself. It
-is imported at its first use, because it needs a library that other programs do not need.
+Without ``configure``, values are dropped. In a worker of torchelastic's agent, all values also appear on the agent's
+``/metrics`` page, without any configuration. :class:`PrometheusMetricHandler` serves values to Prometheus itself. It is
+imported at its first use, because it needs a library that other programs do not need.
 """
 
 from typing import TYPE_CHECKING

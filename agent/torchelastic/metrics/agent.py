@@ -1,4 +1,4 @@
-"""The agent's own metrics: values of the group ``torchelastic`` under torchelastic's documented names, and totals."""
+"""The agent's own metrics: values of the group ``torchelastic`` under their documented names, and the run's totals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WorkerStateName = Literal["unknown", "init", "healthy", "unhealthy", "stopped", 
 
 
 class AgentMetrics:
-    """Records the metrics of an agent: for the configured handlers of the group, and for /metrics if it is served.
+    """Records the metrics of an agent for the configured handlers of the group, and for /metrics if it is served.
 
     Args:
         job: namespace and name of the job, added as labels to all series of :meth:`page`; None for no labels.
@@ -50,7 +50,7 @@ class AgentMetrics:
         self._without_workers_since = 0.0
 
     def page(self, *beside: Collector) -> CollectorRegistry:
-        """Start to record the agent's series; return a registry of these, of the run's totals, and of other collectors.
+        """Start recording the agent's series; return a registry of these, the run's totals, and other collectors.
 
         Args:
             beside: the other collectors; families of the same name are merged. A collector that raises is left out
@@ -73,7 +73,7 @@ class AgentMetrics:
                 if collector not in self._failed:
                     self._failed.add(collector)
                     _log.exception(
-                        "/metrics does not show the metrics of %s. Further errors of it are not logged.",
+                        "/metrics does not show the metrics of %s. Its further errors are not logged.",
                         type(collector).__name__,
                     )
                 continue
@@ -87,7 +87,7 @@ class AgentMetrics:
         return [family for family in families.values() if family.samples]
 
     def follow(self, node: RendezvousNode) -> None:
-        """Show the totals of the run while this agent's node leads it."""
+        """Show the totals of the run while this agent's node is the leader."""
         self._node = node
 
     def round(self, number: int, world_size: int) -> None:
@@ -124,7 +124,7 @@ class AgentMetrics:
 
     @contextmanager
     def measured(self, operation: str) -> Iterator[None]:
-        """Measure the success and the duration of a block that is one of the operations of :meth:`took`."""
+        """Record the outcome and the duration of a block as an operation; see :meth:`took`."""
         began = time.perf_counter()
         succeeded: bool | None = None  # a cancelled operation neither succeeds nor fails
         try:
@@ -157,7 +157,7 @@ class AgentMetrics:
             self._waits_since = None
 
     def started(self, broken_at: float | None, *, succeeded: bool) -> None:
-        """Record that the workers of the round were started, or cannot be started.
+        """Record that the workers of the round were started, or could not be started.
 
         The end of the previous round was noticed at `broken_at`, on the monotonic clock; None for the first round.
         """

@@ -1,7 +1,7 @@
 """torchelastic's metrics API, on a registry that does not import torch.
 
-A program puts values under a *group* and a *name*; :func:`configure` sets the handler of a group. Values of a group
-without a handler are dropped, at the cost of a dictionary look-up.
+A program records values under a *group* and a *name*; :func:`configure` sets the handler of a group. Values of a group
+without a handler are dropped, which costs one dictionary lookup.
 
 *Configured* handlers belong to the program: one per group, and a default for all groups without their own handler.
 *Attached* handlers belong to the platform: they receive every value, in addition to the configured handlers.
@@ -74,7 +74,7 @@ class MetricHandler(abc.ABC):
 
 
 class NullMetricHandler(MetricHandler):
-    """Drops values. Configured for a group, it keeps the values of that group from the default handler."""
+    """Drops values. If it is configured for a group, the default handler does not receive the group's values."""
 
     def emit(self, metric_data: MetricData) -> None:
         """Do nothing."""
@@ -138,13 +138,13 @@ class MetricRegistry:
             TypeError: the object is not a handler.
         """
         if isinstance(handler, type) or not callable(getattr(handler, "emit", None)):
-            what = f"the class {handler.__name__}; make an object of it" if isinstance(handler, type) else repr(handler)
+            what = f"the class {handler.__name__}; pass an instance" if isinstance(handler, type) else repr(handler)
             raise TypeError(f"A metric handler is an object with a method emit(metric_data), not {what}.")
         self._configured[None if group is None else str(group)] = handler
         self._route(self.attached)
 
     def attach(self, handler: MetricHandler) -> None:
-        """Send every value also to this handler, in addition to the configured ones."""
+        """Send every value to this handler, in addition to the configured handlers."""
         self._route((*self.attached, handler))
 
     def detach(self, handler: MetricHandler) -> None:
@@ -171,7 +171,7 @@ class MetricRegistry:
         given: object = counters  # by callers without a type checker
         names = isinstance(given, Iterable) and not isinstance(given, str)
         if not names or not isinstance({} if histograms is None else histograms, Mapping):
-            raise ValueError("counters is a collection of names, as ['samples']; histograms maps names to buckets.")
+            raise ValueError("counters is a collection of names, like ['samples']; histograms maps names to buckets.")
         forms = dict.fromkeys(counters, COUNTER)
         for name, bounds in (histograms or {}).items():
             try:
@@ -180,7 +180,7 @@ class MetricRegistry:
                 buckets = ()
             if not buckets or not all(map(math.isfinite, buckets)) or sorted(set(buckets)) != list(buckets):
                 raise ValueError(
-                    f"The buckets of {name!r} must be finite numbers, each above the one before, as [0.1, 1]."
+                    f"The buckets of {name!r} must be finite numbers, each above the previous one, like [0.1, 1]."
                 )
             forms[name] = Form(Kind.HISTOGRAM, buckets)
         for name, form in forms.items():
@@ -189,7 +189,7 @@ class MetricRegistry:
                 self._declared[str(group), name] = form
             else:
                 _log.warning(
-                    "%r of the group %r has values as a %s already; declare it earlier.", name, group, used.kind
+                    "%r of the group %r already has values as a %s; declare it earlier.", name, group, used.kind
                 )
 
     def form(self, group: str, name: str) -> Form:
@@ -222,8 +222,8 @@ class MetricRegistry:
         if not any(failed is handler for failed in self._failed):
             self._failed.append(handler)
             _log.exception(
-                "The metric handler %s failed for %r of group %s. The program goes on; further errors of this "
-                "handler are not shown.",
+                "The metric handler %s failed for %r of group %s. The program continues; further errors of this "
+                "handler are not logged.",
                 type(handler).__name__,
                 data.name,
                 data.group_name,
@@ -270,7 +270,7 @@ def put_metric(metric_name: str, metric_value: float, metric_group: str = PLATFO
 
 
 def get_elapsed_time_ms(start_time_in_seconds: float) -> int:
-    """Return the whole milliseconds since a ``time.time()``."""
+    """Return the whole milliseconds since a value of ``time.time()``."""
     return int((time.time() - start_time_in_seconds) * 1000)
 
 

@@ -1,4 +1,4 @@
-"""Prometheus: the conversion of series to the families of prometheus_client, a metric handler, and HTTP servers.
+"""Prometheus: conversion of series to families of prometheus_client, a metric handler, and an HTTP server.
 
 Any program can use the handler::
 
@@ -35,7 +35,7 @@ _UNITS: Final = ("seconds", "bytes", "ratio")
 
 
 def families_of(values: Iterable[tuple[Series, dict[str, str], Sequence[float]]]) -> Iterable[Metric]:
-    """Return the families of series, each given with its labels and its words."""
+    """Return the families of series; each series is given with its labels and the words of its values."""
     families: dict[str, Metric] = {}
     for one, labels, words in values:
         name = one.name
@@ -115,7 +115,7 @@ class PrometheusMetricHandler(SeriesHandler, Collector):
 
 @asynccontextmanager
 async def serve_metrics(registry: CollectorRegistry, port: int, host: str) -> AsyncIterator[int]:
-    """Serve series under ``/metrics`` until the block ends, and yield the port; 0 stands for any free port.
+    """Serve series under ``/metrics`` until the block ends, and yield the port; port 0 means any free port.
 
     The response is OpenMetrics or Prometheus' text format, as requested. A thread generates it, so that a scrape of
     many series does not block the event loop.

@@ -46,7 +46,7 @@ class Form(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of words of the values."""
+        """The number of words that hold the values."""
         return len(self.buckets) + 2 if self.kind is Kind.HISTOGRAM else 1
 
 
@@ -55,7 +55,7 @@ COUNTER: Final = Form(Kind.COUNTER)
 
 
 class Source(NamedTuple):
-    """A name of a group under which a program records values, and its form."""
+    """A group and a name under which a program records values, and their form."""
 
     group: str
     name: str
@@ -171,7 +171,7 @@ PLATFORM_SERIES: Final = {
     "train_step.duration.ms": OPERATION_DURATION.labelled(operation="train_step"),
     "checkpoint.write_latency_ms": CHECKPOINT_WRITE,
 }
-"""The series by name of the platform's group, in any process; also those of the agent of torch."""
+"""The series of the platform's group by metric name, in any process; torch's own agent uses some of these names."""
 for _name in OPERATIONS:
     _operation = _name.rpartition(".")[2].lstrip("_")
     PLATFORM_SERIES[f"{_name}.duration.ms"] = OPERATION_DURATION.labelled(operation=_operation)

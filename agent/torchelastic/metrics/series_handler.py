@@ -52,8 +52,8 @@ class Memory:
     """The memory of a handler, mapped into this process. Only one process writes to it.
 
     Args:
-        descriptor: of a file of this size, which may be closed later; -1 for memory of this process, of which a forked
-            child gets a copy.
+        descriptor: the descriptor of a file of MEMORY_SIZE bytes, which may be closed later; -1 for private memory,
+            which is copied when the process forks.
 
     Attributes:
         dropped: the words that count dropped values, by reason.
@@ -80,7 +80,7 @@ class Memory:
                 if first >= _VALUES and end <= _NAMES:
                     self._sources[source] = self._words[first:end]
                     self._free = max(self._free, end)
-            except (ValueError, TypeError, OverflowError, RecursionError):  # the line is not complete yet, or spoiled
+            except (ValueError, TypeError, OverflowError, RecursionError):  # the line is incomplete or corrupt
                 break
             self._names_end += len(line)
         return self._sources
@@ -103,10 +103,10 @@ class SeriesHandler(MetricHandler):
     def __init__(self, memory: Memory, form: Callable[[str, str], Form]) -> None:
         self._memory = memory
         self._form = form
-        # Reentrant, because a signal handler or a log handler may measure too.
+        # Reentrant, because a signal handler or a log handler may also record values.
         self._lock = threading.RLock()
         self._sinks: dict[tuple[str, str], Callable[[float], None]] = {}
-        self._waiting: list[MetricData] | None = None  # a list while the words of a new name are made
+        self._waiting: list[MetricData] | None = None  # a list while a new name gets its words
         self._told: set[str] = set()
 
     def emit(self, metric_data: MetricData) -> None:
@@ -116,7 +116,7 @@ class SeriesHandler(MetricHandler):
         if kind is not float:
             try:
                 value = float(value) if kind is int else _to_number(value)
-            except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's
+            except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises RuntimeError
                 self._drop(
                     NOT_A_NUMBER, f"The value of {name!r:.100} ({kind.__qualname__}) is not a number, or too large"
                 )
@@ -148,7 +148,7 @@ class SeriesHandler(MetricHandler):
                     self.emit(each)
             self._drop(
                 TOO_MANY_NAMES,
-                f"There are {count} different names already, and {name!r:.100} of the group {group!r:.100} is one "
+                f"There are already {count} different names, and {name!r:.100} of the group {group!r:.100} is one "
                 "more; put changing parts (a step, a file) into the value, not into the name",
             )
             return None
@@ -192,7 +192,7 @@ class SeriesHandler(MetricHandler):
             self._memory.dropped[REASONS.index(reason)] += 1
         if reason not in self._told:
             self._told.add(reason)
-            _log.warning("%s. It is dropped; further ones like it are counted but not reported.", what)
+            _log.warning("%s. The value is dropped; further values of this kind are counted but not logged.", what)
 
 
 def _to_number(value: object) -> float:

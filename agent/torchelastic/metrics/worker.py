@@ -1,8 +1,8 @@
 """The worker's side of its metrics: values also go to the agent, in addition to the configured handlers.
 
-The import of this package in a worker opens the memory that an environment variable names. Only one process writes to
-it at a time: the worker. Values of its forked and :mod:`multiprocessing` children do not reach the agent. The next
-program of the same worker (for example in a shell script) continues with the values of its predecessor.
+The import of this package in a worker opens the memory that an environment variable names. Only the worker's process
+writes to it. Values of its forked and :mod:`multiprocessing` children do not reach the agent. The next program of the
+same worker (for example in a shell script) continues with the values of the previous program.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _opened: set[str] = set()
 
 
 def forward_torch() -> None:
-    """Record the values of torch's own metrics in ours, too, if torch is imported."""
+    """Also record the values of torch's own metrics here, if torch is imported."""
     if "torch" not in sys.modules:
         return
     try:
         stream: Any = importlib.import_module(_TORCHS).MetricStream
-    except ImportError:  # only a part of torch, or another module of this name
+    except ImportError:  # an incomplete torch, or another module of this name
         return
     plain = stream.add_value
-    if hasattr(plain, "__wrapped__"):  # by us
+    if hasattr(plain, "__wrapped__"):  # this function was called before
         return
 
     @functools.wraps(plain)
-    def add_value(self: Any, metric_name: str, metric_value: float) -> None:  # noqa: ANN401 - a stream of torch's
+    def add_value(self: Any, metric_name: str, metric_value: float) -> None:  # noqa: ANN401 - torch's stream
         REGISTRY.add(str(self.group_name), metric_name, metric_value)
         plain(self, metric_name, metric_value)
 
@@ -64,7 +64,7 @@ def opened(path: str) -> Memory:
         OSError: the file cannot be opened, or another process writes to it.
         ValueError: the file is too short.
     """
-    # Stays open for its lock, which children do not inherit.
+    # The descriptor stays open because it holds the lock, which children do not inherit.
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,8 @@
 """The agent's side of its workers' metrics: the memory of each worker, and its series at a scrape.
 
 When a worker exits, its successor continues its counters and histograms. The successor is the worker of the same rank
-in this node's next round. If that rank is gone, it is a worker whose rank is new on this node. The gauges of an exited
-worker are removed.
+in this node's next round. If that rank has left the node, the successor is a worker whose rank is new on this node. The
+gauges of an exited worker are removed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _log: Final = logging.getLogger(__name__)
 
 
 class WorkerMemory(Memory):
-    """The memory of one worker, as its agent reads it. The values survive any exit of the worker.
+    """The memory of one worker, as its agent reads it. The values outlive the worker.
 
     The memory is a sealed memfd whose pages are allocated in advance, so that no later access fails.
 
     Args:
         rank: the worker's global rank.
-        before: the worker whose counters and histograms continue in this one; it has exited.
+        before: the exited worker whose counters and histograms this one continues.
 
     Attributes:
         path: the path at which the worker opens it.

@@ -1,7 +1,7 @@
 """Rendezvous handlers, their parameters, results and exceptions.
 
-The names have the same meaning as in torch, but a custom handler needs only one method. This module does not import
-torch.
+The names have the same meaning as in torch, but a custom handler implements only one method. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RendezvousStateError(RendezvousError):
 
 
 class RendezvousTimeoutError(RendezvousError):
-    """The nodes did not meet in time."""
+    """Too few nodes joined in time."""
 
 
 class RendezvousGracefulExitError(RendezvousError):
@@ -49,7 +49,7 @@ class RendezvousGracefulExitError(RendezvousError):
 
 @dataclass(frozen=True, slots=True)
 class RendezvousStoreInfo:
-    """Host and port of the store in which workers meet."""
+    """The host and port of the store for the workers' process group."""
 
     master_addr: str
     master_port: int
@@ -63,7 +63,7 @@ class RendezvousInfo:
         store: the store that the agents share.
         rank: the rank of this node, from 0.
         world_size: the number of nodes.
-        bootstrap_store_info: where workers meet; None if the agents agree on that.
+        bootstrap_store_info: the store for the workers' process group; None if the agents choose one.
     """
 
     store: Store
@@ -78,14 +78,14 @@ class RendezvousInfo:
 class RendezvousHandler(abc.ABC):
     """The base class of rendezvous handlers; a subclass has to implement only :meth:`next_rendezvous`.
 
-    An agent makes all calls in one thread.
+    An agent calls all methods in one thread.
     """
 
     @abc.abstractmethod
     def next_rendezvous(self) -> RendezvousInfo | tuple[Store, int, int]:
         """Wait for the rendezvous; return a store, this node's rank and the number of nodes.
 
-        The agent calls this again after a failure of workers, or if :meth:`num_nodes_waiting` is above 0.
+        The agent calls this again after a worker has failed, or if :meth:`num_nodes_waiting` is above 0.
 
         Raises:
             RendezvousError: the rendezvous failed.
@@ -116,7 +116,7 @@ class RendezvousHandler(abc.ABC):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether the workers may meet in the store that :meth:`next_rendezvous` returns."""
+        """Whether the workers may use the store that :meth:`next_rendezvous` returns for their process group."""
         return False
 
 
@@ -144,7 +144,7 @@ class RendezvousParameters:
         min_nodes: int,
         max_nodes: int,
         local_addr: str | None = None,
-        **kwargs: Any,  # noqa: ANN401 - as torch has it
+        **kwargs: Any,  # noqa: ANN401 - torch's signature
     ) -> None:
         if not backend:
             raise ValueError("The name of the rendezvous (backend) is empty.")
@@ -160,7 +160,7 @@ class RendezvousParameters:
         self.local_addr = local_addr
         self.config = kwargs
 
-    def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - whatever was given
+    def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - the given type
         """Return another parameter by its name."""
         return self.config.get(key, default)
 

@@ -1,8 +1,8 @@
 """The rendezvous handler for blocking callers: torchrun's own agent, or a custom launcher.
 
 Such an agent stops its workers, calls :meth:`~ElasticRendezvousHandler.next_rendezvous` and starts new workers, so a
-round may be over before all its nodes have called. Therefore the nodes of a round also meet in its TCPStore, in which
-a compare-and-swap writes one verdict: all nodes have arrived, or a node has received a later round.
+round may be over before all its nodes have called. Therefore the nodes of a round also synchronize in its TCPStore. A
+compare-and-swap writes one verdict there: all nodes have arrived, or a node has received a later round.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ OUTCOME_TIMEOUT: Final = 10.0
 
 _LEFT: Final = "This node has left the run."
 _STOP_TIMEOUT: Final = 5.0
-"""Seconds to wait for the end of the thread."""
+"""Seconds to wait until the thread ends."""
 _STORE_TIMEOUT: Final = dt.timedelta(seconds=60)
 _CONNECT_TIMEOUT: Final = dt.timedelta(seconds=3)
 _POLL_INTERVAL: Final = 0.02
 _LOST_AFTER: Final = 15.0
-"""Seconds after which a round in which the nodes cannot meet is reported as failed."""
+"""Seconds after which a node that cannot meet the others of its round reports a failure."""
 
 # Keys of a round's store, and the verdicts.
 _ARRIVED, _ARRIVED_ALL = "torchelastic/arrived", "torchelastic/arrived all"
@@ -85,7 +85,7 @@ class _Status:
     """The status of a node.
 
     Attributes:
-        serial: counts the rounds that the node received: a round number can be repeated with other members.
+        serial: the number of rounds that the node has received; unlike a round's number, it never repeats.
         record: the last round.
         server: the server of the round's store, if this node serves it.
         partitioned: whether the node reaches neither store nor peers, and must not train before the next round.
@@ -107,7 +107,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
     A thread takes part in the run and publishes the status of the node, for which the callers wait.
 
     Args:
-        parameters: the rendezvous parameters, of torch's type or ours.
+        parameters: the rendezvous parameters, of torch's type or torchelastic's.
 
     Attributes:
         settings: the settings from the parameters.
@@ -134,9 +134,9 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self._node: RendezvousNode
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for a round that has this node as a member and at which all its nodes have arrived.
+        """Wait for a round with this node as a member, and until all nodes of the round have arrived.
 
-        A call while the last round is current reports a failure of its workers on this node.
+        If the last round is still current, the call reports that its workers on this node have failed.
 
         Raises:
             RendezvousClosedError: the run has ended.
@@ -183,7 +183,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
     def shutdown(self) -> bool:
         """Leave the run; if the workers have succeeded, first wait for the workers of all nodes.
 
-        The workers have succeeded unless an exception is being handled: a launcher calls this when its agent ends.
+        The workers have succeeded unless the caller handles an exception: a launcher calls this when its agent ends.
         """
         self._end(succeeded=sys.exception() is None)
         return True
@@ -198,7 +198,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers meet in the round's own store."""
+        """Always True: workers use the round's own store."""
         return True
 
     # -- joining
@@ -221,7 +221,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             return self._status
 
     def _is_over(self, status: _Status, *, timeout: float = 0.0) -> bool:
-        """Return whether a later round has started, or starts within the timeout; raise as for the next round."""
+        """Return whether a later round has started, or starts within the timeout; raise if there is no next round."""
         return self._wait_for_round_after(status.serial, timeout=timeout).serial > status.serial
 
     def _why_ended(self, status: _Status) -> RendezvousError:
@@ -231,7 +231,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         if outcome is None:
             return RendezvousConnectionError(f"{status.error}")
         if outcome.state is OutcomeState.SUCCEEDED:
-            return RendezvousClosedError("The run has succeeded already: there is nothing left to be done.")
+            return RendezvousClosedError("The run has already succeeded: there is nothing left to do.")
         if outcome.failure is None:
             return RendezvousTimeoutError(outcome.message)
         return RendezvousClosedError(f"The run has failed: {outcome.message}")
@@ -247,9 +247,9 @@ class ElasticRendezvousHandler(RendezvousHandler):
             self._stores.append(store)
             if self._all_arrived(store, status):
                 return store
-            why = "not all nodes have come to the round"
+            why = "not all nodes have arrived at the round"
         except (OSError, DistError) as error:
-            why = f"the round's store is gone: {error}".partition("\n")[0]
+            why = f"the round's store cannot be reached: {error}".partition("\n")[0]
         if not self._is_over(status, timeout=_LOST_AFTER):
             self._report_failure(status, why, FailureKind.COMMUNICATION)
         return None
@@ -277,7 +277,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
     def _all_arrived(self, store: TCPStore, status: _Status) -> bool:
         """Wait until all nodes of a round have arrived; return False if a node leaves or receives a later round first.
 
-        Nodes arrive in two steps: a node that dies while it waits for the last node does not take the second step.
+        Nodes arrive in two steps: a node that exits while it waits for the last node does not take the second step.
         """
 
         def veto() -> bytes:
@@ -293,7 +293,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
                     if self._is_over(status, timeout=_POLL_INTERVAL):
                         veto()
             verdict: bytes = store.get(_VERDICT)
-        except RendezvousError:  # this node leaves, so others must not wait for it, unless all have arrived already
+        except RendezvousError:  # this node leaves, so the others must not wait for it unless all have arrived
             verdict = veto()
             if verdict.decode() != _ALL:
                 raise
@@ -355,10 +355,10 @@ class ElasticRendezvousHandler(RendezvousHandler):
         thread = threading.Thread(target=self._run, name="torchelastic: rendezvous", daemon=True)
         thread.start()
         self._thread = thread
-        atexit.register(self.set_closed)  # the only call if a signal ends the agent
+        atexit.register(self.set_closed)  # nothing else leaves the run if a signal ends the agent
 
     def _call(self, function: Callable[[], object]) -> None:
-        """Call a function in the thread, unless it has ended."""
+        """Call a function in the thread, unless the thread has ended."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
 
@@ -412,7 +412,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
                     logger.info("round %d: %s", record.number, record.cause)
                     server = None
                     if listener is not None:
-                        with listener:  # if this is cancelled before the thread has begun
+                        with listener:  # closes it if this task is cancelled before the thread starts
                             server = await asyncio.to_thread(_serve, listener)
                     self._update(serial=self._status.serial + 1, record=record, server=server, partitioned=False)
                     if record.members:

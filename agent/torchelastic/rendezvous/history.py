@@ -1,8 +1,8 @@
 """The history of a run as one node knows it: its time breakdown and its rounds.
 
-Every node keeps a history of the records that it receives and of its own actions. The leader's history is the run's. A
-new leader adopts the history that its predecessor has written, and adds its own observations, so each second since the
-creation of the job counts for exactly one state. Time without any node counts as waiting.
+Every node keeps a history of the records that it receives and of its own actions. The leader's history is
+authoritative. A new leader adopts the history that its predecessor has written, and adds its own observations, so each
+second since the creation of the job counts for exactly one state. Time without any node counts as waiting.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MAX_CLOCK_SKEW: Final = 3600.0
 """Seconds by which another node's clock may be ahead; a later breakdown is ignored."""
 
 WRITE_INTERVAL: Final = 10.0
-"""Seconds between writes without changes: the error of the breakdown if all nodes die."""
+"""Seconds between writes without changes: the maximum error of the breakdown if all nodes are killed."""
 
 MIN_INTERVAL: Final = 1.0
 """Minimum number of seconds between two writes."""
@@ -82,11 +82,11 @@ def steady_clock() -> Callable[[], float]:
 
 
 class History:
-    """The time of a run and its rounds.
+    """The time breakdown and the rounds of a run.
 
     Args:
-        created: when its job was created, in seconds since the Unix epoch; None for now.
-        resumed: the time before the run was resumed; None if the run was never suspended.
+        created: when the job was created, in seconds since the Unix epoch; None for now.
+        resumed: the breakdown of the time before the run was resumed; None if the run was never suspended.
         clock: returns the current time.
     """
 
@@ -166,7 +166,7 @@ class History:
         """Continue from the previous leader's breakdown; this node's observations count from there.
 
         A breakdown of an earlier round is ignored, even if it is more recent: the leader may have written it while it
-        committed the next round, and it lacks the loss and the departures that the round's own breakdown has.
+        committed the next round, and it lacks the loss and the departures that the next round's breakdown has.
         """
         base = self._base
         is_older = (breakdown.round, breakdown.until) < (base.round, base.until)
@@ -189,7 +189,7 @@ class History:
     # -- records of the leader
 
     def with_breakdown(self, record: RoundRecord, end_of: Callable[[str], NodeEnd | None]) -> RoundRecord:
-        """Return a round to be committed with the time before it; the history does not change.
+        """Return a round to commit, with the time breakdown before it; the history does not change.
 
         Args:
             record: the round.
@@ -218,7 +218,7 @@ class History:
         return msgspec.structs.replace(record, time_breakdown=breakdown)
 
     def end(self, *, succeeded: bool) -> None:
-        """Note that the run ends now; a run that succeeds loses nothing of its last round."""
+        """Note that the run ends now; if it succeeds, no training time of its last round is lost."""
         lost = self.breakdown().lost if succeeded else self._lost_if_ended()
         self.enter(RunState.STOPPING)
         breakdown = self.breakdown()
@@ -228,7 +228,7 @@ class History:
 
     def breakdown(self) -> TimeBreakdown:
         """Return the time breakdown up to now."""
-        # Read before the base, because a scrape runs in another thread: adopt() replaces the base first.
+        # A scrape runs in another thread, and adopt() replaces the base first: so read the transitions before it.
         transitions = tuple(self._transitions)
         base, times = self._base, self._round
         now = max(self._now(), base.until)
@@ -264,10 +264,10 @@ class History:
         return round((base.lost or 0.0) + max(ended - max(began, times.last_checkpoint), 0.0), 3)
 
     def _ended_at(self) -> float:
-        """Return when the workers of the current round stopped, as seen here or written by others; 0 if unknown."""
+        """Return when the current round's workers stopped, as this node saw or another node wrote; 0 if unknown."""
         base, times, past = self._base, self._round, self._rounds.get(self._round.number)
         written = base.until if base.round == times.number and base.state in _AT_WORK else 0.0
-        if past is None or written <= past.began:  # of the time before the round
+        if past is None or written <= past.began:  # written before the round
             written = 0.0
         if not times.started:
             return written
@@ -280,7 +280,7 @@ class History:
 
 
 def _trains_from(times: _RoundTimes, base: TimeBreakdown) -> float:
-    """Return when the workers of the current round began to train; infinite if they have only restored so far."""
+    """Return when the workers of the current round began to train; infinity if they are still restoring."""
     if times.first_step:
         return max(times.first_step, times.started)
     return float("inf") if RunState.RESTORING in base.seconds else times.started
@@ -335,12 +335,12 @@ def _with_all_gone(past: PastRound, died: int, nodes: int) -> PastRound:
 
 
 class HistoryWriter:
-    """Reads and writes the run's history while one node leads.
+    """Reads and writes the run's history while this node leads.
 
     Rounds do not wait for the writer, but a new leader reads its predecessor's history before it decides anything.
 
     Attributes:
-        has_read: whether the previous leader's history is known, as far as possible.
+        has_read: whether this node has read the previous leader's history, as far as it is readable.
     """
 
     def __init__(self, history: History, run: RunStateWatch) -> None:

@@ -1,8 +1,7 @@
 """The leader: watches the nodes, and commits the decisions of :func:`~.policy.plan.plan`.
 
-The leader commits a round or an outcome by a compare-and-swap of the run's state. The
-leader expects the revision on which it decided, so a leader that was paused and replaced cannot overwrite its
-successor's commits.
+The leader commits a round or an outcome by a compare-and-swap of the run's state. The expected revision is the one on
+which the leader decided, so a leader that was paused and replaced cannot overwrite its successor's commits.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ MEMBER_CONNECT_TIMEOUT: Final = 0.1
 """Seconds after which a new leader probes a member of the current round that has not connected to it."""
 
 CONNECT_TIMEOUT: Final = 1.0
-"""Seconds between probes of a node that has not connected. After them it counts as alive, because it has a key: the
-network may forbid connections."""
+"""Seconds between probes of a node that has not connected. After the last probe, the node counts as alive because it
+has a key: the network may block connections."""
 
 CONNECTIONS_PER_SECOND: Final = 1000
-"""Connections that a new leader accepts in a second; with many members, it probes them later."""
+"""Connections that a new leader accepts per second; the more members there are, the later it probes them."""
 
 SILENT_RECHECK: Final = 1.0
-"""Seconds between probes of a member whose key is gone but which answers."""
+"""Seconds between probes of a member that has no key but answers."""
 
 QUICK_DECISION: Final = 1e-3
 """Maximum duration of a quick decision in seconds; after a slower one, the leader waits before it decides again."""
@@ -70,7 +69,7 @@ PAUSE_FACTOR: Final = 2
 """The wait of the leader after a slow decision, as a multiple of the duration of the decision."""
 
 LOG_INTERVAL: Final = 1.0
-"""Seconds between two log messages about what the leader waits for."""
+"""Minimum seconds between two log messages about what the leader waits for."""
 
 
 class Leader:
@@ -91,7 +90,7 @@ class Leader:
         self._server = server
         self._history = history
         self._took_expired_at = election.took_expired_at
-        self._connections_work = election.last_connected is not None  # the network does not forbid them
+        self._connections_work = election.last_connected is not None  # the network allows them
         self._tasks: asyncio.TaskGroup | None = None
         self._listed = 0
         self._said = ""
@@ -109,10 +108,10 @@ class Leader:
     # -- watching
 
     async def _watch_nodes(self) -> None:
-        """Follow the nodes' keys, from a new listing each time that the run's keys are listed.
+        """Follow the nodes' keys, starting with a new listing each time that the run's keys are listed.
 
         The run's keys are listed again when the store is back, perhaps without its data. An older listing of the nodes
-        then has offers of ports that the nodes have closed.
+        may then offer ports that the nodes have closed.
         """
         while True:
             listings = self._run.listings
@@ -123,7 +122,7 @@ class Leader:
 
     async def _follow_nodes(self, listings: int) -> None:
         nodes = self._run.keys.nodes
-        # RunStateWatch logs that the store is away.
+        # RunStateWatch logs that the store is unreachable.
         async with aclosing(follow_forever(self._run.store, nodes, lost=lambda _: None)) as news:
             async for batch in news:
                 if isinstance(batch, Listing):
@@ -156,7 +155,7 @@ class Leader:
     def _gone(self, node: str) -> None:
         peer = self.membership.gone(node)
         if peer is not None and (node == self._run.node or self._server.is_connected(node)):
-            # Its lease expired; if the node answers, only the store was away.
+            # Its lease expired; if the node answers, only the store was unreachable.
             self.membership.silent[node] = peer
             self._start(self._while_silent(peer))
 
@@ -168,13 +167,13 @@ class Leader:
         self._answers(node)
 
     def peer_lost(self, node: str) -> None:
-        """Probe a node that lost its connection until it is connected again, dead, or its key is gone."""
+        """Probe a node whose connection was lost until it is connected again or dead, or its key is gone."""
         peer = self.membership.peers.get(node)
         if peer is not None:
             self._start(self._after_loss(peer))
 
     async def reaches_a_peer(self, within: float) -> bool:
-        """Return whether a connected node answers a probe within a number of seconds."""
+        """Return whether a connected node answers a probe within ``within`` seconds."""
         known = {**self.membership.silent, **self.membership.peers}
         connected = [peer for peer in known.values() if self._server.is_connected(peer.id)]
         probes = [asyncio.create_task(self._probe(peer, within)) for peer in connected]
@@ -188,7 +187,7 @@ class Leader:
 
     def _start(self, probing: Coroutine[Any, Any, None]) -> None:
         if self._tasks is None:
-            probing.close()  # before this node begins to lead
+            probing.close()  # this node does not lead yet
         else:
             self._tasks.create_task(probing)
 
@@ -260,7 +259,7 @@ class Leader:
             decision = self._plan() if self._is_ready() else Hold()
             took = self._now() - began
             if isinstance(decision, Hold):
-                # The decision may be another one when the patience ends.
+                # The decision may change when the patience ends.
                 times = (decision.until, self._log(decision.why), self._patient_until())
                 wait = min((time - self._now() for time in times if time is not None and time > began), default=None)
                 changed = await self._run.changed.after(seen, timeout=None if wait is None else max(wait, 0.0)) != seen
@@ -269,7 +268,7 @@ class Leader:
                 continue
             try:
                 if not await self._carry_out(decision):
-                    # Another node was faster, or this node's own write is on its way back through the watch.
+                    # Another node was faster, or the watch has not returned this node's own write yet.
                     await self._run.changed.after(seen, timeout=self._run.settings.lease)
                 backoff.reset()
             except StoreUnavailable:
@@ -282,7 +281,7 @@ class Leader:
         return read and self._run.away_since is None and leader is not None and leader.node == self._run.node
 
     def _patient_until(self) -> float:
-        """Return one lease after the store came back, or after this node took an expired lead: the later time."""
+        """Return one lease after the store came back, or after this node took an expired lead, whichever is later."""
         times = [time for time in (self._run.back_at, self._took_expired_at) if time is not None]
         return max(times, default=-math.inf) + self._run.settings.lease
 
@@ -317,7 +316,7 @@ class Leader:
         return None if self.membership.is_present(node) else NodeEnd.DIED
 
     def _log(self, why: str) -> float | None:
-        """Log why nothing happens, once in a while; return when to log it, if that is later."""
+        """Log why the leader waits, at most once in each interval; return when to log it, if not now."""
         if why == self._said:
             return None
         if why and self._now() < self._silent_until:
@@ -331,7 +330,7 @@ class Leader:
     # -- committing
 
     async def _carry_out(self, decision: Decision) -> bool:
-        """Carry out a decision that was just made; return whether this node knows the result already."""
+        """Carry out a decision that was just made; return whether this node already knows the result."""
         keys, run = self._run.keys, self._run
         match decision:
             case RoundRecord() as round:
@@ -363,7 +362,7 @@ class Leader:
         return await self._commit(self._run.keys.state, state, decided_on.modified)
 
     async def _commit(self, key: str, record: msgspec.Struct, expected: int) -> bool:
-        """Write a record if the key has not changed since; return whether it is written."""
+        """Write a record if the key still has the expected revision; return whether it was written."""
         revision = await self._run.lasting.compare_and_swap(key, encode(record), expected=expected)
         if revision is not None:
             logger.debug("committed %s", key)

@@ -3,12 +3,12 @@
 The leader holds one key in the store under its lease. If the key is vacant, each node waits before it takes the key:
 
 - If no node has led yet, the node does not wait.
-- If the leader resigned, or its connection has shown that it died, a node waits by its rank in the round. A node that
-  leaves waits longest.
-- If the leader's lease expired, the store may have been away, and the leader may come back. A node waits for one lease
-  if it was connected to the leader, or is not a member of the round.
+- If the leader resigned, or its connection has shown that it is dead, a node with a higher rank in the round waits
+  longer. A node that leaves waits longest.
+- If the leader's lease expired, the store may have been unreachable, and the leader may return. A node also waits for
+  one lease if it was connected to the leader, or is not a member of the round.
 
-A node whose protocol version differs from that of the round waits longest.
+A node whose protocol version differs from that of the round waits longer than all others.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ _VACANT: Final = LeaderRecord(node="", address="")
 
 
 class Candidacy(enum.Enum):
-    """The part of a node in the election."""
+    """The role of a node in the election."""
 
     ACTIVE = "active"
-    """It takes a vacant lead after its delay."""
+    """The node takes a vacant lead after its delay."""
     YIELDED = "yielded"
-    """It has resigned in favour of nodes that know more, and does not lead again for one lease."""
+    """The node resigned in favour of nodes that know a later round, and does not lead again for one lease."""
     WITHDRAWN = "withdrawn"
-    """It does not lead."""
+    """The node does not lead."""
     STANDBY = "standby"
-    """It leaves, and leads only if no other node does."""
+    """The node is leaving, and leads only if no other node does."""
 
 
 class LeaderElection:
-    """One node's part in the election of the leader.
+    """One node's role in the election of the leader.
 
     Attributes:
-        candidacy: this node's part.
+        candidacy: this node's role.
         connected: whether this node is connected to the leader.
         last_connected: the last leader to which this node was connected; None if there was none.
         dead_leader: the last leader whose connection has shown that it is dead; None if there was none.
         took_expired_at: when this node took the lead from a leader whose lease had expired, but which may still be
-            alive; otherwise None.
+            alive; None if it did not.
     """
 
     def __init__(self, run: RunStateWatch, registration: NodeRegistration, address: str) -> None:
@@ -96,7 +96,7 @@ class LeaderElection:
     # -- taking the lead
 
     async def campaign(self) -> None:
-        """Take the lead each time that it is vacant, after this node's delay; until cancelled."""
+        """Until cancelled, take the lead each time that it is vacant, after this node's delay."""
         changed = self._run.changed
         now = asyncio.get_running_loop().time
         vacant_since: float | None = None
@@ -110,7 +110,7 @@ class LeaderElection:
             if vacant_since is None:
                 vacant_since = now()
                 if self._is_expired() and self.connected:
-                    # If the leader does not answer either, it will not come back.
+                    # If the leader does not answer either, it will not return.
                     self.connected = await self.reaches_leader(min(FINAL_PROBE_TIMEOUT, self._lease))
                 continue
             left = max(vacant_since + self._delay(), self._yields_until) - now()
@@ -128,7 +128,7 @@ class LeaderElection:
         return self._run.leader.record is None
 
     def _delay(self) -> float:
-        """Return how long to wait, in seconds, before this node takes a vacant lead."""
+        """Return the seconds that this node waits before it takes a vacant lead."""
         round = self._run.latest_round  # a member of a round that the store has lost can restore it
         standby = self.candidacy is Candidacy.STANDBY
         if round is not None and round.protocol != PROTOCOL_VERSION:
@@ -143,7 +143,7 @@ class LeaderElection:
         delay = min(heirs.index(self._node) * RANK_DELAY, longest) if is_heir else longest
         if standby:
             delay += longest
-        # If all leases expired at once, the members are on their way back, and a new node must wait for them.
+        # If all leases expired at once, the members are about to return, and a new node must wait for them.
         return delay + self._lease if expired and (self.connected or not is_heir) else delay
 
     async def _take(self) -> None:
@@ -171,7 +171,7 @@ class LeaderElection:
     # -- resigning
 
     def withdraw(self) -> None:
-        """Stop leading; do not lead again."""
+        """Stop leading, and never lead again."""
         self._become(Candidacy.WITHDRAWN)
 
     async def leave(self, *, standby: bool = False) -> None:
@@ -186,7 +186,7 @@ class LeaderElection:
             self._become(Candidacy.STANDBY)
 
     async def give_way(self) -> None:
-        """Resign in favour of nodes that know more; lead again after one lease if none of them leads.
+        """Resign in favour of nodes that know a later round; lead again after one lease if none of them leads.
 
         Raises:
             StoreError: the request to the store failed.
@@ -202,7 +202,7 @@ class LeaderElection:
     async def _resign(self) -> None:
         leader = self._run.leader
         if leader.record is not None and leader.record.node == self._node:
-            # The vacant record stays after this node's lease, so later nodes see that the leader resigned.
+            # The vacant record outlives this node's lease, so that later nodes see that the leader resigned.
             key = self._run.keys.leader
             swap = self._run.lasting.compare_and_swap(key, encode(_VACANT), expected=leader.modified)
             if (revision := await swap) is not None:
@@ -211,7 +211,7 @@ class LeaderElection:
     # -- following
 
     async def stay_connected(self) -> None:
-        """Hold a connection to the leader until cancelled; note a leader that refuses it as dead."""
+        """Hold a connection to the leader until cancelled; if the leader refuses a new one, note that it is dead."""
         changed = self._run.changed
         backoff = Backoff()
         while True:
@@ -228,15 +228,15 @@ class LeaderElection:
             verdict = await self._hold(leader)
             if verdict is Verdict.DEAD and self.last_connected == leader.node:
                 if self._run.outcome is None:
-                    logger.info("the leader %s is dead: it refuses its connection", leader.node)
+                    logger.info("the leader %s is dead: it refuses a connection", leader.node)
                 self.dead_leader = leader.node
                 changed.send()
             elif verdict is not None:
-                # A leader that refuses the first connection may live: the network may forbid connections.
+                # A leader that refuses the first connection may be alive: the network may block connections.
                 await backoff.wait()
 
     async def reaches_leader(self, within: float) -> bool:
-        """Return whether the connected leader answers a probe within a number of seconds."""
+        """Return whether this node is connected to the leader, and the leader answers within ``within`` seconds."""
         leader = self._run.last_leader
         if leader is None or not self.connected:
             return False
@@ -255,7 +255,7 @@ class LeaderElection:
         self.connected = False
 
     async def _hold(self, leader: LeaderRecord) -> Verdict | None:
-        """Hold one connection until it is lost; return None if another node leads before that."""
+        """Hold one connection until it is lost; return None if another node takes the lead before that."""
         run_id = self._run.settings.run_id
         holding = asyncio.create_task(
             hold_connection(leader.address, run=run_id, node=self._node, peer=leader.node, observer=self)

@@ -48,7 +48,7 @@ LEAVE_TIMEOUT: Final = 2.0
 """Maximum time in seconds for a node to delete its key; after that, the key expires with the lease."""
 
 BACKLOG: Final = 4096
-"""Connections that may wait to be accepted, when a thousand nodes connect at once."""
+"""Maximum number of connections that wait to be accepted; a thousand nodes may connect at once."""
 
 STORE_SHARE: Final = 0.75
 """Fraction of the timeout of :meth:`RendezvousNode.is_current` for the store; the rest is for a peer."""
@@ -76,7 +76,7 @@ class Partitioned:
 Event = RoundStarted | NoticeRecord | OutcomeRecord | Partitioned
 """An event of the rendezvous.
 
-A notice says that the current round, of which this node is a member, is about to change. When all workers that asked
+A notice means that the current round is about to change, and that this node is a member. When all workers that asked
 for notice have answered, the receiver calls ``report(round, saved=serial)``.
 """
 
@@ -84,7 +84,7 @@ for notice have answered, the receiver calls ``report(round, saved=serial)``.
 def worker_environments(
     round: RoundRecord, node: str, *, role: str, run_id: str, max_restarts: int
 ) -> list[dict[str, str]]:
-    """Return the documented environment of each worker of a member of the round, by local rank.
+    """Return the documented environment variables of each worker on a member of the round, by local rank.
 
     Ranks are computed from the record, not exchanged.
     """
@@ -105,7 +105,7 @@ def worker_environments(
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_RESTART_COUNT": str(round.restarts),
         "TORCHELASTIC_RUN_ID": run_id,
-        # The round's store has a process of its own, so that it outlives each worker.
+        # The round's store runs in its own process, so that it outlives each worker.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     return [
@@ -173,8 +173,8 @@ class RendezvousNode:
         run: the state of the run in the store.
         registration: this node's record in the store.
         server: accepts the connections of peers.
-        election: this node's part in the election of the leader.
-        leader: leads the run; None while another node leads.
+        election: this node's role in the election of the leader.
+        leader: leads the run while this node is elected; otherwise None.
         failed: a task that fails with the error if this node cannot take part, because the store refuses it; it exists
             while the node is open.
 
@@ -242,22 +242,22 @@ class RendezvousNode:
                 await self.election.leave()
                 await self.registration.withdraw()
         except (StoreError, TimeoutError):
-            logger.info("the store is away: this node's key will expire with its lease")
+            logger.info("the store is unreachable: this node's key will expire with its lease")
 
     async def abort(self) -> None:
-        """Stop like a killed process: close the listener first, and write nothing to the store."""
+        """Stop as if the process were killed: close the listener first, and write nothing to the store."""
         await self.server.close()
         await cancel(self.failed)
         await self._close_sockets()
 
     async def _write_final_history(self) -> None:
-        """Write the history if all nodes leave at once: this node led last, and no other node leads now."""
+        """Write the history if all nodes leave at once: this node led last, and no other node took the lead."""
         last = self.run.last_leader
         if last is None or last.node != self.node or self.run.outcome is not None:
             return
         with suppress(StoreError, TimeoutError):
             async with asyncio.timeout(LEAVE_TIMEOUT / 2):
-                # Nodes without a leader report the checkpoints of their last moments in their records.
+                # Without a leader, the latest checkpoints are only in the nodes' records.
                 for entry in (await self.run.store.list(self.run.keys.nodes)).entries:
                     with suppress(MalformedRecord):
                         self.history.note_progress(decode(entry.value, NodeRecord))
@@ -290,7 +290,7 @@ class RendezvousNode:
     async def is_current(self, round: int, *, timeout: float = 5.0) -> bool:  # noqa: ASYNC109 - bounds the waits
         """Return whether this node is a member of a round that is still current, according to the store.
 
-        If the store is away, the round is current while a connected peer answers.
+        If the store is unreachable, the round is current while a connected peer answers.
         """
         accepted = self.round
         if accepted is None or accepted.number != round or self.node not in accepted.nodes or self._is_over():
@@ -314,7 +314,7 @@ class RendezvousNode:
     # -- reports
 
     def report(self, round: int, **changes: Any) -> None:  # noqa: ANN401 - any field of the record
-        """Change this node's record for a round; reports for a past round are ignored, and each round resets them.
+        """Change this node's record for a round; reports for a past round are ignored, and a new round resets them.
 
         The phase of a node that leaves stays LEAVING, unless all its workers have exited with 0.
 
@@ -328,11 +328,11 @@ class RendezvousNode:
         if self.registration.record.round == round:
             self.registration.update(**changes)
 
-    async def leave(self, *, timeout: float = 1.0) -> None:  # noqa: ASYNC109 - bounds the wait for an absent store
+    async def leave(self, *, timeout: float = 1.0) -> None:  # noqa: ASYNC109 - bounds the wait for the store
         """Announce that this node leaves, so that the next round forms without it.
 
         Until it is closed, this node still receives events: the next round may wait for workers that asked for notice,
-        including its own.
+        including this node's.
         """
         self._leaving = True
         leader = self.leader
@@ -348,7 +348,7 @@ class RendezvousNode:
                 # If all nodes leave at once, one of them has to lead until the last worker has saved.
                 await self.election.leave(standby=self.registration.record.notice > 0)
         except (StoreError, TimeoutError):
-            logger.info("the store is away: the other nodes will notice when this node's connection closes")
+            logger.info("the store is unreachable: the other nodes will notice when this node's connection closes")
 
     # -- the run
 
@@ -363,7 +363,7 @@ class RendezvousNode:
             tasks.create_task(self._watch_for_partition())
 
     async def _emit_events(self) -> None:
-        """Emit rounds, notices, and in the end the outcome."""
+        """Emit rounds and notices, and finally the outcome."""
         changed = self.run.changed
         while True:
             seen = changed.count
@@ -371,7 +371,7 @@ class RendezvousNode:
                 self.run.restored = False
                 self.registration.update(store=self._offer.renew())
             round, accepted = self.run.round, self.run.accepted_round
-            # The same number with another nonce: the store lost the round, and its leader did not know the round.
+            # The same number with another nonce: the store lost the round, and a leader that did not know it led.
             if round is not None and (accepted is None or (round.number >= accepted.number and round != accepted)):
                 self.run.accepted_round = round
                 self.history.note_round(round)
@@ -415,8 +415,8 @@ class RendezvousNode:
             await self.run.changed.until(lambda: self.election.is_leader)
             self.server.observer = self.leader = Leader(self.run, self.election, self.server, self.history)
             leading = asyncio.create_task(self.leader.run())
-            # An expired lease does not end the leadership. If all leases expire because the store is away, the leader
-            # still knows which peers are alive.
+            # An expired lease does not end the leadership. If all leases expire because the store is unreachable, the
+            # leader still knows which peers are alive.
             replaced = asyncio.create_task(self.election.until_replaced(self.node))
             try:
                 await asyncio.wait((leading, replaced), return_when=asyncio.FIRST_COMPLETED)
@@ -462,7 +462,7 @@ class RendezvousNode:
         return self._has_peers() and self.registration.record.phase is not NodePhase.DONE
 
     async def _reaches_any(self, within: float) -> bool:
-        """Return whether a peer answers in time, after repeated attempts, or the store is back."""
+        """Return whether a peer answers one of repeated probes in time, or the store is back."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within):
                 while self.run.away_since is not None and not await self._reaches_a_peer(within):
@@ -472,14 +472,14 @@ class RendezvousNode:
 
 
 def listen(host: str, ports: PortRange | None = None, *, after: int = 0) -> socket.socket:
-    """Return a listening socket on a free port of this address, or of all addresses if it is not this machine's own.
+    """Return a listening socket on a free port of this address, or of all addresses if the address is not local.
 
-    A pod may be known to its peers by an address that only a gateway in front of it has.
+    Peers may reach a pod at the address of a gateway.
 
     Args:
         host: the address.
-        ports: the only ports that may be taken; None for any.
-        after: the port that must not be taken again; the search begins after it.
+        ports: the allowed ports; None for any.
+        after: a port that must not be used; the search begins after it.
 
     Raises:
         OSError: no socket can be created.

@@ -1,12 +1,12 @@
 """Connections between nodes, which distinguish a dead node from a silent one.
 
-Every node holds one TCP connection to the leader. The kernel of a live host closes the connections of a process that
-died, so a lost connection is known at once; but a network can also cut one between two healthy nodes. So the node that
-loses a connection connects again (:func:`probe`). A refusal means that no process listens there: the peer is dead. An
-answer means that the peer is alive. Silence is inconclusive; then the node's lease in the store decides.
+Every node holds one TCP connection to the leader. When a process exits, the kernel of its host closes its connections,
+so the peer notices at once; but a network can also break a connection between two healthy nodes. So the node that loses
+a connection connects again (:func:`probe`). A refusal means that no process listens there: the peer is dead. An answer
+means that the peer is alive. Silence is inconclusive; then the node's lease in the store decides.
 
 Each side sends exactly one line of JSON: ``{"run": …, "node": …, "stay": true}``, answered by
-``{"run": …, "node": …}``. The run is identified by a digest of its id. Other connections are closed.
+``{"run": …, "node": …}``. The run is identified by a digest of its id. Connections with other contents are closed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PROBE_TIMEOUT: Final = 0.3
 """Seconds for a probe of a node whose connection was lost."""
 
 FINAL_PROBE_TIMEOUT: Final = 2.0
-"""Seconds for a probe whose silence counts as death; a busy host may answer late. Never more than the lease."""
+"""Seconds for a probe after which silence means dead; a busy host may answer late. Never above the lease."""
 
 
 class _Greeting(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -105,7 +105,7 @@ class PeerServer:
         return self._connections[node] > 0
 
     def start(self) -> None:
-        """Start to accept connections."""
+        """Start accepting connections."""
         if self._listener.fileno() >= 0:
             asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
@@ -129,7 +129,7 @@ class PeerServer:
         task = loop.create_task(self._serve(connection))
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
-        task.add_done_callback(lambda _: connection.close())  # if it was cancelled before it began
+        task.add_done_callback(lambda _: connection.close())  # if the task was cancelled before it started
 
     async def _serve(self, connection: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_LIMIT)
@@ -141,7 +141,7 @@ class PeerServer:
             if greeting.stay:
                 await self._hold(greeting.node, reader, writer)
         except OSError:
-            pass  # the other side is gone
+            pass  # the peer has disconnected
         finally:
             await _close(writer)
 
@@ -160,7 +160,7 @@ class PeerServer:
 
 
 async def hold_connection(address: str, *, run: str, node: str, peer: str, observer: ConnectionObserver) -> Verdict:
-    """Hold a connection to a peer until it is lost; return what a probe then shows of the peer.
+    """Hold a connection to a peer until it is lost; then probe the peer and return the verdict.
 
     Args:
         address: host:port of the peer's server.
@@ -183,7 +183,7 @@ async def hold_connection(address: str, *, run: str, node: str, peer: str, obser
 
 
 async def probe(address: str, *, run: str, node: str, peer: str, timeout: float = PROBE_TIMEOUT) -> Verdict:  # noqa: ASYNC109
-    """Connect to a peer's server and return whether the peer is alive; without an answer in time it is silent."""
+    """Connect to a peer's server; return whether it is alive, dead, or silent (no answer in time)."""
     verdict, streams = await _greet(address, _Greeting(run=run_digest(run), node=node), peer, timeout)
     if streams is not None:
         await _close(streams[1])
@@ -204,14 +204,14 @@ async def _greet(
             writer.write(encode(greeting) + b"\n")
             answer = await _read_greeting(reader)
             if answer is None or answer.run != greeting.run:
-                return Verdict.SILENT, None  # this says nothing about the peer
+                return Verdict.SILENT, None  # this shows nothing about the peer
             if answer.node != peer:
                 return Verdict.DEAD, None  # another node of this run has taken over the port
             stack.pop_all()
             return Verdict.ALIVE, (reader, writer)
     except (ConnectionRefusedError, ConnectionResetError):
         return Verdict.DEAD, None
-    except (OSError, TimeoutError, ValueError, OverflowError):  # the last two: not an address
+    except (OSError, TimeoutError, ValueError, OverflowError):  # the last two: an invalid address
         return Verdict.SILENT, None
 
 
@@ -231,7 +231,7 @@ async def _until_lost(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_TIMEOUT - 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_TIMEOUT * 1000)
-        await reader.read(1)  # nothing more is sent: this returns when the connection is lost
+        await reader.read(1)  # the peer sends nothing more: this returns when the connection is lost
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Rendezvous handlers by name: ours, those that a program registers, and those that torch knows."""
+"""The registry of rendezvous handlers by name: torchelastic's own, those that a program registers, and torch's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RendezvousHandlerCreator: TypeAlias = "Callable[[RendezvousParameters], Rendezvo
 
 
 class RendezvousHandlerRegistry:
-    """Handlers by name: those that a program registers, ours, and those that torch knows."""
+    """Handlers by name: those that a program registers, torchelastic's own, and torch's."""
 
     def __init__(self) -> None:
         self._creators: dict[str, RendezvousHandlerCreator] = {}
@@ -32,7 +32,7 @@ class RendezvousHandlerRegistry:
 
         Raises:
             ValueError: there is no handler of that name.
-            SettingsError: our handler does not support the parameters.
+            SettingsError: torchelastic's handler does not support the parameters.
         """
         if (creator := self._creators.get(params.backend)) is not None:
             return creator(params)
@@ -42,8 +42,8 @@ class RendezvousHandlerRegistry:
             from torchelastic.rendezvous.handler import ElasticRendezvousHandler
 
             return ElasticRendezvousHandler(params)
-        # torch's own handlers (c10d, static), and those that are registered there. They are not subclasses, and our
-        # parameters are not torch's, but all have the same methods.
+        # torch's own handlers (c10d, static), and those registered with torch. The casts are safe, because the types
+        # have the same methods.
         from torch.distributed.elastic.rendezvous import registry
 
         return cast("RendezvousHandler", registry.get_rendezvous_handler(cast("Any", params)))

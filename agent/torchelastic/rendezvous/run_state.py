@@ -59,13 +59,13 @@ class ChangeSignal:
         return self.count
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds that changes with this signal."""
+        """Wait until a condition holds; check it after each change."""
         while not condition():
             await self.after(self.count)
 
 
 async def cancel(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks and wait for their end; their errors are dropped."""
+    """Cancel tasks and wait until they have ended; ignore their errors."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -76,7 +76,7 @@ class Versioned(Generic[RecordT_co]):
     """A record with the revision of its last change.
 
     Attributes:
-        record: None without a key, or if it cannot be read.
+        record: the record; None without a key, or if it cannot be read.
         modified: the revision that a compare-and-swap has to expect; 0 without a key.
     """
 
@@ -85,12 +85,12 @@ class Versioned(Generic[RecordT_co]):
 
 
 class RunStateWatch:
-    """A run as one node knows it; :meth:`follow` keeps it up to date.
+    """The state of a run as one node knows it; :meth:`follow` keeps it up to date.
 
     Args:
         node: the node's id.
         settings: the rules, and the run's id.
-        store: where the nodes meet.
+        store: the run's store.
 
     Attributes:
         keys: the run's keys.
@@ -98,11 +98,11 @@ class RunStateWatch:
         accepted_round: the last round that this node has accepted.
         changed: sent after every change that this node notes, and when the store is lost or back.
         away_since: since when the store is unreachable, by the loop's clock; None while it is reachable.
-        back_at: when the store last came back, by the loop's clock; None if it was never away.
+        back_at: when the store was last reachable again, by the loop's clock; None if it was never unreachable.
         last_leader: the node that leads, or led last; None if none is known.
         listings: the number of listings of all keys that this node has read.
-        restored: whether the store has lost data: it has another cluster id than before, or an earlier revision. The
-            reader resets it.
+        restored: whether the store has lost data: it has a different cluster id, or an earlier revision. The reader
+            resets it.
     """
 
     def __init__(self, node: str, settings: RendezvousSettings, store: Store) -> None:
@@ -146,7 +146,7 @@ class RunStateWatch:
 
     @property
     def size(self) -> SizeRecord | None:
-        """The size that the operator wants."""
+        """The size that the operator requests; None if it is not in the store."""
         size: SizeRecord | None = self._known[self.keys.size].record
         return size
 
@@ -162,7 +162,7 @@ class RunStateWatch:
 
     @property
     def latest_round(self) -> RoundRecord | None:
-        """The later one of the round in the store and the last round that this node has received."""
+        """The later of the round in the store and the last round that this node has accepted."""
         stored, accepted = self.round, self.accepted_round
         return accepted if stored is None or (accepted is not None and accepted.number > stored.number) else stored
 
@@ -192,7 +192,7 @@ class RunStateWatch:
         for key in self._decoders:
             self._set(key, self._versioned(key, entries.get(key)))
         self.listings += 1
-        if self.away_since:  # not before the first listing
+        if self.away_since:  # 0 before the first listing
             self.back_at = asyncio.get_running_loop().time()
         self.away_since = None
         self.changed.send()
@@ -282,11 +282,11 @@ class NodeRegistration:
                 await self._hold()
             except LeaseLost:
                 self.lease = 0
-                logger.info("the lease of this node has expired; taking a new one")
+                logger.info("the lease of this node has expired; requesting a new one")
             except (StoreUnavailable, TimeoutError) as error:
                 if self._backoff.attempts == 0:
                     why = str(error) or "the store did not answer in time"
-                    logger.warning("%s; going on without it until it is back", why)
+                    logger.warning("%s; continuing without it until it is back", why)
                 await self._backoff.wait()
 
     async def withdraw(self) -> None:
@@ -334,7 +334,7 @@ class NodeRegistration:
 async def remove_finished_run(run: RunStateWatch) -> None:
     """Remove the keys of a finished run with the same id, unless ids are unique or one of its nodes is present.
 
-    If the store is away, try again until the join timeout.
+    If the store is unreachable, retry until the join timeout.
 
     Raises:
         StoreError: the request to the store failed.
@@ -351,7 +351,7 @@ async def _remove(run: RunStateWatch) -> None:
     entries = {entry.key: entry for entry in listing.entries}
     if not _is_over(entries.get(keys.state)) or any(key.startswith(keys.nodes) for key in entries):
         return
-    # The state is the last: without it, the other keys would seem to belong to a running run.
+    # Delete the state last: without it, the other keys would seem to belong to a run in progress.
     for key in (keys.time_breakdown, keys.history, keys.notice, keys.leader, keys.state):
         if key in entries:
             await store.compare_and_swap(key, None, expected=entries[key].modified)

@@ -1,7 +1,7 @@
-"""The interface of a store, and the addresses of its servers as users write them.
+"""The interface of a store, its settings, and the parser of the addresses of its servers.
 
-Revisions are etcd's: one counter for the whole store that every change raises. A compare-and-swap concerns one key
-only, because etcd v2 can do no more.
+A revision is defined as in etcd: the whole store has one counter, which every change increments. A compare-and-swap
+operates on a single key, because etcd v2 supports no more.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _ENDPOINT: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """How to reach a store.
+    """The settings of the connection to a store.
 
     Attributes:
         endpoints: host:port of each server of one etcd cluster; tried in turn.
         protocol: "http" or "https".
         ca_cert: file with the certificate authority that signed the server's certificate.
         cert: file with the client's certificate.
-        key: file with its private key.
+        key: file with the private key of the client's certificate.
         username: the user name for etcd's authentication; never logged.
         password: the password; never logged, and not part of the representation.
         request_timeout: seconds for one request.
         silence_limit: seconds of silence after which a watch counts as broken.
-        version: the version of etcd's API, 2 or 3; None for 3 if the server has it, and otherwise 2.
+        version: the version of etcd's API, 2 or 3; None to use 3 if the server has it, and otherwise 2.
     """
 
     endpoints: tuple[str, ...]
@@ -77,7 +77,7 @@ def parse_endpoints(text: str) -> tuple[str | None, tuple[str, ...]]:
                 raise SettingsError(f'"{part}" starts with {protocol}://, but etcd is reached over http:// or https://')
             protocols.add(protocol.lower())
         try:
-            match["host"].encode("idna")  # as the name lookup does
+            match["host"].encode("idna")  # like the name lookup
         except ValueError:
             raise SettingsError(_why_not(part)) from None
         port = DEFAULT_PORT if match["port"] is None else int(match["port"])
@@ -85,7 +85,7 @@ def parse_endpoints(text: str) -> tuple[str | None, tuple[str, ...]]:
             raise SettingsError(f'"{part}" has the port {port}; a port is a number from 1 to 65535')
         endpoints.append(f"{match['host']}:{port}")
     if len(protocols) > 1:
-        raise SettingsError("the servers of one etcd are all reached over http:// or all over https://; choose one")
+        raise SettingsError("all servers of one etcd use the same protocol: choose http:// or https://")
     return next(iter(protocols), None), tuple(dict.fromkeys(endpoints))
 
 
@@ -129,8 +129,8 @@ class Listing:
     Attributes:
         revision: the store's revision at the time of reading; watch from ``revision + 1`` to miss nothing.
         entries: the entries by key.
-        cluster_id: the id that the server gives its cluster. A server that lost its data and was set up again may have
-            another one, or the same one and a lower revision.
+        cluster_id: the id that the server gives its cluster. A server that was set up again without its data may
+            have another id, or the same id and a lower revision.
     """
 
     revision: int
@@ -156,8 +156,8 @@ class Change:
 class Store(Protocol):
     """A key-value store with leases, compare-and-swap and watches.
 
-    Every method but :meth:`close` raises :class:`~torchelastic.errors.StoreUnavailable` if the store cannot be reached
-    or does not answer in time, and :class:`~torchelastic.errors.StoreRefused` if trying again does not help. A write
+    Every method except :meth:`close` raises :class:`~torchelastic.errors.StoreUnavailable` if the store cannot be
+    reached or does not answer in time, and :class:`~torchelastic.errors.StoreRefused` if a retry does not help. A write
     that raised StoreUnavailable may or may not have taken effect. Writes under a lease raise
     :class:`~torchelastic.errors.LeaseLost` if the lease does not exist.
     """
@@ -191,30 +191,30 @@ class Store(Protocol):
         """Remove all keys below a prefix."""
 
     async def grant(self, ttl: float, *, lease: int = 0) -> int:
-        """Return the id of a lease that ends ``ttl`` seconds after it was last kept alive.
+        """Grant a lease that expires ``ttl`` seconds after it was last kept alive; return its id.
 
         Args:
             ttl: seconds; etcd rounds up to whole seconds and to its own minimum.
-            lease: the id that the lease is to have, a positive number of at most 63 bits; 0 for a new one. A lease
-                that exists under this id is kept alive; all callers that grant it pass the same ``ttl``.
+            lease: the id for the lease, a positive number of at most 63 bits; 0 for a new id. If a lease with this id
+                exists, it is kept alive; all callers that grant it pass the same ``ttl``.
         """
 
     async def keep_alive(self, lease: int) -> None:
-        """Restart the time of a lease; raise LeaseLost if it has ended."""
+        """Renew a lease; raise LeaseLost if it has ended."""
 
     async def revoke(self, lease: int) -> None:
-        """End a lease now and delete its keys; do nothing if it has ended already."""
+        """End a lease now and delete its keys; do nothing if it has already ended."""
 
     def watch(self, prefix: str) -> AsyncGenerator[tuple[Change, ...], None]:
-        """Yield every change below a prefix from now on, in order, in batches, each change once.
+        """Yield the changes below a prefix from now on, in batches: every change once, in order.
 
-        An empty batch means that the connection works; the first batch is empty and means that the watch is confirmed.
-        The watch ends if the store has lost its data, or no longer has the next change: list and watch again. The
-        caller ends it by closing the iterator (``aclosing``).
+        The first batch is empty and confirms the watch; a later empty batch means that the connection works. If the
+        store has lost its data or no longer has the next change, the watch ends, and the caller lists and watches
+        again. To end the watch, the caller closes the iterator (``aclosing``).
 
         Raises:
             StoreUnavailable: the connection broke, or was silent for longer than the limit.
         """
 
     async def close(self) -> None:
-        """Close the connections. Leases end by themselves."""
+        """Close the connections; do not revoke leases, which expire."""

@@ -1,4 +1,4 @@
-"""Functions of nodes and the operator on a store: connect, list and watch a prefix, keep the lease of a run."""
+"""The store as nodes and the operator use it: connect with retries, list and watch a prefix, keep a run's lease."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _Result = TypeVar("_Result")
 
 RETRY_MIN: Final = 0.1
 RETRY_MAX: Final = 1.0
-"""Seconds between attempts; with jitter, so that a thousand nodes do not return in step."""
+"""Seconds between attempts. Jitter keeps a thousand nodes from reconnecting at the same time."""
 
 _GRANTS: Final = 3
-"""Number of times that the lease is granted for one write before the store counts as unavailable."""
+"""Maximum number of grants of the lease for one write; after that, the store counts as unavailable."""
 
 logger = logging.getLogger(__name__)
 
 
 class Backoff:
-    """Delays between attempts to reach a store; they grow with each attempt that failed, until one succeeds.
+    """Delays between attempts to reach a store; they grow with each failed attempt until one succeeds.
 
     Attributes:
         attempts: the number of failed attempts since the last one that succeeded.
@@ -43,7 +43,7 @@ class Backoff:
         self.attempts = 0
 
     async def wait(self) -> None:
-        """Wait after an attempt that failed."""
+        """Wait after a failed attempt."""
         longest: float = min(RETRY_MIN * 2 ** min(self.attempts, 10), RETRY_MAX)
         self.attempts += 1
         await asyncio.sleep(longest * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
@@ -56,13 +56,13 @@ class Backoff:
 async def connect(settings: StoreSettings) -> Store:
     """Return a store on the servers that the settings name, after one of them has answered.
 
-    If the settings name no version, this is etcd's API v3, or v2 if the servers have no other.
+    If the settings name no version, the store uses etcd's API v3, or v2 if the servers have no other.
 
     Raises:
         StoreUnavailable: no server answers.
         StoreRefused: a server answers, but does not have the requested API, or refuses the credentials.
     """
-    # An agent starts its fork server before it spends its own time on an HTTP client.
+    # Not imported at the top: an agent starts its fork server before it imports an HTTP client.
     from torchelastic.store.etcd_errors import WrongApi
     from torchelastic.store.etcd_v3 import EtcdV3Store
 
@@ -78,22 +78,22 @@ async def connect(settings: StoreSettings) -> Store:
         except StoreRefused as no_v2:
             also = "nor does it serve the API v2" if isinstance(no_v2, WrongApi) else f"and {no_v2}"
             raise StoreRefused(f"{no_v3}; {also}") from no_v2
-        logger.debug("the API v2 of etcd is used, since %s", no_v3)
+        logger.debug("using etcd's API v2: %s", no_v3)
         return store
 
 
 async def connect_within(seconds: float, settings: StoreSettings | None) -> Store:
-    """Return a store as :func:`connect` does, waiting for the servers at most ``seconds``; in memory without settings.
+    """Return a store like :func:`connect`, retrying for at most ``seconds``; without settings, a store in memory.
 
     Raises:
         StoreUnavailable: no server has answered.
-        StoreRefused: a server has answered, and another attempt would not help.
+        StoreRefused: a server has answered, and a retry would not help.
     """
     return MemoryStore() if settings is None else await within(seconds, lambda: connect(settings))
 
 
 async def within(seconds: float, attempt: Callable[[], Awaitable[_Result]]) -> _Result:
-    """Return the result of the first attempt that reaches the store, trying again for at most ``seconds``.
+    """Return the result of the first attempt that reaches the store, retrying for at most ``seconds``.
 
     Raises:
         StoreUnavailable: no attempt has reached the store.
@@ -129,17 +129,17 @@ async def _checked(store: EtcdV2Store | EtcdV3Store) -> Store:
 
 
 async def follow(store: Store, prefix: str) -> AsyncGenerator[Listing | tuple[Change, ...], None]:
-    """Yield the keys below a prefix, then every change of them, in batches; an empty batch means "still connected".
+    """Yield a listing of a prefix, then its changes in batches; an empty batch means that the connection works.
 
-    If the store no longer has the next change, the keys are listed again.
+    If the store no longer has the next change, another listing follows.
 
     Raises:
-        StoreError: as :meth:`~torchelastic.store.api.Store.watch` and ``list`` do; follow again after it.
+        StoreError: the watch or the listing failed.
     """
     while True:
         read = -1
-        # The watch comes before the listing. In the other order, a change between the two makes etcd treat the watch
-        # as one that has to catch up, which delays its changes by up to 100 ms.
+        # Watch before listing. In the other order, a change between the two makes etcd treat the watch as one that has
+        # to catch up, which delays its changes by up to 100 ms.
         async with aclosing(store.watch(prefix)) as batches:
             async for batch in batches:
                 if read < 0:
@@ -154,12 +154,12 @@ async def follow(store: Store, prefix: str) -> AsyncGenerator[Listing | tuple[Ch
 async def follow_forever(
     store: Store, prefix: str, *, lost: Callable[[StoreUnavailable], None]
 ) -> AsyncGenerator[Listing | tuple[Change, ...], None]:
-    """Follow a prefix, and start again with a listing when the store is back.
+    """Follow a prefix; after each loss of the store, start again with a listing when the store is back.
 
-    Each time that the store cannot be reached, `lost` is called.
+    ``lost`` is called with the error each time that the store cannot be reached.
 
     Raises:
-        StoreRefused: another attempt would not help.
+        StoreRefused: a retry would not help.
     """
     backoff = Backoff()
     while True:
@@ -176,13 +176,13 @@ async def follow_forever(
 class RunLease:
     """Writes the keys of a run that outlive their writer: under the run's lease, which nodes and the operator renew.
 
-    A write is sent as if the lease existed. If it does not exist (in a new run, or in an empty store), the lease is
-    granted and the write is sent again. So no method raises LeaseLost, which a caller with a lease of its own would
-    mistake for the loss of that lease.
+    Each write assumes that the lease exists. If it does not exist (in a new run or an empty store), the write grants
+    the lease and is repeated. So no method raises LeaseLost, which a caller with its own lease would mistake for the
+    loss of that lease.
 
     Args:
         store: the store.
-        run_id: the run's id; the id of the lease follows from it.
+        run_id: the run's id, which determines the id of the lease.
         ttl: seconds until the keys expire after the last renewal.
     """
 
@@ -202,23 +202,23 @@ class RunLease:
         )
 
     async def keep(self) -> NoReturn:
-        """Grant the lease and renew it until cancelled; wait for a store that is away.
+        """Grant the lease and renew it until cancelled; while the store is unreachable, retry.
 
         Raises:
-            StoreRefused: another attempt would not help.
+            StoreRefused: a retry would not help.
         """
         backoff = Backoff()
         while True:
             try:
                 await self._grant()
-            except StoreUnavailable:  # reported by the watch of the run's keys
+            except StoreUnavailable:  # the watch of the run's keys logs this
                 await backoff.wait()
             else:
                 backoff.reset()
                 await asyncio.sleep(self._ttl / RUN_LEASE_RENEWALS)
 
     async def end(self) -> None:
-        """Remove the lease and its keys now."""
+        """Revoke the lease, which deletes its keys."""
         await self._store.revoke(self._lease)
 
     async def _grant(self) -> None:
@@ -236,15 +236,15 @@ class RunLease:
 class NodeStore:
     """The store of a node: measures requests; after the node has put a key, refusals count as unavailability.
 
-    Before a node has joined, a refusal (credentials, certificate, not an etcd) is reported to the user. After that,
-    training must not end because of it: a proxy may answer for an etcd that restarts, a certificate may be renewed
-    late, a server that has come back may not know a token yet.
+    Before a node has joined, a refusal (credentials, certificate, not an etcd) is a user error. After that, a refusal
+    must not end training: a proxy may answer for an etcd that restarts, a certificate may be renewed late, or a
+    restarted server may not accept a token yet.
 
     Args:
         store: receives the requests.
-        answered: called after each request that was not cancelled, with the name of the method, the seconds that it
-            took (of a watch, until it is confirmed), and ``succeeded``: whether the store answered. LeaseLost
-            counts as an answer, a refusal does not.
+        answered: called after each request that was not cancelled, with the method's name, the duration in seconds (of
+            a watch, until it is confirmed), and ``succeeded``: whether the store answered. LeaseLost counts as an
+            answer, a refusal does not.
     """
 
     def __init__(self, store: Store, answered: Callable[..., None] | None = None) -> None:
@@ -255,7 +255,7 @@ class NodeStore:
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         method = getattr(self._store, name)
 
-        async def call(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - as the method has them
+        async def call(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - those of the method
             with self._request(name):
                 return await method(*args, **options)
 

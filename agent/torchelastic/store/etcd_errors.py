@@ -1,4 +1,4 @@
-"""The errors of etcd's servers: what a failed connection, or an unexpected answer, means to the user of a store."""
+"""Errors of etcd's servers: converts failed connections and unexpected answers to the errors of a store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TOKEN_REFUSED: Final = ("invalid auth token", "revision of auth store is old", 
 
 
 class Unreached(StoreUnavailable):
-    """The request never reached the server, so it was not carried out."""
+    """The request never reached the server, so it had no effect."""
 
 
 class WrongApi(StoreRefused):
@@ -34,7 +34,7 @@ class WrongApi(StoreRefused):
 
 
 class NotAuthorized(StoreRefused):
-    """The user may not use these keys."""
+    """The user has no access to these keys."""
 
 
 class TokenRefused(StoreRefused):
@@ -42,11 +42,11 @@ class TokenRefused(StoreRefused):
 
 
 class LeaseExists(StoreRefused):
-    """A lease of this id exists already."""
+    """A lease with this id already exists."""
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """An error message of etcd 3; within a stream, etcd before 3.6 calls the code ``grpc_code``."""
+    """An error message of etcd 3. In a stream, etcd before 3.6 names the code ``grpc_code``."""
 
     message: str = ""
     code: int = 0
@@ -59,11 +59,11 @@ def is_transient(status: int) -> bool:
 
 
 def unexpected(endpoint: str, path: str, status: int, body: bytes, *, lacking: str) -> StoreError:
-    """Return the error for an answer that is not etcd's; ``lacking`` names the feature that an etcd there lacks."""
+    """Return the error for an answer that is not etcd's; ``lacking`` names the feature that an etcd would lack."""
     if is_transient(status):
         return StoreUnavailable(f"etcd at {endpoint} answers with status {status}: {shown(body)}")
     found = f"{path} gives status {status}, {shown(body)}"
-    return WrongApi(f"what listens at {endpoint} is not etcd, or etcd without {lacking}: {found}")
+    return WrongApi(f"the server at {endpoint} is not etcd, or is etcd without {lacking}: {found}")
 
 
 def shown(body: bytes) -> str:
@@ -82,11 +82,11 @@ def refused(where: str, fault: Fault, *, transient: bool = False) -> StoreError:
     """
     said = fault.message.removeprefix("etcdserver: ")
     if "requested lease not found" in said:
-        return LeaseLost(f"{where} knows no such lease any more")
+        return LeaseLost(f"{where} no longer has this lease")
     if "lease already exists" in said:
-        return LeaseExists(f"{where} has a lease of this id already")
+        return LeaseExists(f"{where} already has a lease with this id")
     if any(sign in said for sign in _TOKEN_REFUSED):
-        return TokenRefused(f"{where} wants a user name and a password: {said}")
+        return TokenRefused(f"{where} requires a user name and a password: {said}")
     if "authentication failed" in said:
         return StoreRefused(f"{where} does not accept the user name and password")
     if "permission denied" in said:
@@ -105,14 +105,14 @@ def broken(endpoint: str, error: aiohttp.ClientError) -> StoreError:
         return StoreRefused(f"the certificate of {where} cannot be trusted: {said}")
     if isinstance(error, aiohttp.ClientOSError) and "[SSL:" in str(error) and "EOF" not in str(error):
         reason = str(error).partition("[SSL:")[2].partition("]")[0].strip()
-        return StoreRefused(f"no TLS connection to {where} can be made: {reason}")
+        return StoreRefused(f"the TLS connection to {where} failed: {reason}")
     if isinstance(error, aiohttp.ClientConnectorError):
         state = "cannot be found" if isinstance(error.os_error, socket.gaierror) else "does not answer"
         return Unreached(f"{where} {state}: {_reason(error.os_error)}")
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return Unreached(f"{where} does not answer: no connection in time")
     if isinstance(error, aiohttp.ClientResponseError):
-        return WrongApi(f"what listens at {endpoint} does not speak HTTP: {' '.join(error.message.split())}")
+        return WrongApi(f"the server at {endpoint} does not speak HTTP: {' '.join(error.message.split())}")
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return StoreUnavailable(f"{where} closed the connection instead of answering")
     if isinstance(error, aiohttp.ClientPayloadError):
@@ -138,6 +138,6 @@ async def other_protocol(endpoint: str, protocol: str) -> str | None:
         ):
             return other if other == "https" or answer.status == 200 else None
     except aiohttp.ClientError as error:
-        return other if "ALERT" in str(error) else None  # it refuses a client without a certificate
+        return other if "ALERT" in str(error) else None  # the server refuses a client without a certificate
     except TimeoutError:
         return None

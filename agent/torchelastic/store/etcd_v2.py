@@ -5,17 +5,17 @@ the store          in v2
 =================  ====================================================================================================
 key                a path; its last part ends with ``~``, because in v2 a path is either a value or a folder
 value              text that starts with a stamp of the write and the id of the lease: ``5f2a9c01d3e4 1f {"number":7}``
-revision           etcd's index. Renewing a key raises the key's index, which no watch reports; an entry keeps the
+revision           etcd's index. Renewing a key increments the key's index, which no watch reports; an entry keeps the
                    revision at which this client first saw its stamp
 compare-and-swap   reads the key, then compares the text, which no renewal changes
-lease              known to the clients that granted it; its keys have its time to live, and keeping it alive renews
-                   them one by one. Granting or revoking a lease finds the keys of other clients by the id in the text
-watch              one request for each change, which waits for it; between quiet ones the server is asked for its index
+lease              exists only in the clients that granted it. Its keys have its time to live, and each renewal
+                   renews each key. Granting or revoking a lease finds other clients' keys by the id in the text
+watch              one request for each change, which waits for it; if none comes, a request for the server's index
 =================  ====================================================================================================
 
-python-etcd writes the requests and reads the answers, and :class:`~torchelastic.store.etcd_v3.EtcdServers` sends them:
-python-etcd itself blocks, and repeats requests that failed. v2 keeps the last 1,000 changes of the whole store, so a
-watch that falls behind has to list again. Folders whose keys have expired stay, empty.
+python-etcd only builds the requests and parses the answers, because its own client blocks and repeats failed requests.
+:class:`~torchelastic.store.etcd_v3.EtcdServers` sends the requests. v2 keeps the last 1,000 changes of the whole store,
+so a watch that falls behind has to list again. After the keys of a folder have expired, the empty folder remains.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _REMOVALS: Final = frozenset({"delete", "expire", "compareAndDelete"})
 _NOT_AS_EXPECTED: Final = (etcd.EtcdKeyNotFound, etcd.EtcdCompareFailed, etcd.EtcdAlreadyExist)
 """A condition of the request does not hold."""
 
-_ABOUT_KEYS: Final = frozenset({100, 101, 105, 401})  # of these three exceptions, and of EtcdEventIndexCleared
-_TRANSIENT: Final = frozenset({300, 301, 400})  # Raft's internal error, an election of a leader, a watcher cleared
+_ABOUT_KEYS: Final = frozenset({100, 101, 105, 401})  # the codes of these and of EtcdEventIndexCleared
+_TRANSIENT: Final = frozenset({300, 301, 400})  # an internal error of Raft, a leader election, a cleared watcher
 
 
 class EtcdV2Store:
@@ -82,7 +82,7 @@ class EtcdV2Store:
         if settings.username is not None:
             credentials = f"{settings.username}:{settings.password or ''}".encode()
             self._headers["Authorization"] = f"Basic {base64.b64encode(credentials).decode()}"
-        self._revisions: dict[str, dict[str, int]] = {}  # by key, and by stamp: the last ones that were seen
+        self._revisions: dict[str, dict[str, int]] = {}  # the last ones seen, by key and stamp
         self._leases: dict[int, _Lease] = {}
 
     async def check(self) -> None:
@@ -109,7 +109,7 @@ class EtcdV2Store:
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
         """See :meth:`Store.put <torchelastic.store.api.Store.put>`."""
         path, text, held = _path(key), _text(value, lease), self._held(lease)
-        while True:  # a plain "set" would create the key again
+        while True:  # a plain "set" would recreate an expired key
             with contextlib.suppress(etcd.EtcdKeyNotFound):
                 return await self._write(key, text, held, prevExist=True)
             if path in held.texts:
@@ -149,7 +149,7 @@ class EtcdV2Store:
         while True:
             texts = await self._texts_under(lease) if lease else {}
             self._leases[chosen] = _Lease(ttl, time.monotonic() + ttl, texts)
-            with contextlib.suppress(LeaseLost):  # a key has just been deleted
+            with contextlib.suppress(LeaseLost):  # a key was deleted meanwhile
                 await self.keep_alive(chosen)
                 return chosen
 
@@ -191,7 +191,7 @@ class EtcdV2Store:
                     answer = await self._ask("read", folder, at=server, patience=patience, **next_change)
                     node, gone = _node(answer), answer.action in _REMOVALS
                     if answer.dir and gone:
-                        return  # with all keys in it
+                        return  # the folder was deleted with all its keys
                     start, key = node.modified + 1, _key(node.path)
                     if key is not None and key.startswith(prefix):
                         if gone:
@@ -223,9 +223,9 @@ class EtcdV2Store:
             return None
 
     async def _below(self, prefix: str) -> tuple[int, builtins.list[_Node]]:
-        """Return etcd's index, and the contents of the folder of a prefix."""
+        """Return etcd's index, and the values in the folder of a prefix."""
         try:
-            # With a slash at the end, it is allowed to a user who may use the keys below KEY_ROOT.
+            # With a trailing slash, etcd allows this to users with access to only the keys below KEY_ROOT.
             answer = await self._ask("read", _folder(prefix).rstrip("/") + "/", recursive=True, quorum=True)
         except etcd.EtcdKeyNotFound as error:
             return _index_of(error), []
@@ -247,7 +247,7 @@ class EtcdV2Store:
     # Leases
 
     def _held(self, lease: int) -> _Lease:
-        """Return a lease; lease 0, for keys that do not expire, has no end."""
+        """Return a lease; lease 0 is for keys that do not expire, and never ends."""
         held = self._leases.get(lease, _Lease()) if lease else _Lease(math.inf, math.inf)
         if held.ends <= time.monotonic():
             raise self._lost(lease)
@@ -265,8 +265,8 @@ class EtcdV2Store:
     # Requests
 
     async def _index(self, prefix: str, *, at: str | None = None, limit: float | None = None) -> int:
-        """Return etcd's index as the majority of the servers has it; raise if the keys below the prefix are refused."""
-        path = _folder(prefix).rstrip("/") + "/_none"  # a small answer: no key has this name
+        """Return etcd's index by a quorum read; raise if access to the keys below the prefix is refused."""
+        path = _folder(prefix).rstrip("/") + "/_none"  # no key has this name, so the answer is small
         try:
             index: int = (await self._ask("read", path, quorum=True, at=at, limit=limit)).etcd_index
         except etcd.EtcdKeyNotFound as error:
@@ -287,14 +287,14 @@ class EtcdV2Store:
         Args:
             method: the name of the method.
             args: the positional arguments.
-            at: ask this server only.
+            at: the only server to ask; None for all.
             limit: seconds for the whole call; None for the request timeout.
             patience: seconds to wait for a change; 0 if the request does not wait for a change.
             options: the keyword arguments.
 
         Raises:
-            EtcdException: etcd's answer is about keys: not as expected, or an event that is no longer kept.
-            StoreUnavailable: there was no answer, or a temporary error.
+            EtcdException: the answer is about keys: a condition does not hold, or etcd no longer keeps an event.
+            StoreUnavailable: there was no answer, or the answer is a temporary error.
             StoreRefused: the answer is a permanent error.
             EtcdWatchTimedOut: there was no change.
         """
@@ -330,7 +330,7 @@ class EtcdV2Store:
         if isinstance(error, etcd.EtcdInsufficientPermissions):
             if self._settings.username is not None:
                 return NotAuthorized(f"{where} does not accept the user name and password, or not for these keys")
-            return StoreRefused(f"{where} wants a user name and a password")
+            return StoreRefused(f"{where} requires a user name and a password")
         payload = _payload(error)
         if "errorCode" in payload:
             said = " ".join(str(payload[name]) for name in ("message", "cause") if payload.get(name))
@@ -338,15 +338,15 @@ class EtcdV2Store:
                 return StoreUnavailable(f"{where} cannot answer now: {said}")
             return StoreRefused(f"{where} refuses: {said}")
         if status in {200, 201}:
-            return WrongApi(f"what listens at {endpoint} does not answer as etcd's API v2 does")
+            return WrongApi(f"the server at {endpoint} does not answer like etcd's API v2")
         return unexpected(endpoint, "/v2/keys", status, data, lacking="its API v2 (--enable-v2=true, until etcd 3.5)")
 
 
 class _PythonEtcd(etcd.Client):  # type: ignore[misc]
-    """python-etcd without a connection: each method returns its request."""
+    """python-etcd's client without a connection: each method returns its request."""
 
     def api_execute(self, path: str, method: str, params: dict[str, str | int], timeout: None = None) -> object:
-        """Take the place of python-etcd's method that sends a request."""
+        """Return the request; python-etcd's own method sends it."""
         del timeout
         return method, path, params
 
@@ -363,9 +363,9 @@ class _Lease:
     """A lease that this client has granted; initially, a lease that has ended.
 
     Attributes:
-        ttl: seconds for which it is kept alive.
+        ttl: seconds from each renewal to its end.
         ends: when it ends, by the monotonic clock.
-        texts: the texts by path that this client has written under it, or found when it granted the lease.
+        texts: the texts, by path, that this client wrote under it, or found when it granted the lease.
     """
 
     ttl: float = 0.0
@@ -374,7 +374,7 @@ class _Lease:
 
 
 class _Node(NamedTuple):
-    """A key in etcd; without a stamp if another program has written it."""
+    """A key in etcd; the stamp is empty if another program has written the key."""
 
     path: str
     text: str
@@ -390,7 +390,7 @@ def _node(answer: Answer) -> _Node:
     try:
         path, text, created, modified = msgspec.convert(node, tuple[str, str, int, int])
     except msgspec.ValidationError as error:
-        raise WrongApi(f"what listens there does not answer as etcd's API v2 does: {error}") from error
+        raise WrongApi(f"the server does not answer like etcd's API v2: {error}") from error
     if (stored := _STORED.fullmatch(text)) is None:
         return _Node(path, text, created, modified, "", 0, text.encode("utf-8", "surrogatepass"))
     value = stored["value"].encode("latin-1", "replace")

@@ -6,12 +6,12 @@ conflict with those of users' images.
 A watch is a stream on which etcd may send nothing for ten minutes. A broken watch is detected within the silence limit:
 
 - When the stream has been quiet for half of the limit, the same server must answer a small linearizable read within the
-  other half. A server that hangs, is paused, or has lost its majority does not.
-- The kernel watches the stream's own connection (keep-alive and TCP_USER_TIMEOUT), which finds a cut path.
-- A proxy may answer for a server that it has lost. So a watch that stays quiet for long is made again from the next
-  revision on; no change is lost or reported twice.
+  other half. A server that hangs, is paused, or has lost its quorum does not answer.
+- The kernel probes the stream's own connection (keep-alive and TCP_USER_TIMEOUT), which detects a broken path.
+- A proxy may answer for a server that it cannot reach. So a watch that stays quiet for long is created again from the
+  next revision; no change is lost or reported twice.
 
-The adapter for the API v2 reaches its servers by :class:`EtcdServers`, too.
+The adapter for the API v2 also uses :class:`EtcdServers`.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ QUIET_CHECKS: Final = 12
 
 
 class EtcdServers:
-    """HTTP to the servers of one etcd cluster, on connections that are kept open and shared.
+    """An HTTP client for the servers of one etcd cluster, on connections that stay open and are shared.
 
-    Servers are tried in turn, and one that failed is asked last. A request moves on to the next server if it never
-    reached the first, or if it is safe to repeat.
+    Servers are tried in turn, and a server that failed is tried last. A request is sent to the next server if it never
+    reached the previous one, or if it is safe to repeat.
 
     Args:
         settings: the addresses and credentials of the servers.
@@ -91,9 +91,9 @@ class EtcdServers:
         """Return the result of an exchange with one server.
 
         Args:
-            exchange: called with the server.
+            exchange: called with the endpoint of the server.
             repeatable: whether the exchange is safe to repeat, so that another server may be asked after a failure.
-            at: ask this server only.
+            at: the only server to ask; None for all.
             limit: seconds for the whole call; None for the request timeout.
 
         Raises:
@@ -130,12 +130,12 @@ class EtcdServers:
             exchange: as in :meth:`ask`; may be repeated.
 
         Raises:
-            StoreError: the exchange failed, or a server speaks http instead of https or the reverse.
+            StoreError: the exchange failed, or a server expects the other protocol (http or https).
         """
         try:
             await self.ask(exchange, repeatable=True)
         except NotAuthorized:
-            pass  # other keys may be allowed
+            pass  # access to other keys may be allowed
         except StoreError as error:
             probes = (other_protocol(endpoint, self._settings.protocol) for endpoint in self.endpoints)
             for endpoint, protocol in zip(self.endpoints, await asyncio.gather(*probes), strict=True):
@@ -159,7 +159,7 @@ class EtcdServers:
         Args:
             method: the HTTP method.
             endpoint: the server.
-            path: the path, and perhaps a query, quoted.
+            path: the path and an optional query, quoted.
             body: the body of the request.
             headers: additional headers.
 
@@ -168,7 +168,7 @@ class EtcdServers:
             StoreRefused: the server cannot be trusted, or does not speak HTTP.
         """
         self._raise_if_closed()
-        if self._session is None:  # here and not in __init__, because it belongs to the running loop
+        if self._session is None:  # not in __init__, because a session belongs to the running loop
             connector = aiohttp.TCPConnector(limit=0, ssl=self._tls or True)
             timeout = aiohttp.ClientTimeout(connect=self._settings.request_timeout / len(self._order))
             jar = aiohttp.DummyCookieJar()
@@ -178,7 +178,7 @@ class EtcdServers:
         url = URL(f"{self._settings.protocol}://{endpoint}{path}", encoded=True)
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **(headers or {})}
         try:
-            # A redirect would take the credentials along.
+            # A redirect would send the credentials to another server.
             request = self._session.request(method, url, data=body or None, headers=headers, allow_redirects=False)
             async with request as response:
                 yield response
@@ -189,7 +189,7 @@ class EtcdServers:
             raise
 
     async def close(self) -> None:
-        """Close all connections; requests that still wait for an answer raise StoreUnavailable."""
+        """Close all connections; pending requests raise StoreUnavailable."""
         self._closed = True
         if self._session is not None:
             await self._session.close()
@@ -227,8 +227,8 @@ class EtcdV3Store:
 
         async def read(endpoint: str) -> None:
             answer = await self._authorized(endpoint, "/v3/kv/range", body)
-            if not _understood(endpoint, answer).header.revision:  # etcd's begin with 1
-                raise WrongApi(f"what listens at {endpoint} does not answer as etcd does: {shown(answer)}")
+            if not _understood(endpoint, answer).header.revision:  # etcd's revisions begin with 1
+                raise WrongApi(f"the server at {endpoint} does not answer like etcd: {shown(answer)}")
 
         await self._servers.check(read)
 
@@ -255,7 +255,7 @@ class EtcdV3Store:
             change: dict[str, Any] = {"request_delete_range": {"key": name}}
         else:
             change = {"request_put": {"key": name, "value": value, "lease": lease}}
-        # The revision of the last change is 0 for a key that is not there.
+        # A key that does not exist has the mod_revision 0.
         compare = {"key": name, "target": "MOD", "result": "EQUAL", "mod_revision": expected}
         message = {"compare": [compare], "success": [change]}
         answer = await self._call("/v3/kv/txn", message)
@@ -274,10 +274,10 @@ class EtcdV3Store:
         message = {"TTL": max(math.ceil(ttl), 1), "ID": lease}
         while True:
             try:
-                # Repeatable: a lease whose id got lost ends by itself.
+                # Repeatable: a lease whose id is lost expires.
                 return (await self._call("/v3/lease/grant", message, repeatable=True)).lease
             except LeaseExists:
-                with contextlib.suppress(LeaseLost):  # it has just ended: then it can be granted
+                with contextlib.suppress(LeaseLost):  # it has just ended, so it can be granted again
                     await self.keep_alive(lease)
                     return lease
 
@@ -308,7 +308,7 @@ class EtcdV3Store:
                     answer = await stream.next(self._patience)
                     if answer is None:
                         if start > await self._revision(prefix, at=server) + 1:
-                            return  # it has lost its data, and would be silent until its revisions reach ``start``
+                            return  # the server lost its data, and is silent until its revisions reach ``start``
                         quiet += 1
                         yield ()
                     elif answer.compact_revision:
@@ -340,7 +340,7 @@ class EtcdV3Store:
             yield _Stream(server, response)
 
     async def _revision(self, prefix: str, *, at: str | None = None) -> int:
-        """Return the revision of a server that answers and lets us read the keys below the prefix."""
+        """Return the revision of a server that answers and grants access to the keys below the prefix."""
         message = {**_below(prefix), "count_only": True}
         limit = self._patience if at else None
         answer = await self._call("/v3/kv/range", message, repeatable=True, at=at, limit=limit)
@@ -355,8 +355,8 @@ class EtcdV3Store:
         at: str | None = None,
         limit: float | None = None,
     ) -> _Answer:
-        """Send one message and return the answer; for the last arguments and errors see :meth:`EtcdServers.ask`."""
-        body = msgspec.json.encode(message)  # bytes as base64
+        """Send one message and return the answer; for the other arguments and errors, see :meth:`EtcdServers.ask`."""
+        body = msgspec.json.encode(message)  # encodes bytes as base64
 
         async def exchange(endpoint: str) -> _Answer:
             return _understood(endpoint, await self._authorized(endpoint, path, body))
@@ -364,7 +364,7 @@ class EtcdV3Store:
         return await self._servers.ask(exchange, repeatable=repeatable, at=at, limit=limit)
 
     async def _authorized(self, endpoint: str, path: str, body: bytes) -> bytes:
-        """Return the answer to a message; get a token if the server asks for one, or for another one."""
+        """Return the answer to a message; get a new token if the server requires one."""
         token = self._token
         try:
             return await self._post(endpoint, path, body)
@@ -385,7 +385,7 @@ class EtcdV3Store:
 
     @contextlib.asynccontextmanager
     async def _request(self, endpoint: str, path: str, body: bytes) -> AsyncGenerator[aiohttp.ClientResponse, None]:
-        """Yield an answer with status 200; raise for another one."""
+        """Yield an answer with status 200; raise for any other status."""
         headers = {"Authorization": self._token} if self._token else None
         request = self._servers.request("POST", endpoint, path, body=body, headers=headers)
         async with request as response:
@@ -394,8 +394,8 @@ class EtcdV3Store:
             yield response
 
 
-# The gateway gives 64-bit numbers as strings, bytes as base64, and omits zeros: hence a default for every field, and a
-# decoder that takes numbers in strings.
+# The gateway encodes 64-bit numbers as strings and bytes as base64, and omits zeros. So every field has a default, and
+# the decoder accepts numbers in strings.
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -404,7 +404,7 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 class _KeyValue(msgspec.Struct, frozen=True):
-    """A key with its value; of a deleted key only the name and the revision of the deletion."""
+    """A key with its value; a deleted key has only its name and the revision of the deletion."""
 
     key: bytes = b""
     value: bytes = b""
@@ -418,7 +418,7 @@ class _Event(msgspec.Struct, frozen=True):
 
 
 class _Answer(Fault, frozen=True):
-    """The fields of etcd's answers that are read. Each answer has some of them; in a stream, inside ``result``."""
+    """The fields of etcd's answers that this module reads. Each answer has some of them; in a stream, in ``result``."""
 
     header: _Header = _Header()
     kvs: tuple[_KeyValue, ...] = ()
@@ -475,7 +475,7 @@ def _understood(endpoint: str, body: bytes) -> _Answer:
     try:
         return msgspec.json.decode(body, type=_Answer, strict=False)
     except msgspec.DecodeError as error:
-        raise WrongApi(f"what listens at {endpoint} does not answer as etcd does: {shown(body)} ({error})") from error
+        raise WrongApi(f"the server at {endpoint} does not answer like etcd: {shown(body)} ({error})") from error
 
 
 def _refusal(endpoint: str, path: str, status: int, body: bytes) -> StoreError:
@@ -492,10 +492,10 @@ def _refusal(endpoint: str, path: str, status: int, body: bytes) -> StoreError:
 
 
 def _break_if_peer_is_silent(response: aiohttp.ClientResponse, limit: float) -> None:
-    """Have the kernel break the connection if its peer's kernel is silent for ``limit`` seconds."""
+    """Make the kernel close the connection if its peer's kernel is silent for ``limit`` seconds."""
     transport = response.connection.transport if response.connection else None
     if transport is None:
-        return  # it is broken already; reading from it will fail
+        return  # the connection is broken already; reading will fail
     connection = transport.get_extra_info("socket")
     seconds = max(int(limit / 3), 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -514,7 +514,7 @@ def _tls_context(settings: StoreSettings) -> ssl.SSLContext | None:
         raise SettingsError(f"the CA certificate {settings.ca_cert} for etcd cannot be used: {error}") from error
     if settings.cert:
         try:
-            # An empty password instead of none, or a key with a password would ask for it on the terminal.
+            # Without this empty password, a key with a password would ask for it on the terminal.
             context.load_cert_chain(settings.cert, settings.key, password="")
         except (OSError, ValueError) as error:
             pair = f"{settings.cert} with the key {settings.key or settings.cert}"

@@ -1,7 +1,7 @@
 """A store within one process: for ``--standalone``, which needs no etcd, and for tests with thousands of events.
 
-It behaves as etcd does wherever a caller could tell the difference: one revision for the whole store, changes of one
-revision reported together, leases that delete their keys when they end.
+It behaves like etcd in all that a caller can observe: the whole store has one revision, changes of one revision are
+reported together, and leases delete their keys when they end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """A watch, and the changes that its reader has not taken yet; None at the end of a broken one."""
+    """A watch, and the changes that its reader has not received yet; None if the watch broke."""
 
     client: MemoryStore
     prefix: str
@@ -35,15 +35,15 @@ class _Data:
         self.revision = 1  # as in an empty etcd
         self.entries: dict[str, Entry] = {}
         self.lease_ids = itertools.count(1)
-        self.leases: dict[int, tuple[float, asyncio.TimerHandle]] = {}  # seconds, and the timer that ends it
+        self.leases: dict[int, tuple[float, asyncio.TimerHandle]] = {}  # seconds, and the timer that ends the lease
         self.lease_of: dict[str, int] = {}
-        self.watches: dict[_Watch, None] = {}  # a set in the order of arrival, so that a test can be repeated
+        self.watches: dict[_Watch, None] = {}  # an ordered set, so that tests are reproducible
 
 
 class MemoryStore:
-    """A :class:`~torchelastic.store.api.Store` whose data end with the process.
+    """A :class:`~torchelastic.store.api.Store` that keeps its data in this process.
 
-    Every operation takes effect after one turn of the event loop, so that tasks meet here as they would in etcd.
+    Every operation takes effect after one turn of the event loop, so that tasks interleave as with etcd.
     """
 
     def __init__(self) -> None:
@@ -52,14 +52,14 @@ class MemoryStore:
         self._closed = False
 
     def another(self) -> MemoryStore:
-        """Return another client of the same data, which is closed or cut off by itself."""
+        """Return another client of the same data, which is closed or made unreachable separately."""
         other = MemoryStore()
         other._data = self._data
         return other
 
     @property
     def reachable(self) -> bool:
-        """Whether this client reaches the data; if set to False, it behaves as an etcd behind a broken network."""
+        """Whether this client reaches the data; if set to False, it behaves like an etcd behind a broken network."""
         return self._reachable and not self._closed
 
     @reachable.setter
@@ -135,13 +135,13 @@ class MemoryStore:
         self._cut_watches()
 
     def expire(self, lease: int) -> None:
-        """End a lease now, as if its time had run out: delete it and its keys in one revision."""
+        """Expire a lease now: delete it and its keys in one revision."""
         if lease in self._data.leases:
             self._data.leases.pop(lease)[1].cancel()
         self._delete(sorted(key for key, held_by in self._data.lease_of.items() if held_by == lease))
 
     def wipe(self) -> None:
-        """Lose everything, the revision included, as an etcd that comes back without its data; cut all watches."""
+        """Delete all data and reset the revision, like an etcd that restarts without its data; break all watches."""
         data = self._data
         for _, timer in data.leases.values():
             timer.cancel()
@@ -161,7 +161,7 @@ class MemoryStore:
         return sorted(key for key in self._data.entries if key.startswith(prefix))
 
     def _write(self, values: dict[str, bytes | None], lease: int = 0) -> int:
-        """Set keys (None: delete them) in one revision; return it."""
+        """Set keys in one revision, or delete those with the value None; return the revision."""
         data = self._data
         if lease and lease not in data.leases:
             raise LeaseLost(f"lease {lease:x} has ended")

@@ -31,8 +31,8 @@ class Peer:
         record: its own record.
         joined: the revision of the store at which it first joined, which defines its seniority.
         arrived: when the leader first saw it, on the leader's clock.
-        answers: whether it is known to be alive: it is connected, or has had time enough to connect.
-        failed_at: the revision at which it reported its failure: the store's order of events; 0 without a failure.
+        answers: whether it is known to be alive: it is connected, or has had enough time to connect.
+        failed_at: the revision at which it reported its failure, which orders failures; 0 without a failure.
     """
 
     id: str
@@ -47,10 +47,10 @@ class Peer:
 class Membership:
     """The run and its nodes as the leader sees them, from the nodes' keys and connections.
 
-    Nothing is awaited here, and the caller passes the time.
+    The methods do not wait for anything, and the caller passes the time.
 
     Attributes:
-        size: how many nodes there should be.
+        size: the desired number of nodes and its limits.
         peers: the nodes that have a key in the store, including the leader.
         now: the leader's clock, in seconds.
         round: the round in the store.
@@ -59,17 +59,17 @@ class Membership:
         outcome: the run's outcome.
         notice: the last notice.
         noticed_at: when this leader first saw that notice.
-        silent: nodes without a key that still answer: their lease expired, but they live.
-        awaited: members without a key that may be on their way back to a store that was away.
-        patient_until: until when the leader waits for members that return to a store that was away.
-        dead: nodes that are certainly dead, though they may still have a key.
+        silent: nodes without a key that still answer: their lease expired, but they are alive.
+        awaited: members without a key that may still reconnect after the store was unreachable.
+        patient_until: until when the leader waits for the awaited members.
+        dead: nodes that are known to be dead, although they may still have a key.
         left: nodes that announced that they leave, and whose key is gone.
-        done: members that were seen done with this round, including those that are gone.
-        highest_round_seen: the highest round number that any node has known.
+        done: members that have reported the phase DONE in this round, including those that are gone.
+        highest_round_seen: the highest round number that any node has reported.
         last_members: the members of the last round that had members.
         changed_at: when the leader first saw the round in the store.
         failed_since: when the first failure of this round was first seen; None without a failure.
-        gave_way: whether this leader has yielded to nodes that know more.
+        gave_way: whether this leader has yielded to nodes that know a later round.
         ranks: the members of ``round`` with their ranks.
     """
 
@@ -130,7 +130,7 @@ class Membership:
         return node not in self.peers and not self.is_silent(node)
 
     def may_join(self, peer: Peer) -> bool:
-        """Return whether the node may be in the next round, as far as is known of it."""
+        """Return whether the node is eligible for the next round."""
         record = peer.record
         return (
             peer.id not in self.dead
@@ -140,7 +140,7 @@ class Membership:
         )
 
     def is_leaving(self, node: str) -> bool:
-        """Return whether the node is leaving, or is gone after it announced that."""
+        """Return whether the node is leaving, or is gone after it announced that it leaves."""
         peer = self.peers.get(node)
         return node in self.left if peer is None else peer.record.phase is NodePhase.LEAVING
 
@@ -174,7 +174,7 @@ class Membership:
         self.patient_until, self.remembered, self.gave_way = patient_until, remembered, gave_way
         self.size = self._wanted_size(run)
         members = self.ranks.keys()
-        # Members may be reconnecting to a store that was away. A new node that leads has already waited for them.
+        # Members may still be reconnecting to the store. A new node that leads has already waited for them.
         waits = now < patient_until and (run.node in members or not members.isdisjoint(self.peers))
         self.awaited = members - self.peers.keys() - self.left - self.dead if waits else set()
 
@@ -196,7 +196,7 @@ class Membership:
             self._note(peer)
 
     def saw(self, node: str, entry: Entry, *, answers: bool) -> Peer | None:
-        """Note a node's key, after :meth:`note_run`.
+        """Note a node's key; call :meth:`note_run` first.
 
         Args:
             node: the node's id.
@@ -204,7 +204,7 @@ class Membership:
             answers: whether the node is connected.
 
         Returns:
-            The node, if it was not known before.
+            The node if it is new, otherwise None.
         """
         try:
             record = decode(entry.value, NodeRecord)
@@ -272,7 +272,7 @@ def _ranks(round: RoundRecord | None) -> dict[str, int]:
 
 
 def in_rank_order(chosen: Sequence[Peer], ranks: Mapping[str, int]) -> list[Peer]:
-    """Return the members in rank order, each newcomer behind the last node with its topology key, or else at the end.
+    """Return the members in rank order; a newcomer follows the last node with its topology key, if any, or is last.
 
     Args:
         chosen: the nodes of the next round; the members of the current round come first, in rank order.
@@ -339,5 +339,5 @@ def count(number: int, noun: str) -> str:
 
 
 def are(number: int) -> str:
-    """Return the verb for this number."""
+    """Return "is" or "are", the verb for this number."""
     return "is" if number == 1 else "are"

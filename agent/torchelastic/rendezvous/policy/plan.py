@@ -9,8 +9,8 @@ The leader calls :func:`plan` after every change and carries out the result. The
 5. A member is lost, or a worker failed: the next round forms at once with the nodes that are present. A failure is
    charged to the run's restarts. A change of membership is not charged, nor is a failure that a lost member explains
    or whose exit code is configured as uncharged.
-6. A member leaves, the size has changed, or a node joins: the next round forms after the joins have been collected and
-   the workers that asked for notice have had it. The round takes the desired number of nodes; others wait as spares.
+6. A member leaves, the size has changed, or a node joins: the next round forms after joins have been debounced, and
+   after the notice that workers have asked for. The round takes the desired number of nodes; others wait as spares.
 7. Too few nodes are left: the next round has no members, and all nodes wait.
 """
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from torchelastic.rendezvous.policy.membership import Membership, Peer
 
 CAUSE_WINDOW: Final = 0.1
-"""Seconds to wait for the cause of a failure that looks like a consequence: the death of a peer may be reported a few
+"""Seconds to wait for the cause of a failure that looks like a consequence: the exit of a peer may be reported a few
 milliseconds after the broken collective that it causes."""
 
 REPORT_WINDOW: Final = 1.0
@@ -80,7 +80,7 @@ class Hold:
 
     Attributes:
         until: when to decide again without a change; None to wait for a change.
-        why: the reason, for the log; empty if all is well.
+        why: the reason, for the log; empty if there is nothing to log.
     """
 
     until: float | None = None
@@ -93,11 +93,11 @@ class GiveWay:
 
 
 Decision = Hold | GiveWay | RoundRecord | NoticeRecord | OutcomeRecord
-"""A record is committed: the next round, the notice of the next round (0 seconds withdraw it), or the run's outcome."""
+"""The leader commits a record: the next round, a notice of it (0 seconds withdraw the notice), or the run's outcome."""
 
 
 def plan(membership: Membership, settings: RendezvousSettings) -> Decision:
-    """Return what the leader should do now."""
+    """Return the leader's next decision."""
     return Hold() if membership.outcome is not None else _Plan(membership, settings).decide()
 
 
@@ -166,8 +166,8 @@ class _Plan:
         """Return the decision that restores a round that the store has lost; None to continue from ``before``.
 
         A node's key holds the highest round number and the restart counts that it knows. A leader that remembers the
-        lost round commits it again. A leader that does not yields for one lease to a node that may remember it. If no
-        node does, the leader continues from the highest number and counts that any node knows.
+        lost round commits it again. Any other leader yields for one lease to a node that may remember it. If no node
+        does, the leader continues from the highest number and counts that any node knows.
         """
         membership, highest = self.membership, self.membership.highest_round_seen
         remembered = membership.remembered
@@ -186,7 +186,7 @@ class _Plan:
         return None
 
     def _continue(self) -> Decision:
-        """Decide about a round that trains, or trained until just now."""
+        """Return the decision for a round that trains, or has just stopped training."""
         membership = self.membership
         failures = self._failures(membership.ranks)
         if any(failure.non_retryable and failure.kind is FailureKind.PROGRAM for _, failure in failures):
@@ -195,8 +195,8 @@ class _Plan:
         lost = [node for node in needed if membership.is_lost(node)]
         leaving = [node for node in needed if membership.is_present(node) and membership.is_leaving(node)]
         if (lost or leaving or failures) and membership.incomplete and membership.now < membership.patient_until:
-            # Without them the round would lose live members that may know a later round than the store.
-            return Hold(membership.patient_until, "the store was away; waiting for the members to come back to it")
+            # A round without them would lose live members that may know a later round than the store.
+            return Hold(membership.patient_until, "the store was unreachable; waiting for the members to reconnect")
         if lost:
             return self._continue_without([*lost, *leaving])
         if leaving:
@@ -228,7 +228,7 @@ class _Plan:
         """Form a round without survivors: with all desired nodes, or after the last call with the present nodes."""
         membership, settings, here = self.membership, self.settings, len(self.here)
         since = min((peer.arrived for peer in self.here), default=membership.now)
-        # Nodes that know a round that the store has lost may be on their way back for one lease.
+        # Nodes that know a round that the store has lost may need one lease to reconnect.
         window = settings.last_call_timeout if membership.round else max(settings.last_call_timeout, settings.lease)
         is_over = membership.now >= since + window
         if here < membership.size.min:
@@ -239,13 +239,13 @@ class _Plan:
             return Hold(since + window, self._waiting_for())
         if here >= membership.size.target or is_over:
             return self._form(RoundReason.NODE_JOINED, joined(self.chosen))
-        present = f"{count(here, 'node')} of {membership.size.target} {are(here)} there"
+        present = f"{count(here, 'node')} of {membership.size.target} {are(here)} present"
         return Hold(since + window, f"{present}; waiting for more until the last call ends")
 
     def _start_over(self) -> Decision:
         """Form a round as at the start of the run, because no member is left.
 
-        If the run id may be reused, this is another run with its whole budget; the round numbers continue.
+        If the run id may be reused, this is another run with a full restart budget; the round numbers continue.
         """
         self._continue_with(early_failures=0)
         if self.settings.unique_run:
@@ -282,7 +282,7 @@ class _Plan:
         return max(spares) + MAX_DEBOUNCE_FACTOR * self.settings.join_debounce if spares else 0.0
 
     def _nobody_stays(self) -> bool:
-        """Return whether no member of the round is present any more, except those that leave."""
+        """Return whether all members of the round are leaving or gone."""
         membership = self.membership
         return not any(
             membership.is_silent(node) or (membership.is_present(node) and not membership.is_leaving(node))
@@ -315,7 +315,7 @@ class _Plan:
         """Return why the run ends with this failure; empty if it restarts."""
         settings = self.settings
         if failure.non_retryable:
-            return "this failure is declared final, so the run ends even if restarts are left"
+            return "this failure is non-retryable, so the run ends even if restarts are left"
         spent = self.before.restarts >= settings.max_restarts and not failure.uncharged
         if spent and settings.max_restarts == 0:
             return "restarts are not allowed"
@@ -327,7 +327,7 @@ class _Plan:
     # -- planned changes
 
     def _after_departure(self, leaving: Sequence[str]) -> Decision:
-        """Continue without the leaving members, after all members that asked for notice had it."""
+        """Continue without the leaving members, after the notice that members have asked for."""
         change = self._continue_without(leaving)
         noticed = self.membership.current_notice is not None or self._requested_seconds() > 0
         if not isinstance(change, RoundRecord) and noticed and self._nobody_stays():
@@ -343,7 +343,7 @@ class _Plan:
         stays = {node for node in ranks if node in chosen or membership.is_silent(node) or node in membership.done}
         finishing = any(map(membership.is_finishing, ranks))
         if away := [node for node in ranks if node not in stays]:
-            cause = f"{named(away)} {are(len(away))} taken away"
+            cause = f"{named(away)} {are(len(away))} removed"
             return self._after_notice(self._form_or_pause(RoundReason.RESIZED, cause))
         if len(stays.union(peer.id for peer in self.here)) < size.min and not finishing:
             cause = f"at least {count(size.min, 'node')} {are(size.min)} wanted now"
@@ -354,7 +354,7 @@ class _Plan:
         if finishing:
             return self._withdraw_notice(Hold(why="the run is about to finish; new nodes wait"))
         if membership.incomplete:
-            return Hold(why="a member's key is on its way back; new nodes wait")
+            return Hold(why="a member without a key may return; new nodes wait")
         if any(not membership.peers[node].answers for node in ranks if node in membership.peers):
             return Hold(why="a member has not connected to its new leader yet; new nodes wait")
         return self._after_notice(self._debounced(joining))
@@ -396,7 +396,7 @@ class _Plan:
             serial = max([*serials, membership.notice.serial if membership.notice is not None else 0]) + 1
             return NoticeRecord(membership.number, serial, seconds, reason=change.reason, cause=change.cause)
         until = membership.noticed_at + notice.seconds
-        # A member without a key may still have to answer.
+        # A member without a key may not have answered yet.
         awaits = membership.incomplete or any(peer.record.saved < notice.serial for peer in self._asking())
         if membership.now >= until or not awaits:
             return change
@@ -412,7 +412,7 @@ class _Plan:
         return min(max((peer.record.notice for peer in self._asking()), default=0.0), self.settings.notice)
 
     def _asking(self) -> Iterator[Peer]:
-        """Yield the members whose workers have asked for notice in this round and have not ended."""
+        """Yield the members whose workers have asked for notice in this round and have not exited."""
         for node in self.membership.ranks:
             peer = self.membership.peers.get(node)
             if peer is None or peer.record.round != self.membership.number:
@@ -429,7 +429,7 @@ class _Plan:
         why = self._waiting_for(missing=[node for node in away if not membership.is_present(node)])
         if membership.now < until:
             return Hold(until, why)
-        message = f"no more nodes came within {self.settings.join_timeout:g} s: {why}"
+        message = f"no more nodes joined within {self.settings.join_timeout:g} s: {why}"
         return OutcomeRecord(OutcomeState.FAILED, self.before.number, self.before.restarts, message)
 
     def _form_or_pause(self, reason: RoundReason, cause: str) -> Decision:
@@ -473,7 +473,7 @@ class _Plan:
         """Return the message that too few nodes are present; it names the present, missing and incompatible nodes."""
         membership, here = self.membership, [peer.id for peer in self.here]
         names = f" ({named(here)})" if 0 < len(here) <= MAX_NAMES else ""
-        parts = [f"{count(len(here), 'node')}{names} of at least {membership.size.min} {are(len(here))} there"]
+        parts = [f"{count(len(here), 'node')}{names} of at least {membership.size.min} {are(len(here))} present"]
         if missing:
             parts.append(f"{named(missing)} {are(len(missing))} missing")
         if self.mute:
