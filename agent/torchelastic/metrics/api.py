@@ -50,14 +50,7 @@ Result = TypeVar("Result")
 
 
 class MetricData(NamedTuple):
-    """One value, as passed to a handler.
-
-    Attributes:
-        timestamp: seconds since 1970.
-        group_name: the group.
-        name: the name within the group.
-        value: a number.
-    """
+    """One value of a name in a group, as passed to a handler; the timestamp is in seconds since 1970."""
 
     timestamp: float
     group_name: str
@@ -99,11 +92,7 @@ ConsoleMetricsHandler = ConsoleMetricHandler
 
 
 class MetricsConfig:
-    """The parameters of :func:`initialize_metrics`.
-
-    Attributes:
-        params: values by name.
-    """
+    """The parameters of :func:`initialize_metrics`; ``params`` has their values by name."""
 
     __slots__ = ("params",)
 
@@ -238,11 +227,7 @@ declare: Final = REGISTRY.declare
 
 
 class MetricStream:
-    """A stream of values of one group. A handler that is configured later also receives its values.
-
-    Attributes:
-        group_name: the group.
-    """
+    """A stream of values of the group ``group_name``. A handler that is configured later also receives them."""
 
     __slots__ = ("_registry", "group_name")
 

@@ -33,11 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Backoff:
-    """Delays between attempts to reach a store; they grow with each failed attempt until one succeeds.
-
-    Attributes:
-        attempts: the number of failed attempts since the last one that succeeded.
-    """
+    """Delays between attempts to reach a store; they grow with ``attempts``, the consecutive failed attempts."""
 
     def __init__(self) -> None:
         self.attempts = 0

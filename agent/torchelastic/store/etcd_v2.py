@@ -64,14 +64,7 @@ _TRANSIENT: Final = frozenset({300, 301, 400})  # an internal error of Raft, a l
 
 
 class EtcdV2Store:
-    """A :class:`~torchelastic.store.api.Store` on the servers of one etcd cluster.
-
-    Args:
-        settings: the addresses and credentials of the servers.
-
-    Raises:
-        SettingsError: a file with certificates cannot be used.
-    """
+    """A :class:`~torchelastic.store.api.Store` on the servers of one etcd cluster; raises like :class:`EtcdServers`."""
 
     def __init__(self, settings: StoreSettings) -> None:
         self._settings = settings

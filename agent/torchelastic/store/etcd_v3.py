@@ -200,14 +200,7 @@ class EtcdServers:
 
 
 class EtcdV3Store:
-    """A :class:`~torchelastic.store.api.Store` on the servers of one etcd cluster.
-
-    Args:
-        settings: the addresses and credentials of the servers.
-
-    Raises:
-        SettingsError: a file with certificates cannot be used.
-    """
+    """A :class:`~torchelastic.store.api.Store` on the servers of one etcd cluster; raises like :class:`EtcdServers`."""
 
     def __init__(self, settings: StoreSettings) -> None:
         self._servers = EtcdServers(settings)
