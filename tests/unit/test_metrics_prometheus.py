@@ -196,14 +196,14 @@ def test_a_late_declaration_is_ignored_and_logged(
     assert page(handler).value(f"{group}_tokens") == 2
 
 
-BUCKETS = "buckets of 'x' must be finite numbers, each above"
+BUCKETS = "buckets of 'x' must be finite numbers, each above the previous one"
 
 
 @pytest.mark.parametrize(
     ("asked", "answer"),
     [
-        ({"counters": "samples"}, r"counters is a collection of names, as \['samples'\]"),
-        ({"counters": 5}, r"counters is a collection of names, as \['samples'\]"),
+        ({"counters": "samples"}, r"counters is a collection of names, like \['samples'\]"),
+        ({"counters": 5}, r"counters is a collection of names, like \['samples'\]"),
         *(({"histograms": wrong}, "histograms maps names to buckets") for wrong in (["size"], [], 0)),
         *(({"histograms": {"x": buckets}}, BUCKETS) for buckets in ([], [2, 1], [1, 1], [math.nan], [None], 1, "high")),
     ],
