@@ -1,17 +1,17 @@
 """Elastic data-parallel training in one file to copy from: a small convolutional network learns to read digits.
 
-It may be killed and scaled at any time, and still gets the same result, for three reasons:
+The job can be killed and scaled at any time and still gets the same result, for three reasons:
 
-1. The step is the only state of the progress. The next samples, their distortion and the learning rate depend only on
-   it, and the global batch is the same for any number of workers.
+1. The step number is the only state of the progress. The next samples, their distortion and the learning rate depend
+   only on the step, and the global batch is the same for any number of workers.
 2. One worker of each node saves a checkpoint every few seconds, in its own folder. No shared disk is needed.
-3. Workers restart whenever their number changes. They compare their checkpoints, and the worker with the newest one
+3. Workers restart when their number changes. They compare their checkpoints, and the worker with the newest checkpoint
    broadcasts it.
 
-Two calls of torchelastic report the progress to the agent, so that the cost of failures is visible. Without an agent
+Two calls of torchelastic report the progress to the agent, so that the cost of failures is visible. Without an agent,
 they do nothing.
 
-The data comes with scikit-learn: 1,797 images of 8 x 8 pixels. To run it:
+The data is part of scikit-learn: 1,797 images of 8 x 8 pixels. To run the program:
 
     elasticjob run examples/digits.yaml
     torchelastic-run --standalone --nproc-per-node 2 examples/digits.py
@@ -48,11 +48,11 @@ PEAK_LEARNING_RATE = 0.05
 
 
 class ElasticSampler(Sampler[list[int]]):
-    """Distributes global batches to any number of ranks, beginning at any step.
+    """Distribute global batches to any number of ranks, beginning at any step.
 
     The samples have one endless order, with a new shuffle for each epoch. A step takes the next ``batch`` samples, and
-    rank r of R takes every R-th of them, beginning at the r-th. So no sample is lost or repeated if training continues
-    in the middle of an epoch with another number of ranks.
+    rank r of R takes every R-th of them, beginning at the r-th. No sample is lost or repeated if training continues in
+    the middle of an epoch with another number of ranks.
     """
 
     def __init__(self, samples: int, batch: int, steps: range, rank: int, world_size: int) -> None:
@@ -73,7 +73,7 @@ class ElasticSampler(Sampler[list[int]]):
 
 
 def join() -> torch.device:
-    """Joins the process group of the launcher, and selects a device."""
+    """Join the process group of the launcher, and select a device."""
     if "RANK" in os.environ:
         # The processes share the cores, so each uses one thread, unless the launcher sets another number.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -91,14 +91,14 @@ def join() -> torch.device:
 
 
 def gather(number: int) -> list[int]:
-    """Returns the number of each rank, in the order of the ranks."""
+    """Return the number that each rank passes, in the order of the ranks."""
     numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(distributed.get_world_size())]
     distributed.all_gather(numbers, torch.tensor([number]))
     return [int(each) for each in numbers]
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Writes a checkpoint atomically, so that a complete one always exists."""
+    """Write a checkpoint atomically, so that a complete one always exists."""
     temporary = folder / f"{CHECKPOINT}.{distributed.get_rank()}.tmp"
     with temporary.open("wb") as file:
         torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
@@ -108,7 +108,7 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
 
 
 def newest(folder: Path) -> dict[str, Any] | None:
-    """Returns the newest checkpoint on this node."""
+    """Return the newest checkpoint on this node."""
     folders = {folder}
     if folder.name.isdecimal():  # <job>/<index>: a shared volume also has the folders of the other pods
         folders |= set(folder.parent.glob("[0-9]*"))
@@ -118,7 +118,7 @@ def newest(folder: Path) -> dict[str, Any] | None:
 
 
 def restore(folder: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Loads the newest checkpoint of all ranks on each rank.
+    """Load the newest checkpoint of all ranks on each rank.
 
     Returns:
         The step at which training continues; 0 if there is no checkpoint.
@@ -140,7 +140,7 @@ def restore(folder: Path | None, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """Returns the data sets for training and for the test: images with values from 0 to 1, and their digits."""
+    """Return the data sets for training and for the test: images with values from 0 to 1, and their digits."""
     digits = load_digits()
     images, labels = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(digits.target)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -149,15 +149,15 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
 
 
 def look(images: Tensor, transforms: Tensor) -> Tensor:
-    """Enlarges each image to ``SIDE`` x ``SIDE`` pixels, and applies its 2 x 3 affine transform."""
+    """Enlarge each image to ``SIDE`` x ``SIDE`` pixels, and apply its 2 x 3 affine transform."""
     grid = functional.affine_grid(transforms, [len(images), 1, SIDE, SIDE], align_corners=False)
     return functional.grid_sample(images, grid, align_corners=False)
 
 
 def distort(images: Tensor, step: int) -> Tensor:
-    """Rotates, scales and moves the images and adds noise, slightly and at random.
+    """Rotate, scale and move the images slightly at random, and add noise.
 
-    The numbers are drawn for the whole global batch and each rank takes its own, as the sampler does with the samples.
+    The random numbers are drawn for the whole global batch. Each rank takes those of its own samples.
     """
     mine = slice(distributed.get_rank(), None, distributed.get_world_size())
     generator = torch.Generator().manual_seed(step)
@@ -170,7 +170,7 @@ def distort(images: Tensor, step: int) -> Tensor:
 
 
 def make_model() -> nn.Module:
-    """Four convolutions. GroupNorm, not BatchNorm, because the result must not depend on how the batch is split."""
+    """Return a network of four convolutions; BatchNorm would make the result depend on how the batch is split."""
 
     def layer(inputs: int, outputs: int) -> list[nn.Module]:
         return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.GroupNorm(8, outputs), nn.ReLU()]
@@ -181,7 +181,7 @@ def make_model() -> nn.Module:
 
 
 def train(options: argparse.Namespace, data: TensorDataset, device: torch.device) -> nn.Module:
-    """Trains from the current step to the end."""
+    """Train from the current step to the end."""
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     total = math.ceil(options.epochs * len(data) / BATCH)
     model = make_model().to(device)
@@ -201,7 +201,7 @@ def train(options: argparse.Namespace, data: TensorDataset, device: torch.device
         for group in optimizer.param_groups:  # warm up, then fall along half a cosine
             group["lr"] = PEAK_LEARNING_RATE * min(1, 10 * step / total) * (1 + math.cos(math.pi * step / total)) / 2
         scores = parallel(distort(images.to(device), step))
-        # DistributedDataParallel takes the mean over the ranks, of which some may have one sample more than others.
+        # DistributedDataParallel takes the mean over the ranks, and some ranks may have one sample more than others.
         loss = functional.cross_entropy(scores, labels.to(device), reduction="sum") * world_size / BATCH
         optimizer.zero_grad()
         loss.backward()
@@ -214,14 +214,14 @@ def train(options: argparse.Namespace, data: TensorDataset, device: torch.device
             print(f"{progress}  loss {loss.item():.3f}  {speed:.1f}k samples/s", flush=True)
             said_step, said = step, now
         if folder and (now - saved >= options.checkpoint_every or step == total):
-            with torchelastic.checkpoint():  # reports that the progress is saved
+            with torchelastic.checkpoint():  # reports the checkpoint to the agent
                 save(folder, step, model, optimizer)
             saved = time.monotonic()
     return model
 
 
 def accuracy(model: nn.Module, data: TensorDataset, device: torch.device) -> float:
-    """Returns the share of the images that the model classifies correctly."""
+    """Return the fraction of the images that the model classifies correctly."""
     images, labels = (tensor.to(device) for tensor in data.tensors)
     with torch.inference_mode():
         answers = model(look(images, torch.eye(2, 3, device=device).expand(len(images), 2, 3))).argmax(dim=1)
@@ -229,8 +229,8 @@ def accuracy(model: nn.Module, data: TensorDataset, device: torch.device) -> flo
 
 
 def main() -> None:
-    """Trains, tests, and prints the accuracy of the model."""
-    parser = argparse.ArgumentParser(description="Trains a small network on scikit-learn's digits, elastically.")
+    """Train and test the model, and print its accuracy."""
+    parser = argparse.ArgumentParser(description="Train a small network on scikit-learn's digits, elastically.")
     parser.add_argument("--epochs", type=int, default=80, help="passes over the data (default: %(default)s)")
     parser.add_argument("--checkpoint-every", type=float, default=2.0, metavar="SECONDS")
     parser.add_argument("--checkpoint-dir", type=Path, default=os.environ.get("TORCHELASTIC_CHECKPOINT_DIR"))

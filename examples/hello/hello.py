@@ -1,4 +1,4 @@
-"""The smallest distributed program: prints the environment of each worker, and its place in the process group."""
+"""The smallest distributed program: print the environment of each worker, and its rank in the process group."""
 
 import os
 
@@ -11,12 +11,12 @@ NAMES = (
 
 
 def say(text: str) -> None:
-    """Prints in one piece, so that the lines of several workers do not mix."""
+    """Print in one write, so that the lines of several workers do not mix."""
     print(text + "\n", end="", flush=True)
 
 
 def main() -> None:
-    """Prints the environment, joins the process group and prints the place in it."""
+    """Print the environment, join the process group and print the rank in it."""
     pid = os.getpid()
     given = [name for name in os.environ if name in NAMES or name.startswith("TORCHELASTIC_")]
     say("\n".join(f"On PID {pid}, {name}={os.environ[name]}" for name in sorted(given)))

@@ -252,7 +252,7 @@ async def test_a_resumed_run_finds_earlier_checkpoints(home: Path, tmp_path: Pat
         assert "there is no run job-of-nobody" in unknown.output
     async with LocalRun(home, manifest(tmp_path, "other"), "--resume", run_id) as other:
         assert await other.exit_code() == 2
-        assert "was of the job job" in other.output
+        assert "belongs to the job job" in other.output
 
 
 async def test_saving_the_manifest_applies_it_and_refuses_immutable_changes(home: Path, tmp_path: Path) -> None:

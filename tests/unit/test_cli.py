@@ -91,13 +91,13 @@ def test_an_invalid_command_line_gets_one_sentence_and_code_2(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*argv) == 2
-    assert ("an agent speaks for all ranks" if "--agent" in argv else "--help") in the_one_sentence(capsys)
+    assert ("an agent's log is about all ranks" if "--agent" in argv else "--help") in the_one_sentence(capsys)
 
 
 @pytest.mark.parametrize("rank", ["a", "-1", "1.5"])
 def test_an_invalid_number_is_named_with_its_flag(rank: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("logs", "digits", f"--rank={rank}") == 2
-    expected = f"argument --rank: '{rank}' is not a number of 0 or more; see `elasticjob logs --help`"
+    expected = f"argument --rank: '{rank}' is not a non-negative integer; see `elasticjob logs --help`"
     assert the_one_sentence(capsys) == expected
 
 
@@ -257,7 +257,7 @@ def test_a_closed_pipe_causes_no_traceback() -> None:
 @pytest.mark.parametrize("argv", [["get", "-o", "yaml"], ["report", "digits", "-o", "-"]], ids=" ".join)
 def test_an_output_that_cannot_be_written_gets_a_sentence(argv: list[str], finished: Path) -> None:
     (finished / "report.json").write_bytes(encode_report(long()))
-    sentence = "elasticjob: cannot write the output: {}; have it written elsewhere\n"
+    sentence = "elasticjob: cannot write the output: {}; redirect it elsewhere\n"
     assert redirected(">/dev/full", *argv) == (1, sentence.format("No space left on device"))
     assert redirected(">&-", *argv) == (1, sentence.format("Bad file descriptor"))
 

@@ -227,7 +227,7 @@ async def test_a_missing_job_is_reported_in_one_sentence(server: FakeApiServer, 
 async def test_a_finished_job_cannot_be_changed(server: FakeApiServer, terminal: Terminal, argv: list[str]) -> None:
     server.add(job(status={"state": "Succeeded"}))
     result = await terminal.run(*argv)
-    assert (result.code, result.sentence) == (2, "the job digits is over (Succeeded) and does not change any more")
+    assert (result.code, result.sentence) == (2, "the job digits has ended (Succeeded) and can no longer be changed")
 
 
 async def test_delete_returns_when_the_jobs_own_pods_are_deleted(server: FakeApiServer, terminal: Terminal) -> None:
@@ -285,7 +285,7 @@ def test_a_description_has_pods_events_and_conditions() -> None:
     assert {
         "Namespace:     team",
         "State:         Running",
-        "Pods:          2 ready of 3 wanted, 3 in total",
+        "Pods:          3 desired, 3 current, 2 ready",
         "Round:         4, world size 2",
         "Last Failure:  rank 1 on digits-1-bbbbb was killed by SIGKILL",
         "  maxReplicas: 3",
@@ -301,7 +301,7 @@ def test_a_description_has_pods_events_and_conditions() -> None:
     assert lines[second + 4] == (
         "    Note:   the image elastic-agent:dev cannot be pulled (is it on the nodes?): no such image"
     )
-    assert {"    State:       failed (3)", "    Last Words:  etcd does not answer"} <= {*lines[third:]}
+    assert {"    State:    failed (3)", "    Message:  etcd does not answer"} <= {*lines[third:]}
     assert lines[-2:] == [
         "  Normal    1m09s   Round    training started with 3 pods",
         "  Warning   22s     Round    later in two lines (3 times)",
@@ -310,7 +310,7 @@ def test_a_description_has_pods_events_and_conditions() -> None:
 
 @pytest.mark.parametrize(
     ("observed", "words"),
-    [(None, "no operator has taken it up yet"), (1, "the operator has not seen the latest change")],
+    [(None, "no operator has handled it yet"), (1, "the operator has not seen the latest change")],
 )
 def test_a_status_older_than_the_spec_is_marked(observed: int | None, words: str) -> None:
     changed = job(status=None if observed is None else {"observedGeneration": observed})
@@ -355,9 +355,9 @@ async def test_metrics_are_read_through_the_api_server(server: FakeApiServer, te
         ["1", "digits-2-ddddd", "20ms"],
     ]
     assert lines[-3:] == [
-        "digits-2-ccccc does not say yet on which port its metrics are",
+        "digits-2-ccccc has not announced the port of its metrics yet",
         "digits-1-bbbbb: its agent does not answer (error trying to reach service: dial tcp: connection refused)",
-        "digits-2-large: what it serves under /metrics is too large",
+        "digits-2-large: its response to a request for /metrics is too large",
     ]
 
 
@@ -396,5 +396,5 @@ async def test_a_missing_report_is_explained(server: FakeApiServer, terminal: Te
     for _ in range(2):
         result = await terminal.run("report", "digits")
         assert result.code == 1
-        assert result.sentence.startswith("no report of the job digits is kept, though it is over")
+        assert result.sentence.startswith("the job digits has ended without a report")
         server.add(kept("{}", uid="another job of the same name"))

@@ -200,7 +200,7 @@ REFUSED: list[tuple[Any, str]] = [
     (named(""), "metadata.name: must begin with a lowercase letter"),
     (named("Digits"), "metadata.name: must begin with a lowercase letter"),
     (named("a", lables={}), "metadata.lables: there is no such field; did you mean labels?"),
-    (named("a", labels={"x/y": 1}), "metadata.labels[x/y]: 1 is not a text; write it in quotes"),
+    (named("a", labels={"x/y": 1}), "metadata.labels[x/y]: 1 is not a string; put it into quotes"),
     # Unknown fields
     (job(maxReplica=3), "spec.maxReplica: there is no such field; did you mean maxReplicas?"),
     ({**job(), "replicas": 2}, "replicas: there is no such field here; it belongs below spec"),
@@ -211,18 +211,18 @@ REFUSED: list[tuple[Any, str]] = [
     (job(maxReplicas="3"), "spec.maxReplicas: '3' is not of type 'integer'"),
     (job(image=""), "spec.image: '' should be non-empty"),
     (job(args="--lr 1"), "spec.args: '--lr 1' is not of type 'array'"),
-    (job(env=[{"name": "A", "value": True}]), "spec.env[0].value: true is not a text; write it in quotes"),
+    (job(env=[{"name": "A", "value": True}]), "spec.env[0].value: true is not a string; put it into quotes"),
     (
         job(env=[{"name": "A"}, {"name": "A"}]),
-        'spec.env[1]: {"name": "A"} is in this list already; remove one of the two',
+        'spec.env[1]: {"name": "A"} is in this list twice; remove one of the two',
     ),
     (
         job(etcd={"resources": {"limits": {"cpu": 0.5}}}),
-        "spec.etcd.resources.limits.cpu: 0.5 is not a text; write it in quotes",
+        "spec.etcd.resources.limits.cpu: 0.5 is not a string; put it into quotes",
     ),
     (
         job(etcd={"resources": {"limits": {"cpu": "1 "}}}),
-        'spec.etcd.resources.limits.cpu: "1 " is not possible here; expected is: A quantity such as 2, "0.5", 500m',
+        'spec.etcd.resources.limits.cpu: "1 " is not valid here; expected: A quantity such as 2, "0.5", 500m',
     ),
     (
         job(checkpoint={"volume": {"nfs": {}, "csi": {}}}),
@@ -264,7 +264,7 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (
         rule(onExitCodes={"operator": "In", "values": [3, 3]}),
-        "spec.failurePolicy.rules[0].onExitCodes.values[1]: 3 is in this list already; remove one of the two",
+        "spec.failurePolicy.rules[0].onExitCodes.values[1]: 3 is in this list twice; remove one of the two",
     ),
     (job(schedulingPolicy={"queue": "q"}), "spec.schedulingPolicy.queue: applies only to Volcano's PodGroup"),
     (

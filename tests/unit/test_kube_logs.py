@@ -144,7 +144,7 @@ async def test_a_missing_log_is_reported_with_the_existing_ones(
 async def test_before_any_worker_has_started_the_agents_logs_are_named(server: FakeApiServer, api: UserApi) -> None:
     for name in ("aaaaa", "bbbbb"):
         server.remove(f"uid-{name}")
-    with pytest.raises(NotFound, match=r"no output of a worker of the job digits; .*--agent"):
+    with pytest.raises(NotFound, match=r"no worker of the job digits has printed anything; .*--agent"):
         await read(api)
 
 

@@ -156,7 +156,7 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
     (
         "a number instead of a string",
         f"{HEAD}spec:\n  image: a\n  maxReplicas: 1\n  args:\n  - train.py\n  - 1e3\n",
-        "job.yaml:9: spec.args[1]: 1000 is not a text; write it in quotes",
+        "job.yaml:9: spec.args[1]: 1000 is not a string; put it into quotes",
     ),
 ]
 
@@ -171,7 +171,7 @@ def test_a_file_is_refused_with_one_sentence(content: str | bytes, sentence: str
 def test_problems_are_in_the_order_of_the_lines() -> None:
     refused = refusal(f"{HEAD}spec:\n  args: [1, 2]\n  maxReplica: 1\n  image: a\n  maxReplicas: x\n")
     first, *others = refused.splitlines()
-    assert first == "job.yaml:5: spec.args[0]: 1 is not a text; write it in quotes; and 3 more problems:"
+    assert first == "job.yaml:5: spec.args[0]: 1 is not a string; put it into quotes; and 3 more problems:"
     assert [line.split(": ")[:2] for line in others] == [
         ["  job.yaml:5", "spec.args[1]"],
         ["  job.yaml:6", "spec.maxReplica"],

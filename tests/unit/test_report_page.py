@@ -59,7 +59,7 @@ def percent(text: str | None) -> float:
 
 def test_the_page_of_a_job_that_succeeded_has_its_costs() -> None:
     text = read(report()).text
-    for words in ("digits: succeeded after 1m40s", "Succeeded", "78.0 %", "1m40s", "2 to 3", "4 pods came"):
+    for words in ("digits: succeeded after 1m40s", "Succeeded", "78.0 %", "1m40s", "2 to 3", "4 pods joined"):
         assert words in text
     assert "2023-11-14 22:13:20 UTC" in text
     assert "Root cause" not in text
@@ -137,8 +137,8 @@ def test_a_round_ends_with_a_suspension_or_with_its_workers() -> None:
 
 def test_a_long_history_reports_the_omitted_rounds() -> None:
     found = read(long())
-    assert "1800 rounds of 2000 are not kept, those in the middle." in found.text
-    assert "rounds 101 to 1900 were not kept, nor when round 100 ended" in found.text
+    assert "Of 2000 rounds, 1800 in the middle are not kept." in found.text
+    assert "rounds 101 to 1900 and the end of round 100 were not kept" in found.text
     bars = [about for about in found.of_class("round") if "%" in (about.get("x") or "")]
     assert len(bars) == 199
     ends = sorted((percent(bar["x"]), percent(bar["x"]) + percent(bar["width"])) for bar in bars)

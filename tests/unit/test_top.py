@@ -113,7 +113,7 @@ def test_a_job_is_shown_with_all_its_metrics() -> None:
     )
     assert job_lines(metrics) == [
         "digits  Running  1m40s",
-        "round 3   world size 2 on 2 nodes, 3 wanted   pods ready 2/3   restarts 2 charged, 3 uncharged, 98 left",
+        "round 3   world size 2 on 2 nodes, 3 desired   pods ready 2/3   restarts 2 charged, 3 uncharged, 98 left",
         "",
         "goodput 86.0 %   lost 4s",
         "training 1m30s (90.0 %)   starting 5s (5.0 %)   rendezvous 1s (1.0 %)   waiting 4s (4.0 %)",

@@ -76,4 +76,4 @@ def test_any_page_is_shown_or_refused_with_a_sentence(data: st.DataObject) -> No
         found = seen(MetricsPage("a", "\n".join(lines) + "\n"))
     except ClusterError as error:
         found = [str(error)]
-    assert found[0].startswith(("digits  Running  1m40s", "what it shows cannot be read as metrics"))
+    assert found[0].startswith(("digits  Running  1m40s", "its response cannot be read as metrics"))

@@ -159,7 +159,7 @@ def test_the_outcome_has_its_reason_the_paths_and_the_command_to_resume() -> Non
     failed = view(status={"state": "Failed"}, run=ended("failed", 1, "rank 0 exited with ValueError: no"))
     first, *rest = outcome(failed, NOW, 1, "elasticjob")
     assert first == "digits failed after 1m12s: rank 0 exited with ValueError: no"
-    assert rest[-1] == f"go on with   elasticjob run --resume {RUN} /home/ada/examples/digits.yaml"
+    assert rest[-1] == f"resume with  elasticjob run --resume {RUN} /home/ada/examples/digits.yaml"
     assert outcome(view(), NOW, 3, "elasticjob")[0] == "digits was deleted after 1m12s."
     assert outcome(view(), NOW, 130, "elasticjob")[0] == "digits was interrupted after 1m12s."
 

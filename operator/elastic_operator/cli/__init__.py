@@ -1,4 +1,4 @@
-"""The ``elasticjob`` command: one module for each group of subcommands, over an :mod:`elastic_operator.client`.
+"""The ``elasticjob`` command: its subcommands, on top of :mod:`elastic_operator.client`.
 
-Large packages such as rich and kubernetes are imported when a command needs them, so that the command starts quickly.
+A command imports large packages such as rich and kubernetes only if it needs them, so that it starts quickly.
 """

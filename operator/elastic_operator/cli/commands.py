@@ -29,39 +29,38 @@ _INTERVAL: Final = 2.0
 """Seconds between two readings of ``elasticjob top``."""
 
 _RUN = """\
-Run the ElasticJob of a manifest on this machine until it has ended. Ctrl-C ends it.
+Run the ElasticJob of a manifest on this machine until it has finished. Ctrl-C ends the run.
 
 examples:
   elasticjob run examples/digits.yaml
   elasticjob run --resume digits-20260102-101500-3fa2 examples/digits.yaml
 
-While the job runs, saving the changed file does what `kubectl apply` would.
+While the job runs, each save of the manifest is applied, as by `kubectl apply`.
 Exit codes: 0 succeeded, 1 failed, 2 bad input, 3 deleted, 130 interrupted.
 """
 _DEMO = """\
-Run a job, scale it up, kill a worker, kill an agent and scale it back, until it has succeeded.
-At the end a table says what happened and how long each recovery took.
+Run a job until it has succeeded; meanwhile scale it up, kill a worker, kill an agent and scale it back.
+At the end, print a table of what happened and how long each recovery took.
 
 examples:
-  elasticjob demo                        with examples/digits.yaml
-  elasticjob demo --plain my-job.yaml    with a job of your own, in plain lines
+  elasticjob demo                        run examples/digits.yaml
+  elasticjob demo --plain my-job.yaml    run your own job, and print plain lines
 
-Exit codes: 0 every step had its effect and the job succeeded, 1 otherwise, 2 bad input, 3 deleted, 130 interrupted.
+Exit codes: 0 all steps and the job succeeded, 1 otherwise, 2 bad input, 3 deleted, 130 interrupted.
 """
 _GET = """\
-List the jobs on this machine: all running jobs, and the latest run of each that has ended;
-or the jobs on a cluster.
+List the jobs on this machine, each with its latest run, or the jobs on a cluster.
 
 examples:
-  elasticjob get                   all running jobs, and the latest run of each that has ended
-  elasticjob get digits -o yaml    one job as kubectl would show it
-  elasticjob get -o wide           also each job's round, run and folder
-  elasticjob get --all             every run that left a folder
+  elasticjob get                   the latest run of each job on this machine
+  elasticjob get digits -o yaml    one job, as kubectl prints it
+  elasticjob get -o wide           with each job's round, run and folder
+  elasticjob get --all             every run whose folder exists
   elasticjob get -n team           the jobs in a namespace of kubectl's current cluster
-  elasticjob get -A                the jobs in all its namespaces
+  elasticjob get -A                the jobs in all namespaces of that cluster
 """
 _DESCRIBE = """\
-Show all that is known of a job: its spec, its status, its pods and its events.
+Show the details of a job: its spec, status, pods and events.
 
 examples:
   elasticjob describe digits
@@ -70,38 +69,38 @@ examples:
 """
 _LOGS = """\
 Print the output of a job's workers in one round, by default the current one.
-On a cluster this is read from the logs of the job's pods, as far back as these are kept.
+On a cluster, this output is in the logs of the job's pods, as far back as the cluster keeps them.
 
 examples:
   elasticjob logs digits                     all ranks in the current round, each line with its rank
-  elasticjob logs digits --rank 0 -f         one rank as it goes on, over all rounds that come
-  elasticjob logs digits --round 2 --rank 1  what a rank printed in an earlier round
-  elasticjob logs digits --agent --tail 20   the agents' own logs
-  elasticjob logs digits -n team -f          all ranks of a job on a cluster, also of the pods that come
+  elasticjob logs digits --rank 0 -f         follow one rank, in this and later rounds
+  elasticjob logs digits --round 2 --rank 1  one rank in an earlier round
+  elasticjob logs digits --agent --tail 20   the last lines of the agents' own logs
+  elasticjob logs digits -n team -f          follow all ranks of a job on a cluster, also in new pods
 """
 _REPORT = """\
-Write one HTML file about a job that has ended or is suspended: its rounds, its failures and
-their root causes, where its time went, and what was lost. The file needs no other files.
+Write an HTML report about a job that has ended or is suspended: its rounds, its failures and
+their root causes, where its time went, and how much work was lost. The file is self-contained.
 
 examples:
   elasticjob report digits                    writes digits-report.html
-  elasticjob report digits -n team -o a.html  of a job on a cluster, into another file
+  elasticjob report digits -n team -o a.html  about a job on a cluster, to another file
   elasticjob report digits -o - | gzip        to the standard output
 """
 _SCALE = """\
-Change the number of a running job's pods, within its minReplicas and maxReplicas.
+Change the number of a running job's pods, between its minReplicas and maxReplicas.
 
 examples:
   elasticjob scale digits --replicas 3            on this machine
-  elasticjob scale digits --replicas 3 -n team    on a cluster, as `kubectl scale` does it
+  elasticjob scale digits --replicas 3 -n team    on a cluster, like `kubectl scale`
 """
 _SUSPEND = """\
-Suspend a job. Its workers get the time to save; then all its pods and its etcd are deleted.
-Its counters stay, and while it is suspended nearly everything in its spec may be changed.
+Suspend a job: give its workers time to save, then delete all its pods and its etcd.
+Its counters are kept. While it is suspended, almost every field of its spec may be changed.
 
 examples:
   elasticjob suspend digits            on this machine
-  elasticjob suspend digits -n team    on a cluster, as `kubectl patch` of spec.suspend does it
+  elasticjob suspend digits -n team    on a cluster, like `kubectl patch` of spec.suspend
 """
 _RESUME = """\
 Resume a suspended job from its last checkpoint.
@@ -111,7 +110,7 @@ examples:
   elasticjob resume digits -n team    on a cluster
 """
 _DELETE = """\
-End a job and wait until it is gone. On this machine its logs and checkpoints stay in the run's
+End a job and wait until it is gone. On this machine, its logs and checkpoints stay in the run's
 folder; on a cluster, files that its pods wrote to their own volumes are deleted with the pods.
 
 examples:
@@ -119,59 +118,59 @@ examples:
   elasticjob delete digits -n team    on a cluster; returns when its pods are gone
 """
 _TOP = """\
-Show how a job trains now, from its agents' metrics, or all jobs in a line each.
-On a terminal it is updated every 2 seconds until Ctrl-C or the job's end.
+Show the current metrics of a job, as its agents report them, or one line for each job.
+On a terminal, the display is updated every 2 seconds until the job ends or you press Ctrl-C.
 
 examples:
-  elasticjob top                   a line for each job on this machine
+  elasticjob top                   one line for each job on this machine
   elasticjob top digits            where a job's time goes, its recoveries, each rank's steps and memory
-  elasticjob top digits -n team    a job on a cluster; asks its agents through the API server
+  elasticjob top digits -n team    a job on a cluster, read through its API server
   elasticjob top -A                the jobs in all namespaces of a cluster
 
-In the list, RESTARTS are those charged to the job's budget + those that are not.
+In the list, RESTARTS is the number of restarts charged to the job's budget + the number of others.
 """
 
 
 def add_to(commands: Commands) -> None:
     """Declare the commands."""
-    run = add_command(commands, "run", _run, "run a job on this machine until it has ended", _RUN)
-    run.add_argument("file", metavar="FILE", help="the manifest, the same that `kubectl apply` takes")
-    run.add_argument("--resume", metavar="RUN", help="continue an earlier run: its folder and its checkpoints")
+    run = add_command(commands, "run", _run, "run a job on this machine", _RUN)
+    run.add_argument("file", metavar="FILE", help="the manifest, as for `kubectl apply`")
+    run.add_argument("--resume", metavar="RUN", help="continue an earlier run, in its folder and from its checkpoints")
     run.set_defaults(demo=False)
-    demo = add_command(commands, "demo", _run, "see a job scaled, killed and recovering", _DEMO)
+    demo = add_command(commands, "demo", _run, "scale a job and kill its processes, to show how it recovers", _DEMO)
     demo.add_argument("file", nargs="?", default="examples/digits.yaml", metavar="FILE", help="default: %(default)s")
     demo.set_defaults(demo=True, resume=None)
     for parser in (run, demo):
         parser.add_argument(
-            "--plain", action="store_true", help="plain lines and no live view (default without a terminal)"
+            "--plain", action="store_true", help="print plain lines instead of a live view (default without a terminal)"
         )
     add = functools.partial(_add, commands)
     get = add("get", _get, "list jobs", _GET, every=True)
     get.add_argument("-o", "--output", choices=("wide", "json", "yaml"), help="more columns, or the whole objects")
     get.add_argument(
-        "--all", action="store_true", help="on this machine every run that left a folder, not just each job's latest"
+        "--all", action="store_true", help="on this machine, every run whose folder exists, not only each job's latest"
     )
-    add("describe", _describe, "show all that is known of a job", _DESCRIBE)
+    add("describe", _describe, "show the details of a job", _DESCRIBE)
     logs = add("logs", _logs, "print the output of a job's workers", _LOGS)
-    logs.add_argument("--rank", type=_number, metavar="R", help="one rank; without it all, each line with its rank")
-    logs.add_argument("--round", type=_number, metavar="E", help="another round than the current one")
-    logs.add_argument("-f", "--follow", action="store_true", help="go on, from round to round, until the job has ended")
-    logs.add_argument("--tail", type=_number, metavar="N", help="only the last N lines of each rank, or agent")
-    logs.add_argument("--pod", metavar="POD", help="only the workers (or with --agent, the agent) of this pod")
-    logs.add_argument("--agent", action="store_true", help="the agents' own logs, not those of the workers")
-    report = add("report", _report, "write a page about a job's run", _REPORT)
+    logs.add_argument("--rank", type=_number, metavar="R", help="only this rank (default: all ranks, with labels)")
+    logs.add_argument("--round", type=_number, metavar="N", help="only this round (default: the current one)")
+    logs.add_argument("-f", "--follow", action="store_true", help="print new lines, of all rounds, until the job ends")
+    logs.add_argument("--tail", type=_number, metavar="N", help="only the last N lines of each rank, or of each agent")
+    logs.add_argument("--pod", metavar="POD", help="only the workers (with --agent, the agent) of this pod")
+    logs.add_argument("--agent", action="store_true", help="the agents' own logs instead of the workers' output")
+    report = add("report", _report, "write an HTML report about a job", _REPORT)
     report.add_argument(
-        "-o", "--output", metavar="FILE", help="where to write it (default: NAME-report.html); - for standard output"
+        "-o", "--output", metavar="FILE", help="the file to write (default: NAME-report.html); - for standard output"
     )
-    scale = add("scale", _scale, "change a running job's size", _SCALE)
+    scale = add("scale", _scale, "change the number of a running job's pods", _SCALE)
     scale.add_argument("--replicas", type=int, required=True, metavar="N", help="the number of pods")
     suspend = functools.partial(_suspend, suspended=True)
     add("suspend", suspend, "suspend a job: delete its pods, keep its progress", _SUSPEND)
     add("resume", functools.partial(_suspend, suspended=False), "resume a suspended job", _RESUME)
     delete = add("delete", _delete, "end a job", _DELETE)
     delete.add_argument("--no-wait", action="store_true", help="do not wait until it is gone (on a cluster only)")
-    top = add("top", _top, "show how jobs train now: goodput, steps, memory", _TOP, every=True)
-    top.add_argument("--once", action="store_true", help="read once and print it (default without a terminal)")
+    top = add("top", _top, "show the current metrics of jobs: goodput, steps, memory", _TOP, every=True)
+    top.add_argument("--once", action="store_true", help="print the metrics once (default without a terminal)")
 
 
 def _add(
@@ -183,7 +182,7 @@ def _add(
     *,
     every: bool = False,
 ) -> argparse.ArgumentParser:
-    """Declare a command about one job, or about all jobs if none is named; ``execute`` returns what is printed."""
+    """Declare a command about a job; if ``every``, the name is optional. ``execute`` returns the text to print."""
 
     def run(arguments: argparse.Namespace) -> int:
         with contextlib.closing(open_client(arguments)) as client:
@@ -194,14 +193,14 @@ def _add(
     which = "the job's name; on this machine also a run's id" + (" (default: all jobs)" if every else "")
     parser.add_argument("name", nargs="?" if every else None, metavar="NAME", help=which)
     group = parser.add_argument_group(
-        "on a cluster", "Each of these selects jobs on a Kubernetes cluster; without them, jobs on this machine."
+        "on a cluster", "Each of these flags selects jobs on a Kubernetes cluster; the default is jobs on this machine."
     )
-    group.add_argument("-n", "--namespace", metavar="NAMESPACE", help="the jobs' namespace; default, the context's")
+    group.add_argument("-n", "--namespace", metavar="NAMESPACE", help="the jobs' namespace (default: the context's)")
     if every:
         group.add_argument("-A", "--all-namespaces", action="store_true", help="the jobs of all namespaces")
-    group.add_argument("--context", metavar="CONTEXT", help="the kubeconfig's context; default, its current one")
+    group.add_argument("--context", metavar="CONTEXT", help="the kubeconfig's context (default: its current one)")
     group.add_argument(
-        "--kubeconfig", metavar="FILE", help="default, what KUBECONFIG names, as for kubectl, or ~/.kube/config"
+        "--kubeconfig", metavar="FILE", help="the kubeconfig (default: as for kubectl, $KUBECONFIG or ~/.kube/config)"
     )
     return parser
 
@@ -236,7 +235,7 @@ def _logs(client: JobClient, arguments: argparse.Namespace) -> str:
     from elastic_operator.errors import BadInput
 
     if arguments.agent and (arguments.rank is not None or arguments.round is not None):
-        raise BadInput("an agent speaks for all ranks and rounds: leave out --agent, or --rank and --round")
+        raise BadInput("an agent's log is about all ranks and rounds: leave out --agent, or --rank and --round")
 
     def write(output: bytes) -> None:
         sys.stdout.buffer.write(output)
@@ -251,7 +250,7 @@ def _logs(client: JobClient, arguments: argparse.Namespace) -> str:
         follow=arguments.follow,
     )
     if not client.logs(arguments.name, selector, write):
-        sys.exit(1)  # it has said what could not be read
+        sys.exit(1)  # the client has reported which logs could not be read
     return ""
 
 
@@ -294,12 +293,12 @@ def _delete(client: JobClient, arguments: argparse.Namespace) -> str:
 
 def _number(text: str) -> int:
     if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a non-negative integer")
     return int(text)
 
 
 class Screen:
-    """One job, or a table of all jobs.
+    """The display of ``elasticjob top``: one job, or a table of all jobs.
 
     Args:
         jobs: the client that reads the jobs.
@@ -316,12 +315,12 @@ class Screen:
 
     @property
     def over(self) -> bool:
-        """Whether the one job has ended."""
+        """Whether the named job has ended."""
         jobs = [reading.job for reading in self.readings]
         return self._name is not None and all(job.status.finished or not job.run.alive for job in jobs)
 
     def read(self) -> None:
-        """Take a reading."""
+        """Read the jobs and their metrics."""
         from elastic_operator.views.top import RateTracker, Reading
 
         self.readings = [
@@ -338,7 +337,7 @@ class Screen:
         return jobs_table(self.readings, namespaces=self._namespaces) if self.readings else ["no jobs"]
 
     def text(self, width: int) -> Text:
-        """Return the lines in colors, with a bar for where the job's time went."""
+        """Return the lines in color, with a bar that shows where the job's time went."""
         from rich.text import Text
 
         from elastic_operator.views.top import STATE_COLORS, states
@@ -371,7 +370,7 @@ def _top(client: JobClient, arguments: argparse.Namespace) -> str:
 
 
 def _console() -> Console | None:
-    """Return the terminal; None if the output is not one, or cannot be updated."""
+    """Return the terminal; None if the output is no terminal, or rich is not installed."""
     from elastic_operator.views.formatting import is_terminal
 
     if not is_terminal(sys.stdout, os.environ):
@@ -379,7 +378,7 @@ def _console() -> Console | None:
     try:
         from rich.console import Console
     except ModuleNotFoundError:
-        tell("to see this updated, install the Python package rich; this is printed once:")
+        tell("for a live display, install the Python package rich; this is the current state:")
         return None
     return Console(file=sys.stdout, highlight=False)
 
@@ -391,7 +390,7 @@ def _watch(screen: Screen, console: Console) -> None:
     from elastic_operator.errors import ClusterError
 
     try:
-        # On the terminal's alternate screen, like a pager; the last output stays on the normal screen.
+        # The display uses the terminal's alternate screen, like a pager; its last state stays on the normal screen.
         with Live(console=console, screen=True, auto_refresh=False) as live:
             problem = ""
             while True:
@@ -426,7 +425,7 @@ def add_command(
 
 
 def is_on_cluster(arguments: argparse.Namespace) -> bool:
-    """Return whether a flag of a command line selects a cluster; a kubeconfig alone does not."""
+    """Return whether a flag of a command line selects a cluster; the mere existence of a kubeconfig does not."""
     named = (getattr(arguments, flag, None) for flag in ("namespace", "context", "kubeconfig"))
     return any(value is not None for value in named) or getattr(arguments, "all_namespaces", False)
 

@@ -1,7 +1,7 @@
 """The ``elasticjob`` command: parses the command line, and turns errors into an exit code and a sentence.
 
 Exit codes: 0 success (``run``: the job succeeded), 1 failure (``run``: the job failed, or the output cannot be
-written), 2 bad input, 3 the job was deleted, 130 interrupted, 141 the reader of the output went away.
+written), 2 bad input, 3 the job was deleted, 130 interrupted, 141 the reader of the output has exited.
 """
 
 from __future__ import annotations
@@ -18,33 +18,31 @@ from typing import TYPE_CHECKING, Final, NoReturn
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from _typeshed import SupportsWrite
-
 FAILED: Final = 1
 BAD_INPUT: Final = 2
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
 
 _OUTPUT_ERRORS: Final = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
-"""An OSError does not say which file it is about; errors of other files are reported where they occur."""
+"""Errors of writing the output. An OSError does not name its file, but other files handle their errors themselves."""
 
-_UNWRITABLE: Final = "cannot write the output: {}; have it written elsewhere"
+_UNWRITABLE: Final = "cannot write the output: {}; redirect it elsewhere"
 
 _DESCRIPTION = """\
-Run elastic PyTorch training jobs on this machine, from the manifests that Kubernetes takes; show and control jobs here
-or, with -n, --context or --kubeconfig, on a cluster.
+Run elastic PyTorch training jobs on this machine from Kubernetes manifests. Show and control jobs on this machine or,
+with -n, --context or --kubeconfig, on a cluster.
 """
 _EXAMPLES = """\
 examples:
-  elasticjob run examples/digits.yaml      train; Ctrl-C ends it
+  elasticjob run examples/digits.yaml      run a job; Ctrl-C ends it
   elasticjob get                           (in a second terminal) list the jobs
   elasticjob scale digits --replicas 3     change its size while it trains
-  elasticjob top digits                    where its time goes, and how each rank trains
+  elasticjob top digits                    show where its time goes, and the progress of each rank
   elasticjob suspend digits                delete its pods; `elasticjob resume digits` continues it
-  elasticjob logs digits --rank 0 -f       follow what one rank prints
-  elasticjob report digits                 write a page about its run, to open in a browser
-  elasticjob demo                          see it scaled, killed and recovering by itself
-  elasticjob get -n team                   jobs on a cluster; so for every command but run and demo
+  elasticjob logs digits --rank 0 -f       follow the output of one rank
+  elasticjob report digits                 write an HTML report about it
+  elasticjob demo                          scale a job and kill its processes, to show how it recovers
+  elasticjob get -n team                   list jobs on a cluster; all commands but run and demo take -n
 
 `elasticjob COMMAND --help` describes a command.
 """
@@ -55,10 +53,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"elasticjob: {message}; see `{self.prog} --help`\n")
-
-    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
-        # argparse ignores errors of writing.
-        (sys.stdout if file is None else file).write(self.format_help())
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
 """``elasticjob run`` and ``elasticjob demo``: one job on this machine, from its manifest to its exit code.
 
 The name, the control socket, the etcd and the pods of a run exist while :func:`run_job` runs. If the process is killed,
-the kernel kills the others (:mod:`elastic_operator.local.pdeathsig`).
+the kernel kills etcd and the pods (:mod:`elastic_operator.local.pdeathsig`).
 
 The demo scales a job up, kills a worker and an agent, and scales the job back. It measures the time from a step to the
 first line that rank 0 prints in the next round. ``examples/digits.py`` prints that line after it has loaded its
@@ -31,7 +31,7 @@ from elastic_operator.controller import messages
 from elastic_operator.errors import BadInput, ElasticJobError
 from elastic_operator.local.job import LiveJob
 from elastic_operator.local.processes import check_program, find_etcd
-from elastic_operator.local.run import LocalRun, RunRequest, begin_end, manifest_text, on_signals
+from elastic_operator.local.run import EXIT_CODES, LocalRun, RunRequest, begin_end, manifest_text, on_signals
 from elastic_operator.local.run_dir import RunDir, create_run, home_dir, lock_name, reopen_run, replace_file
 from elastic_operator.local.view import DONE, FAILED, NOW, LiveView, Step, View, own_command
 from elastic_operator.manifest.loader import load_checked
@@ -47,7 +47,7 @@ _RECOVERY_LIMIT: Final = 180.0
 """Seconds; with a cold disk the first import of torch alone can take half a minute."""
 _SUCCESS_LIMIT: Final = 900.0
 _PAUSE: Final = 2.0
-"""Seconds before a step in which training visibly goes on, and has time for a checkpoint."""
+"""Seconds of visible training before a step, long enough for a checkpoint."""
 _POLL_INTERVAL: Final = 0.02
 
 
@@ -72,7 +72,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def choose_view(*, plain: bool, command: str, output: TextIO, environ: Mapping[str, str]) -> View:
-    """Return the live view if the output is a terminal that can show it, else plain lines."""
+    """Return the live view if the output is a terminal that can show it, else the view with plain lines."""
     if plain or not formatting.is_terminal(output, environ):
         return View(output, command)
     return LiveView(Console(file=output, highlight=False), command)
@@ -86,7 +86,7 @@ async def run_job(
     Args:
         request: the parameters of the run.
         on_snapshot: called when the run has changed, at most ten times a second, and once more at the end.
-        on_ending: called with a sentence when its pods are about to be ended.
+        on_ending: called with a sentence before its pods are stopped.
 
     Returns:
         0 succeeded, 1 failed, 3 deleted, 130 interrupted.
@@ -106,7 +106,8 @@ async def run_job(
             files = reopen_run(request.home, request.resume, manifest.name)
         print(f"run {files.run_id}, process {os.getpid()}", end="", file=name, flush=True)
         live = LiveJob(manifest, uid=str(uuid.uuid4()), created=now)
-        _log_to(files.log)
+        # Log to a file, because the view uses the terminal.
+        logging.basicConfig(filename=files.log, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         preparing = asyncio.ensure_future(_prepare(request, files, live))
         end.add_done_callback(lambda _: preparing.cancel())
         await asyncio.wait((preparing,))
@@ -119,11 +120,11 @@ async def run_job(
             ending = await run.main(name, on_snapshot, on_ending)
     if ending.how == "badInput":
         raise BadInput(ending.message)
-    return ending.exit_code
+    return EXIT_CODES[ending.how]
 
 
 async def _prepare(request: RunRequest, files: RunDir, live: LiveJob) -> Path | None:
-    """Check that the job can run here; return the program of its etcd, or None if the manifest names one.
+    """Check that the job can run here; return the etcd program to start, or None if the manifest names an etcd.
 
     Raises:
         BadInput: the job cannot run here.
@@ -140,16 +141,8 @@ async def _prepare(request: RunRequest, files: RunDir, live: LiveJob) -> Path | 
     return find_etcd(request.environ.get("PATH")) if spec.etcd.endpoint is None else None
 
 
-def _log_to(file: Path) -> None:
-    """Log to a file, because the view uses the terminal."""
-    try:
-        logging.basicConfig(filename=file, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    except OSError as error:
-        raise BadInput(f"cannot write {file}: {error.strerror}") from None
-
-
 Resumed = tuple[int, int, float]
-"""Training continues: the round, its number of workers, and the seconds since the step began."""
+"""A round in which training continued: number, number of workers, and seconds since the step began."""
 
 
 async def perform(request: RunRequest, view: View) -> tuple[int, int, list[str]]:
@@ -173,13 +166,13 @@ async def perform(request: RunRequest, view: View) -> tuple[int, int, list[str]]
 
 
 class _Demo:
-    """Watches a run, and performs the steps."""
+    """Watches a run, and performs the steps of the demo."""
 
     def __init__(self, view: View, request: RunRequest) -> None:
         small, large = _sizes(request.manifest.job["spec"])
         self._view = view
         self._client = LocalJobs(home=request.home)
-        # Each step: its title, what is done, and with how many pods training then goes on; the last one waits.
+        # The title of each step, its action, and the number of pods with which training then continues; 0 for success.
         self._script: list[tuple[str, Callable[[], str], int]] = [
             (f"start with {small} pods", str, small),
             (f"scale to {large}", lambda: self._scale_to(large), large),
@@ -193,12 +186,12 @@ class _Demo:
         self.rows: list[tuple[str, ...]] = [("STEP", "ROUND", "WORKERS", "TRAINS AFTER", "")]
 
     def on_snapshot(self, job: JobView) -> None:
-        """Note that the job has changed."""
+        """Keep and show the new state of the job."""
         self._job = job
         self._view.on_snapshot(job)
 
     async def play(self) -> bool:
-        """Perform the steps, and end the job if one fails; return whether none failed before the user ended the run."""
+        """Perform the steps, and end the job if one fails; return False if one fails before the user ends the run."""
         for number, (title, act, pods) in enumerate(self._script):
             try:
                 if number and pods:
@@ -237,14 +230,12 @@ class _Demo:
         return f"rank {rank}, process {pid}"
 
     def _kill_agent(self) -> str:
-        # The loss of rank 0's agent is the hardest: it leads, and serves the store of the round.
+        # The loss of rank 0's agent is the hardest: it is the leader, and serves the round's TCPStore.
         for pod in self._training_pods:
             if pod.pid:
                 os.kill(pod.pid, signal.SIGKILL)
                 return f"pod {pod.name}"
-        raise ElasticJobError("no agent that could be killed was found")
-
-    # Conditions that the steps wait for
+        raise ElasticJobError("no running agent was found")
 
     @property
     def _training_pods(self) -> list[PodView]:
@@ -270,10 +261,10 @@ class _Demo:
                         raise ElasticJobError(f"the job ended ({state}) while the demo waited for {what}")
                     await asyncio.sleep(_POLL_INTERVAL)
         except TimeoutError:
-            raise ElasticJobError(f"{what} did not come within {limit:.0f} s") from None
+            raise ElasticJobError(f"the demo stopped waiting for {what} after {limit:.0f} s") from None
 
     async def _resumed(self, since: float, before: int, pods: int) -> list[Resumed]:
-        """Return when training went on after round ``before``: first of all, and with this number of pods."""
+        """Return the first round after ``before`` that trains, and the first one that trains with ``pods`` pods."""
         first_lines: dict[int, float] = {}
         found: list[Resumed] = []
 
@@ -294,7 +285,7 @@ class _Demo:
         return found if found[0][0] != found[-1][0] else found[:1]
 
     async def _success(self) -> str:
-        """Return the last line of a job that has succeeded."""
+        """Wait until the job has succeeded; return the last line of its output."""
         await self._until(lambda: self._job.status.finished, limit=_SUCCESS_LIMIT, what="the end of training")
         if self._job.status.state != "Succeeded":
             raise ElasticJobError(f"the job {self._job.status.state.lower()}: {self._job.status.what_failed}")
@@ -306,7 +297,7 @@ class _Demo:
 
 
 def _sizes(spec: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of pods at first, and the larger one in between."""
+    """Return the initial number of pods, and the number to scale up to."""
     most, least = spec["maxReplicas"], max(spec["minReplicas"], 2)
     small = min(spec.get("replicas") or most, most - 1)
     if small < least:
@@ -318,10 +309,10 @@ def _sizes(spec: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _writer(output: Path) -> int | None:
-    """Return the process whose standard output is this file: the worker, which is older than its children."""
+    """Return the process ID of the worker that writes this file; children that inherit the file have higher IDs."""
     found = []
     for process in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # the process has exited, or is another user's
             if process.name.isdecimal() and (process / "fd" / "1").samefile(output):
                 found.append(int(process.name))
     return min(found, default=None)

@@ -1,6 +1,6 @@
-"""Access to jobs for the ``elasticjob`` command, with the same methods for this machine and for a cluster.
+"""Access to jobs for the ``elasticjob`` command: the same methods for jobs on this machine and on a cluster.
 
-Every method raises an :class:`~elastic_operator.errors.ElasticJobError` whose message says what to do.
+Each method may raise an :class:`~elastic_operator.errors.ElasticJobError` whose message says what to do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ScrapedJob(NamedTuple):
 
 
 def still_running(name: str, state: str) -> str:
-    """Return the sentence that a job in this state has no report yet."""
+    """Return the message that there is no report yet because the job is in this state."""
     return (
         f"the job {name} is still {state}: its report is written when it has ended or is suspended; "
         f"`elasticjob top {name}` shows how it trains"
@@ -63,7 +63,7 @@ class LogSelector:
         return self.rank is not None or (self.agents and self.pod is not None)
 
     def check(self, ranks: Mapping[int, set[int]], round: int) -> None:
-        """Check that the selected rank exists in a round; ``ranks`` are those with logs, by round.
+        """Check that the selected rank exists in a round; ``ranks`` are the ranks with logs, by round.
 
         Raises:
             NotFound: there is no such log; the message says which logs there are.

@@ -40,13 +40,13 @@ _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _UNKNOWN_KIND: Final = "could not find the requested resource"
 _SEE_LIST: Final = "`elasticjob get` with the same flags lists the existing jobs"
 _POLL_INTERVAL: Final = 1.0
-"""Seconds between two checks for objects that a deletion has left."""
+"""Seconds between two checks whether the objects of a deleted job are gone."""
 
 
 def _blocking(
     method: Callable[Concatenate[ClusterJobs, _Parameters], Coroutine[Any, Any, _Result]],
 ) -> Callable[Concatenate[ClusterJobs, _Parameters], _Result]:
-    """Run a method in the client's event loop."""
+    """Make a method synchronous: a call runs it in the client's event loop."""
 
     @functools.wraps(method)
     def call(self: ClusterJobs, /, *args: _Parameters.args, **keywords: _Parameters.kwargs) -> _Result:
@@ -56,11 +56,11 @@ def _blocking(
 
 
 class UserApi(Api):
-    """A connection for a command of a user."""
+    """A connection without a limit on concurrent requests."""
 
     def __init__(self, configuration: Configuration, namespace: str = "default") -> None:
         super().__init__(configuration, namespace)
-        configuration.connection_pool_maxsize = 0  # unlimited: each log that is followed holds a connection
+        configuration.connection_pool_maxsize = 0  # unlimited: each followed log holds a connection
 
 
 class ClusterJobs:
@@ -94,12 +94,12 @@ class ClusterJobs:
 
     @property
     def place(self) -> str:
-        """The location of the jobs."""
+        """The location of the jobs, for messages."""
         return "in any namespace" if self._all_namespaces else f"in the namespace {self._api.namespace}"
 
     @_blocking
     async def jobs(self, name: str | None, *, every_run: bool) -> list[JobView]:  # noqa: ARG002
-        """Return all jobs, or one, without their pods."""
+        """Return all jobs, or the named one, without pods."""
         return await self._views(name, pods=False)
 
     @_blocking
@@ -112,12 +112,12 @@ class ClusterJobs:
 
     @_blocking
     async def scrape(self, name: str | None) -> list[ScrapedJob]:
-        """Read the metrics of all agents of a job; for None, of the leader of each job."""
+        """Read the metrics of all agents of a job; if ``name`` is None, those of the leader of each job."""
         notes: list[str] = []
         jobs = await self._views(name, tell=notes.append if name else lambda _: None)
         if name:
             hidden = [pod for pod in jobs[0].living_pods if pod.ready and not pod.metrics_url]
-            notes += [f"{pod.name} does not say yet on which port its metrics are" for pod in hidden[:1]]
+            notes += [f"{pod.name} has not announced the port of its metrics yet" for pod in hidden[:1]]
         read = await scrape([(job.pods, self._fetch_from(job.namespace)) for job in jobs], leaders=name is None)
         return [ScrapedJob(job, pages, [*notes, *more]) for job, (pages, more) in zip(jobs, read, strict=True)]
 
@@ -130,10 +130,10 @@ class ClusterJobs:
 
     @_blocking
     async def report(self, name: str) -> tuple[bytes, str]:
-        """Return a job's report that the operator has written."""
+        """Return the report that the operator wrote, and an empty string: a job on a cluster has no run that ends."""
         job = await self._job(name)
         missing = (
-            f"no report of the job {name} is kept, though it is over; was it over before this version was installed?"
+            f"the job {name} has ended without a report; did it end before this version of the operator was installed?"
             if is_finished(job)
             else still_running(name, text(job, "status", "state") or "Pending")
         )
@@ -155,17 +155,22 @@ class ClusterJobs:
 
     @_blocking
     async def delete(self, name: str, *, wait: bool) -> None:
-        """Delete a job; if ``wait``, return when all its pods are gone."""
+        """Delete a job; if ``wait``, wait until it and all its pods that the user may see are gone."""
         uid = uid_of(await self._job(name))
         with self._readable_errors(name):
             await self._api.delete(ELASTIC_JOBS, self._api.namespace, name, uid=uid)
-            if wait:
-                await self._wait_until_gone(name, uid)
+            while wait:
+                jobs, _ = await self._api.list(ELASTIC_JOBS, self._api.namespace, name=name)
+                pods = await self._list(PODS, labels=f"{LABEL_JOB}={name}", tell=lambda _: None)
+                # A new job of the same name has pods of its own.
+                if not any(uid_of(each) == uid for each in jobs) and not any(_belongs(each, uid) for each in pods):
+                    return
+                await asyncio.sleep(_POLL_INTERVAL)
 
     async def _jobs(self) -> list[Json]:
         with readable_errors("there are no ElasticJobs"):
             found, _ = await self._api.list(ELASTIC_JOBS, None if self._all_namespaces else self._api.namespace)
-        # In a list, objects come without these two.
+        # The API server omits these two fields in lists.
         head = {"apiVersion": ELASTIC_JOBS.api_version, "kind": ELASTIC_JOBS.kind}
         return [{**head, **job} for job in sorted(found, key=_key)]
 
@@ -176,7 +181,7 @@ class ClusterJobs:
             return await self._api.get(ELASTIC_JOBS, self._api.namespace, name)
 
     async def _views(self, name: str | None, *, pods: bool = True, tell: Tell | None = None) -> list[JobView]:
-        """Return all jobs, or one, with their worker pods."""
+        """Return all jobs, or the named one, with their worker pods."""
         jobs = await self._jobs() if name is None else [await self._job(name)]
         workers: dict[tuple[str, str], list[Json]] = {}
         if pods and jobs:
@@ -189,7 +194,7 @@ class ClusterJobs:
     async def _list(
         self, kind: Resource, *, labels: str = "", fields: str = "", tell: Tell | None = None
     ) -> list[Json]:
-        """Return the objects; if the user may not see them, return none and tell the user."""
+        """Return the objects; if the user may not see them, report that and return none."""
         namespace = None if self._all_namespaces else self._api.namespace
         try:
             found, _ = await self._api.list(kind, namespace, labels=labels, fields=fields)
@@ -210,7 +215,7 @@ class ClusterJobs:
                     async for piece in pieces:
                         page += piece
                         if len(page) > MAX_PAGE:
-                            raise ClusterError(f"what it serves under {url.path} is too large")
+                            raise ClusterError(f"its response to a request for {url.path} is too large")
             except ApiError as error:
                 if error.status in (401, 403):
                     raise ClusterError(
@@ -225,19 +230,9 @@ class ClusterJobs:
         job = await self._job(name)
         if is_finished(job):
             state = text(job, "status", "state")
-            raise BadInput(f"the job {name} is over ({state}) and does not change any more")
+            raise BadInput(f"the job {name} has ended ({state}) and can no longer be changed")
         with self._readable_errors(name):
             await self._api.patch(ELASTIC_JOBS, self._api.namespace, name, {"spec": spec}, subresource)
-
-    async def _wait_until_gone(self, name: str, uid: str) -> None:
-        """Wait until the job with this UID and its pods are gone, as far as the user may see them."""
-        while True:
-            jobs, _ = await self._api.list(ELASTIC_JOBS, self._api.namespace, name=name)
-            pods = await self._list(PODS, labels=f"{LABEL_JOB}={name}", tell=lambda _: None)
-            # A new job of the same name has pods of its own.
-            if not any(uid_of(each) == uid for each in jobs) and not any(_belongs(each, uid) for each in pods):
-                return
-            await asyncio.sleep(_POLL_INTERVAL)
 
     def _readable_errors(self, name: str) -> contextlib.AbstractContextManager[None]:
         return readable_errors(f"there is no job {name} in the namespace {self._api.namespace}; {_SEE_LIST}")
@@ -266,7 +261,7 @@ async def connect(
 
 @contextlib.contextmanager
 def readable_errors(not_found: str) -> Iterator[None]:
-    """Within the block, turn refusals of the API server into errors that say what to do."""
+    """Convert the API server's errors in the block into errors that say what to do; ``not_found`` is for 404."""
     try:
         yield
     except ApiError as error:
@@ -303,10 +298,10 @@ def view_of(job: Json, pods: Iterable[Json] = (), events: Iterable[Json] = ()) -
 
 def _pod(obj: Json) -> PodView:
     pod, address = pod_of(obj), text(obj, "status", "podIP")
-    note = "another container of it still runs" if pod.sidecars_running else pod.waiting
+    note = "another of its containers still runs" if pod.sidecars_running else pod.waiting
     return PodView.of(
         pod,
-        ranks=None,  # only the agents know them
+        ranks=None,  # only the agents have them
         metrics_url=f"http://{bracketed(address)}:{pod.metrics_port}/metrics" if address and pod.metrics_port else None,
         node=pod.node,
         address=address,
@@ -329,7 +324,7 @@ def _key(obj: Json) -> tuple[str, str]:
 
 
 def _belongs(dependent: Json, uid: str) -> bool:
-    """Return whether an object belongs to this job, not to another one of the same name."""
+    """Return whether an object belongs to the job with this UID, not to another job of the same name."""
     owners = mappings(dependent, "metadata", "ownerReferences")
     jobs = {text(owner, "uid") for owner in owners if owner.get("kind") == ELASTIC_JOBS.kind}
     return not jobs or uid in jobs

@@ -1,9 +1,9 @@
 """``elasticjob logs`` on a cluster.
 
-An agent forwards the output of its workers, each line with the rank in front, and logs when a round begins and which
-ranks it has started::
+An agent forwards the output of its workers, each line with its rank in front. It also logs when a round begins and
+which ranks it has started::
 
-    10:15:02 [digits-0-x4k2p] round 2: digits-1-bbbbb left; 1 worker goes on
+    10:15:02 [digits-0-x4k2p] round 2: digits-1-bbbbb left
     10:15:02 [digits-0-x4k2p] round 2: started rank 0 of a world of 1
     [rank 0] step 12/80 …
 
@@ -77,9 +77,9 @@ class PodLog:
     Attributes:
         round: the latest round in the log; 0 before the first.
         ranks: the started ranks by round.
-        lines: lines that may have to be printed, by round (0 if unknown, and for the agent) and rank.
+        lines: the selected lines, by round (0 if unknown, and for the agent) and rank.
         ended: whether its container has ended.
-        whole: whether all of it is read.
+        whole: whether all of it has been read.
         stream: the task that follows the log.
     """
 
@@ -97,11 +97,11 @@ class PodLog:
         self._resuming = False
 
     def round_of(self, round: int, current: int) -> int:
-        """Return a round; an unknown round is the one before the first round in the log."""
+        """Return a line's round; an unknown round, 0, is the one before the first round in the log."""
         return round or min(self.ranks, default=current + 1) - 1
 
     def resume(self) -> str | None:
-        """Return the time from which to read the log again, None for its beginning; known lines will be skipped."""
+        """Return the time from which to read the log again, None for its beginning; :meth:`feed` skips known lines."""
         self._partial = b""
         self._resuming = self._latest > 0
         return rfc3339(int(self._last[0]) - _MAX_DISORDER) if self._resuming else None
@@ -174,7 +174,7 @@ class ClusterLogs:
         if following:
             await self._follow()
         elif self._complete and not printed and self._selector.tail != 0:
-            self._tell("these workers have printed nothing; what --log-dir sends to files stays in their pods")
+            self._tell("these workers have printed nothing; output that --log-dir writes to files stays in their pods")
         return self._complete
 
     # -- reading the existing logs
@@ -197,7 +197,7 @@ class ClusterLogs:
         self._round = max(started, default=integer(self._job, "status", "round") or 0)
 
     def _update(self, pods: Iterable[Pod]) -> list[PodLog]:
-        """Note which selected pods have a log, and which containers have ended; return the logs."""
+        """Record which selected pods have a log, and which containers have ended; return the logs."""
         for log in self._logs.values():
             log.ended = True  # unless its pod still runs
         for pod in pods:
@@ -225,7 +225,7 @@ class ClusterLogs:
         query = {"container": WORKER, "timestamps": "true"} | ({"follow": "true"} if follow else {})
         if (since := log.resume()) is not None:
             query["sinceTime"] = since
-        # A log that is followed is silent as long as the program is.
+        # A followed log is silent while the program prints nothing.
         path = PODS.path(self._namespace, log.pod, "log")
         pieces = self._api.stream(path, query, silence=None if follow else READ_TIMEOUT)
         async with contextlib.aclosing(pieces):
@@ -266,7 +266,7 @@ class ClusterLogs:
                 ranks.setdefault(log.round_of(round, self._round), set()).add(rank)
         if not ranks:
             raise NotFound(
-                f"there is no output of a worker of the job {self._name}; `elasticjob describe` shows its state, "
+                f"no worker of the job {self._name} has printed anything; `elasticjob describe` shows its state, "
                 "and `elasticjob logs --agent` the logs of its agents"
             )
         self._selector.check(ranks, self._round if self._selector.round is None else self._selector.round)
@@ -338,15 +338,15 @@ class ClusterLogs:
         for log in logs:
             if log.stream is None and not log.whole:
                 log.stream = streams.create_task(self._stream(log))
-        goes_on = any(uid_of(each) == uid_of(self._job) and not is_finished(each) for each in jobs)
-        if not goes_on or (self._selector.pod is not None and logs):
+        continues = any(uid_of(each) == uid_of(self._job) and not is_finished(each) for each in jobs)
+        if not continues or (self._selector.pod is not None and logs):
             return all(log.ended for log in logs)
         return self._selector.round is not None and self._round > self._selector.round
 
     async def _stream(self, log: PodLog) -> None:
         """Follow one log until its container has ended and all of it is read."""
         while not log.whole:
-            ended = log.ended  # once it has, what came after the stream's end is read without waiting
+            ended = log.ended  # if so, this reads the rest, and does not wait for more
             try:
                 await self._read(log, self._print_new, follow=not ended)
                 log.whole = ended
@@ -371,7 +371,7 @@ def is_finished(job: Json) -> bool:
 
 
 def _is_gone(error: ClusterError) -> bool:
-    """Return whether a log is unavailable because its container has not started, or its pod is gone.
+    """Return whether an error means that the log's container has not started, or that its pod is gone.
 
     Raises:
         ClusterError: the user may not read any log.

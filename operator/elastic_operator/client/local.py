@@ -58,7 +58,7 @@ class LocalJobs:
         """Do nothing: no connection stays open."""
 
     def jobs(self, name: str | None = None, *, every_run: bool = False) -> list[JobView]:
-        """Return the latest run of each job, those that are alive first.
+        """Return the latest run of each job, runs that are alive first.
 
         Args:
             name: only the runs of this name.
@@ -79,11 +79,11 @@ class LocalJobs:
         return list(latest.values())
 
     def describe(self, name: str) -> JobView:
-        """Return the run of this name that is alive, or else the latest one."""
+        """Return the run of this name that is alive, else the latest one."""
         return self.jobs(name)[0]
 
     def scrape(self, name: str | None) -> list[ScrapedJob]:
-        """Read the metrics of all agents of a job; for None, of the leader of each job."""
+        """Read the metrics of all agents of a job; if ``name`` is None, those of the leader of each job."""
         import asyncio
 
         from elastic_operator.views.top import scrape
@@ -103,7 +103,7 @@ class LocalJobs:
         return True
 
     def report(self, name: str) -> tuple[bytes, str]:
-        """Return the report of a job, and how its run has ended (an EndReason, or empty while it goes on).
+        """Return the report of a job, and how its run ended: as in EndView, "killed", or empty while it is alive.
 
         Raises:
             NotFound: there is no report, or no run has that name.
@@ -114,24 +114,26 @@ class LocalJobs:
             raise NotFound(still_running(name, job.state))
         if kept is None:
             why = "was its run killed, or started by a version without reports?"
-            raise NotFound(f"there is no report of {name}: {why} `elasticjob describe {name}` says what is known")
+            raise NotFound(f"there is no report of {name}: {why} `elasticjob describe {name}` shows its details")
         return kept, job.run.ended.how if job.run.ended else "" if job.run.alive else "killed"
 
     def scale(self, name: str, replicas: int) -> None:
-        """Set the number of pods. Raises BadInput if the job refuses, NotFound if it does not run."""
+        """Set the number of pods. Raises BadInput if the job rejects it, NotFound if the job does not run."""
         _request(self._running(name), "PATCH", "/job", {"replicas": replicas})
 
     def suspend(self, name: str, *, suspended: bool) -> None:
-        """Suspend or resume a job. Raises BadInput if the job refuses, NotFound if it does not run."""
+        """Suspend or resume a job. Raises BadInput if the job rejects it, NotFound if the job does not run."""
         _request(self._running(name), "PATCH", "/job", {"suspend": suspended})
 
     def delete(self, name: str, *, wait: bool = True) -> None:
-        """End a job, and return when it has ended. Raises NotFound if it does not run."""
+        """End a job, and wait until it has ended. Raises NotFound if it does not run."""
         if not wait:
-            raise BadInput("--no-wait is for jobs on a cluster; name one with -n or --context, or leave --no-wait out")
+            raise BadInput(
+                "--no-wait is for jobs on a cluster; select one with -n or --context, or leave out --no-wait"
+            )
         job = self._running(name)
         with contextlib.closing(_connect(job)) as watch, contextlib.suppress(OSError, http.client.HTTPException):
-            watch.request("GET", "/watch")  # before the deletion, so that its end is not missed
+            watch.request("GET", "/watch")  # before the deletion, so that the end of the run is not missed
             _request(job, "DELETE", "/job")
             watch.sock.settimeout(None)
             watch.getresponse().read()
@@ -152,7 +154,7 @@ def _state(run: RunDir, name: str | None) -> JobView | None:
     if job.run.ended is None:
         with contextlib.suppress(NotFound, ClusterError, msgspec.DecodeError):
             return msgspec.json.decode(_request(job, "GET", "/job"), type=JobView)
-        job = run.read_record() or job  # it has just ended, or was killed
+        job = run.read_record() or job  # the run has just ended, or was killed
     job = replace(job, run=replace(job.run, alive=False))
     return job if job.run.ended is not None else _as_killed(job)
 
@@ -176,7 +178,7 @@ def _request(job: JobView, method: str, path: str, body: object = None) -> bytes
     """Send a request to the run of a job; return the body of its response.
 
     Raises:
-        BadInput: the run refuses.
+        BadInput: the run rejects the request.
         NotFound: the run has ended.
         ClusterError: the run does not answer.
     """
@@ -274,7 +276,7 @@ def print_logs(logs: Path, selector: LogSelector, write: Callable[[bytes], objec
     for file in there:
         ranks.setdefault(file.round, set()).add(file.rank)
     if not ranks and not selector.agents:
-        raise NotFound(f"no worker has started yet; what the agents say is in {logs}/*/agent.log (--agent)")
+        raise NotFound(f"no worker has started yet; the logs of the agents are {logs}/*/agent.log (see --agent)")
     round = max(ranks, default=0) if selector.round is None else selector.round
     if not selector.agents:
         selector.check(ranks, round)
@@ -289,13 +291,13 @@ def follow_logs(
     alive: Callable[[], bool],
     tell: Callable[[str], object],
 ) -> None:
-    """Write logs as they grow, from round to round, or of the selected round until the next one has begun.
+    """Write logs as they grow: of each round in turn, or of the selected round until the next one begins.
 
     Args:
         logs: the directory of the run's logs.
         selector: which logs to write.
         write: receives pieces of output.
-        alive: returns whether the run continues; if not, no file grows any more.
+        alive: returns whether the run continues; if not, the files no longer grow.
         tell: receives a sentence when another round begins.
     """
     reader = _LogReader(selector, write)

@@ -1,1 +1,1 @@
-"""This machine as a backend: pods are processes, etcd is a process, and the controller is the one of the cluster."""
+"""Jobs on this machine: pods and etcd are processes, and the controller is the same as on a cluster."""

@@ -4,7 +4,7 @@
 method  path              response
 ======  ================  =================================================================================
 GET     ``/job``          a snapshot, see :class:`elastic_operator.views.job_view.JobView`
-GET     ``/watch``        snapshots, one a line: now, after each change, and a last one when the run ends
+GET     ``/watch``        one snapshot per line: now, after each change, and a last one when the run ends
 PATCH   ``/job``          sets ``replicas`` or ``suspend``: 200, or 422 with ``{"message": sentence}``
 DELETE  ``/job``          202; the run ends with exit code 3
 ======  ================  =================================================================================
@@ -35,7 +35,7 @@ _FIELDS: Final = {"replicas", "suspend"}
 
 
 class SnapshotFeed:
-    """Sends snapshots to watchers, each at its own pace: several changes in quick succession make one snapshot."""
+    """Sends snapshots to watchers, each at its own pace: changes in quick succession share one snapshot."""
 
     def __init__(self, make: Callable[[], JobView]) -> None:
         self._make = make
@@ -43,7 +43,7 @@ class SnapshotFeed:
         self._closed = False
 
     def touch(self) -> None:
-        """Note that something has changed."""
+        """Report a change to the watchers."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -72,22 +72,20 @@ async def control_server(run: LocalRun, files: RunDir) -> AsyncIterator[None]:
         BadInput: the socket cannot be created.
     """
     server = web.AppRunner(_application(run), access_log=None, handle_signals=False, shutdown_timeout=1.0)
-    await server.setup()
-    try:
-        with contextlib.ExitStack() as stack:
-            try:
-                files.control.mkdir(mode=0o700, exist_ok=True)
-                await web.UnixSite(server, stack.enter_context(files.socket())).start()
-            except OSError as error:
-                raise BadInput(
-                    f"cannot make the control socket in {files.control}: {error.strerror}; "
-                    "set ELASTICJOB_HOME to a directory on a local file system"
-                ) from None
-            yield
-            await server.cleanup()
-    finally:
-        await server.cleanup()
-        shutil.rmtree(files.control, ignore_errors=True)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(shutil.rmtree, files.control, ignore_errors=True)
+        try:
+            files.control.mkdir(mode=0o700, exist_ok=True)
+            path = stack.enter_context(files.socket())
+            stack.push_async_callback(server.cleanup)
+            await server.setup()
+            await web.UnixSite(server, path).start()
+        except OSError as error:
+            raise BadInput(
+                f"cannot create the control socket in {files.control}: {error.strerror}; "
+                "set ELASTICJOB_HOME to a directory on a local file system"
+            ) from None
+        yield
 
 
 def _application(run: LocalRun) -> web.Application:
@@ -98,7 +96,7 @@ def _application(run: LocalRun) -> web.Application:
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         async with contextlib.aclosing(run.snapshots.watch(_WATCH_INTERVAL)) as snapshots:
-            with contextlib.suppress(ConnectionResetError):  # the client has left
+            with contextlib.suppress(ConnectionResetError):  # the client has disconnected
                 async for snapshot in snapshots:
                     await response.write(msgspec.json.encode(snapshot) + b"\n")
         return response

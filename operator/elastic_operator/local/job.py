@@ -1,8 +1,8 @@
-"""The job's object while it runs here: the equivalent of the object in an API server, with the checks of changes.
+"""The object of a job that runs on this machine, the equivalent of the object in an API server.
 
-A change is checked as a whole, as in a cluster. A refused change changes nothing. Some fields of a manifest have no
-effect when pods are processes; one warning names them. The warning leaves out the image, because every manifest has
-one, and labels, annotations, and security settings of containers.
+A change is validated as a whole, as on a cluster; a rejected change has no effect. Some fields of a manifest have no
+effect when pods are processes; one warning names them. The warning omits the image, because every manifest has one,
+and labels, annotations, and security settings of containers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NO_EFFECT: Final = {
 
 
 class LiveJob:
-    """One job that runs here.
+    """One job that runs on this machine.
 
     Attributes:
         job: the job as the plan sees it, with the status that the plan wrote last.
@@ -73,10 +73,10 @@ class LiveJob:
         self.manifest = self._as_object(given.job)
 
     def patch(self, fields: Json) -> bool:
-        """Set fields of the spec, as ``kubectl patch`` would; return whether that changes it.
+        """Set fields of the spec, as ``kubectl patch`` does; return whether the job changes.
 
         Raises:
-            BadInput: the result is not valid, or the job is over.
+            BadInput: the result is not valid, or the job has ended.
         """
         self._check_alive()
         changed = {**self.manifest, "spec": {**self.manifest["spec"], **fields}}
@@ -85,13 +85,13 @@ class LiveJob:
         return self._take(changed)
 
     def apply(self, file: Manifest) -> bool:
-        """Apply a file, as ``kubectl apply`` would; return whether that changes the job.
+        """Apply a file, as ``kubectl apply`` does; return whether the job changes.
 
-        A field is removed if the last applied file has it and this file does not. Other fields that this file does not
-        have are kept.
+        A field is removed if the last applied file has it and this file does not. Other fields that are missing in this
+        file are kept.
 
         Raises:
-            BadInput: the result is not valid, or the job is over or cannot follow the change.
+            BadInput: the result is not valid, the job has ended, or the field cannot be changed.
         """
         self._check_alive()
         live, data = self.manifest, dict(file.data)
@@ -128,8 +128,8 @@ class LiveJob:
     def _check_alive(self) -> None:
         job = self.job
         if job.deleting or job.status.finished:
-            how = "being deleted" if job.deleting else f"over ({job.status.state})"
-            raise BadInput(f"the job {job.name} is {how} and cannot be changed any more")
+            how = "is being deleted" if job.deleting else f"has ended ({job.status.state})"
+            raise BadInput(f"the job {job.name} {how} and can no longer be changed")
 
     def _take(self, changed: Json) -> bool:
         if changed["spec"] != self.manifest["spec"]:
@@ -150,7 +150,7 @@ class LiveJob:
 
 
 def supported(spec: ElasticJobSpec) -> ElasticJobSpec:
-    """Return the spec without the fields that have a different effect here."""
+    """Return the spec with defaults in the fields that have another or no effect on this machine."""
     return replace(
         spec,
         ttl_after_finished=None,
@@ -163,14 +163,8 @@ def supported(spec: ElasticJobSpec) -> ElasticJobSpec:
     )
 
 
-def warning_of(spec: Json) -> str | None:
-    """Return the warning for a spec that has passed the CRD's validation; None if it has no unsupported field."""
-    fields = ", ".join(unsupported_fields(spec))
-    return f"without effect on this machine, where pods are processes: {fields}" if fields else None
-
-
 def unsupported_fields(spec: Json) -> Iterator[str]:
-    """Yield the paths below ``spec`` of the fields without effect; an archived spec is converted first."""
+    """Yield the paths below ``spec`` of the fields without effect on this machine."""
     spec = modern(spec)
     yield from _values_from("env", spec.get("env"))
     yield from (path for path, neutral in _NO_EFFECT.items() if at(spec, *path.split(".")) not in (None, {}, neutral))

@@ -1,7 +1,7 @@
-"""Starts a program that the kernel kills when its parent dies, so that nothing outlives a killed ``elasticjob run``.
+"""Start a program that the kernel kills when its parent exits, so that no process outlives ``elasticjob run``.
 
-This file runs in a bare interpreter (``python -I -S``): it asks for SIGKILL at its parent's death (PR_SET_PDEATHSIG),
-checks that the parent still lives, and becomes the program. ``preexec_fn`` can deadlock in a process that has threads,
+This file runs in a bare interpreter (``python -I -S``): it requests SIGKILL at its parent's exit (PR_SET_PDEATHSIG),
+checks that the parent still runs, and executes the program. ``preexec_fn`` can deadlock in a process that has threads,
 and util-linux' ``setpriv --pdeathsig`` is not available everywhere. The kernel sends the signal when the *thread* that
 forked ends; asyncio forks in the thread of its event loop.
 """
@@ -21,7 +21,7 @@ _CANNOT_EXECUTE = 126
 
 
 def with_pdeathsig(argv: Sequence[str]) -> tuple[str, ...]:
-    """Return the command line that runs ``argv`` until the calling process dies."""
+    """Return the command line that runs ``argv`` at most until the calling process exits."""
     return (sys.executable, "-I", "-S", __file__, str(os.getpid()), *argv)
 
 
@@ -30,13 +30,13 @@ def _main(parent: str, *argv: str) -> None:
 
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0) != 0:
-        sys.exit(f"cannot tie {argv[0]} to its parent: {os.strerror(ctypes.get_errno())}")
-    if os.getppid() != int(parent):  # it died before the request
+        sys.exit(f"cannot request a signal for {argv[0]} at its parent's exit: {os.strerror(ctypes.get_errno())}")
+    if os.getppid() != int(parent):  # the parent exited before the request
         os.kill(os.getpid(), _SIGKILL)
     try:
         os.execvp(argv[0], argv)  # noqa: S606 - this is the program's own command line, without a shell
     except OSError as error:
-        print(f"cannot start {argv[0]}: {error.strerror}", file=sys.stderr)  # noqa: T201 - the parent keeps stderr
+        print(f"cannot start {argv[0]}: {error.strerror}", file=sys.stderr)  # noqa: T201 - stderr is the log of the process
         sys.exit(_CANNOT_EXECUTE)
 
 

@@ -1,11 +1,11 @@
-"""The processes of a run, each in its own session, with its output in a file, and killed with its parent.
+"""The processes of a run. Each has its own session, writes its output to a file, and is killed if its parent exits.
 
-A pod is one agent, that of the Python that runs ``elasticjob``. It runs in the manifest's directory and inherits the
-environment of ``elasticjob``. Ctrl-C in the terminal reaches only ``elasticjob run``, which ends its pods gracefully.
+A pod is one agent, run by the Python interpreter of ``elasticjob``, with its environment, in the manifest's directory.
+Ctrl-C in the terminal reaches only ``elasticjob run``, which stops its pods gracefully.
 
-The job's etcd is started on free ports, restarted with its data if it dies, and ended with the run. It has one member
-and listens on the loopback interface. Its data is removed at the end, so it does not need to wait for the disk
-(``--unsafe-no-fsync``). It reports its readiness as to systemd: with a datagram ``READY=1`` on the socket named by
+The job's etcd is started on free ports, restarted with its data if it exits, and stopped with the run. It has one
+member and listens on the loopback interface. Its data is removed at the end, so it does not need to wait for the disk
+(``--unsafe-no-fsync``). It reports that it is ready as it does to systemd: with a datagram ``READY=1`` to the socket
 $NOTIFY_SOCKET.
 """
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from elastic_operator.local.run_dir import RunDir
 
 _LAUNCHER: Final = (sys.executable, "-P", "-m", "torchelastic.run")
-"""-P: a file beside the manifest must not replace a module of the agent's."""
+"""-P: a file beside the manifest must not replace a module of the agent."""
 _NOT_INHERITED: Final = ("PET_", "TORCHELASTIC_")
 _LOOPBACK: Final = "127.0.0.1"
 _LOG: Final = "agent.log"
@@ -52,7 +52,7 @@ _LOG_TAIL: Final = 2048
 _READY_TIMEOUT: Final = 30.0
 _RETRY_DELAY: Final = 1.0
 _PORTS: Final = range(20_000, 30_000)
-"""Below the ephemeral ports, which a client that connects to a dead etcd could take."""
+"""Below the ephemeral ports: while etcd is down, a client that connects to it could be given its port."""
 
 
 class PodCommand(NamedTuple):
@@ -121,21 +121,21 @@ async def check_program(job: Job, *, run: RunDir, base: Path, environ: Mapping[s
             env={name: value for name, value in command.env.items() if name != "TORCHELASTIC_TERMINATION_LOG"},
             cwd=command.cwd,
         )
-    except (OSError, ValueError) as error:  # an argument or a variable is too long, or has a NUL
+    except (OSError, ValueError) as error:  # an argument or a variable is too long, or contains a NUL
         raise BadInput(f"no process can be started with these arguments and variables: {error}") from None
     try:
-        _, said = await process.communicate()
+        _, errors = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if process.returncode != ExitCode.SUCCEEDED:
-        lines = said.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
+        lines = errors.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
         raise BadInput(lines[-1].removeprefix("torchelastic-run: "))
 
 
 class PodProcess:
-    """A pod: one agent as a process.
+    """A pod whose agent is a process on this machine.
 
     Args:
         new: the pod of the plan.
@@ -143,8 +143,8 @@ class PodProcess:
 
     Attributes:
         new: the pod of the plan.
-        pod: the pod as the plan sees it, except for its readiness, which the store has.
-        pid: its process; None before it has one.
+        pod: the pod as the plan sees it, except for its readiness, which is in the store.
+        pid: the process ID of its agent; None before the agent starts.
     """
 
     def __init__(self, new: NewPod, *, changed: Callable[[], None]) -> None:
@@ -167,11 +167,11 @@ class PodProcess:
         self._finished = asyncio.Event()
 
     async def run(self, command: Callable[[], PodCommand], available: asyncio.Event | None) -> None:
-        """Start the process and wait for its end; kill it when this is cancelled.
+        """Start the process and wait until it exits; kill it on cancellation.
 
         Args:
-            command: returns the command, when the process is about to be started.
-            available: set when the store serves; None if that is not known.
+            command: returns the command; called just before the process is started.
+            available: set when the store is ready; None if that is unknown.
         """
         if available is not None:
             waits = [asyncio.ensure_future(event.wait()) for event in (available, self._removed)]
@@ -186,7 +186,7 @@ class PodProcess:
         chosen = command()
         try:
             process = await self._start(chosen)
-        except (OSError, ValueError) as error:  # ValueError: an argument or a variable that no process can have
+        except (OSError, ValueError) as error:  # ValueError: an argument or a variable contains a NUL
             self._end(None, f"its process could not be started: {getattr(error, 'strerror', None) or error}")
             return
         try:
@@ -195,12 +195,12 @@ class PodProcess:
             self.kill()
             await process.wait()
             raise
-        self._end(code if code >= 0 else 128 - code, _last_words(chosen.logs, failed=code != 0))
+        self._end(code if code >= 0 else 128 - code, _termination_message(chosen.logs, failed=code != 0))
 
     async def _start(self, command: PodCommand) -> asyncio.subprocess.Process:
         for directory in (command.logs, command.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
-        # After a resumption, pods have the names of earlier pods.
+        # When a job is resumed, its pods have the names of earlier pods.
         (command.logs / _TERMINATION_LOG).unlink(missing_ok=True)
         with (command.logs / _LOG).open("ab") as log:
             process = await asyncio.create_subprocess_exec(
@@ -215,7 +215,7 @@ class PodProcess:
         self._process = process
         self.pid = process.pid
         self.pod = replace(self.pod, phase=PodPhase.RUNNING, started=time.time())
-        if self.pod.terminating:  # it was removed meanwhile
+        if self.pod.terminating:  # it was removed while it started
             process.terminate()
             self._kill_after(self._grace)
         self._changed()
@@ -239,7 +239,7 @@ class PodProcess:
             self._process.kill()
 
     async def wait(self) -> None:
-        """Wait until the process has ended."""
+        """Wait until the pod has ended."""
         await self._finished.wait()
 
     def _kill_after(self, seconds: float) -> None:
@@ -252,8 +252,8 @@ class PodProcess:
         self._changed()
 
 
-def _last_words(logs: Path, *, failed: bool) -> TerminationMessage | str | None:
-    """Return the termination message, or the end of the log if there is none and the pod failed."""
+def _termination_message(logs: Path, *, failed: bool) -> TerminationMessage | str | None:
+    """Return the termination message, or the end of the log if the pod failed without a message."""
     data = tail(logs / _TERMINATION_LOG, TERMINATION_MESSAGE_LIMIT)
     if data:
         try:
@@ -293,22 +293,20 @@ def find_etcd(search_path: str | None) -> Path:
 
 
 class EtcdProcess:
-    """One etcd, kept running while :meth:`run` runs.
+    """An etcd process that is restarted when it exits, as long as :meth:`run` runs.
 
     Args:
         binary: the program.
-        directory: the directory of its data, ``etcd``, which is removed at the end, and of its output, ``etcd.log``.
-        environ: its environment; variables that configure etcd are left out.
+        directory: contains its data, ``etcd``, which is removed at the end, and its output, ``etcd.log``.
+        environ: its environment; variables that configure etcd are removed.
         changed: called after each change.
         tell: receives events.
 
     Attributes:
-        data: the directory of its data.
-        state: whether it serves.
-        pid: its process; None while there is none.
-        port: its port for clients; 0 before the first start and after the end.
+        state: whether it is ready.
+        pid: its process ID; None if there is no process.
         restarts: the number of restarts.
-        ready: set while it serves.
+        ready: set while it is ready.
     """
 
     def __init__(
@@ -330,32 +328,32 @@ class EtcdProcess:
         self._changed = changed
         self._tell = tell
         self._peer_port = 0
-        self.data = directory / "etcd"
+        self._data = directory / "etcd"
         self.state = EtcdState.ABSENT
         self.pid: int | None = None
-        self.port = 0
+        self._port = 0
         self.restarts = 0
         self.ready = asyncio.Event()
 
     @property
     def endpoint(self) -> str:
-        """host:port for clients; empty while there is none."""
-        return f"127.0.0.1:{self.port}" if self.port else ""
+        """host:port for clients; empty if it does not run."""
+        return f"127.0.0.1:{self._port}" if self._port else ""
 
     async def run(self) -> None:
-        """Start it, restart it each time it dies, and end it when this is cancelled.
+        """Start etcd, restart it each time it exits, and stop it on cancellation.
 
         Raises:
             BadInput: it cannot be started.
         """
-        shutil.rmtree(self.data, ignore_errors=True)
+        shutil.rmtree(self._data, ignore_errors=True)
         self.restarts = 0
-        self.port, self._peer_port = free_ports(2)
+        self._port, self._peer_port = free_ports(2)
         try:
             if not await self._serve():
                 lines = self._log.read_text(errors="replace").strip().splitlines() or ["none"]
                 raise BadInput(
-                    f"{self._binary} ended before it served; its last output: {lines[-1][:500]}. Its log is {self._log}"
+                    f"{self._binary} exited before it was ready; its last output: {lines[-1][:500]}; see {self._log}"
                 )
             while True:
                 self.restarts += 1
@@ -363,12 +361,12 @@ class EtcdProcess:
                     await asyncio.sleep(_RETRY_DELAY)  # an occupied port or a full disk may be temporary
         finally:
             self.state = EtcdState.ABSENT
-            self.port = 0
-            shutil.rmtree(self.data, ignore_errors=True)
+            self._port = 0
+            shutil.rmtree(self._data, ignore_errors=True)
             self._changed()
 
     async def _serve(self) -> bool:
-        """Run one process until it ends; return whether it has served, which it must do soon."""
+        """Run one process until it exits; return whether it became ready within the time limit."""
         self.state = EtcdState.STARTING
         self._changed()
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications:
@@ -385,34 +383,34 @@ class EtcdProcess:
                     start_new_session=True,
                 )
             self.pid = process.pid
-            dead, ready = asyncio.ensure_future(process.wait()), asyncio.ensure_future(_ready(notifications))
+            exited, ready = asyncio.ensure_future(process.wait()), asyncio.ensure_future(_ready(notifications))
             try:
-                await asyncio.wait((dead, ready), timeout=_READY_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((exited, ready), timeout=_READY_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
                 if not ready.done() or process.returncode is not None:
                     return False
                 self.state = EtcdState.READY
                 self.ready.set()
                 self._changed()
                 if self.restarts:
-                    self._tell(JobEvent(Reason.ETCD_RESTARTED, f"etcd serves again (process {process.pid})"))
-                code = await dead
+                    self._tell(JobEvent(Reason.ETCD_RESTARTED, f"etcd is ready again (process {process.pid})"))
+                code = await exited
             finally:
                 self.ready.clear()
                 self.pid = None
-                dead.cancel()
+                exited.cancel()
                 ready.cancel()
                 if process.returncode is None:
                     process.kill()
                     await process.wait()
-        how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
-        sentence = f"etcd (process {process.pid}) {how}; it is restarted, and training goes on meanwhile"
+        how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"exited with code {code}"
+        sentence = f"etcd (process {process.pid}) {how}; it is restarted while training continues"
         self._tell(JobEvent(Reason.ETCD_DIED, sentence, warning=True))
         return True
 
     def _command(self) -> Sequence[str]:
-        client, peer = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self._peer_port}"
+        client, peer = f"http://127.0.0.1:{self._port}", f"http://127.0.0.1:{self._peer_port}"
         return (
-            *(str(self._binary), "--name=local", f"--data-dir={self.data}"),
+            *(str(self._binary), "--name=local", f"--data-dir={self._data}"),
             *(f"--listen-client-urls={client}", f"--advertise-client-urls={client}"),
             *(f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"),
             *(f"--initial-cluster=local={peer}", "--unsafe-no-fsync"),
@@ -422,7 +420,7 @@ class EtcdProcess:
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """Return different ports of the loopback interface that are free now.
+    """Return distinct ports of the loopback interface that are free now.
 
     Raises:
         BadInput: too few ports are free.

@@ -1,7 +1,7 @@
-"""A run: one job on this machine, whose plan is carried out with processes.
+"""A run: carries out the plan of one job on this machine, with processes.
 
-A run always ends in the same order: the plan stops, then the pods, then the store; the last snapshot is written; the
-name is released.
+A run ends in this order: the reconciler stops, then the pods, then the store; the last snapshot is written; the name is
+released.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from elastic_operator.controller.reconciler import Reconciler, ReconcileSettings
 from elastic_operator.controller.status import breakdown_at_change, report_of
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.local.control import SnapshotFeed, control_server
-from elastic_operator.local.job import LiveJob, warning_of
+from elastic_operator.local.job import LiveJob, unsupported_fields
 from elastic_operator.local.processes import EtcdProcess, PodCommand, PodProcess, pod_command, tail
 from elastic_operator.local.run_dir import RunDir, replace_file
 from elastic_operator.manifest.loader import ElasticJobManifest, Manifest, load
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torchelastic.protocol import SizeRecord
 
 STOP_GRACE: Final = 3.0
-"""Seconds that pods have to end when the user interrupts the run, in addition to the notice of their workers."""
+"""Seconds that pods have to exit when the user interrupts the run, in addition to the workers' notice period."""
 _VIEW_INTERVAL: Final = 0.1
 _RECORD_INTERVAL: Final = 0.5
 _RECONCILE: Final = ReconcileSettings(max_delay=5.0)
@@ -58,21 +58,17 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 EXIT_CODES: Final = {"succeeded": 0, "failed": 1, "badInput": 2, "deleted": 3, "interrupted": 130}
-"""The exit codes by the end of the run, as in :class:`~elastic_operator.views.job_view.EndView`."""
-
-
-def _ending(how: str, message: str = "") -> EndView:
-    return EndView(how, EXIT_CODES[how], message)
+"""Exit codes of ``elasticjob run`` by the end of the run, as in :class:`~elastic_operator.views.job_view.EndView`."""
 
 
 def begin_end(end: asyncio.Future[EndView], how: str, message: str = "") -> None:
-    """End the run, unless it is ending already: the first end counts."""
+    """End the run, unless it is ending already: the first reason counts."""
     if not end.done():
-        end.set_result(_ending(how, message))
+        end.set_result(EndView(how, message))
 
 
 def on_signals(action: Callable[[], object]) -> None:
-    """Handle SIGINT, SIGTERM and SIGHUP only with this action, until the event loop is closed."""
+    """Make this action the only handler of SIGINT, SIGTERM and SIGHUP until the event loop is closed."""
     for number in _SIGNALS:
         # nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts in the background.
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -100,7 +96,7 @@ class LocalRun:
     """One run: this machine as a backend of the reconciler.
 
     The run makes no decisions about pods. It owns the processes that it started, the mirror of the store and the live
-    object; any change of these starts a reconcile.
+    object; any change of these requests a reconcile.
 
     Attributes:
         snapshots: sends snapshots to the watchers of the run.
@@ -179,7 +175,7 @@ class LocalRun:
         )
 
     def patch(self, fields: dict[str, Any]) -> None:
-        """Set fields of the spec. Raises BadInput if the result is not valid, or the job is over."""
+        """Set fields of the spec. Raises BadInput if the result is not valid, or the job has ended."""
         if self._live.patch(fields):
             self._changed()
 
@@ -193,7 +189,7 @@ class LocalRun:
     async def main(
         self, name: TextIO, on_snapshot: Callable[[JobView], object], on_ending: Callable[[str], object]
     ) -> EndView:
-        """Run the job until something ends the run, and end all its processes.
+        """Run the job until the run ends, and stop all its processes.
 
         Args:
             name: the lock on the job's name, to be released when the run has ended.
@@ -203,7 +199,8 @@ class LocalRun:
         Raises:
             BadInput: the control socket cannot be created; nothing was started.
         """
-        if warning := warning_of(self._live.manifest["spec"]):
+        if fields := ", ".join(unsupported_fields(self._live.manifest["spec"])):
+            warning = f"without effect on this machine, where pods are processes: {fields}"
             self._warn(Reason.UNSUPPORTED_FIELDS, warning)
         async with control_server(self, self._files), self._tasks as tasks:
             self._write_record(self.snapshot())
@@ -230,16 +227,16 @@ class LocalRun:
         return ending
 
     async def _end_processes(self, ending: EndView, on_ending: Callable[[str], object]) -> None:
-        """End all pods and the store; the pods stay in the snapshot."""
+        """Stop all pods and the store; the pods stay in the snapshot."""
         live, pods = self._live, self._running_pods
 
         def kill() -> None:
             for pod in pods:
                 pod.kill()
 
-        on_signals(kill)  # the user interrupts a second time
+        on_signals(kill)  # when the user interrupts a second time
         if pods:
-            on_ending("ending its pods; press Ctrl-C again to kill them at once")
+            on_ending("stopping its pods; press Ctrl-C again to kill them at once")
             notice = max((node.notice for node in self._mirror.nodes.values()), default=0.0)
             for pod in pods:
                 pod.remove(self._grace_period() if ending.how == "deleted" else STOP_GRACE + notice)
@@ -254,22 +251,22 @@ class LocalRun:
             live.job = replace(live.job, status=replace(live.job.status, replicas=0, ready_replicas=0))
 
     def _changed(self) -> None:
-        """Plan again, and notify the watchers."""
+        """Request a reconcile, notify the watchers, and end the run of a finished job without running pods."""
         self._reconciler.wake(self._live.key)
         self.snapshots.touch()
         if (ending := self._finished()) is not None and not self._running_pods:
             begin_end(self._end, ending.how, ending.message)
 
     def _finished(self) -> EndView | None:
-        """Return the ending of a job that has finished."""
+        """Return how a finished job ended; None if it has not finished."""
         status = self._live.job.status
         if not status.finished:
             return None
         if status.state is JobState.SUCCEEDED:
-            return _ending("succeeded")
+            return EndView("succeeded")
         failed = status.condition(ConditionType.FAILED) or Condition("", status=False)
         how = "badInput" if failed.reason == Reason.BAD_INPUT else "failed"
-        return _ending(how, status.what_failed or failed.message)
+        return EndView(how, status.what_failed or failed.message)
 
     # -- the backend of the reconciler
 
@@ -281,8 +278,8 @@ class LocalRun:
         mirror = self._mirror
         etcd = EtcdState.READY if self._etcd is None else self._etcd.state
         if self._store_away and etcd is EtcdState.READY:
-            etcd = EtcdState.STARTING  # it runs and does not answer
-        follows = self._store is not None  # the values from before a suspension are known already
+            etcd = EtcdState.STARTING  # it runs but does not respond
+        follows = self._store is not None  # the status already has the values from before a suspension
         return Observed(
             pods=tuple(map(self._observed_pod, self._pods)),
             etcd=etcd,
@@ -330,7 +327,7 @@ class LocalRun:
         if plan != Plan(report=plan.report, etcd=plan.etcd, wake_at=plan.wake_at):
             self._changed()
         if unwritten is not None:
-            raise ClusterError(f"the wanted size could not be written to the store: {unwritten}")
+            raise ClusterError(f"the desired size could not be written to the store: {unwritten}")
 
     async def _write_size(self, size: SizeRecord) -> StoreError | None:
         try:
@@ -394,7 +391,7 @@ class LocalRun:
             with contextlib.suppress(StoreError):
                 await self._mirror.forget_run()
         if self._store is not None:
-            if not self._store.cancelling():  # a second cancellation would not wait for etcd's end
+            if not self._store.cancelling():  # a second cancellation would not wait until etcd exits
                 self._store.cancel()
             await asyncio.wait([self._store])
             self._store = None
@@ -412,7 +409,7 @@ class LocalRun:
         self._store_away = True
         if self._etcd is None:
             self._warn(Reason.STORE_AWAY, sentence)
-        else:  # the job's own etcd reports its death itself
+        else:  # EtcdProcess reports that the job's own etcd exited
             self._changed()
 
     # -- events and files
@@ -433,7 +430,7 @@ class LocalRun:
         self._write(self._files.record, msgspec.json.format(msgspec.json.encode(snapshot), indent=1))
 
     def _keep_report(self, report: Report) -> None:
-        """Write a report, merged with the one from before the job was suspended."""
+        """Write a report, merged with an earlier one from before a suspension."""
         kept, before = self._files.read_report(), None
         with contextlib.suppress(BadInput):
             before = decode_report(kept) if kept is not None else None
@@ -452,12 +449,12 @@ class LocalRun:
         """Apply the manifest's file whenever it is saved."""
         path = self._manifest_path
         try:
-            # Its directory is watched: most editors write a new file and rename it.
+            # Watch its directory, because most editors write a new file and rename it.
             async for _ in awatch(path.parent, watch_filter=lambda _, at: at == str(path), recursive=False, **_WATCH):
                 if path.exists():
                     self._apply_file()
         except OSError as error:
-            self._warn(Reason.REFUSED, f"changes of {path} will not be seen: {error.strerror or error}")
+            self._warn(Reason.REFUSED, f"changes of {path} will not be applied: {error.strerror or error}")
 
     def _apply_file(self) -> None:
         try:
@@ -471,14 +468,14 @@ class LocalRun:
             self._tell(JobEvent(Reason.APPLIED, f"{self._manifest_path.name} was applied"))
 
     async def _follow_output(self) -> None:
-        """Make a snapshot when the program prints."""
+        """Notify the watchers when the program prints."""
         with contextlib.suppress(OSError):
             async for _ in awatch(self._files.logs, watch_filter=None, **_WATCH):
                 self.snapshots.touch()
 
 
 def manifest_text(manifest: Manifest) -> bytes:
-    """Return a manifest as YAML, with its fields in their order."""
+    """Return a manifest as YAML, with its fields in their original order."""
     return yaml.safe_dump(dict(manifest.data), sort_keys=False).encode()
 
 

@@ -1,19 +1,19 @@
 """The directory of a run, which remains after the run has ended.
 
-The path is ``<home>/runs/<job>-<UTC time>-<4 characters>/``::
+The path is ``<home>/runs/<job>-<UTC time>-<4 characters>/``. It contains::
 
 job.json       the latest snapshot of the run (elastic_operator.views.job_view)
 manifest.yaml  the last applied manifest
-report.json    the report, once the job is over or suspended (elastic_operator.api.status)
+report.json    the report, once the job has ended or is suspended (elastic_operator.api.status)
 logs/          <pod>/agent.log and <pod>/round_N/rank_R/output.log
 logs.1/ …      the logs of earlier runs that this one resumed
 checkpoints/   <job>/<index>/, the directory for each pod's program
 run.log        the log of elasticjob itself
-control/       the control socket while it runs (elastic_operator.local.control)
-etcd/          the data of etcd, removed at the end; etcd.log stays
+control/       the control socket while the run is alive (elastic_operator.local.control)
+etcd/          the data of etcd while the run is alive; etcd.log stays
 
 A run holds a lock on ``<home>/names/<job>.lock``, so that a job's name is unique among the runs that are alive. The
-kernel releases it when the process ends. The file names the run that holds the lock.
+kernel releases it when the process exits. The file names the run that holds the lock.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RunDir:
 
     @contextlib.contextmanager
     def socket(self) -> Iterator[str]:
-        """Yield a short path of the control socket, because the kernel allows only 107 bytes. Raises OSError."""
+        """Yield a short path of the control socket: the kernel allows at most 107 bytes. Raises OSError."""
         directory = os.open(self.control, os.O_PATH | os.O_DIRECTORY)
         try:
             yield f"/proc/self/fd/{directory}/socket"
@@ -109,10 +109,10 @@ def reopen_run(home: Path, run_id: str, job: str) -> RunDir:
     record = run.read_record()
     if record is None or record.name != job:
         raise BadInput(
-            f"run {run_id} was of the job {record.name if record else '?'}, but the manifest's metadata.name is {job}; "
-            "resume it with the manifest of that job"
+            f"run {run_id} belongs to the job {record.name if record else '?'}, but metadata.name in the manifest is "
+            f"{job}; resume it with the manifest of that job"
         )
-    # Rounds count from 1 again, so the logs of the earlier run would be mistaken for those of this one.
+    # The numbers of the rounds begin at 1 again, so earlier logs would be mistaken for logs of this run.
     aside = next(path for n in itertools.count(1) if not (path := run.path / f"logs.{n}").exists())
     with contextlib.suppress(FileNotFoundError):
         run.logs.rename(aside)
@@ -134,7 +134,7 @@ def lock_name(home: Path, job: str) -> TextIO:
     """Return a file that locks the name of a job until it is closed; its text names the run that holds the lock.
 
     Raises:
-        BadInput: a run that is alive holds the name, or the home directory cannot be written.
+        BadInput: a run that is alive holds the lock, or the home directory cannot be written.
     """
     path = home / "names" / f"{job}.lock"
     with contextlib.ExitStack() as stack:

@@ -1,7 +1,7 @@
 """The output of ``elasticjob run`` while a job runs: a live view on a terminal, plain lines elsewhere.
 
-The least important parts of the live view are last; a small terminal cuts them off. The live view uses the terminal's
-alternate screen, as a pager does. The last state and the outcome stay on the normal screen.
+The least important parts of the live view come last, because a small terminal cuts them off. The live view uses the
+terminal's alternate screen, as a pager does. The last state and the outcome stay on the normal screen.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from elastic_operator.views.job_view import EventView, JobView, PodView
 
 PROGRESS_INTERVAL: Final = 5.0
-"""Seconds between two lines of the program's progress in plain lines."""
+"""Minimum number of seconds between two plain lines with the program's progress."""
 _OUTCOMES: Final = {0: "succeeded", 1: "failed", 3: "was deleted", 130: "was interrupted"}
 
 NOW: Final = ">"
@@ -62,17 +62,17 @@ class Step:
 
 
 def own_command(argv0: str, environ: Mapping[str, str]) -> str:
-    """Return how to call ``elasticjob`` in any terminal, given how it was started and the environment."""
+    """Return the command that calls ``elasticjob`` in any terminal; ``argv0`` is the path of this program."""
     path = Path(argv0)
     if "VIRTUAL_ENV" not in environ and shutil.which("elasticjob", path=environ.get("PATH")):
         return "elasticjob"
     if path.name == "elasticjob" and path.is_file():
-        return formatting.shell_path(str(path.absolute()))  # the next terminal has not activated its environment
+        return formatting.shell_path(str(path.absolute()))  # the next terminal may be outside of the environment
     return f"{formatting.shell_path(sys.executable)} -m elastic_operator.cli.main"
 
 
 def suggestions(job: JobView, command: str) -> list[tuple[str, str]]:
-    """Return suggestions for a second terminal: each command with its effect."""
+    """Return commands to suggest for a second terminal, each with its effect."""
     name = job.name
     rows: list[tuple[str, str]] = []
     if job.status.state == "Suspended":
@@ -93,7 +93,7 @@ def suggestions(job: JobView, command: str) -> list[tuple[str, str]]:
 
 
 def outcome(job: JobView, now: float, code: int, command: str) -> list[str]:
-    """Return how a run ended with this exit code, and where its files are, in lines."""
+    """Return lines that say how a run with this exit code ended, and where its files are."""
     first = f"{job.name} {_OUTCOMES.get(code, f'ended with {code}')} after {formatting.duration(job.age(now))}"
     why = job.run.ended.message if job.run.ended else ""
     if code == 0 and job.progress is not None:
@@ -103,12 +103,12 @@ def outcome(job: JobView, now: float, code: int, command: str) -> list[str]:
     lines += [f"{label:<12} {formatting.home_relative(path)}" for label, path in paths(job)]
     if code in (1, 130) and job.run.id:
         manifest = formatting.shell_path(job.run.manifest_path) if job.run.manifest_path else "FILE"
-        lines.append(f"{'go on with':<12} {command} run --resume {job.run.id} {manifest}")
+        lines.append(f"{'resume with':<12} {command} run --resume {job.run.id} {manifest}")
     return lines
 
 
 def paths(job: JobView) -> list[tuple[str, str]]:
-    """Return where the files of a run are: label and path."""
+    """Return the label and the path of each directory of a run."""
     return [(label, path) for label, path in (("logs", job.run.logs), ("checkpoints", job.run.checkpoints)) if path]
 
 
@@ -162,7 +162,7 @@ class View(contextlib.AbstractContextManager["View"]):
             self._say(f"| {line}")
 
     def on_steps(self, steps: Sequence[Step]) -> None:
-        """Show which step of the demo begins, and the result of each."""
+        """Show the steps of the demo that have begun or ended."""
         for step in steps:
             if step.mark and step not in self.steps:
                 self._say(f"--- {step.title}" if step.mark == NOW else f"--- {step.title}: {step.result}")
@@ -199,13 +199,13 @@ class LiveView(View):
         self._live.stop()
 
     def on_snapshot(self, job: JobView) -> None:
-        """Show the job from the next repaint on."""
+        """Show the job at the next repaint."""
         self.job = job
         if not self._live.is_started:
             self._live.start(refresh=True)  # not before: an error about bad input belongs on the normal screen
 
     def on_steps(self, steps: Sequence[Step]) -> None:
-        """Show the steps from the next repaint on."""
+        """Show the steps at the next repaint."""
         self.steps = tuple(steps)
 
     def on_ending(self, sentence: str) -> None:
@@ -259,7 +259,7 @@ def render(
 
 
 def _grid(rows: Sequence[Sequence[RenderableType]]) -> RenderableType:
-    """Return a blank line and a table, whose cells are wrapped if there is too little room."""
+    """Return a blank line and a table, whose cells are wrapped if the terminal is too narrow."""
     if not rows:
         return Group()
     table = Table.grid(padding=(0, 2, 0, 0))
@@ -304,7 +304,7 @@ def _steps(steps: Sequence[Step]) -> RenderableType:
 
 def _pods(job: JobView, now: float) -> RenderableType:
     living, ended = job.living_pods, job.ended_pods
-    # Beside living pods, the two that ended last explain what happened; if all have ended, each is shown.
+    # Beside living pods, the two that ended last explain what happened; if all have ended, show all.
     rows = [*living[:_MAX_PODS], *ended[:2]] if living else sorted(ended[:_MAX_PODS], key=lambda pod: pod.index)
     titles = ("POD", "PID", "STATE", "RANKS", "AGE", "MESSAGE" if any(map(_message, rows)) else "")
     table = [tuple(Text(title, "dim") for title in titles), *(_pod(pod, now) for pod in rows)]

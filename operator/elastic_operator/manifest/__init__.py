@@ -1,1 +1,1 @@
-"""Reads a manifest file and checks it against the CRD."""
+"""The manifest file of a job: its YAML, and its check against the CRD."""

@@ -1,8 +1,8 @@
-"""Checks manifests on this machine as an API server with strict field validation checks them in a cluster.
+"""Check manifests on this machine, as an API server with strict field validation does on a cluster.
 
 ``crds/elasticjob.yaml``, which the package contains as ``elasticjob.yaml``, is the only definition of the spec and the
-status. Defaults, schema and CEL rules are read from it. jsonschema checks the schema, with Kubernetes' keywords in
-addition to its own, and celpy evaluates the rules in CEL. Only the types of the metadata are checked.
+status: it has the defaults, the schema and the CEL rules. jsonschema checks the schema, with additional keywords of
+Kubernetes, and celpy evaluates the rules. Of the metadata, only the types are checked.
 """
 
 from __future__ import annotations
@@ -56,24 +56,17 @@ _METADATA: Final[Schema] = {
 """The metadata is the same for every kind of object, so no CRD describes it."""
 
 _INT_OR_STRING: Final = {"type": ["integer", "string"], "minimum": -(2**63), "maximum": 2**63 - 1}
-"""An API server has no integers beyond 64 bits, and celpy fails on them."""
+"""An API server has no integers of more than 64 bits, and celpy fails on them."""
 
 _MAX_SENTENCE: Final = 300
 _OLD_SELF: Final = re.compile(r"\boldSelf\b")
 
 
 @functools.cache
-def definition() -> Json:
-    """Return the CustomResourceDefinition."""
-    text = resources.files("elastic_operator").joinpath("elasticjob.yaml").read_text(encoding="utf-8")
-    loaded: Json = yaml.safe_load(text)
-    return loaded
-
-
-@functools.cache
 def schema() -> Schema:
     """Return the structural schema of the version that this operator supports."""
-    versions = {version["name"]: version for version in definition()["spec"]["versions"]}
+    definition = yaml.safe_load(resources.files("elastic_operator").joinpath("elasticjob.yaml").read_bytes())
+    versions = {version["name"]: version for version in definition["spec"]["versions"]}
     found: Schema = versions[VERSION]["schema"]["openAPIV3Schema"]
     return found
 
@@ -91,9 +84,9 @@ def apply_defaults(manifest: Json) -> dict[str, Any]:
 
 
 def validate(manifest: Json, *, old: Json | None = None) -> list[Problem]:
-    """Return the problems that must be fixed before the manifest can be accepted.
+    """Return the problems for which an API server would reject the manifest.
 
-    Rules that span fields are checked only if each field by itself is valid.
+    CEL rules are checked only if there are no other problems.
 
     Args:
         manifest: the object, with or without the defaults. Only the field names of its status are checked.
@@ -102,9 +95,10 @@ def validate(manifest: Json, *, old: Json | None = None) -> list[Problem]:
     if misnamed := list(_misnamed(manifest)):
         return misnamed
     job = {"metadata": {}, **apply_defaults(manifest)}
-    violated = list(violations({key: value for key, value in job.items() if key != "status"}, _whole_schema()))
+    errors = _Validator(_whole_schema()).iter_errors({key: value for key, value in job.items() if key != "status"})
+    violated = [Problem(tuple(error.absolute_path), _sentence(error)) for error in errors]
     wrong = {problem.location for problem in violated}
-    # A mapping in a list's place is one problem, not one for each of its fields.
+    # A mapping instead of a list is one problem, not one for each of its fields.
     unknown = [each for each in unknown_fields(job, _whole_schema()) if each.location[:-1] not in wrong]
     if problems := [*unknown, *violated]:
         return problems
@@ -141,12 +135,6 @@ def _default(value: object, schema: Schema) -> None:
             _default(item, schema.get("items", {}))
 
 
-def violations(value: object, schema: Schema) -> Iterator[Problem]:
-    """Yield the violations of a CRD's schema in a value whose defaults are applied."""
-    for error in _Validator(schema).iter_errors(value):
-        yield Problem(tuple(error.absolute_path), _sentence(error))
-
-
 def unknown_fields(value: object, schema: Schema, location: Location = ()) -> Iterator[Problem]:
     """Yield the fields that the schema does not declare."""
     if isinstance(value, list):
@@ -162,13 +150,13 @@ def unknown_fields(value: object, schema: Schema, location: Location = ()) -> It
 
 
 def field_schema(schema: Schema, key: str) -> Schema:
-    """Return the schema of a mapping's field; an empty one if it is not declared."""
+    """Return the schema of a field of a mapping; an empty schema if the field is not declared."""
     known: Schema = schema.get("properties", {}).get(key) or schema.get("additionalProperties") or {}
     return known
 
 
 def _suggestion(key: str, properties: Schema) -> str:
-    """Return the field that was probably meant, as the end of a sentence."""
+    """Return the end of a sentence about an unknown field: what to do instead."""
     owners = [name for name, schema in properties.items() if key in schema.get("properties", {})]
     if owners:
         return f" here; it belongs below {owners[0]}"
@@ -199,7 +187,7 @@ def _unique(_: object, keys: object, items: object, _schema: object) -> _Errors:
         else:
             continue
         if (exactly := json.dumps(identity)) in seen:
-            yield ValidationError(f"{shown(identity)} is in this list already; remove one of the two", path=[index])
+            yield ValidationError(f"{shown(identity)} is in this list twice; remove one of the two", path=[index])
         seen.add(exactly)
 
 
@@ -209,18 +197,18 @@ KEYWORDS: Final[Mapping[str, Any]] = {
     "x-kubernetes-list-type": _unique,
     "x-kubernetes-list-map-keys": _unique,
 }
-"""The keywords that :func:`violations` checks in another way than jsonschema."""
+"""The keywords that are checked differently from jsonschema."""
 
 _Validator = extend(Draft202012Validator, KEYWORDS)
 
 
 def _sentence(error: ValidationError) -> str:
-    """Return what is wrong and what to change."""
+    """Return what is wrong, and what to change if that is known."""
     if error.validator == "pattern":
         expected = str(error.schema.get("description", "")).removesuffix(".")
-        return f"{shown(error.instance)} is not possible here; expected is: {expected}"
+        return f"{shown(error.instance)} is not valid here; expected: {expected}"
     if error.validator == "type" and "string" in error.validator_value and isinstance(error.instance, int | float):
-        return f"{shown(error.instance)} is not a text; write it in quotes"
+        return f"{shown(error.instance)} is not a string; put it into quotes"
     return shorten(error.message, _MAX_SENTENCE)
 
 
@@ -228,8 +216,8 @@ def _broken_rules(value: object, schema: Schema, old: object, location: Location
     """Yield the CEL rules that a valid value with its defaults breaks, here and below.
 
     A rule sees the declared fields of its value as ``self``. A rule that names ``oldSelf`` compares it with the value
-    before the change, and is skipped if there is none, unless it says ``optionalOldSelf: true``; then ``oldSelf`` is an
-    optional value with ``hasValue()`` and ``value()``. Rules for items of lists must not name ``oldSelf``.
+    before the change, and is skipped if there is none. With ``optionalOldSelf: true``, a rule is never skipped, and
+    ``oldSelf`` is an optional value with ``hasValue()`` and ``value()``. Rules of list items must not name ``oldSelf``.
     """
     if value is None:
         return
@@ -249,7 +237,7 @@ def _broken_rules(value: object, schema: Schema, old: object, location: Location
 
 
 def _holds(rule: Mapping[str, Any], value: Value, old: Value | None) -> bool:
-    """Return whether the value keeps the rule; a rule that cannot be evaluated is broken."""
+    """Return whether the value follows the rule; a rule that cannot be evaluated is broken."""
     variables = {"self": value}
     if _OLD_SELF.search(rule["rule"]):
         if rule.get("optionalOldSelf"):
@@ -272,12 +260,12 @@ def _program(rule: str) -> Callable[[Context], Value]:
 
 
 def _has_value(optional: Result) -> Result:
-    """Return whether the optional value is there; celpy passes errors on as values."""
+    """Return whether the optional value is present; celpy passes errors as values."""
     return celtypes.BoolType(len(optional) > 0) if isinstance(optional, celtypes.ListType) else optional
 
 
 def _optional_value(optional: Result) -> Result:
-    """Return the optional value, or an error as a value: celpy evaluates both sides of an ``&&``."""
+    """Return the optional value, or an error as a value, because celpy evaluates both sides of ``&&``."""
     if not isinstance(optional, celtypes.ListType):
         return optional
     return optional[0] if optional else CELEvalError("there is no old value")

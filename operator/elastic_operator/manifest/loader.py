@@ -1,7 +1,7 @@
-"""Reads an ElasticJob from a YAML file and checks it. Every error begins with file, line and field.
+"""Read an ElasticJob from a YAML file, and check it. Each error begins with the file, the line and the field.
 
 PyYAML reads the file, with the rules of kubectl's YAML library for values without quotes: ``y`` is true, ``1e3`` is a
-number, ``1:30`` and ``2001-01-01`` are texts. As in kubectl, a mapping must not have a key twice, and 3.0 is 3.
+number, ``1:30`` and ``2001-01-01`` are strings. As in kubectl, the keys of a mapping must differ, and 3.0 is 3.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 DEFAULT_NAMESPACE: Final = "default"
 MAX_BYTES: Final = 256 * 1024
-"""The size limit of annotations, because `kubectl apply` keeps the manifest in one."""
+"""The size limit of annotations: `kubectl apply` stores the manifest in one."""
 _MAX_VALUES: Final = 100_000
-"""Maximum number of values with expanded aliases: a small file can refer to the same list many times."""
+"""Maximum number of values after the expansion of aliases: a small file can refer to the same list many times."""
 _IMPLICIT: Final = {
     "null": r"~|null|Null|NULL|",
     "bool": r"y|Y|yes|Yes|YES|true|True|TRUE|on|On|ON|n|N|no|No|NO|false|False|FALSE|off|Off|OFF",
@@ -59,22 +59,22 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def check_number(self, number: int) -> None:
-        """Reject a manifest that is too large with expanded aliases and merges."""
+        """Reject a manifest that is too large after the expansion of aliases and merges."""
         if number > _MAX_VALUES:
             raise BadInput(f"{self.name}: has more than {_MAX_VALUES} values when its aliases are expanded; shorten it")
 
     def key(self, node: yaml.Node) -> str:
-        """Return a mapping's key, which is a text as in JSON."""
+        """Return a mapping's key, which is a string as in JSON."""
         value = self.scalar(node) if isinstance(node, yaml.ScalarNode) else None
         if value is None:
-            raise self.bad_input(node, "this cannot be the name of a field; put it into quotes if it is to be a text")
+            raise self.bad_input(node, "this cannot be the name of a field; put it into quotes to make it a string")
         return str(value).lower() if isinstance(value, bool) else str(value)
 
     def scalar(self, node: yaml.ScalarNode) -> object:
-        """Return a text, a number, a truth value or None."""
+        """Return a string, a number, a Boolean or None."""
         try:
             value = self.construct_object(node)
-            if isinstance(value, str) and not value.isascii():  # JSON escapes one character as two halves
+            if isinstance(value, str) and not value.isascii():  # JSON may escape a character as two surrogates
                 return value.encode("utf-16", "surrogatepass").decode("utf-16")
         except (LookupError, ValueError):
             raise self.bad_input(node, f"{node.value!r} cannot be read; put it into quotes, without a tag") from None
@@ -90,7 +90,7 @@ for _kind, _pattern in _IMPLICIT.items():
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A file as it is written, before any check.
+    """The content of a file, before any check.
 
     Attributes:
         path: the file, as the user named it.
@@ -103,7 +103,7 @@ class Manifest:
     lines: dict[Location, int] = field(default_factory=dict)
 
     def line(self, location: Location) -> int:
-        """Return the line of a value, or of the value around it if it is missing."""
+        """Return the line of a value, or of the value that should contain it if it is missing."""
         while location and location not in self.lines:
             location = location[:-1]
         return self.lines.get(location, 1)
@@ -143,16 +143,32 @@ def load(path: Path) -> Manifest:
     """Read a file without checking it.
 
     Raises:
-        BadInput: the file cannot be read, or is not one YAML document with a mapping in it.
+        BadInput: the file cannot be read, or is not one YAML document that is a mapping.
     """
-    return parse(_text(path), path)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise BadInput(f"{path}: there is no such file; check the path") from None
+    except IsADirectoryError:
+        raise BadInput(f"{path}: is a directory; name the manifest's file in it") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise BadInput(f"{path}: cannot be read: {reason}") from None
+    if len(data) > MAX_BYTES:
+        raise BadInput(f"{path}: is larger than a manifest may be ({MAX_BYTES >> 10} KiB); is it the right file?")
+    try:
+        return parse(data.decode("utf-8-sig"), path)
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise BadInput(f"{path}:{line}: is not UTF-8; save it in that encoding (is it the right file?)") from None
 
 
 def parse(text: str, path: Path) -> Manifest:
-    """Read the one document in a text, as of a file with this path.
+    """Read the only document in the text of the file at ``path``.
 
     Raises:
-        BadInput: it is not YAML, empty, more than one document, has a key twice, or is not a mapping.
+        BadInput: it is not YAML, is empty, has several documents or duplicate keys, or is not a mapping.
     """
     try:
         loader = _Loader(text)
@@ -175,8 +191,8 @@ def parse(text: str, path: Path) -> Manifest:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
-        said = " ".join(part for part in (error.context, error.problem) if part)
-        raise BadInput(f"{where}: is not YAML: {said}") from None
+        what = " ".join(part for part in (error.context, error.problem) if part)
+        raise BadInput(f"{where}: is not YAML: {what}") from None
     except RecursionError:
         raise BadInput(f"{path}: is nested too deeply") from None
     if not isinstance(data, Mapping):
@@ -188,7 +204,7 @@ def load_checked(path: Path) -> ElasticJobManifest:
     """Read the job that a file describes.
 
     Raises:
-        BadInput: an API server would refuse it; the message names every problem with its line.
+        BadInput: an API server would reject it; the message names each problem with its line.
     """
     manifest = load(path)
     if problems := crd.validate(manifest.data):
@@ -197,7 +213,7 @@ def load_checked(path: Path) -> ElasticJobManifest:
 
 
 def with_defaults(manifest: Manifest, data: Json) -> ElasticJobManifest:
-    """Return the job of a file, whose object has passed every check."""
+    """Return the job of a file; ``data`` is its object, which has passed every check."""
     job = crd.apply_defaults(data)
     if not job["metadata"].get("namespace"):
         job["metadata"]["namespace"] = DEFAULT_NAMESPACE
@@ -207,7 +223,7 @@ def with_defaults(manifest: Manifest, data: Json) -> ElasticJobManifest:
 def _value(
     loader: _Loader, lines: dict[Location, int], node: yaml.Node, location: Location, start: yaml.Node
 ) -> object:
-    """Return the value of a node; note its line, which is that of ``start``."""
+    """Return the value of a node; record the line of ``start`` as its line."""
     lines[location] = start.start_mark.line + 1
     loader.check_number(len(lines))
     if isinstance(node, yaml.MappingNode):
@@ -217,23 +233,3 @@ def _value(
         return [_value(loader, lines, item, (*location, index), item) for index, item in enumerate(node.value)]
     assert isinstance(node, yaml.ScalarNode)  # noqa: S101 - the third and last kind of node
     return loader.scalar(node)
-
-
-def _text(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise BadInput(f"{path}: there is no such file; check the path") from None
-    except IsADirectoryError:
-        raise BadInput(f"{path}: is a directory; name the manifest's file in it") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise BadInput(f"{path}: cannot be read: {reason}") from None
-    if len(data) > MAX_BYTES:
-        raise BadInput(f"{path}: is larger than a manifest may be ({MAX_BYTES >> 10} KiB); is it the right file?")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise BadInput(f"{path}:{line}: is not UTF-8; save it in that encoding (is it the right file?)") from None

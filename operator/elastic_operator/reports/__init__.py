@@ -1,1 +1,1 @@
-"""The report of a job's run as one HTML page."""
+"""The report about a job, as one HTML page."""

@@ -1,4 +1,4 @@
-"""Render a report as one HTML page without scripts and external resources.
+"""Render a report as one HTML page without scripts or external resources.
 
 This module derives the facts: the durations of rounds, the failures, and their costs. The template has the text
 and the charts. Horizontal positions are in percent, so that text keeps its size at any width.
@@ -22,7 +22,7 @@ from markupsafe import Markup
 from elastic_operator.controller import messages
 from elastic_operator.views import formatting
 from elastic_operator.views.top import goodput
-from torchelastic.protocol import FailureRecord, PastRound, RoundReason, RunState
+from torchelastic.protocol import FailureRecord, PastRound, RoundReason, RunState, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -33,10 +33,10 @@ STATES: Final[Mapping[str, str]] = {
     RunState.TRAINING: "the workers train",
     RunState.RESTORING: "the workers run; the program has not begun its first step",
     RunState.STARTING: "the workers' processes start",
-    RunState.RENDEZVOUS: "enough pods exist and agree on who trains together",
+    RunState.RENDEZVOUS: "enough pods exist; they agree on the members of the next round",
     RunState.WAITING: "fewer pods exist than are needed",
-    RunState.STOPPING: "workers are stopped, for another round or because the job has ended",
-    RunState.SUSPENDED: "the job is suspended; nothing of it runs",
+    RunState.STOPPING: "workers stop, for another round or because the job has ended",
+    RunState.SUSPENDED: "the job is suspended; it has no pods",
 }
 
 _SUMMARY: Final = 240
@@ -48,7 +48,7 @@ _UNPRINTABLE: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\ud
 
 
 def page(report: Report, ended: str = "") -> str:
-    """Render a report; ``ended`` is how the run of an unfinished job ended, in one word, empty if it has not."""
+    """Render a report; ``ended`` is one word for how the run of an unfinished job ended, empty if the run is alive."""
     found = facts(report)
     finished = report.state.finished
     state = report.state.value if finished or not ended else ended[:1].upper() + ended[1:]
@@ -78,7 +78,7 @@ class Failure(NamedTuple):
     Attributes:
         time: when the next round began, in seconds since the Unix epoch.
         round: the number of the round; 0 if unknown.
-        pod: the name of the pod; empty if the message has it.
+        pod: the name of the pod; empty if the message contains it.
         rank: the rank of the failed worker; None if no worker failed.
         what: how the worker or pod ended.
         lost: seconds of training that no checkpoint held; None if unknown.
@@ -99,7 +99,7 @@ class Failure(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The content of a page, and the positions in its timeline: from the left in percent, from the top in pixels.
+    """The content of a page, and positions in its timeline: in percent from the left, in pixels from the top.
 
     ``begin`` and ``end`` of the job are in seconds since the Unix epoch.
     """
@@ -125,12 +125,12 @@ class Facts:
         return max((span.round.workers for span in self.spans), default=0)
 
     def x(self, time: float) -> float:
-        """Return the position of a time."""
+        """Return the horizontal position of a time."""
         total = self.end - self.begin
         return min(max((time - self.begin) / total * 100, 0.0), 100.0) if total > 0 else 0.0
 
     def y(self, workers: float) -> float:
-        """Return the height of a number of workers."""
+        """Return the vertical position of a number of workers."""
         return self.base - (self.base - self.top) * workers / max(self.most_workers, 1)
 
     @property
@@ -199,23 +199,19 @@ def _failures(report: Report, end: float) -> Iterator[Failure]:
 
 
 def _of_worker(failure: FailureRecord, time: float, lost: float | None, *, final: bool = False) -> Failure:
+    code = failure.exit_code
+    signal = "" if code >= 0 else messages.signal_name(messages.SIGNAL_BASE - code) or f"signal {-code}"
     return Failure(
         time=time,
         round=failure.round,
         message=failure.message,
         pod=messages.node_name(failure),
         rank=failure.rank,
-        what=_exit_status(failure.exit_code),
+        what=signal or f"exit code {code}",
         lost=lost,
         free=failure.uncharged,
         final=final,
     )
-
-
-def _exit_status(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    return messages.signal_name(messages.SIGNAL_BASE - exit_code) or f"signal {-exit_code}"
 
 
 @functools.cache
@@ -235,7 +231,7 @@ def _template() -> jinja2.Template:
         "percent": formatting.percent,
         "sha256": lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode(),
         "short_duration": formatting.short_duration,
-        "shortened": formatting.shortened,
+        "shorten": shorten,
         "summary": _summary,
     }
     return environment.get_template("report.html.j2")
@@ -255,4 +251,4 @@ def _summary(text: str) -> str | None:
     lines = [line for line in text.splitlines() if line.strip()]
     if len(lines) < 2 and len(text) <= _SUMMARY:
         return None
-    return formatting.shortened((lines or [""])[-1].strip(), _SUMMARY)
+    return shorten((lines or [""])[-1].strip(), _SUMMARY)

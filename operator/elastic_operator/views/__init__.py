@@ -1,1 +1,1 @@
-"""Views of a job for a terminal, the same for a job on this machine and on a cluster."""
+"""The text that a terminal shows about a job, which is the same for jobs on this machine and on a cluster."""

@@ -73,13 +73,8 @@ def printed(line: str) -> str:
     return _CONTROLS.sub("", visible.expandtabs(4)).rstrip()
 
 
-def shortened(text: str, limit: int) -> str:
-    """Cut a text to at most ``limit`` characters."""
-    return text if len(text) <= limit else f"{text[: limit - 1].rstrip()}…"
-
-
 def activity(pod: PodView) -> tuple[str, bool | None]:
-    """Return what a pod is doing, in one or two words, and whether that is healthy: None for in between."""
+    """Return what a pod is doing, in one or two words, and whether that is healthy: None for neither."""
     if pod.over:
         code = pod.exit_code
         if code == 0 or pod.phase == "Succeeded":
@@ -125,7 +120,7 @@ def columns(rows: Iterable[Sequence[str]], indent: str = "") -> list[str]:
 
 
 def is_terminal(output: TextIO, environ: Mapping[str, str]) -> bool:
-    """Return whether the output is a terminal that can show a live view; NO_COLOR and TERM=dumb ask for plain lines."""
+    """Return whether the output is a terminal that can show a live view; False with NO_COLOR or TERM=dumb."""
     return not environ.get("NO_COLOR") and environ.get("TERM", "dumb") != "dumb" and output.isatty()
 
 
@@ -172,7 +167,7 @@ def objects(jobs: Sequence[JobView], form: str, *, single: bool) -> str:
 
 
 def description(job: JobView, now: float) -> list[str]:
-    """Return the lines of all information about a job."""
+    """Return the lines that describe a job in detail."""
     import yaml
 
     spec = yaml.safe_dump(dict(job.spec), sort_keys=False).splitlines()
@@ -203,11 +198,14 @@ def _facts(job: JobView, now: float) -> Iterator[tuple[str, str]]:
     yield "State", job.state + _behind(job)
     yield "Age", duration(now - job.created) if job.created else ""
     yield "Took", duration(job.age(now)) if job.completed else ""
-    yield "Pods", f"{status.ready_replicas} ready of {status.desired} wanted, {status.replicas} in total"
+    pods = f"{status.desired} desired, {status.replicas} current, {status.ready_replicas} ready"
+    yield "Pods", "" if job.completed else pods
     yield "Round", f"{status.round}, world size {status.world_size}" if status.round else "none yet"
     yield "Restarts", f"{status.restarts} charged, {status.uncharged_restarts} uncharged"
-    yield "Pods Died", str(status.pod_failures or "")
-    yield "Last Failure", _last_failure(job, now).replace("\n", "\n  ")
+    yield "Pod Failures", str(status.pod_failures or "")
+    if (failure := status.last_failure) is not None and failure.message:
+        ago = f" ({duration(now - failure.time)} ago)" if failure.time else ""
+        yield "Last Failure", failure.message.replace("\n", "\n  ") + ago
     yield "Deadline", f"in {duration(job.deadline - now)}" if job.deadline is not None else ""
     yield "Excluded Nodes", ", ".join(status.excluded_nodes)
     yield "Progress", job.progress.line if job.progress else ""
@@ -215,25 +213,18 @@ def _facts(job: JobView, now: float) -> Iterator[tuple[str, str]]:
     yield "Logs", run.logs
     yield "Checkpoints", run.checkpoints
     if etcd and etcd.endpoint:
-        restarts = f", started again {count(etcd.restarts, 'time')}" if etcd.restarts else ""
+        restarts = f", restarted {count(etcd.restarts, 'time')}" if etcd.restarts else ""
         yield "Etcd", etcd.endpoint + (f" (process {etcd.pid}{restarts})" if etcd.pid else "")
 
 
-def _last_failure(job: JobView, now: float) -> str:
-    failure = job.status.last_failure
-    if failure is None or not failure.message:
-        return ""
-    return failure.message + (f" ({duration(now - failure.time)} ago)" if failure.time else "")
-
-
 def _behind(job: JobView) -> str:
-    """Return a remark if the status is older than the spec."""
+    """Return a remark if the status is older than the spec, else an empty string."""
     generation = job.metadata.get("generation")
     if not job.on_cluster or not isinstance(generation, int) or job.status.observed_generation >= generation:
         return ""
     if job.status.observed_generation:
         return " (the operator has not seen the latest change of the spec yet)"
-    return " (no operator has taken it up yet; is one installed that watches this namespace?)"
+    return " (no operator has handled it yet; is an operator installed that watches this namespace?)"
 
 
 def _conditions(job: JobView, now: float) -> list[str]:
@@ -263,7 +254,7 @@ def _pod(pod: PodView, now: float) -> Iterator[tuple[str, str]]:
     yield "Agent", f"process {pod.pid}" if pod.pid and not pod.over else ""
     yield "Ranks", rank_list(pod.ranks) if pod.ranks else ""
     yield "Note", pod.note.replace("\n", "\n      ")
-    yield "Last Words", pod.message.replace("\n", "\n      ")
+    yield "Message", pod.message.replace("\n", "\n      ")
     yield "Logs", pod.log_dir or ""
     yield "Metrics", pod.metrics_url or ""
 

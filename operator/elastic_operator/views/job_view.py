@@ -1,7 +1,7 @@
 """The state of a job, as commands and the live view read it: typed, with a default for every field.
 
-The run's directory and control socket contain it as JSON with camelCase names. Another version may have written it:
-unknown fields are ignored.
+A run writes it to its directory and serves it on its control socket, as JSON with camelCase names. It may come from
+another version, so unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class PodView(_View, frozen=True):
 
     @classmethod
     def of(cls, pod: Pod, **others: Any) -> PodView:  # noqa: ANN401 - the other fields
-        """Return the view of a pod, with the fields that a :class:`Pod` does not have."""
-        said = pod.message if isinstance(pod.message, str | None) else pod.message.message or pod.message.reason
+        """Return the view of a pod; ``others`` are the fields that a :class:`Pod` does not have."""
+        message = pod.message if isinstance(pod.message, str | None) else pod.message.message or pod.message.reason
         return cls(
             name=pod.name,
             index=pod.index,
@@ -68,13 +68,13 @@ class PodView(_View, frozen=True):
             created=pod.created,
             ended=pod.ended,
             exit_code=pod.exit_code,
-            message=said or "",
+            message=message or "",
             **others,
         )
 
     @property
     def over(self) -> bool:
-        """Whether it has ended."""
+        """Whether the pod has ended."""
         return self.ended is not None or self.phase in ("Succeeded", "Failed")
 
 
@@ -93,13 +93,11 @@ class EndView(_View, frozen=True):
 
     Attributes:
         how: succeeded, failed, badInput, deleted or interrupted.
-        exit_code: the exit code of ``elasticjob run``.
         message: an explanation; empty if there is none.
         time: when the run ended, in seconds since the Unix epoch.
     """
 
     how: str = ""
-    exit_code: int = 0
     message: str = ""
     time: float = 0.0
 
@@ -107,7 +105,7 @@ class EndView(_View, frozen=True):
 class RunView(_View, frozen=True):
     """The ``elasticjob run`` that owns the job. For a job on a cluster, only ``alive`` is set.
 
-    ``directory``, ``logs`` and ``checkpoints`` are paths; ``ended`` is None while it runs, or if it was killed.
+    ``directory``, ``logs`` and ``checkpoints`` are paths; ``ended`` is None if the run is alive or was killed.
     """
 
     id: str = ""
@@ -121,7 +119,7 @@ class RunView(_View, frozen=True):
 
 
 class EtcdView(_View, frozen=True):
-    """The etcd of a job on this machine; ``pid`` is that of its process."""
+    """The etcd of a job on this machine; ``pid`` is the ID of its process."""
 
     pid: int | None = None
     endpoint: str | None = None
@@ -212,7 +210,7 @@ class JobView(_View, frozen=True, dict=True):
 
     @property
     def deadline(self) -> float | None:
-        """When ``activeDeadlineSeconds`` runs out, in seconds since the Unix epoch; None if it does not."""
+        """When ``activeDeadlineSeconds`` expires, in seconds since the Unix epoch; None if it never does."""
         allowed, since = self.spec.get("activeDeadlineSeconds"), self.status.active
         if self.status.finished or since is None or not isinstance(allowed, int):
             return None

@@ -1,8 +1,8 @@
 """``elasticjob top``: fetch the metrics that a job's agents serve, combine them, and show one job or a table of jobs.
 
 Each agent serves one page; the page of the leader also has the metrics of the whole job. A page may be missing, come
-from another version or hold anything that a program measures: missing values are None. A reading takes at most a few
-seconds: agents that have not answered by then are left out.
+from another version or contain any metric of the program: missing values are None. A reading takes at most a few
+seconds, and omits agents that have not answered by then.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic_operator.controller.messages import count
 from elastic_operator.errors import ClusterError
 from elastic_operator.views import formatting
 from elastic_operator.views.formatting import percent, short_duration
-from torchelastic.protocol import RunState
+from torchelastic.protocol import RunState, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Default = TypeVar("Default")
 
 STRAGGLER_RATIO: Final = 1.1
-"""A rank straggles if its steps take this many times the median of the others."""
+"""A rank straggles if its steps take more than this many times the median of the other ranks."""
 MAX_PAGE: Final = 8 << 20
 """Maximum size of a page in bytes; 16 workers with a hundred histograms and a thousand other metrics need 6 MiB."""
 TIMEOUT: Final = 4.0
@@ -41,12 +41,12 @@ _CONCURRENCY: Final = 64
 _MAX_LEADER_CANDIDATES: Final = 3
 
 _MAX_LINE: Final = 2048
-"""Maximum length of a line: parsing takes quadratic time; an agent's longest lines have 1200 characters."""
+"""Maximum length of a line, because parsing takes quadratic time; an agent's lines have at most 1200 characters."""
 _IGNORED_SUFFIXES: Final = ("_bucket", "_created")
 _MAX_LABEL: Final = 60
 _MAX_REASON: Final = 100
 _MAX_VALUE: Final = 2**53
-"""Maximum of a value; negative and larger values are left out."""
+"""Maximum of a value; negative and larger values are omitted."""
 STATE_COLORS: Final[Mapping[str, str]] = {
     RunState.TRAINING: "green",
     RunState.RESTORING: "cyan",
@@ -70,7 +70,7 @@ class Tally:
 
     @property
     def mean(self) -> float | None:
-        """The mean; None without a value."""
+        """The mean; None if there are no values."""
         return self.total / self.count if self.count > 0 else None
 
     def __add__(self, other: Tally) -> Tally:
@@ -98,13 +98,13 @@ class MetricsPage:
         try:
             for family in text_fd_to_metric_families(cast("TextIO", lines)):
                 for name, labels, value, *_ in family.samples:
-                    number = float(str(value))  # the parser returns some values as int, even larger ones than any float
+                    number = float(str(value))  # the parser returns some values as int, which may be too large
                     if 0 <= number <= _MAX_VALUE:
                         shown = {key: formatting.printed(label)[:_MAX_LABEL] for key, label in labels.items()}
                         self._samples.setdefault(name, []).append((shown, number))
         except (ValueError, IndexError, KeyError, OverflowError) as error:
-            reason = formatting.shortened(str(error), _MAX_REASON)
-            raise ClusterError(f"what it shows cannot be read as metrics{reason and f' ({reason})'}") from None
+            reason = shorten(str(error), _MAX_REASON)
+            raise ClusterError(f"its response cannot be read as metrics{reason and f' ({reason})'}") from None
 
     def value(self, name: str, default: Default) -> float | Default:
         """Return the value of this name, the smallest if there are several."""
@@ -183,10 +183,6 @@ class Reading:
         self.rates = rates.update(self)
 
 
-def _is_rank(label: str) -> bool:
-    return label.isdecimal() and len(label) <= 9
-
-
 def goodput(seconds: Mapping[str, float], lost: float | None) -> float | None:
     """Return the ratio of preserved training time to total time (by run state); None if no time has passed."""
     total = sum(seconds.values())
@@ -198,7 +194,7 @@ def _job_seconds(page: MetricsPage) -> dict[str, float]:
 
 
 def _recoveries_of(pages: Iterable[MetricsPage]) -> dict[str, Tally]:
-    """Return the recoveries by cause: every node counts each, so take the largest count and the common mean."""
+    """Return the recoveries by cause. Each node counts all of them: take the largest count and the common mean."""
     found: dict[str, list[Tally]] = {}
     for page in pages:
         for cause, tally in page.tallies("torchelastic_recovery_duration_seconds", "cause").items():
@@ -217,8 +213,9 @@ def _ranks_of(pages: Iterable[MetricsPage]) -> list[RankMetrics]:
         steps = page.tallies("torchelastic_operation_duration_seconds", "rank", operation="train_step")
         memory = page.by_label("torchelastic_worker_memory_bytes", "rank")
         checkpoints = page.tallies("torchelastic_checkpoint_write_latency_seconds", "rank")
-        for rank in filter(_is_rank, steps.keys() | memory.keys() | checkpoints.keys()):
-            # A pod keeps the counters of a rank that has moved to another pod.
+        labels = steps.keys() | memory.keys() | checkpoints.keys()
+        for rank in (label for label in labels if label.isdecimal() and len(label) <= 9):
+            # A pod still has the counters of a rank that has moved to another pod.
             known = found.get(int(rank))
             if rank in memory or known is None or known.memory is None:
                 found[int(rank)] = RankMetrics(
@@ -232,7 +229,7 @@ class RateTracker:
     """The rates at the latest reading.
 
     Attributes:
-        steps: mean seconds per step by rank, since the last reading in which one ended.
+        steps: mean seconds per step by rank, from the latest reading with new steps.
         recoveries: seconds of the latest recovery by cause, if it was observed.
         straggler: the rank whose steps take much longer than the others'.
     """
@@ -245,7 +242,7 @@ class RateTracker:
         self._last: dict[tuple[str, object], tuple[Tally, float | None]] = {}
 
     def update(self, metrics: Reading) -> Self:
-        """Take a reading."""
+        """Update the rates with a reading."""
         for cause, tally in metrics.recoveries.items():
             mean = self._mean(("recovery", cause), tally)
             if not self._started and tally.count > 1:  # the duration of the latest of several is unknown
@@ -259,7 +256,7 @@ class RateTracker:
         return self
 
     def _mean(self, key: tuple[str, object], now: Tally) -> float | None:
-        """Return the mean of the values by which a histogram last grew."""
+        """Return the mean of the values that were added to a histogram last."""
         before, mean = self._last.get(key, (None, None))
         if before is None or now.count < before.count:
             mean = now.mean
@@ -287,7 +284,7 @@ async def scrape(
 
     Args:
         jobs: the pods of each job, and a function that fetches their pages.
-        leaders: whether to fetch only the pages of the oldest pods, one of which usually leads.
+        leaders: whether to fetch only the pages of the oldest pods; one of them is usually the leader.
         timeout: seconds for all requests.
     """
     gate, deadline = asyncio.Semaphore(_CONCURRENCY), asyncio.get_running_loop().time() + timeout
@@ -312,7 +309,7 @@ async def scrape(
 
 
 def _notes(found: Mapping[str, MetricsPage | ClusterError | TimeoutError]) -> list[str]:
-    """Return each problem once, with the first of its pods."""
+    """Return a sentence for each problem, with the first of its pods."""
     pods: dict[str, list[str]] = {}
     for name, page in found.items():
         if not isinstance(page, MetricsPage):
@@ -374,7 +371,7 @@ def _header(reading: Reading) -> Iterator[str]:
         f"round {reading.round or '-'}",
         f"world size {reading.world_size}"
         + ("" if nodes is None or not reading.world_size else f" on {count(int(nodes), 'node')}")
-        + ("" if wanted in (None, nodes) else f", {wanted:.0f} wanted"),
+        + ("" if wanted in (None, nodes) else f", {wanted:.0f} desired"),
         *([] if job.completed else [f"pods ready {job.status.ready}"]),
         f"restarts {reading.restarts} charged, {reading.uncharged_restarts} uncharged"
         + ("" if left is None else f", {left:.0f} left"),
@@ -404,7 +401,7 @@ def _recoveries(reading: Reading) -> list[str]:
 
 def _ranks(reading: Reading) -> list[str]:
     rates, ranks = reading.rates, reading.ranks
-    if len(ranks) > _MAX_ROWS:  # the straggler is shown in any case
+    if len(ranks) > _MAX_ROWS:  # the straggler comes first, so that it is shown
         ranks = sorted(ranks, key=lambda each: each.rank != rates.straggler)
     rows = [
         (
