@@ -19,7 +19,7 @@ from torchelastic.store.api import split_endpoint
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-_ELSEWHERE: Final = ("192.0.2.1", 9)
+_UNREACHABLE_ADDRESS: Final = ("192.0.2.1", 9)
 """An address reserved for documentation: the route to it is the default route."""
 
 _SIOCGIFADDR: Final = 0x8915
@@ -46,7 +46,7 @@ def own_address(endpoints: Iterable[str]) -> str:
         for family, _, _, _, peer in candidates:
             if (address := _source_address(family, peer)) is not None:
                 return address
-    return _source_address(socket.AF_INET, _ELSEWHERE) or "127.0.0.1"
+    return _source_address(socket.AF_INET, _UNREACHABLE_ADDRESS) or "127.0.0.1"
 
 
 def _source_address(family: int, peer: tuple[str | int, ...] | tuple[int, bytes]) -> str | None:

@@ -540,7 +540,7 @@ def decode_state(data: bytes) -> StateRecord:
 _Versioned = TypeVar("_Versioned", bound=_VersionedRecord)
 
 
-def decode_ours(data: bytes, kind: type[_Versioned]) -> _Versioned:
+def decode_same_version(data: bytes, kind: type[_Versioned]) -> _Versioned:
     """Return the record in this JSON; raise MalformedRecord if it is invalid, or has another protocol version."""
     record = decode(data, kind)
     if record.protocol != PROTOCOL_VERSION:

@@ -54,7 +54,7 @@ MARKS: Final = (
     Mark(
         name="Desired size changed",
         query=Query(
-            expr=f"max(torchelastic_job_wanted_nodes{S}) != max(torchelastic_job_wanted_nodes{S} offset {MOMENT})"
+            expr=f"max(torchelastic_job_desired_nodes{S}) != max(torchelastic_job_desired_nodes{S} offset {MOMENT})"
         ),
         colour="purple",
     ),
@@ -143,7 +143,7 @@ _MEMBERS: Final = Row(
             queries=(
                 Query(expr=f"max(torchelastic_world_size{S})", legend="workers"),
                 Query(expr=f"max(torchelastic_job_nodes{S})", legend="nodes"),
-                Query(expr=f"max(torchelastic_job_wanted_nodes{S})", legend="desired nodes"),
+                Query(expr=f"max(torchelastic_job_desired_nodes{S})", legend="desired nodes"),
                 Query(expr=f"max(torchelastic_job_min_nodes{S})", legend="minimum nodes"),
             ),
         ),

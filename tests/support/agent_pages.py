@@ -56,7 +56,7 @@ def agent_page(
     if seconds is not None:
         rows += [(series.JOB_SECONDS, {"state": state}, (spent,)) for state, spent in seconds.items()]
         rows += [(series.JOB_RESTARTS, {"charged": charged}, (count,)) for charged, count in (("yes", 2), ("no", 3))]
-        rows += [(series.JOB_NODES, {}, (2,)), (series.JOB_WANTED_NODES, {}, (3,))]
+        rows += [(series.JOB_NODES, {}, (2,)), (series.JOB_DESIRED_NODES, {}, (3,))]
     if lost is not None:
         rows.append((series.JOB_LOST, {}, (lost,)))
     for rank in map(str, ranks):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_operator.api.spec import CleanPodPolicy, ElasticJobSpec, modern, program_of, worker_container
+from elastic_operator.api.spec import CleanPodPolicy, ElasticJobSpec, current_form, program_of, worker_container
 from elastic_operator.api.validation import problem_of
 from elastic_operator.controller.plan import plan
 from elastic_operator.kubernetes.backend import job_of
@@ -76,7 +76,7 @@ def test_archived_object_is_read_from_the_cluster() -> None:
 
 def test_current_spec_is_not_converted() -> None:
     today = {"maxReplicas": 3, "image": "i", "args": ["--nnodes=2", "train.py"]}
-    assert modern(today) is today
+    assert current_form(today) is today
 
 
 # Numbers
@@ -225,4 +225,4 @@ JSON = st.recursive(
 def test_any_template_is_converted_or_rejected(template: dict[str, Any]) -> None:
     spec = ElasticJobSpec.of(with_worker(template=template))
     assert problem_of(spec) is None or len(str(problem_of(spec))) > 20
-    assert modern(modern(with_worker(template=template))) == modern(with_worker(template=template))
+    assert current_form(current_form(with_worker(template=template))) == current_form(with_worker(template=template))

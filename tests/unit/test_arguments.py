@@ -273,7 +273,7 @@ def test_static_rendezvous_flags_are_ignored_with_one_warning(caplog: pytest.Log
         ("--rdzv-endpoint=etcd:0", "a port is a number from 1 to 65535"),
         ("--rdzv-endpoint=http://etcd/v3", "is not an address"),
         ("--rdzv-endpoint=ftp://etcd", "http:// or https://"),
-        ("--rdzv-endpoint=http://a,https://b", "choose one"),
+        ("--rdzv-endpoint=http://a,https://b", "choose http:// or https://"),
         ("--rdzv-endpoint=a,,b", "one of the addresses is empty"),
         ("--rdzv-endpoint=root:hush@etcd", "username=… and password=… in --rdzv-conf"),
         ("--rdzv-conf=lese=3", '--rdzv-conf: there is no key "lese". Did you mean lease?'),

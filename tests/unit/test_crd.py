@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from elastic_operator.api.spec import GROUP, KIND, VERSION, ElasticJobSpec
-from elastic_operator.api.validation import in_words
+from elastic_operator.api.validation import error_list
 from elastic_operator.manifest import crd
 
 MANIFESTS = Path(__file__).parent / "manifests"
@@ -337,7 +337,7 @@ def test_these_examples_break_every_rule_of_the_definition() -> None:
 def test_all_problems_are_reported_at_once() -> None:
     problems = crd.validate(job(maxReplicas="3", minReplica=1, args="x"))
     assert {problem.path for problem in problems} == {"spec.maxReplicas", "spec.minReplica", "spec.args"}
-    first, *others = in_words(problems).splitlines()
+    first, *others = error_list(problems).splitlines()
     assert first.endswith("; and 2 more problems:")
     assert len(others) == 2
 

@@ -137,7 +137,7 @@ async def observe(cluster: Cluster, backend: KubernetesBackend) -> Observed:
     """Observe the job, and record when it should be observed again."""
     found = await backend.observe("team/digits")
     assert found is not None
-    cluster.requeue = await backend.apply(found[0], Plan(hands_off=True))
+    cluster.requeue = await backend.apply(found[0], Plan(unmanaged=True))
     return found[1]
 
 

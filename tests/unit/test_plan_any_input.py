@@ -102,7 +102,7 @@ def test_plan_of_any_input(job: Job, observed: Observed, now: float) -> None:
     assert len({pod.name for pod in made.create}) == len(made.create)
     assert len({pod.index for pod in made.create}) == len(made.create)
     assert observed.rejected is None or made.create == ()
-    assert not made.hands_off or made == Plan(hands_off=True)
+    assert not made.unmanaged or made == Plan(unmanaged=True)
     if job.status.state.finished or job.deleting or job.spec.suspend:
         nothing = made.create, made.replicas, made.size, made.min_member, made.min_available
         assert nothing == ((), None, None, None, None)

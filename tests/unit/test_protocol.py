@@ -19,7 +19,7 @@ from torchelastic.protocol import (
     StateRecord,
     TerminationMessage,
     decode,
-    decode_ours,
+    decode_same_version,
     decode_state,
     encode,
     encode_termination_message,
@@ -67,9 +67,9 @@ def test_only_the_number_of_a_round_of_another_version_is_decoded() -> None:
 
 
 def test_a_size_of_another_version_or_beyond_the_bounds_is_malformed() -> None:
-    assert decode_ours(encode(SIZE), SizeRecord) == SIZE
+    assert decode_same_version(encode(SIZE), SizeRecord) == SIZE
     with pytest.raises(MalformedRecord, match="another version of torchelastic's protocol"):
-        decode_ours(encode(msgspec.structs.replace(SIZE, protocol=OTHER)), SizeRecord)
+        decode_same_version(encode(msgspec.structs.replace(SIZE, protocol=OTHER)), SizeRecord)
     with pytest.raises(MalformedRecord, match="not a SizeRecord"):
         decode(b"[]", SizeRecord)
     with pytest.raises(MalformedRecord):

@@ -50,7 +50,7 @@ def test_report_json() -> None:
     report = replace(
         report,
         completed_at=NOW + 20,
-        rested=(NOW + 5.25,),
+        suspensions=(NOW + 5.25,),
         history=HistoryRecord(created=NOW, rounds=(*report.history.rounds, last)),
         time_breakdown=TimeBreakdown(until=NOW + 20, seconds={RunState.TRAINING: 20.0}, lost=1.25, joined=2),
         outcome=OutcomeRecord(state=OutcomeState.SUCCEEDED, round=2, restarts=1),
@@ -107,7 +107,7 @@ def test_report_json() -> None:
             },
         ],
         "omitted": 0,
-        "rested": ["2023-11-14T22:13:25.250Z"],
+        "suspensions": ["2023-11-14T22:13:25.250Z"],
         "outcome": {"state": "succeeded", "round": 2, "restarts": 1, "message": ""},
     }
 
@@ -163,11 +163,11 @@ def test_rounds_after_a_resumption_are_added() -> None:
 
 
 def test_each_suspension_is_kept_once() -> None:
-    first = a_report(1, state=JobState.SUSPENDED, rested=(NOW + 1.5,))
-    second = merged(first, a_report(2, state=JobState.SUSPENDED, rested=(NOW + 2.5,)))
-    assert second.rested == (NOW + 1.5, NOW + 2.5)
+    first = a_report(1, state=JobState.SUSPENDED, suspensions=(NOW + 1.5,))
+    second = merged(first, a_report(2, state=JobState.SUSPENDED, suspensions=(NOW + 2.5,)))
+    assert second.suspensions == (NOW + 1.5, NOW + 2.5)
     written = decode_report(encode_report(second))
-    assert merged(written, second).rested == merged(written, a_report(2, 3)).rested == second.rested
+    assert merged(written, second).suspensions == merged(written, a_report(2, 3)).suspensions == second.suspensions
 
 
 def test_omitted_rounds_are_counted_once() -> None:

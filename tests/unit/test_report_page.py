@@ -122,7 +122,7 @@ def test_a_round_ends_with_a_suspension_or_with_its_workers() -> None:
     def lasted(shown: Report) -> list[float]:
         return [(span.end or 0) - span.round.began for span in facts(shown).spans]
 
-    assert lasted(report(rested=(START + 1, START + 30, START + 71))) == [20, 5, 20, 5, 1], (
+    assert lasted(report(suspensions=(START + 1, START + 30, START + 71))) == [20, 5, 20, 5, 1], (
         "the last round has its duration, too"
     )
     whole = report()

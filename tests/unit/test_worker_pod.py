@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_operator.api.spec import CheckpointSpec, EtcdSpec, GangScheduler, SchedulingSpec
-from elastic_operator.api.validation import AROUND, RESERVED, problem_of
+from elastic_operator.api.validation import AGENT_TIME, RESERVED, problem_of
 from elastic_operator.controller.model import NewPod
 from elastic_operator.resources.owned_objects import PodSettings, pod_group
 from elastic_operator.resources.worker_pod import GRACE, NOTICE, worker_pod
@@ -251,7 +251,7 @@ def test_the_period_of_the_template_is_divided_into_notice_and_grace_and_the_use
 def test_notice_and_grace_have_the_defaults_of_the_agent() -> None:
     assert AgentSettings.__dataclass_fields__["stop_grace"].default == GRACE
     assert RendezvousSettings.__dataclass_fields__["notice"].default == NOTICE
-    assert AROUND > 0
+    assert AGENT_TIME > 0
 
 
 # Scheduling

@@ -60,7 +60,7 @@ _COMMUNICATION: Final = re.compile(
 )
 """Errors of a collective after another rank has failed: messages of gloo, NCCL and torch (2.8 and later)."""
 
-_OF_THE_DEVICE: Final = re.compile(r"CUDA error: |out of memory|device-side assert", re.IGNORECASE)
+_DEVICE_ERROR: Final = re.compile(r"CUDA error: |out of memory|device-side assert", re.IGNORECASE)
 """Errors of the program, even if a collective reports them."""
 
 _FRAME: Final = re.compile(r'^ *File "(?P<path>[^"\n]+)", line (?P<line>\d+)', re.MULTILINE)
@@ -252,7 +252,7 @@ def _printed_crash(tail: str) -> str:
 
 
 def _kind(text: str) -> FailureKind:
-    if _OF_THE_DEVICE.search(text) or not _COMMUNICATION.search(text):
+    if _DEVICE_ERROR.search(text) or not _COMMUNICATION.search(text):
         return FailureKind.PROGRAM
     return FailureKind.COMMUNICATION
 

@@ -160,7 +160,7 @@ _FIELDS: Final = {"rdzv-id": "run_id", "local-addr": "address", "port-range": "p
 
 _BY_NAME: Final = {flag.name: flag for flags in FLAGS.values() for flag in flags}
 _PARSERS: Final = {**{name: flag.read for name, flag in _BY_NAME.items()}, **_FROM_OPERATOR, **CONF}
-_AS_WRITTEN: Final = {
+_SPELLINGS: Final = {
     **{f"--{name}": flag for flag in _BY_NAME.values() for name in (flag.name, flag.name.replace("-", "_"))},
     **{f"-{flag.short}": flag for flag in _BY_NAME.values() if flag.short},
 }
@@ -206,15 +206,15 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     """
     torchruns = {name: f"PET_{name.upper().replace('-', '_')}" for name in _BY_NAME}
     given = from_variables(environ, OPERATOR_VARIABLES) | from_variables(environ, torchruns)
-    short = [f"{written[1:]}{':' * bool(flag.metavar)}" for written, flag in _AS_WRITTEN.items() if len(written) == 2]
-    long = [f"{written[2:]}{'=' * bool(flag.metavar)}" for written, flag in _AS_WRITTEN.items() if len(written) > 2]
+    short = [f"{written[1:]}{':' * bool(flag.metavar)}" for written, flag in _SPELLINGS.items() if len(written) == 2]
+    long = [f"{written[2:]}{'=' * bool(flag.metavar)}" for written, flag in _SPELLINGS.items() if len(written) > 2]
     try:
         options, program = getopt.getopt(argv, f"h{''.join(short)}", [*long, "help", "version"])
     except getopt.GetoptError as error:
         # A long flag of one letter is an ambiguous abbreviation.
         raise SettingsError(_explained(f"{'--' if '--' in error.msg else '-'}{error.opt}")) from None
     for written, value in options:
-        if (known := _AS_WRITTEN.get(written)) is None:
+        if (known := _SPELLINGS.get(written)) is None:
             _parser().parse_args([written])
         elif known.metavar and not value:
             raise SettingsError(_explained(written))
@@ -254,7 +254,7 @@ def _pairs(conf: Given) -> list[tuple[str, str]]:
 
 def _explained(written: str) -> str:
     """Return the error message for a flag that does not exist or is given in the wrong way."""
-    flag = _AS_WRITTEN.get(written)
+    flag = _SPELLINGS.get(written)
     if flag is not None and flag.metavar:
         return f"{written} needs a value: {flag.metavar}."
     if flag is not None or written in {"--help", "--version"}:

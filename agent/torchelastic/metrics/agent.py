@@ -214,7 +214,7 @@ class AgentMetrics:
         yield series.JOB_RESTARTS.labelled(charged="yes"), restarted.restarts
         yield series.JOB_RESTARTS.labelled(charged="no"), restarted.uncharged_restarts
         yield series.JOB_NODES, 0 if round is None else len(round.members)
-        yield series.JOB_WANTED_NODES, size.target
+        yield series.JOB_DESIRED_NODES, size.target
         yield series.JOB_MIN_NODES, size.min
 
     def _rising(self, times: TimeBreakdown) -> dict[RunState, float]:

@@ -147,7 +147,7 @@ JOB_RESTARTS: Final = _family("job_restarts", COUNTER, "Restarts of the workers,
 JOB_JOINED: Final = _family("job_nodes_joined", COUNTER, "Nodes that joined, those of the first round included.")
 JOB_GONE: Final = _family("job_nodes_gone", COUNTER, "Nodes that left a round, by cause.")
 JOB_NODES: Final = _family("job_nodes", GAUGE, "Number of nodes in the current round.")
-JOB_WANTED_NODES: Final = _family("job_wanted_nodes", GAUGE, "Desired number of nodes.")
+JOB_DESIRED_NODES: Final = _family("job_desired_nodes", GAUGE, "Desired number of nodes.")
 JOB_MIN_NODES: Final = _family("job_min_nodes", GAUGE, "Minimum number of nodes for training.")
 
 PLATFORM_SAMPLES: Final = frozenset().union(*(series.samples for series in _families))

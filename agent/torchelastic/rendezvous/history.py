@@ -60,7 +60,7 @@ WRITE_INTERVAL: Final = 10.0
 MIN_INTERVAL: Final = 1.0
 """Minimum number of seconds between two writes."""
 
-_AT_WORK: Final = (RunState.RESTORING, RunState.TRAINING)
+_WORKING_STATES: Final = (RunState.RESTORING, RunState.TRAINING)
 
 
 @dataclass
@@ -120,7 +120,7 @@ class History:
 
     def round_broke(self) -> None:
         """Note that the current round has ended and the next rendezvous starts."""
-        if self.state in _AT_WORK:
+        if self.state in _WORKING_STATES:
             self.enter(RunState.RENDEZVOUS)
 
     def workers_started(self) -> None:
@@ -266,7 +266,7 @@ class History:
     def _ended_at(self) -> float:
         """Return when the current round's workers stopped, as this node saw or another node wrote; 0 if unknown."""
         base, times, past = self._base, self._round, self._rounds.get(self._round.number)
-        written = base.until if base.round == times.number and base.state in _AT_WORK else 0.0
+        written = base.until if base.round == times.number and base.state in _WORKING_STATES else 0.0
         if past is None or written <= past.began:  # written before the round
             written = 0.0
         if not times.started:

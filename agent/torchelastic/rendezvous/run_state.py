@@ -18,7 +18,7 @@ from torchelastic.protocol import (
     RunKeys,
     SizeRecord,
     decode,
-    decode_ours,
+    decode_same_version,
     decode_state,
     encode,
 )
@@ -121,8 +121,8 @@ class RunStateWatch:
         self._decoders: dict[str, Callable[[bytes], msgspec.Struct]] = {
             keys.leader: lambda data: decode(data, LeaderRecord),
             keys.state: decode_state,
-            keys.notice: lambda data: decode_ours(data, NoticeRecord),
-            keys.size: lambda data: decode_ours(data, SizeRecord),
+            keys.notice: lambda data: decode_same_version(data, NoticeRecord),
+            keys.size: lambda data: decode_same_version(data, SizeRecord),
         }
         self._known: dict[str, Versioned[Any]] = dict.fromkeys(self._decoders, Versioned())
         self._warned: set[str] = set()

@@ -7,7 +7,7 @@ torchrun and ``torchelastic-run`` parse a command line by the same rules. The ag
 determines which flags are given, and rejects those that are reserved for it.
 
 The first controller, of the same group and version, was archived in 2022; its manifests have ``rdzvEndpoint`` and
-``replicaSpecs.Worker``. The CRD accepts both forms, but not a mixture. :func:`modern` converts such manifests:
+``replicaSpecs.Worker``. The CRD accepts both forms, but not a mixture. :func:`current_form` converts such manifests:
 
 * A pod ran the image's launcher with the controller's flags and the container's ``args``, which begin with more flags
   of the launcher (``--nproc_per_node=1``). The operator now sets the launcher and those flags, so they are removed, and
@@ -258,7 +258,7 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
         Raises:
             msgspec.ValidationError: a value has another type than the CRD allows.
         """
-        current = {key: value for key, value in modern(spec).items() if value is not None}
+        current = {key: value for key, value in current_form(spec).items() if value is not None}
         if "maxRestarts" in current:
             current = {"backoffLimit": current["maxRestarts"], **current}
         for key in ("command", "args", "env", "etcd", "checkpoint", "rendezvous", "schedulingPolicy", "failurePolicy"):
@@ -352,7 +352,7 @@ _FIELDS: Final = {"nproc-per-node": "nprocPerNode", "max-restarts": "maxRestarts
 """Flags with a number that are fields of the spec now."""
 
 
-def modern(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+def current_form(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     """Convert a valid spec to the current form; return it unchanged if it already has that form.
 
     If the spec is not supported, the field ``objection`` says why, in a sentence.

@@ -10,7 +10,7 @@ in the run's folder. It is written when the job finishes, and when it is suspend
       "timeBreakdown": {"asOf", "seconds": {"waiting": …}, "lostSeconds", "joined", "gone": {"left": …}},
       "rounds": [{"number", "began", "ended", "nodes", "workers", "reason", "cause", "failure", "lostSeconds"}],
       "omitted": 0,
-      "rested": [],
+      "suspensions": [],
       "outcome": {"state", "round", "restarts", "message", "failure"}
     }
 
@@ -41,8 +41,8 @@ REPORT_KEY: Final = "report.json"
 REPORT_LIMIT: Final = 900_000
 """Maximum size of a report in bytes; the limit of a ConfigMap is 1 MiB."""
 
-_LONGEST_TEXT: Final = 16384
-_SHORTEST_TEXT: Final = 256
+_MAX_TEXT_LENGTH: Final = 16384
+_MIN_TEXT_LENGTH: Final = 256
 """Maximum length of each text with which the longest history fits into a ConfigMap."""
 _OF_JOB: Final = ("namespace", "name", "uid", "created", "completed", "state", "message")
 
@@ -234,7 +234,7 @@ class Report:
         time_breakdown: the time breakdown of the run; None if unknown.
         history: the rounds of the run.
         outcome: how the agents ended the run; None if they have not.
-        rested: the times when it was suspended, or stopped on this machine.
+        suspensions: the times when it was suspended, or stopped on this machine.
     """
 
     namespace: str = ""
@@ -247,7 +247,7 @@ class Report:
     time_breakdown: TimeBreakdown | None = None
     history: HistoryRecord = field(default_factory=HistoryRecord)
     outcome: OutcomeRecord | None = None
-    rested: tuple[float, ...] = ()
+    suspensions: tuple[float, ...] = ()
 
 
 def encode_report(report: Report) -> bytes:
@@ -256,11 +256,11 @@ def encode_report(report: Report) -> bytes:
     job = {key: whole.pop(key) for key in _OF_JOB if key in whole}
     history = whole.pop("history")
     document = {"job": job, **whole, "rounds": history["rounds"], "omitted": report.history.omitted}
-    longest = _LONGEST_TEXT
+    longest = _MAX_TEXT_LENGTH
     while True:
         text = json.dumps(_shortened(document, longest), ensure_ascii=False, indent=1)
         encoded = text.encode(errors="replace")  # a lone surrogate in a program's message becomes a question mark
-        if len(encoded) <= REPORT_LIMIT or longest <= _SHORTEST_TEXT:
+        if len(encoded) <= REPORT_LIMIT or longest <= _MIN_TEXT_LENGTH:
             return encoded
         longest //= 2
 
@@ -275,7 +275,7 @@ def decode_report(text: str | bytes) -> Report:
         document = msgspec.json.decode(text, type=dict[str, Any])
         job = msgspec.convert(document.get("job"), dict[str, Any])
         history = {"created": job.get("created") or "1970-01-01T00:00:00Z", "rounds": document.get("rounds", [])}
-        others = {key: document[key] for key in ("timeBreakdown", "rested", "outcome") if key in document}
+        others = {key: document[key] for key in ("timeBreakdown", "suspensions", "outcome") if key in document}
         return from_json(job | others | {"history": history}, Report)
     except (BadInput, msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise BadInput(f"not the report of a job: {error}") from None
@@ -300,7 +300,7 @@ def merged(kept: Report | None, report: Report) -> Report:
         time_breakdown=report.time_breakdown if report.time_breakdown is not None else kept.time_breakdown,
         history=HistoryRecord(created=report.created, rounds=rounds),
         outcome=report.outcome if report.outcome is not None else kept.outcome,
-        rested=tuple(sorted({*kept.rested, *report.rested})[-HISTORY_LIMIT:]),
+        suspensions=tuple(sorted({*kept.suspensions, *report.suspensions})[-HISTORY_LIMIT:]),
     )
 
 

@@ -64,7 +64,7 @@ class Problem:
         return f"{self.path}: {self.message}" if self.location else self.message
 
 
-def in_words(problems: Sequence[str | Problem]) -> str:
+def error_list(problems: Sequence[str | Problem]) -> str:
     """Return the first problem as a sentence; if there are more, their number and a line for each."""
     first, *others = [str(problem) for problem in problems]
     if not others:
@@ -101,12 +101,12 @@ _FLAGS_OF_OPERATOR: Final = {
 }
 """The flags with the same effect, each with its variable. --nproc-per-node is not reserved."""
 
-_INSTEAD_OF_TRAINING: Final = frozenset({"h", "help", "version"})
+_INFORMATION_FLAGS: Final = frozenset({"h", "help", "version"})
 
 _LARGEST: Final = 512 << 10
 """Maximum size of a spec in bytes: a job contains it twice, with the applied spec, and etcd accepts 1.5 MiB."""
 
-AROUND: Final = 25.0
+AGENT_TIME: Final = 25.0
 """Seconds that a pod has in addition to notice and grace, to leave the store and to write final messages."""
 
 
@@ -154,7 +154,7 @@ def _program_problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
         )
     for flag in () if command else launcher_flags(args):
         written = flag.words[0].partition("=")[0]
-        if flag.name in _INSTEAD_OF_TRAINING:
+        if flag.name in _INFORMATION_FLAGS:
             yield f"the flag {written} in args makes the agent print a text and exit; remove it"
         if flag.name in _FLAGS_OF_OPERATOR:
             yield f"the flag {written} in args is reserved for the operator; {_instead(_FLAGS_OF_OPERATOR[flag.name])}"
@@ -197,7 +197,11 @@ def _template_problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
                 "restarted; remove it"
             )
     period, grace = integer(pod, "terminationGracePeriodSeconds"), spec.grace_period
-    if period is not None and grace is not None and period < (least := math.ceil(min(grace * 4 / 3, grace + AROUND))):
+    if (
+        period is not None
+        and grace is not None
+        and period < (least := math.ceil(min(grace * 4 / 3, grace + AGENT_TIME)))
+    ):
         yield (
             f"spec.gracePeriodSeconds is {grace}, but terminationGracePeriodSeconds of the template gives the whole "
             f"pod {period}; remove that, or make it {least} or more"

@@ -420,7 +420,7 @@ class Plan:
         create: pods to create.
         delete_job: whether to delete the job itself.
         wake_at: when to plan again at the latest; None for no limit.
-        hands_off: whether no object of the job may be changed, because its spec cannot be read.
+        unmanaged: whether no object of the job may be changed, because its spec cannot be read.
     """
 
     report: Report | None = None
@@ -436,7 +436,7 @@ class Plan:
     create: tuple[NewPod, ...] = ()
     delete_job: bool = False
     wake_at: float | None = None
-    hands_off: bool = False
+    unmanaged: bool = False
 
 
 def with_applied_spec(job: Job, plan: Plan | None = None) -> Job:

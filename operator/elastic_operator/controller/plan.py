@@ -60,7 +60,7 @@ HEALTHY_TIME: Final = 60.0
 ENDED_PODS_KEPT: Final = 3
 """Maximum number of replaced pods per job that are kept for their logs."""
 
-_AT_ONCE: Final = 0.1
+_RESUME_DELAY: Final = 0.1
 """Seconds until the next plan of a job that was resumed before its pods were gone."""
 
 _SUFFIX_LENGTH: Final = 5
@@ -78,7 +78,7 @@ def plan(job: model.Job, observed: model.Observed, now: float) -> model.Plan:
     """
     if observed.unreadable is not None:
         status = statuses.unreadable_status(job, observed.unreadable, now)
-        return model.Plan(status=_unless_the_same(job.status, status), hands_off=True)
+        return model.Plan(status=_unless_the_same(job.status, status), unmanaged=True)
     snapshot = model.Snapshot.of(job, observed, now)
     if job.deleting:
         # The store is kept while agents may use it to leave.
@@ -161,9 +161,9 @@ def _suspend(snapshot: model.Snapshot, failures: FailureCount, read_until: float
     stopped = not snapshot.unfinished and not unread
     status = statuses.suspended_status(snapshot, failures, unread=unread)
     pods = tuple([pod for pod in snapshot.live + snapshot.ended if pod.uid not in failures.pending])
-    times = [read_until, failures.next_due, now + _AT_ONCE if stopped and not job.spec.suspend else None]
+    times = [read_until, failures.next_due, now + _RESUME_DELAY if stopped and not job.spec.suspend else None]
     return model.Plan(
-        report=statuses.report_of(job, status, observed) if stopped and statuses.has_news(observed) else None,
+        report=statuses.report_of(job, status, observed) if stopped and statuses.has_run_data(observed) else None,
         status=_unless_the_same(job.status, status),
         events=suspension_events(job.status, status, failures),
         ended=failures.ended,
@@ -202,7 +202,7 @@ def _clean_up(snapshot: model.Snapshot, status: JobStatus) -> model.Plan:
     status = replace(status, observed_generation=job.generation, replicas=len(left), ready_replicas=ready)
     delete_job = expired and not waiting
     has_own_store = spec.etcd.endpoint is None and observed.etcd is not model.EtcdState.ABSENT
-    reports = not job.status.state.finished or has_own_store or statuses.has_news(observed)
+    reports = not job.status.state.finished or has_own_store or statuses.has_run_data(observed)
     return model.Plan(
         report=statuses.report_of(job, status, observed) if reports and not delete_job else None,
         status=_unless_the_same(job.status, status),

@@ -313,7 +313,7 @@ def breakdown_at_change(job: Job, observed: Observed, now: float) -> TimeBreakdo
     return _up_to(job, observed, now, RunState.SUSPENDED if job.status.suspended else RunState.WAITING)
 
 
-def has_news(observed: Observed) -> bool:
+def has_run_data(observed: Observed) -> bool:
     """Return whether the store has information about the run."""
     return observed.history is not None or observed.time_breakdown is not None
 
@@ -324,6 +324,7 @@ def report_of(job: Job, status: JobStatus, observed: Observed) -> Report:
     breakdown, completed = status.time_breakdown, status.completed
     if completed is not None:
         completed = breakdown.until if breakdown is not None else float(math.floor(completed))
+    is_suspended = status.state is JobState.SUSPENDED
     return Report(
         namespace=job.namespace,
         name=job.name,
@@ -335,7 +336,7 @@ def report_of(job: Job, status: JobStatus, observed: Observed) -> Report:
         time_breakdown=breakdown,
         history=HistoryRecord(created=job.created, rounds=history.rounds),
         outcome=observed.outcome,
-        rested=(round(breakdown.until, 3),) if status.state is JobState.SUSPENDED and breakdown is not None else (),
+        suspensions=(round(breakdown.until, 3),) if is_suspended and breakdown is not None else (),
     )
 
 

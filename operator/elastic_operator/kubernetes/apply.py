@@ -128,7 +128,7 @@ class Applier:
                 raise
             self.status_written(job, plan)
         self._tell(body, plan)
-        if plan.hands_off:
+        if plan.unmanaged:
             return False
         try:
             return await self._apply_objects(with_applied_spec(job, plan), plan, record, unkept)

@@ -132,18 +132,18 @@ OWN_IMAGE_GUIDE: Final = "docs/own-image.md"
 
 _LIMIT: Final = 400
 _DEFAULT_SCHEDULER: Final = "default-scheduler"
-_UNDERWAY: Final = frozenset({"", "ContainerCreating", "PodInitializing"})
+_STARTING_REASONS: Final = frozenset({"", "ContainerCreating", "PodInitializing"})
 _PULL: Final = frozenset({"ErrImagePull", "ImagePullBackOff", "ImageInspectError", "RegistryUnavailable"})
 _BACK_OFF: Final = re.compile(r'Back-off pulling image "[^"]*"(: ErrImagePull)?(: |$)')
 _PREEMPTION: Final = re.compile(r"\s*(no new claims to deallocate, )?preemption: .*", re.DOTALL)
 """The scheduler repeats its message for the pods that it might preempt."""
 _REMOTE: Final = re.compile(r"rpc error: code = \w+ desc = ")
-_COULD_NOT_START: Final = frozenset({"StartError", "ContainerCannotRun", "CreateContainerError", "RunContainerError"})
+_START_FAILURES: Final = frozenset({"StartError", "ContainerCannotRun", "CreateContainerError", "RunContainerError"})
 """Reasons for a container whose command cannot be executed."""
 _LAUNCHER: Final = re.compile(rf"""["'`/]{re.escape(LAUNCHER)}["'`:]""")
 """How container runtimes quote the command; a pod's name may contain the same word."""
 _NO_SUCH_FILE: Final = re.compile(r"not found|no such file|ENOENT|error finding", re.IGNORECASE)
-_SELF_EVIDENT: Final = frozenset({"", "Completed", "Error"})
+_UNSPECIFIC_REASONS: Final = frozenset({"", "Completed", "Error"})
 
 
 def why_waiting(pod: Json, name: str = WORKER) -> str:
@@ -180,7 +180,7 @@ def last_message(pod: Json, worker: ContainerState) -> TerminationMessage | str 
     except MalformedRecord:
         pass
     # The cluster's message comes last, because the last line of a plain text is shown.
-    parts = [said, _end_in_words(worker), _end_of_pod(pod)]
+    parts = [said, _exit_description(worker), _end_of_pod(pod)]
     if worker.terminated is None and (failed := _failed_init_container(pod)) is not None:
         lines = text(failed.terminated, "message").strip().splitlines()
         code = "ended for an unknown reason" if failed.exit_code is None else f"exited with code {failed.exit_code}"
@@ -192,7 +192,7 @@ def incompatible_image(pod: Json, worker: ContainerState) -> IncompatibleImage |
     """Return why the pod's image is not compatible with this operator; None if it seems to be."""
     image = _image(pod, WORKER, "containers")
     state = worker.terminated or worker.waiting or {}
-    if text(state, "reason") in _COULD_NOT_START:
+    if text(state, "reason") in _START_FAILURES:
         message = text(state, "message")
         if _LAUNCHER.search(message) and _NO_SUCH_FILE.search(message):
             return IncompatibleImage(
@@ -231,7 +231,7 @@ def _why_not_scheduled(pod: Json) -> str:
     return ""
 
 
-class _Speaker(msgspec.Struct):
+class _MessageHeader(msgspec.Struct):
     """The fields that termination messages of all protocol versions have."""
 
     reason: str
@@ -241,14 +241,14 @@ class _Speaker(msgspec.Struct):
 def _protocol_of(message: str) -> int | None:
     """Return the protocol version of the agent that left a message; None if it is not an agent's."""
     try:
-        return msgspec.json.decode(message.encode(errors="replace"), type=_Speaker).protocol
+        return msgspec.json.decode(message.encode(errors="replace"), type=_MessageHeader).protocol
     except (msgspec.DecodeError, RecursionError):
         return None
 
 
 def _obstacle(pod: Json, container: ContainerState, kind: str) -> str | None:
     """Return why a container waits; None if it does not wait, or is being created."""
-    if container.waiting is None or (reason := text(container.waiting, "reason")) in _UNDERWAY:
+    if container.waiting is None or (reason := text(container.waiting, "reason")) in _STARTING_REASONS:
         return None
     image = _image(pod, container.name, kind)
     said = in_a_line(text(container.waiting, "message"))
@@ -267,10 +267,10 @@ def _obstacle(pod: Json, container: ContainerState, kind: str) -> str | None:
     return f"{reason}: {said}" if said else reason
 
 
-def _end_in_words(worker: ContainerState) -> str:
+def _exit_description(worker: ContainerState) -> str:
     """Return the kubelet's message about the container's end, without its exit code."""
     reason = text(worker.terminated, "reason")
-    if worker.exit_code == 0 or reason in _SELF_EVIDENT or reason in _COULD_NOT_START:
+    if worker.exit_code == 0 or reason in _UNSPECIFIC_REASONS or reason in _START_FAILURES:
         return ""
     return f"{OUT_OF_MEMORY}: it exceeded its memory limit" if reason == OUT_OF_MEMORY else reason
 

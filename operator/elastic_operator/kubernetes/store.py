@@ -30,9 +30,9 @@ _TOMBSTONE_TTL: Final = 900.0
 
 
 class Store:
-    """The known objects of some kinds, by UID, and by home and UID.
+    """The known objects of some kinds, by UID, and by owner and UID.
 
-    The home of an object is its namespace and the UID of its owner. The home of a job is its namespace and name.
+    The owner's key of an object is its namespace and the UID of its owner; that of a job is its namespace and name.
 
     Args:
         changed: called with the key of a job when the job, or an object that it owns, has changed.
@@ -48,7 +48,7 @@ class Store:
         self._changed = changed
         self._pod_deleted = pod_deleted
         self._objects = collections.defaultdict[Resource, dict[str, Json]](dict)
-        self._homes = collections.defaultdict[Resource, dict[tuple[str, str], dict[str, Json]]](dict)
+        self._by_owner = collections.defaultdict[Resource, dict[tuple[str, str], dict[str, Json]]](dict)
         self._pods: dict[str, Pod] = {}
         self._tombstones: dict[str, tuple[float, float]] = {}
         """By UID, the oldest first: the version up to which updates are ignored, and when to forget it."""
@@ -56,12 +56,12 @@ class Store:
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys of all jobs."""
-        return tuple(map("/".join, self._homes[ELASTIC_JOBS]))
+        return tuple(map("/".join, self._by_owner[ELASTIC_JOBS]))
 
     def job(self, key: str) -> Json | None:
         """Return the job with this key, ``namespace/name``; the later one if there are two."""
         namespace, _, name = key.partition("/")
-        jobs = self._homes[ELASTIC_JOBS].get((namespace, name), {})
+        jobs = self._by_owner[ELASTIC_JOBS].get((namespace, name), {})
         return max(jobs.values(), key=version_of, default=None)
 
     def owned_by(self, resource: Resource, namespace: str, job_uid: str) -> tuple[Json, ...]:
@@ -69,7 +69,7 @@ class Store:
 
         Only objects in the job's namespace are returned: in others, any user may write the UID into an owner reference.
         """
-        return tuple(self._homes[resource].get((namespace, job_uid), {}).values())
+        return tuple(self._by_owner[resource].get((namespace, job_uid), {}).values())
 
     def pods(self, namespace: str, job_uid: str) -> tuple[Pod, ...]:
         """Return the worker pods of a job."""
@@ -94,11 +94,11 @@ class Store:
         self._objects[resource][uid] = after
         if resource == PODS:
             self._pods[uid] = pod_of(body)
-        home = _home(resource, after)
-        if before is not None and _home(resource, before) != home:
+        owner = _owner_key(resource, after)
+        if before is not None and _owner_key(resource, before) != owner:
             self._unlink(resource, before)
-        if home is not None:
-            self._homes[resource].setdefault(home, {})[uid] = after
+        if owner is not None:
+            self._by_owner[resource].setdefault(owner, {})[uid] = after
         self._notify(resource, after)
 
     def remove(self, resource: Resource, body: Json) -> None:
@@ -108,7 +108,7 @@ class Store:
             resource: its kind.
             body: its last state, with the version of its deletion; without a version it never comes back.
         """
-        self._bury(resource, body, version_of(body) or math.inf)
+        self._mark_deleted(resource, body, version_of(body) or math.inf)
 
     def keep_only(self, resource: Resource, uids: Collection[str], version: int, namespace: str | None = None) -> None:
         """Remove the objects that a list lacks, unless they were created since.
@@ -122,9 +122,9 @@ class Store:
         for uid, body in list(self._objects[resource].items()):
             elsewhere = namespace is not None and body["metadata"].get("namespace") != namespace
             if uid not in uids and not elsewhere and version_of(body) <= version:
-                self._bury(resource, body, version)
+                self._mark_deleted(resource, body, version)
 
-    def _bury(self, resource: Resource, body: Json, version: float) -> None:
+    def _mark_deleted(self, resource: Resource, body: Json, version: float) -> None:
         uid = body["metadata"]["uid"]
         before = self._objects[resource].get(uid)
         if before is not None and version < version_of(before):
@@ -145,11 +145,11 @@ class Store:
         self._notify(resource, before)
 
     def _unlink(self, resource: Resource, body: Json) -> None:
-        homes, home = self._homes[resource], _home(resource, body)
-        if home is not None:
-            del homes[home][body["metadata"]["uid"]]
-            if not homes[home]:
-                del homes[home]
+        by_owner, owner = self._by_owner[resource], _owner_key(resource, body)
+        if owner is not None:
+            del by_owner[owner][body["metadata"]["uid"]]
+            if not by_owner[owner]:
+                del by_owner[owner]
 
     def _notify(self, resource: Resource, body: Json) -> None:
         about, owner = body["metadata"], owner_of(body)
@@ -175,7 +175,7 @@ def owner_of(body: Json) -> Json | None:
     return None
 
 
-def _home(resource: Resource, body: Json) -> tuple[str, str] | None:
+def _owner_key(resource: Resource, body: Json) -> tuple[str, str] | None:
     namespace, owner = body["metadata"].get("namespace", ""), owner_of(body)
     if resource == ELASTIC_JOBS:
         return namespace, body["metadata"]["name"]

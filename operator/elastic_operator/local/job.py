@@ -22,10 +22,10 @@ from elastic_operator.api.spec import (
     ElasticJobSpec,
     FailurePolicy,
     SchedulingSpec,
-    modern,
+    current_form,
 )
 from elastic_operator.api.status import status_to_json
-from elastic_operator.api.validation import Problem, in_words, problem_of
+from elastic_operator.api.validation import Problem, error_list, problem_of
 from elastic_operator.controller.model import Job
 from elastic_operator.errors import BadInput
 from elastic_operator.manifest import crd
@@ -81,7 +81,7 @@ class LiveJob:
         self._check_alive()
         changed = {**self.manifest, "spec": {**self.manifest["spec"], **fields}}
         if problems := crd.validate(changed, old=self.manifest):
-            raise BadInput(in_words(problems))
+            raise BadInput(error_list(problems))
         return self._take(changed)
 
     def apply(self, file: Manifest) -> bool:
@@ -165,7 +165,7 @@ def supported(spec: ElasticJobSpec) -> ElasticJobSpec:
 
 def unsupported_fields(spec: Json) -> Iterator[str]:
     """Yield the paths below ``spec`` of the fields without effect on this machine."""
-    spec = modern(spec)
+    spec = current_form(spec)
     yield from _values_from("env", spec.get("env"))
     yield from (path for path, neutral in _NO_EFFECT.items() if at(spec, *path.split(".")) not in (None, {}, neutral))
     for position, rule in enumerate(mappings(spec.get("failurePolicy"), "rules")):

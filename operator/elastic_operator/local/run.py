@@ -245,7 +245,7 @@ class LocalRun:
             job, observed, now = live.job, self._observed(), time.time()
             breakdown = breakdown_at_change(job, observed, now)
             report = report_of(job, replace(job.status, time_breakdown=breakdown), observed)
-            self._keep_report(replace(report, rested=(round(now, 3),)))
+            self._keep_report(replace(report, suspensions=(round(now, 3),)))
         await self._end_store()
         if not live.job.status.finished:
             live.job = replace(live.job, status=replace(live.job.status, replicas=0, ready_replicas=0))

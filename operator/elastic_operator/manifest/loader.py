@@ -16,7 +16,7 @@ from yaml.reader import ReaderError
 
 from elastic_operator.api.json_values import shown
 from elastic_operator.api.spec import ElasticJobSpec, Json
-from elastic_operator.api.validation import Location, Problem, in_words
+from elastic_operator.api.validation import Location, Problem, error_list
 from elastic_operator.errors import BadInput
 from elastic_operator.manifest import crd
 
@@ -111,7 +111,7 @@ class Manifest:
     def bad_input(self, problems: Iterable[Problem]) -> BadInput:
         """Return the error for these problems, in the order of their lines."""
         ordered = sorted(problems, key=lambda problem: self.line(problem.location))
-        return BadInput(in_words([f"{self.path}:{self.line(problem.location)}: {problem}" for problem in ordered]))
+        return BadInput(error_list([f"{self.path}:{self.line(problem.location)}: {problem}" for problem in ordered]))
 
 
 @dataclass(frozen=True, slots=True)

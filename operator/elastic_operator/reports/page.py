@@ -166,7 +166,7 @@ def facts(report: Report) -> Facts:
         report=report,
         begin=begin,
         end=max(begin, end),
-        spans=tuple(_spans(rounds, report.rested, max(begin, end))),
+        spans=tuple(_spans(rounds, report.suspensions, max(begin, end))),
         failures=tuple(_failures(report, end)),
     )
 

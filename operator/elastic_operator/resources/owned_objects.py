@@ -180,7 +180,7 @@ a user that is not root: only the author of an image knows that."""
 SECCOMP: Final[Json] = {"seccompProfile": {"type": "RuntimeDefault"}}
 """A pod's security context."""
 
-_SILENT: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+_SILENT_NODE_TAINTS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 """The taints of a node that does not respond."""
 _NO_EXECUTE: Final = "NoExecute"
 
@@ -198,7 +198,7 @@ def tolerate_silent_node(pod: dict[str, Any], seconds: int) -> None:
     given = mappings(pod, "tolerations")
     added = [
         {"key": taint, "operator": "Exists", "effect": _NO_EXECUTE, "tolerationSeconds": seconds}
-        for taint in _SILENT
+        for taint in _SILENT_NODE_TAINTS
         if not any(text(each, "key") in ("", taint) and text(each, "effect") in ("", _NO_EXECUTE) for each in given)
     ]
     if added:
@@ -219,7 +219,7 @@ _UNPRIVILEGED: Final[Json] = {
 _PORT_NAME: Final = "client"
 _FOLDER: Final = "/var/lib/etcd"
 _RESOURCES: Final[Json] = {"requests": {"cpu": "100m", "memory": "64Mi"}}
-_FROM_THE_TEMPLATE: Final = ("imagePullSecrets", "priorityClassName", "tolerations")
+_TEMPLATE_FIELDS: Final = ("imagePullSecrets", "priorityClassName", "tolerations")
 """Fields of the template without which some clusters do not accept or run a pod. Node selectors and affinities are
 left out: etcd does not need the nodes of workers."""
 
@@ -300,7 +300,7 @@ def _container(job: Job, settings: PodSettings) -> dict[str, Any]:
             "--auto-compaction-retention=10m",
             f"--quota-backend-bytes={1 << 30}",
         ],
-        "env": [] if keeps_data else _CARELESS,
+        "env": [] if keeps_data else _WITHOUT_FSYNC,
         "ports": [{"name": _PORT_NAME, "containerPort": DEFAULT_PORT, "protocol": "TCP"}],
         "readinessProbe": {
             "httpGet": {"path": "/health", "port": _PORT_NAME},
@@ -314,7 +314,7 @@ def _container(job: Job, settings: PodSettings) -> dict[str, Any]:
     }
 
 
-_CARELESS: Final = [
+_WITHOUT_FSYNC: Final = [
     # As a variable: etcd 3.4 has no such flag, and ignores the variable.
     {"name": "ETCD_UNSAFE_NO_FSYNC", "value": "true"},
     # Unsynced data must not be read after a power failure. So each address of the pod has its own folder, because a pod
@@ -325,7 +325,7 @@ _CARELESS: Final = [
 
 def _shared_with_workers(job: Job) -> dict[str, Any]:
     template = mapping(job.spec.template, "spec")
-    pod = {key: template[key] for key in _FROM_THE_TEMPLATE if template.get(key) is not None}
+    pod = {key: template[key] for key in _TEMPLATE_FIELDS if template.get(key) is not None}
     tolerate_silent_node(pod, job.spec.node_loss)
     if job.spec.scheduling.priority_class:
         # The workers wait for etcd, so they must not preempt it.

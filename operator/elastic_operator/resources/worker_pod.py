@@ -10,9 +10,9 @@ Agents on this machine get the same command line and the same environment.
 
 An agent that is asked to leave gives its workers *notice*, so that they save, and then *grace* between SIGTERM and
 SIGKILL. The sum of both is below the pod's termination grace period. If the template does not set that period, it is
-the sum of notice, grace and :data:`AROUND`. If it does, a quarter of it (at most :data:`AROUND`) is reserved for the
-agent itself; of the rest, grace gets its default but at most half, and notice the remainder. The user's values take
-precedence.
+the sum of notice, grace and :data:`AGENT_TIME`. If it does, a quarter of it (at most :data:`AGENT_TIME`) is reserved
+for the agent itself; of the rest, grace gets its default but at most half, and notice the remainder. The user's values
+take precedence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 from elastic_operator.api import constants
 from elastic_operator.api.json_values import integer, listing, mapping, mappings, rfc3339, text
 from elastic_operator.api.spec import WORKER, FailureAction, launcher_flags, mounted_folders, program_of, user_env
-from elastic_operator.api.validation import AROUND
+from elastic_operator.api.validation import AGENT_TIME
 from elastic_operator.resources import owned_objects as owned
 from torchelastic.protocol import PROTOCOL_VERSION, Env, encode
 
@@ -189,10 +189,16 @@ def _spec(job: Job, new: NewPod, settings: owned.PodSettings, store: str, given:
         _exclude(pod, new.excluded)
     containers = pod.get("containers")
     if containers is None or isinstance(containers, list):
-        worker = _worker_in(pod, job, new, settings, store)
-        replaced = [worker if mapping(each).get("name") == WORKER else each for each in containers or ()]
-        pod["containers"] = replaced if worker in replaced else [worker, *replaced]
+        pod["containers"] = _containers(containers or [], _worker_in(pod, job, new, settings, store))
     return pod
+
+
+def _containers(given: list[Any], worker: dict[str, Any]) -> list[Any]:
+    """Return the template's containers; the worker replaces the one with its name, or becomes the first."""
+    for position, container in enumerate(given):
+        if mapping(container).get("name") == WORKER:
+            return [*given[:position], worker, *given[position + 1 :]]
+    return [worker, *given]
 
 
 def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: owned.PodSettings, store: str) -> dict[str, Any]:
@@ -326,8 +332,8 @@ def ending_of(spec: AppliedSpec) -> tuple[int, dict[str, str]]:
     period = integer(spec.template, "spec", "terminationGracePeriodSeconds")
     if period is None or period < 0:
         # Not below the agent's defaults: a flag of the same name may belong to the program.
-        return math.ceil(max(notice or 0.0, NOTICE) + max(grace or 0.0, GRACE) + AROUND), variables
-    left = period - min(AROUND, period / 4)
+        return math.ceil(max(notice or 0.0, NOTICE) + max(grace or 0.0, GRACE) + AGENT_TIME), variables
+    left = period - min(AGENT_TIME, period / 4)
     if grace is None:
         grace = min(GRACE, left / 2 if notice is None else max(left - notice, 0.0))
         variables["PET_STOP_GRACE"] = f"{grace:g}"

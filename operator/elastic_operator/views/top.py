@@ -163,7 +163,7 @@ class Reading:
         self.round = int(latest.value("torchelastic_round", 0)) or job.status.round
         self.world_size = int(latest.value("torchelastic_world_size", job.status.world_size))
         self.nodes = leader.value("torchelastic_job_nodes", None)
-        self.desired_nodes = leader.value("torchelastic_job_wanted_nodes", None)
+        self.desired_nodes = leader.value("torchelastic_job_desired_nodes", None)
         self.restarts = int(restarts.get("yes", job.status.restarts))
         self.uncharged_restarts = int(restarts.get("no", job.status.uncharged_restarts))
         self.remaining_restarts = latest.value("torchelastic_remaining_restarts", None)

@@ -50,7 +50,7 @@ from torchelastic.metrics import worker as worker_metrics
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-_OURS: Final = f"{Path(__file__).parent}{os.sep}"
+_OWN_FOLDER: Final = f"{Path(__file__).parent}{os.sep}"
 _NOT_EXECUTABLE: Final = 126
 _NOT_FOUND: Final = 127
 
@@ -359,7 +359,7 @@ class _QuietEnd:
 
 
 def _without_our_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
         trace = trace.tb_next
     return trace
 

@@ -33,14 +33,14 @@ HANG_EXIT_CODES: Final = (-signal.SIGABRT, -signal.SIGKILL)
 _DUMP_TIMEOUT: Final = 2.0
 """Seconds that a worker has to write its stacks."""
 
-_LOOKS: Final = 20
+_CHECKS_PER_TIMEOUT: Final = 20
 """Number of checks of the files during one time-out."""
 
-_LATE: Final = 0.25
+_LATE_CHECK: Final = 0.25
 """If the time between two checks exceeds this fraction of the time-out, the agent and the workers were suspended: their
 time-outs start again."""
 
-_TOGETHER: Final = 0.9
+_HUNG_FRACTION: Final = 0.9
 """If one worker has reached the time-out, workers that were silent for this fraction of it count as hung, too."""
 
 _STOPPED: Final = {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger"}
@@ -49,7 +49,7 @@ _FATAL: Final = "Fatal Python error: Aborted"
 _CURRENT: Final = re.compile(r"^Current thread [^\n]*\(most recent call first\):\n", re.MULTILINE)
 _THREAD: Final = re.compile(r"^(?:Current thread|Thread) [^\n]*\(most recent call first\):\n", re.MULTILINE)
 _FRAME: Final = re.compile(r'  File "(?P<path>[^"\n]*)", line (?P<line>\d+) in (?P<function>[^\n]+)\n')
-_BELOW_THE_PROGRAM: Final = ("/torchelastic/agent/workers/fork_server_main.py", "<frozen runpy>")
+_LAUNCHER_FRAMES: Final = ("/torchelastic/agent/workers/fork_server_main.py", "<frozen runpy>")
 
 _WAITING_FOR_OTHERS: Final = ("/torch/distributed/", "/torch/autograd/graph.py")
 """Files of a worker that waits in a collective, or in the backward pass, which contains collectives."""
@@ -79,9 +79,9 @@ class Heartbeats:
         clock = asyncio.get_running_loop().time
         before = clock()
         while ranks := running():
-            await asyncio.sleep(self.timeout / _LOOKS)
+            await asyncio.sleep(self.timeout / _CHECKS_PER_TIMEOUT)
             now = clock()
-            suspended = now - before > self.timeout * _LATE
+            suspended = now - before > self.timeout * _LATE_CHECK
             for rank, (seen, _) in self._changed.items():
                 with contextlib.suppress(OSError):  # removed by the program
                     modified = (self._folder / str(rank)).stat().st_mtime_ns
@@ -90,7 +90,7 @@ class Heartbeats:
             before = now
             silence = {rank: now - self._changed[rank][1] for rank in ranks if rank in running()}
             if max(silence.values(), default=0.0) >= self.timeout:
-                together = [rank for rank in silence if silence[rank] >= self.timeout * _TOGETHER]
+                together = [rank for rank in silence if silence[rank] >= self.timeout * _HUNG_FRACTION]
                 return sorted(together, key=lambda rank: -silence[rank])
         return []
 
@@ -135,7 +135,7 @@ def _frames(tail: str) -> list[re.Match[str]]:
     frames: list[re.Match[str]] = []
     position = start.end()
     while len(frames) < _FRAME_LIMIT and (frame := _FRAME.match(dump, position)):
-        if frame["path"].endswith(_BELOW_THE_PROGRAM):
+        if frame["path"].endswith(_LAUNCHER_FRAMES):
             break
         frames.append(frame)
         position = frame.end()

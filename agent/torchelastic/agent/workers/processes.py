@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SLOW_DEATH: Final = 5.0
+_KILL_TIMEOUT: Final = 5.0
 _RESTART_DELAY: Final = 0.2
 _UNKNOWN: Final = 255
 _FIRST_FREE_DESCRIPTOR: Final = 64
@@ -252,7 +252,7 @@ class Reaper:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             self._loop.add_reader(pidfd, ended.set)
             try:
-                await asyncio.wait_for(ended.wait(), _SLOW_DEATH)
+                await asyncio.wait_for(ended.wait(), _KILL_TIMEOUT)
             except TimeoutError:
                 logger.warning("Process %d still runs after SIGKILL: the kernel or a driver blocks it.", entry.pid)
                 await ended.wait()

@@ -300,11 +300,11 @@ def departures(nodes: Iterable[str], membership: Membership) -> str:
     """Return how members left: "a and b left and c died"."""
     by_fate: dict[tuple[str, str], list[str]] = {}
     for node in nodes:
-        by_fate.setdefault(_fate(node, membership), []).append(node)
+        by_fate.setdefault(_reason_and_verb(node, membership), []).append(node)
     return listed(f"{named(some)} {fate[len(some) > 1]}" for fate, some in by_fate.items())
 
 
-def _fate(node: str, membership: Membership) -> tuple[str, str]:
+def _reason_and_verb(node: str, membership: Membership) -> tuple[str, str]:
     if membership.is_leaving(node):
         return "left", "left"
     if membership.is_partitioned(node):

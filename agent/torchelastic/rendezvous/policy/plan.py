@@ -266,7 +266,7 @@ class _Plan:
 
     def _continue_without(self, going: Sequence[str]) -> Decision:
         """Continue with the present nodes after members are lost or leave, without waiting for a replacement."""
-        if self._nobody_stays():
+        if self._all_members_leave():
             return self._start_over()
         if self.membership.now < (until := self._wait_for_spares()):
             return Hold(until)
@@ -281,7 +281,7 @@ class _Plan:
         spares = [peer.arrived for peer in self.mute if peer.record.round == self.membership.number]
         return max(spares) + MAX_DEBOUNCE_FACTOR * self.settings.join_debounce if spares else 0.0
 
-    def _nobody_stays(self) -> bool:
+    def _all_members_leave(self) -> bool:
         """Return whether all members of the round are leaving or gone."""
         membership = self.membership
         return not any(
@@ -330,7 +330,7 @@ class _Plan:
         """Continue without the leaving members, after the notice that members have asked for."""
         change = self._continue_without(leaving)
         noticed = self.membership.current_notice is not None or self._requested_seconds() > 0
-        if not isinstance(change, RoundRecord) and noticed and self._nobody_stays():
+        if not isinstance(change, RoundRecord) and noticed and self._all_members_leave():
             # No node needs another round, but the leaving nodes wait for the end of this one.
             change = self._pause(RoundReason.NODE_LEFT, departures(leaving, self.membership))
         return self._after_notice(change)
