@@ -18,9 +18,10 @@ Every node watches ``c/``; only the leader watches ``n/``. So a change of member
 watches ``t/``; a new leader reads it once.
 
 A node's record has the node's own lease. All other records have the run's lease (:func:`run_lease`), which the leader
-and the operator renew, so the keys of an abandoned run expire after a day. Every record except the outcome contains
-the writer's protocol version. The number and the version of a round, and the outcome, have the same place and meaning
-in all versions, so that an agent of another version can stop with a clear message (:func:`decode_state`).
+and the operator renew, so the keys of an abandoned run expire after a day. The records under ``c/`` and ``n/`` contain
+the writer's protocol version, except the outcome. The number and the version of a round, and the outcome, have the same
+place and meaning in all versions, so that an agent of another version can stop with a clear message
+(:func:`decode_state`).
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def run_lease(run_id: str) -> int:
 
 
 PROTOCOL_VERSION: Final = 1
-"""The version of the records and rules. Each incompatible change increments it. Nodes of a round have the same one."""
+"""The version of the records and rules, the same in all nodes of a round. Each incompatible change increments it."""
 
 MAX_RECORD_BYTES: Final = 1 << 20
 """Size limit of a record; etcd refuses requests above 1.5 MiB by default."""
@@ -195,7 +196,7 @@ class ResumeRecord(_Record, frozen=True):
     Attributes:
         round: the last round's number.
         restarts: worker failures charged to the job so far.
-        uncharged_restarts: uncharged restarts so far.
+        uncharged_restarts: restarts so far that were not charged; see :class:`RoundRecord`.
         time_breakdown: the time until the resumption, including the suspension; None if unknown.
     """
 
@@ -304,8 +305,8 @@ class FailureRecord(_Record, frozen=True):
         kind: the class of the failure.
         message: the exception, or the end of the worker's output.
         uptime: seconds from the start of the worker to its exit.
-        non_retryable: whether the program or the configuration of exit codes declares that a retry is useless.
-        uncharged: whether the configuration of exit codes exempts the failure from the restart budget.
+        non_retryable: whether the program or ``--final-exit-codes`` declares that a retry is useless.
+        uncharged: whether ``--free-exit-codes`` exempts the failure from the restart budget.
     """
 
     round: Number
@@ -368,7 +369,7 @@ class OutcomeRecord(_Record, frozen=True):
 class StateRecord(_Record, frozen=True):
     """The run's state: the current round, and the outcome after the end of the run.
 
-    It is one record under one key, so a compare-and-swap by a leader that has been replaced always fails.
+    Both share one record under one key, so a compare-and-swap by a leader that has been replaced always fails.
     """
 
     round: RoundRecord | None = None
@@ -551,13 +552,13 @@ def decode_same_version(data: bytes, kind: type[_Versioned]) -> _Versioned:
 def other_version(theirs: int) -> str:
     """Return a sentence that names the two protocol versions and what to do about them."""
     return (
-        f"another version of torchelastic's protocol is installed there ({theirs}, and {PROTOCOL_VERSION} here); "
-        "use the same release everywhere"
+        f"another process uses version {theirs} of torchelastic's protocol, this process version {PROTOCOL_VERSION}; "
+        "install the same release everywhere"
     )
 
 
 def name_of(node: str) -> str:
-    """Return the name in a node's id."""
+    """Return the name with which a node's id begins: that of the pod or the host."""
     return node.rpartition(".")[0] or node
 
 

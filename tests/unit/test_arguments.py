@@ -200,7 +200,7 @@ def test_a_folder_with_a_main_module_is_a_program(folder: Path) -> None:
         (["--no-python", "no-such-program"], r"^There is no command no-such-program:"),
         (["--no-python", "./train.py"], r"^There is no command ./train.py:"),
         (["-m", "nosuch.module"], r"^There is no module nosuch.module \(looked up from"),
-        (["pkg"], r"^pkg is a folder without a __main__.py: name the Python file in it\.$"),
+        (["pkg"], r"^pkg is a folder without a __main__.py: pass the path of a Python file in it\.$"),
         (["x" * 5000], r"^There is no script xxxx"),
         (["ls"], r"to run the command ls, put --no-python before it\.$"),
         (["--nproc-per-node=2"], "^The program is missing"),
@@ -241,7 +241,7 @@ def test_an_unknown_protocol_version_is_reported_in_the_termination_message(
     assert code == ExitCode.BAD_INPUT
     termination_message = decode(termination_log.read_bytes(), TerminationMessage)
     assert termination_message.reason == "BadInput"
-    assert "The operator speaks version 7" in termination_message.message
+    assert "The operator uses version 7" in termination_message.message
     assert f'"protocol":{PROTOCOL_VERSION}' in termination_log.read_text()
     assert termination_message.message in capsys.readouterr().err
 
@@ -324,7 +324,7 @@ def test_static_rendezvous_flags_are_ignored_with_one_warning(caplog: pytest.Log
         ("--log-dir=train.py/x", "--log-dir train.py/x: "),
         ("PET_STANDALONE=maybe", "PET_STANDALONE=maybe: must be 1 for on or 0 for off."),
         ("PET_RDZV_CONF=lease=0", "PET_RDZV_CONF lease=0: must be a time"),
-        ("TORCHELASTIC_PROTOCOL=2", "The operator speaks version 2 of the protocol"),
+        ("TORCHELASTIC_PROTOCOL=2", "The operator uses version 2 of the protocol"),
         ("TORCHELASTIC_SIZE=many", "TORCHELASTIC_SIZE=many: this is not a SizeRecord"),
         ("TORCHELASTIC_SIZE=\udcff", "TORCHELASTIC_SIZE=\udcff: this is not a SizeRecord"),
         ('TORCHELASTIC_RESUME={"round":-1}', 'TORCHELASTIC_RESUME={"round":-1}: this is not a ResumeRecord'),

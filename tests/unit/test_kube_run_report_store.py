@@ -121,7 +121,7 @@ async def test_a_job_whose_report_is_rejected_finishes_with_an_event(
     await cluster.wait_for(lambda: cluster.server.count_requests("DELETE", DEPLOYMENTS) == 1)
     await cluster.wait_for(lambda: len(cluster.events("ReportNotKept")) == 1)
     message = cluster.events("ReportNotKept")[0]
-    assert message.startswith(f"the report of its run cannot be written to the ConfigMap {REPORT}: ")
+    assert message.startswith(f"the run's report cannot be written to the ConfigMap {REPORT}: ")
     assert words in message
     assert cluster.status["state"] == "Succeeded"
     await cluster.reconcile()

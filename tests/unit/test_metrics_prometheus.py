@@ -202,9 +202,9 @@ BUCKETS = "buckets of 'x' must be finite numbers, each above the previous one"
 @pytest.mark.parametrize(
     ("asked", "answer"),
     [
-        ({"counters": "samples"}, r"counters is a collection of names, like \['samples'\]"),
-        ({"counters": 5}, r"counters is a collection of names, like \['samples'\]"),
-        *(({"histograms": wrong}, "histograms maps names to buckets") for wrong in (["size"], [], 0)),
+        ({"counters": "samples"}, r"counters must be a collection of names, like \['samples'\]"),
+        ({"counters": 5}, r"counters must be a collection of names, like \['samples'\]"),
+        *(({"histograms": wrong}, "histograms must map names to buckets") for wrong in (["size"], [], 0)),
         *(({"histograms": {"x": buckets}}, BUCKETS) for buckets in ([], [2, 1], [1, 1], [math.nan], [None], 1, "high")),
     ],
 )

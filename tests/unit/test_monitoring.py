@@ -82,7 +82,7 @@ def test_dashboards_and_alerts_query_documented_series() -> None:
 def test_every_alert_has_a_runbook(alert: Alert) -> None:
     page = (ROOT / "docs" / "runbooks" / f"{alert.name}.md").read_text()
     assert page.startswith(f"# {alert.name}\n\nSeverity: {alert.severity}. ")
-    assert re.findall(r"^## (.*)$", page, re.MULTILINE) == ["What it means", "How to look", "What to do"]
+    assert re.findall(r"^## (.*)$", page, re.MULTILINE) == ["What it means", "Diagnosis", "What to do"]
     assert not re.findall(r"^(?:kubectl|elasticjob|curl) .*", page, re.MULTILINE), "commands are indented"
     for link in re.findall(r"\]\((?!http)([^)#]+)", page):
         assert (ROOT / "docs" / "runbooks" / link).is_file(), link

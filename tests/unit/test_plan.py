@@ -57,7 +57,7 @@ def messages_of(made: Plan) -> dict[Reason, str]:
 
 
 @pytest.mark.parametrize(("there", "goes"), [(None, 2), (a_round(running(1), running(2)), 0)])
-def test_readiness_does_not_decide_which_pod_is_removed_while_a_store_has_lost_its_data(
+def test_ready_and_unready_pods_are_removed_alike_after_the_store_has_lost_its_data(
     there: RoundRecord | None, goes: int
 ) -> None:
     job = that_trained(a_job(replicas=2, generation=2))
@@ -107,7 +107,7 @@ def test_back_off_time_is_not_healthy_time() -> None:
     assert (made.create, made.wake_at) == ((), NOW + LONGEST_BACK_OFF)
 
 
-def test_index_whose_pods_are_asked_to_leave_backs_off_uncharged() -> None:
+def test_an_index_whose_pods_leave_repeatedly_backs_off_without_a_charge() -> None:
     job = that_trained(a_job(replicas=2, minimum=2))
     [second] = plan(job, a_world(running(0), left(1)), NOW).create
     assert (second.failures, second.failed) == (1, NOW)
@@ -206,9 +206,9 @@ def test_failure_names_its_root_cause() -> None:
             "first",
         ),
         (
-            (died(0, 2, message=termination_message("--nnodes is no number", "BadInput")),),
+            (died(0, 2, message=termination_message("--nnodes is not a number", "BadInput")),),
             Reason.BAD_INPUT,
-            "--nnodes is no number",
+            "--nnodes is not a number",
         ),
         ((died(0, 2, incompatible_image=NO_AGENT), died(1)), Reason.NO_AGENT, NO_AGENT.message),
         ((died(0, 2, incompatible_image=OTHER_VERSION), died(1)), Reason.PROTOCOL_MISMATCH, OTHER_VERSION.message),
@@ -387,7 +387,7 @@ def test_invalid_spec_is_reported_until_it_is_corrected() -> None:
 # -- events
 
 
-def test_events_of_ended_pods_name_the_successor() -> None:
+def test_events_of_ended_pods_announce_a_replacement() -> None:
     job = that_trained(a_job(replicas=4))
     world = a_world(
         died(0),

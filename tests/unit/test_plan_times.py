@@ -258,7 +258,7 @@ def finished(job: Job, status: JobStatus | None) -> Job:
     return replace(job, status=status_from_json(json.loads(json.dumps(status_to_json(status)))))
 
 
-def test_report_is_written_at_completion_until_the_store_is_deleted() -> None:
+def test_plan_contains_the_report_from_completion_until_the_store_is_deleted() -> None:
     job = with_spec_applied(a_job())
     world = a_world(running(0), running(1), outcome=success(), history=HISTORY)
     ends = plan(job, world, NOW + 0.7)

@@ -137,7 +137,7 @@ async def test_an_error_is_logged_in_one_sentence_and_the_reconcile_is_retried(
     assert all(record.exc_info is None for record in warnings)
 
 
-async def test_an_unexpected_error_is_logged_with_its_traceback_and_stops_no_other_job(
+async def test_an_unexpected_error_is_logged_with_its_traceback_and_does_not_stop_other_jobs(
     cluster: RecordingCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.observations = {"bad": (a_job(), a_world()), "good": (a_job(), a_world())}
@@ -178,7 +178,9 @@ async def test_a_job_is_reconciled_again_at_the_time_that_its_plan_requests(clus
     assert cluster.applied[0][1].wake_at == pytest.approx(NOW + 0.01)
 
 
-async def test_a_job_is_reconciled_at_the_requested_time_even_if_the_plan_failed(cluster: RecordingCluster) -> None:
+async def test_a_job_is_reconciled_at_the_requested_time_even_if_the_plan_could_not_be_applied(
+    cluster: RecordingCluster,
+) -> None:
     cluster.observations["a"] = (
         that_trained(a_job(replicas=2)),
         a_world(running(0), died(1, failures=1, ended=NOW - 0.99)),
@@ -238,7 +240,7 @@ async def test_all_jobs_are_reconciled_once_per_resync_period(cluster: Recording
 
 async def test_a_continuously_requeued_job_is_limited_and_does_not_delay_others(cluster: RecordingCluster) -> None:
     cluster.observations = {"calm": (a_job(), a_world())}
-    cluster.observe_errors["restless"] = [BadInput("spec.minReplicas is no number")]
+    cluster.observe_errors["restless"] = [BadInput("spec.minReplicas is not a number")]
     async with running_reconciler(cluster, ReconcileSettings(min_interval=3600.0)) as reconciler:
         cluster.gate = lambda key: reconciler.wake(key) if key == "restless" else None
         reconciler.wake("restless")

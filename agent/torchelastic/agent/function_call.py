@@ -52,7 +52,7 @@ def call_of(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     main = sys.modules["__main__"]
     name = getattr(getattr(main, "__spec__", None), "name", None)
     file = Path(getattr(main, "__file__", None) or "").absolute()  # interactive code has no real file
-    # The worker sets sys.path before it unpickles the function: only this path may contain the function's module.
+    # The worker sets sys.path before it unpickles the function: the module of the function may be on this path only.
     settings = sys.path, sys.argv, name, str(file) if file.is_file() else None
     return pickle.dumps((settings, pickled(function, arguments)))
 
@@ -91,7 +91,7 @@ def make_call() -> None:
     main = sys.modules["__main__"]
     main.__spec__ = ModuleSpec(name, None) if name else None
     main.__file__ = file
-    # The worker can then pickle these objects by name, and its child processes can import them from the program.
+    # So the worker can pickle the program's objects by name, and its child processes can import them.
     for thing in (function, *map(type, arguments)):
         used = {**getattr(thing, "__globals__", {}), getattr(thing, "__name__", ""): thing}
         vars(main).update({key: each for key, each in used.items() if getattr(each, "__module__", None) == "__main__"})
@@ -115,5 +115,5 @@ def _write(path: Path, data: bytes) -> None:
     partial.rename(path)
 
 
-if __name__ == "__main__":  # the program of the workers; the call sets names in __main__, not in this module
+if __name__ == "__main__":  # the program of the workers; the call replaces names in __main__
     importlib.import_module("torchelastic.agent.function_call").make_call()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _MAX_ROUND_CHECK: Final = 60.0
 _CAUSE_LIMIT: Final = 512
-"""Maximum number of characters; encoded as JSON, the line stays within its limit."""
+"""Maximum length of a cause in characters, so that its line of JSON stays within the limit."""
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -127,8 +127,8 @@ class WorkerSocket:
         except OSError as error:
             listener.close()
             raise SettingsError(
-                f"the socket for the workers cannot be created at {self.path}: {error.strerror or error}. "
-                "Set TMPDIR to another folder for temporary files, with a shorter path."
+                f"The socket for the workers cannot be created at {self.path}: {error.strerror or error}. "
+                "Set TMPDIR to a writable folder with a short path."
             ) from None
         return self
 
@@ -152,7 +152,7 @@ class WorkerSocket:
         self._processes.clear()
 
     def forget(self, local_rank: int) -> None:
-        """Remove an exited worker: the notice no longer waits for its answer."""
+        """Remove an exited worker: its answer to a notice is no longer awaited."""
         for process in [process for process in self._processes if process.local_rank == local_rank]:
             process.writer.close()
             self._processes.discard(process)

@@ -80,21 +80,25 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
         Flag("nnodes N|MIN:MAX", "number of nodes, or minimum and maximum, as in 1:4. Default: 1", of.nodes),
         Flag("nproc-per-node N|auto|cpu|gpu", "workers on this node; auto: one per GPU, or else per CPU. Default: 1"),
         Flag(
-            "max-restarts N", "maximum number of worker failures in the whole run. Default: 100", of.integer(0, _MANY)
+            "max-restarts N", "maximum number of charged worker failures in the run. Default: 100", of.integer(0, _MANY)
         ),
         Flag("final-exit-codes CODE[-CODE][,…]", "exit codes that fail the run; 128 + n for signal n", of.exit_codes),
         Flag("free-exit-codes CODE[-CODE][,…]", "exit codes that --max-restarts does not count", of.exit_codes),
     ),
     "Rendezvous": (
         Flag("rdzv-endpoint HOST[:2379][,…]", "servers of one etcd, each with an optional http:// or https://"),
-        Flag("rdzv-id ID", "nodes with the same id train together; required for several nodes, unique on that etcd"),
+        Flag("rdzv-id ID", "id of the run, which all its nodes have; required for several nodes, unique on the etcd"),
         Flag("rdzv-conf KEY=VALUE[,…]", f"more settings of the rendezvous and of etcd: {', '.join(CONF)}"),
-        Flag("rdzv-backend NAME", "torchelastic or etcd, the default; etcd-v3 or etcd-v2 to choose the server's API"),
+        Flag("rdzv-backend NAME", "torchelastic, the default, or etcd, an alias; etcd-v3 or etcd-v2 to fix the API"),
         Flag("standalone", "a run of this node alone, without etcd; the default without an endpoint", of.switch),
     ),
     "Program": (
         Flag("module", "the program is a Python module, as in python -m", of.switch, short="m"),
-        Flag("no-python", "the program is a command; python FILE and python -m MODULE still start fast", of.switch),
+        Flag(
+            "no-python",
+            "the program is a command; python FILE and python -m MODULE still use the fork server",
+            of.switch,
+        ),
         Flag(
             "start-method METHOD",
             "fork-server, the default (also forkserver, fork); exec (also spawn)",
@@ -108,7 +112,7 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
         Flag("log-dir DIR", "write the workers' output to files, round_N/rank_R/ below this folder"),
         Flag(
             "redirects STREAMS",
-            "streams for files only: 0 none, 1 stdout, 2 stderr, 3 both; or as in 0:1,1:3",
+            "streams for files only: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank: 0:1,1:3",
             short="r",
         ),
         Flag("tee STREAMS", "streams for files and the console, in the same form", short="t"),
@@ -117,11 +121,11 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
         Flag("local-addr ADDR", "address for the other nodes; gloo and NCCL use its interface", of.address),
         Flag("port-range FIRST-LAST", "at least 16 ports to listen on. Default: any free ports", of.ports),
         Flag("node-name NAME", "name in logs and for the operator. Default: host name", of.name(_NODE_NAME_LIMIT)),
-        Flag("notice SECONDS", "maximum time to save before a planned change. Default: 30", of.seconds(zero=True)),
-        Flag("stop-timeout SECONDS", "from SIGTERM to SIGKILL if the round ends. Default: 0", of.seconds(zero=True)),
-        Flag("stop-grace SECONDS", "from SIGTERM to SIGKILL if this node leaves. Default: 5", of.seconds(zero=True)),
+        Flag("notice SECONDS", "time for workers to save before a planned change. Default: 30", of.seconds(zero=True)),
+        Flag("stop-timeout SECONDS", "from SIGTERM to SIGKILL when a round ends. Default: 0", of.seconds(zero=True)),
+        Flag("stop-grace SECONDS", "from SIGTERM to SIGKILL when this node leaves. Default: 5", of.seconds(zero=True)),
         Flag("place NAME", "nodes with the same place get consecutive ranks. Default: the host", of.name()),
-        Flag("metrics-port PORT", "serve /metrics for Prometheus, 0 on any free port", of.integer(0, 65535)),
+        Flag("metrics-port PORT", "port of /metrics for Prometheus; 0 for any free port", of.integer(0, 65535)),
         Flag("termination-log FILE", "file for the termination message, in JSON", of.path),
     ),
     "Accepted for scripts written for torchrun": (
@@ -211,7 +215,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     try:
         options, program = getopt.getopt(argv, f"h{''.join(short)}", [*long, "help", "version"])
     except getopt.GetoptError as error:
-        # A long flag of one letter is an ambiguous abbreviation.
+        # `error.opt` has no dashes. A long flag of one letter is an ambiguous abbreviation, such as --n.
         raise SettingsError(_explained(f"{'--' if '--' in error.msg else '-'}{error.opt}")) from None
     for written, value in options:
         if (known := _SPELLINGS.get(written)) is None:

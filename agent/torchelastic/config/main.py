@@ -72,8 +72,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
     spoken = environ.get(Env.PROTOCOL)  # checked first, because another version may have other flags
     if spoken and spoken.strip() != str(PROTOCOL_VERSION):
         raise SettingsError(
-            f"The operator speaks version {spoken} of the protocol between operator and agents, and this agent version "
-            f"{PROTOCOL_VERSION}: use an image with an agent of the operator's release, or upgrade the operator."
+            f"The operator uses version {spoken} of the protocol between operator and agents, but this agent uses "
+            f"version {PROTOCOL_VERSION}: use an image with an agent of the operator's release, or update the operator."
         )
     line = flags.read(argv, environ)
     node = read_node(line)
@@ -235,7 +235,7 @@ def _check_exists(program: Program, *, is_command: bool) -> None:
         # pathlib would raise if the path is too long or a folder is not accessible.
         case ProgramKind.SCRIPT if os.path.isdir(name):  # noqa: PTH112
             if not os.path.isfile(os.path.join(name, "__main__.py")):  # noqa: PTH113, PTH118
-                raise SettingsError(f"{name} is a folder without a __main__.py: name the Python file in it.")
+                raise SettingsError(f"{name} is a folder without a __main__.py: pass the path of a Python file in it.")
         case ProgramKind.SCRIPT if not os.path.isfile(name):  # noqa: PTH113
             if not is_command and shutil.which(name):
                 raise SettingsError(f"There is no script {name}; to run the command {name}, put --no-python before it.")

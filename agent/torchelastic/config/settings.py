@@ -99,7 +99,7 @@ class RendezvousSettings:
         run_id: nodes with the same id in the same store train together.
         size: the minimum, maximum and desired number of nodes.
         unique_run: whether the id is never reused; if so, an outcome in the store belongs to this run.
-        max_restarts: maximum number of charged restarts of the whole run.
+        max_restarts: maximum number of charged worker failures in the whole run.
         last_call_timeout: seconds that the first round waits for nodes above the minimum.
         join_debounce: seconds during which joins are collected into one change.
         join_timeout: seconds that a run below the minimum waits for nodes before it fails.
@@ -139,7 +139,7 @@ class NodeSettings:
         node_name: the name of this node for users and the operator.
         address: the address at which peers reach this node; also MASTER_ADDR if this node serves the TCPStore.
         interface: the network interface for gloo and NCCL; empty if they choose it themselves.
-        place: the topology key; nodes with the same key get consecutive ranks; empty for none.
+        place: nodes with the same place get consecutive ranks; empty for none.
     """
 
     rendezvous: RendezvousSettings

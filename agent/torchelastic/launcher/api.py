@@ -51,7 +51,7 @@ class LaunchConfig:
         rdzv_backend: "torchelastic" (or "etcd"), or a backend of torch, such as "c10d" or "static".
         rdzv_configs: more settings of the rendezvous, with the keys of ``--rdzv-conf``.
         rdzv_timeout: seconds to wait for the minimum number of nodes; -1 to use ``rdzv_configs``.
-        max_restarts: the maximum number of worker failures in the run.
+        max_restarts: the maximum number of charged worker failures in the run.
         monitor_interval: seconds between two polls, with a backend of torch.
         start_method: see :class:`~torchelastic.agent.server.LocalElasticAgent`.
         metrics_cfg: the parameters of :func:`torchelastic.metrics.initialize_metrics`.
@@ -140,7 +140,7 @@ def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arg
     except Exception:
         _shut_down(handler)
         raise
-    # Not after Ctrl-C: the run continues without this node, but torch's handlers would close it for all nodes.
+    # After Ctrl-C it is not shut down: the run continues without this node, but a handler of torch would close it.
     _shut_down(handler)
     if result.is_failed():
         raise _child_failed(spec.get_entrypoint_name(), result.failures)

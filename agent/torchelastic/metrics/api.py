@@ -151,8 +151,8 @@ class MetricRegistry:
         Args:
             group: the group.
             counters: names whose values are added up, such as a number of samples.
-            histograms: names whose values are counted in buckets, with the upper bounds of the buckets; in seconds if
-                the name ends in ``.ms`` or ``_ms``.
+            histograms: names whose values are counted in buckets, with the upper bounds of the buckets. If the name
+                ends in ``.ms`` or ``_ms``, the values are in milliseconds, but the bounds are in seconds.
 
         Raises:
             ValueError: an argument has another type, or the buckets are not ascending numbers.
@@ -160,7 +160,9 @@ class MetricRegistry:
         given: object = counters  # by callers without a type checker
         names = isinstance(given, Iterable) and not isinstance(given, str)
         if not names or not isinstance({} if histograms is None else histograms, Mapping):
-            raise ValueError("counters is a collection of names, like ['samples']; histograms maps names to buckets.")
+            raise ValueError(
+                "counters must be a collection of names, like ['samples'], and histograms must map names to buckets."
+            )
         forms = dict.fromkeys(counters, COUNTER)
         for name, bounds in (histograms or {}).items():
             try:
@@ -227,7 +229,7 @@ declare: Final = REGISTRY.declare
 
 
 class MetricStream:
-    """A stream of values of the group ``group_name``. A handler that is configured later also receives them."""
+    """A stream of values of the group ``group_name``. A handler that is configured later receives later values."""
 
     __slots__ = ("_registry", "group_name")
 
@@ -272,8 +274,8 @@ def prof(
 def prof(fn: Callable[..., Any] | None = None, group: str = PLATFORM_GROUP) -> Callable[..., Any]:
     """Decorate a function to measure its successes, failures and durations.
 
-    Each call records ``<name>.success`` or ``<name>.failure`` (1), counters for Prometheus, and
-    ``<name>.duration.ms``, a histogram. The name is ``Class.function`` for a method and ``module.function`` for a plain
+    Each call adds 1 to the counter ``<name>.success`` or ``<name>.failure``, and its duration to the histogram
+    ``<name>.duration.ms``. The name is ``Class.function`` for a method and ``module.function`` for a plain
     function. A coroutine function is measured until its coroutine ends. Use it as ``@prof`` or as
     ``@prof(group="my_app")``.
     """

@@ -40,7 +40,7 @@ REASONS: Final = (NOT_A_NUMBER, TOO_MANY_NAMES, NOT_FINITE, NEGATIVE)
 """Reasons to drop a value."""
 
 MAX_NAMES: Final = 1000
-"""Maximum number of names of a worker or a handler."""
+"""Maximum number of names per worker or handler."""
 
 MEMORY_SIZE: Final = 512 << 10
 """The size of a memory in bytes."""
@@ -118,7 +118,7 @@ class SeriesHandler(MetricHandler):
                 value = float(value) if kind is int else _to_number(value)
             except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises RuntimeError
                 self._drop(
-                    NOT_A_NUMBER, f"The value of {name!r:.100} ({kind.__qualname__}) is not a number, or too large"
+                    NOT_A_NUMBER, f"The value of {name!r:.100} ({kind.__qualname__}) is not a number or is too large"
                 )
                 return
         if type(name) is not str:
@@ -131,7 +131,7 @@ class SeriesHandler(MetricHandler):
         """Return the function that adds values to a new name; None if no more names are allowed."""
         group = data.group_name
         with self._lock:
-            if self._waiting is not None:  # a signal handler inside another call, which adds this value too
+            if self._waiting is not None:  # this signal handler interrupted a call, which adds its value
                 self._waiting.append(data)
                 return None
             count = len(self._sinks)
@@ -196,7 +196,7 @@ class SeriesHandler(MetricHandler):
 
 
 def _to_number(value: object) -> float:
-    """Return a number, array or tensor with one element as a float; text is refused."""
+    """Convert a number, or an array or tensor with one element, to a float; refuse text."""
     if callable(item := getattr(value, "item", None)):
         value = item()  # torch and numpy may warn about a plain conversion
     if not isinstance(value, SupportsFloat | SupportsIndex):  # float() would parse text

@@ -116,7 +116,7 @@ class RendezvousHandler(abc.ABC):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether the workers may use the store that :meth:`next_rendezvous` returns for their process group."""
+        """Whether the workers may use, for their process group, the store that :meth:`next_rendezvous` returns."""
         return False
 
 
@@ -127,8 +127,8 @@ class RendezvousParameters:
         backend: the handler's name.
         endpoint: the address of the store.
         run_id: the id of the run.
-        min_nodes: the smallest number of nodes.
-        max_nodes: the largest number of nodes.
+        min_nodes: the minimum number of nodes.
+        max_nodes: the maximum number of nodes.
         local_addr: the address at which other nodes reach this node; None to detect it.
         kwargs: other parameters of the handler, those of ``--rdzv-conf``; available as ``config``.
 
@@ -174,7 +174,7 @@ class RendezvousParameters:
             return False
         if value is None:
             return None
-        raise ValueError(f"The rendezvous' {key}={value!r} is neither true nor false.")
+        raise ValueError(f"The rendezvous parameter {key}={value!r} must be true or false.")
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
         """Return another parameter as an int; raise ValueError if it is not an int."""
@@ -182,4 +182,4 @@ class RendezvousParameters:
         try:
             return None if value is None else int(value)
         except ValueError:
-            raise ValueError(f"The rendezvous' {key}={value!r} is not a whole number.") from None
+            raise ValueError(f"The rendezvous parameter {key}={value!r} must be a whole number.") from None

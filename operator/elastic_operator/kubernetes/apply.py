@@ -149,7 +149,7 @@ class Applier:
         try:
             await self.writer.keep_report(job, report)
         except (Rejected, Blocked) as error:
-            why = f"the report of its run cannot be written to the ConfigMap {report_name(job.name)}: {error}"
+            why = f"the run's report cannot be written to the ConfigMap {report_name(job.name)}: {error}"
             _log.warning("%s: %s", record.key, why)
             self.writer.event(record.body, JobEvent(Reason.REPORT_NOT_KEPT, why, warning=True))
         except ClusterError as error:
@@ -210,7 +210,7 @@ class Applier:
         external = job.spec.etcd.endpoint
         if not plan.etcd:
             if unkept is not None:
-                raise ClusterError(f"the report of its run could not be written yet, so its store is kept: {unkept}")
+                raise ClusterError(f"the run's report could not be written yet, so its store is kept: {unkept}")
             if external is None or all(pod.phase.ended for pod in self.store.pods(job.namespace, job.uid)):
                 self.stores.leave(job.uid)
             for kind in (client.DEPLOYMENTS, client.SERVICES):

@@ -131,7 +131,7 @@ def _needs(bed: Bed) -> Iterator[Step]:
 
 
 def _programs(*names: str) -> Iterator[Step]:
-    """Build these programs, and all others of their projects.
+    """Yield the steps that build these programs, and all others of their projects.
 
     Raises:
         Missing: a program does not exist, and there is no compiler.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class Missing(Exception):  # noqa: N818 - the name is the reason
+class Missing(Exception):  # noqa: N818 - `raise Missing` reads as a sentence
     """A part of the test bed is unavailable on this machine.
 
     Attributes:

@@ -34,7 +34,7 @@ class WorkerSpec:
         entrypoint: the function, or a command. cloudpickle serializes the function and its arguments, so the function
             may be a lambda or defined in ``__main__``.
         args: the arguments, the same for all workers.
-        max_restarts: the maximum number of worker failures in the whole run, on all nodes.
+        max_restarts: the maximum number of charged worker failures in the whole run, on all nodes.
         monitor_interval: with a custom handler, seconds between two polls of workers and handler.
         master_port: with a custom handler, the port of the workers' TCPStore; None for any free port.
         master_addr: with a custom handler, the host of the workers' TCPStore; None for the address of the first node.
@@ -140,7 +140,7 @@ class RunResult:
     Attributes:
         state: SUCCEEDED, FAILED, or STOPPED (this node has left the run, or was not needed).
         return_values: the return values of this node's workers, by global rank; None for commands.
-        failures: the failed workers by global rank; the first one is the root cause, on any node.
+        failures: the failed workers by global rank; the first entry is the root cause, which may be on another node.
     """
 
     state: WorkerState

@@ -30,7 +30,7 @@ from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-import torchelastic.training  # noqa: F401 - a signal handler may need it while the program imports it
+import torchelastic.training  # noqa: F401 - so that no signal handler finds it half imported
 from torchelastic import agent_socket
 from torchelastic.agent.failures import record_exception, record_message
 from torchelastic.agent.workers.fork_server import (
@@ -201,7 +201,7 @@ def _tasks() -> set[int]:
 
 
 def _problem(threads: set[int]) -> str:
-    """Return why workers cannot be forked after the import of a module that left these threads; empty if they can."""
+    """Return why workers cannot be forked now, given the threads that a module left; empty if they can."""
     if sys.modules["torch"].cuda.is_initialized():
         return "it initialises CUDA, which processes that are forked later cannot use"
     if threads:
@@ -297,7 +297,7 @@ def _run_worker(inherited: Mapping[str, str], *, kind: str, argv: Sequence[str],
         error.__traceback__ = _without_our_frames(error.__traceback__)
         record_exception(error)
         sys.excepthook(type(error), error, error.__traceback__)
-        sys.excepthook = lambda *_: None  # the exception is printed already, without our frames
+        sys.excepthook = lambda *_: None  # the exception has been printed, without our frames
         raise
 
 
@@ -313,7 +313,7 @@ def _shadows_imported_module(folder: str) -> bool:
 
 
 def _reset_process(environment: Mapping[str, str]) -> None:
-    """Reset the state that a newly started process does not inherit."""
+    """Reset the state that a fork inherits and a new interpreter would not have."""
     _set_environment(environment)
     agent_socket.own_pid = os.getpid()
     time.tzset()
@@ -347,7 +347,7 @@ class _QuietEnd:
     """Silences standard error at the end of the interpreter's shutdown.
 
     The shutdown does not destroy modules imported before the fork, because that would copy all their memory pages. Some
-    libraries report such modules as leaks, for example triton, which torch's compiler imports.
+    libraries, for example triton, which torch's compiler imports, report such modules as leaks.
     """
 
     def __init__(self) -> None:

@@ -34,14 +34,14 @@ _DUMP_TIMEOUT: Final = 2.0
 """Seconds that a worker has to write its stacks."""
 
 _CHECKS_PER_TIMEOUT: Final = 20
-"""Number of checks of the files during one time-out."""
+"""Number of checks of the files during one timeout."""
 
 _LATE_CHECK: Final = 0.25
-"""If the time between two checks exceeds this fraction of the time-out, the agent and the workers were suspended: their
-time-outs start again."""
+"""If the time between two checks exceeds this fraction of the timeout, the agent and the workers were suspended: their
+timeouts start again."""
 
 _HUNG_FRACTION: Final = 0.9
-"""If one worker has reached the time-out, workers that were silent for this fraction of it count as hung, too."""
+"""If one worker has reached the timeout, workers that were silent for this fraction of it count as hung, too."""
 
 _STOPPED: Final = {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger"}
 _FRAME_LIMIT: Final = 8
@@ -74,7 +74,7 @@ class Heartbeats:
     async def silent(self, running: Callable[[], Collection[int]]) -> list[int]:
         """Wait until a worker hangs; return the local ranks of all silent workers, the longest silent first.
 
-        The list is empty when no worker runs.
+        The list is empty if no worker runs any more.
         """
         clock = asyncio.get_running_loop().time
         before = clock()
@@ -115,7 +115,7 @@ async def end(child: Child) -> None:
 def explain(silence: str, tail: str) -> Explanation:
     """Return why a hung worker was killed, from its silence and the end of its output.
 
-    A worker that waits for others in a collective is a less likely root cause than the worker that they wait for.
+    A worker that waits for others in a collective is a less likely root cause than the worker that it waits for.
     """
     frames = [(match["path"], match["line"], match["function"]) for match in _frames(tail)]
     if not frames:
