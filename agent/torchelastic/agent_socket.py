@@ -93,7 +93,8 @@ class AgentConnection:
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # ends the thread that reads from it
-            connection.close()
+            with contextlib.suppress(OSError):  # the program has closed it
+                connection.close()
 
     def _listen(
         self, connection: socket.socket, take: Callable[[dict[str, Any]], object], closed: Callable[[], object]

@@ -552,7 +552,7 @@ def decode_same_version(data: bytes, kind: type[_Versioned]) -> _Versioned:
 def other_version(theirs: int) -> str:
     """Return a sentence that names the two protocol versions and what to do about them."""
     return (
-        f"another process uses version {theirs} of torchelastic's protocol, this process version {PROTOCOL_VERSION}; "
+        f"another process uses version {theirs} of torchelastic's protocol, and this one version {PROTOCOL_VERSION}; "
         "install the same release everywhere"
     )
 

@@ -77,9 +77,9 @@ _IDLE: Final = f"{total(WALL, TRAINING, over='10m')} - min by ({JOB}) (min_over_
 # In the first round of a run, the training counter does not increase while the program restores its state.
 _MAKES_STEPS: Final = f"max by ({JOB}) (increase({_STEPPING}[10m])) >= 60"
 
-_CHECKS_PER_TIMEOUT: Final = "elastic_operator_reconciles_total"
-_DONE: Final = f'{_CHECKS_PER_TIMEOUT}{{result="success"}}'
-_FAILED: Final = f'sum(rate({_CHECKS_PER_TIMEOUT}{{result!="success"}}[15m]))'
+_RECONCILES: Final = "elastic_operator_reconciles_total"
+_DONE: Final = f'{_RECONCILES}{{result="success"}}'
+_FAILED: Final = f'sum(rate({_RECONCILES}{{result!="success"}}[15m]))'
 _ELASTICJOBS: Final = "max(elastic_operator_elasticjobs)"
 
 JOBS: Final = (
@@ -165,9 +165,9 @@ OPERATOR: Final = (
     Alert(
         name="ElasticOperatorNotReconciling",
         # Failed jobs are reconciled each minute, idle jobs every five: with few jobs, one bad job causes most results.
-        expr=f"(sum(increase({_CHECKS_PER_TIMEOUT}[15m])) == 0 and on () {_ELASTICJOBS} > 0)"
+        expr=f"(sum(increase({_RECONCILES}[15m])) == 0 and on () {_ELASTICJOBS} > 0)"
         f" or (sum(increase({_DONE}[15m])) == 0 and on () {_ELASTICJOBS} > 1)"
-        f" or ({_FAILED} / sum(rate({_CHECKS_PER_TIMEOUT}[15m])) > 0.5"
+        f" or ({_FAILED} / sum(rate({_RECONCILES}[15m])) > 0.5"
         f" and on () {_FAILED} * 60 > 0.7 * {_ELASTICJOBS} and on () {_ELASTICJOBS} > 1)",
         lasting="5m",
         severity=Severity.CRITICAL,

@@ -217,7 +217,7 @@ async def test_a_failed_pod_is_replaced_counted_and_kept_for_its_log(
         (
             ["create service clusterip digits-etcd --tcp=80"],
             {"etcd": {}},
-            ("Waiting", "remove it, or give the job another name"),
+            ("Waiting", "delete it, or give the job another name"),
             "409",
             "delete service digits-etcd",
         ),

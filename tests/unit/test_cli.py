@@ -254,8 +254,11 @@ def test_a_closed_pipe_causes_no_traceback() -> None:
     assert code in (0, 141)
 
 
-@pytest.mark.parametrize("argv", [["get", "-o", "yaml"], ["report", "digits", "-o", "-"]], ids=" ".join)
-def test_an_output_that_cannot_be_written_gets_a_sentence(argv: list[str], finished: Path) -> None:
+@pytest.mark.parametrize("argv", [["get", "-o", "yaml"], ["report", "digits", "-o", "-"], ["--help"]], ids=" ".join)
+def test_an_output_that_cannot_be_written_gets_a_sentence(
+    argv: list[str], finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     (finished / "report.json").write_bytes(encode_report(long()))
     sentence = "elasticjob: cannot write the output: {}; redirect it elsewhere\n"
     assert redirected(">/dev/full", *argv) == (1, sentence.format("No space left on device"))

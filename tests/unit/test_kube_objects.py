@@ -164,7 +164,7 @@ LOST = ended(137, "The container could not be located", "ContainerStatusUnknown"
 @pytest.mark.parametrize(
     ("statuses", "more", "code", "last_line"),
     [
-        ([worker(ended(137, "step 7", "OOMKilled"))], {}, 137, "OOMKilled: it exceeded its memory limit"),
+        ([worker(ended(137, "step 7", "OOMKilled"))], {}, 137, "OOMKilled: it ran out of memory"),
         ([worker(ended(137, "", "ContainerStatusUnknown"))], {}, None, "ContainerStatusUnknown"),
         ([], {"reason": "Evicted", "message": "low on memory. "}, None, "Evicted: low on memory."),
         (

@@ -74,7 +74,7 @@ class Agent(WorkerSocket):
             self.node,  # type: ignore[arg-type]
             limit=LIMIT,
             changed=lambda: self.report(),
-            compiler_imported=lambda: None,
+            compiler_imported=lambda: self.node.report(ROUND, compiler=True),
         )
 
     def give(self, serial: int = 1, *, seconds: float = 10.0, cause: str = "b joined") -> None:
@@ -338,3 +338,8 @@ async def test_only_rank_0_reports_progress(
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     agent.begin(RoundRecord(number=ROUND, members=(Member("a.1", "10.0.0.1", workers), Member("b.1", "10.0.0.2", 2))))
     assert any(stepped for stepped, _ in await send(agent, stepped=time.time())) is reports
+
+
+async def test_a_worker_reports_that_it_imports_the_compiler_of_torch(agent: Agent) -> None:
+    await asyncio.to_thread(AGENT.send, {"compiler": True})
+    await agent.node.until(compiler=True)

@@ -364,8 +364,11 @@ class Agent:
             began.store,
         )
         if group.store is not None:
-            ended = Deferred(partial(self._store_server_ended, round))
-            group.store.ended.add_done_callback(lambda _: self._events.put_nowait(ended))
+            ended = Deferred(partial(self._store_server_ended, group))
+            # The TCPStore of a past round ends after its workers.
+            group.store.ended.add_done_callback(
+                lambda _: self._events.put_nowait(ended) if self._group is group else None
+            )
         return group
 
     async def _worker_ended(self, ended: WorkerEnded) -> None:
@@ -411,11 +414,11 @@ class Agent:
         if done:
             self._metrics.worker_state(self._settings.role, "succeeded")
 
-    async def _store_server_ended(self, round: int) -> None:
-        if self._is_past(round) or self._group is None or self._group.store is None:
+    async def _store_server_ended(self, group: WorkerGroup) -> None:
+        if self._group is not group or group.store is None:
             return
         end, kind = "died", FailureKind.COMMUNICATION
-        if self._group.store.out_of_memory:
+        if group.store.out_of_memory:
             end, kind = f"was {OUT_OF_MEMORY}", FailureKind.PROGRAM
         await self._round_failed(f"the process that serves the round's TCPStore {end}", kind)
 
@@ -477,7 +480,7 @@ class Agent:
         return False
 
     async def _stop_workers(self, grace: float) -> None:
-        """Stop the workers of this node and the round's TCPStore; a second signal ends the grace period."""
+        """Stop the workers of this node; a second signal ends the grace period."""
         if self._group is not None:
             self._history.enter(RunState.STOPPING)
             with self._metrics.measured("LocalElasticAgent._stop_workers"):

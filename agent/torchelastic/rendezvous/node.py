@@ -505,5 +505,5 @@ def _listening(
                 raise
     raise NoPortFree(
         f"No port of --port-range {ports} is free on this node: give it a wider range, or see what else listens there "
-        "(ss -tlnp); each agent on a host needs up to 4 of them at a time."
+        "(ss -tlnp); each agent on a host needs up to 5 of them at a time."
     )

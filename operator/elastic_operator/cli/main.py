@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Final, NoReturn
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from _typeshed import SupportsWrite
+
 FAILED: Final = 1
 BAD_INPUT: Final = 2
 INTERRUPTED: Final = 130
@@ -53,6 +55,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"elasticjob: {message}; see `{self.prog} --help`\n")
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        # argparse ignores errors of writing.
+        (sys.stdout if file is None else file).write(self.format_help())
 
 
 def parser() -> argparse.ArgumentParser:

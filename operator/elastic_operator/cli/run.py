@@ -106,8 +106,10 @@ async def run_job(
             files = reopen_run(request.home, request.resume, manifest.name)
         print(f"run {files.run_id}, process {os.getpid()}", end="", file=name, flush=True)
         live = LiveJob(manifest, uid=str(uuid.uuid4()), created=now)
-        # Log to a file, because the view uses the terminal.
-        logging.basicConfig(filename=files.log, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        try:  # log to a file, because the view uses the terminal
+            logging.basicConfig(filename=files.log, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        except OSError as error:
+            raise BadInput(f"cannot write {files.log}: {error.strerror}") from None
         preparing = asyncio.ensure_future(_prepare(request, files, live))
         end.add_done_callback(lambda _: preparing.cancel())
         await asyncio.wait((preparing,))

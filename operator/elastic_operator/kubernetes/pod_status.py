@@ -272,7 +272,7 @@ def _exit_description(worker: ContainerState) -> str:
     reason = text(worker.terminated, "reason")
     if worker.exit_code == 0 or reason in _UNSPECIFIC_REASONS or reason in _START_FAILURES:
         return ""
-    return f"{OUT_OF_MEMORY}: it exceeded its memory limit" if reason == OUT_OF_MEMORY else reason
+    return f"{OUT_OF_MEMORY}: it ran out of memory" if reason == OUT_OF_MEMORY else reason
 
 
 def _end_of_pod(pod: Json) -> str:
@@ -432,7 +432,8 @@ def _ended(pod: Json, worker: ContainerState) -> float | None:
 
 
 def _number(digits: str) -> int | None:
-    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= _MAX_DIGITS else None
+    is_number = digits.isascii() and digits.isdigit() and len(digits) <= _MAX_DIGITS
+    return min(int(digits), 10 ** (_MAX_DIGITS - 1)) if is_number else None
 
 
 def _size(record: str) -> SizeRecord | None:

@@ -333,14 +333,15 @@ def _reset_process(environment: Mapping[str, str]) -> None:
 
 
 class _CompilerImport:
-    """Reports to the agent that the program imports torch's compiler."""
+    """Reports to the agent that the program begins to import the compiler of torch."""
 
-    def find_spec(self, name: str, _path: Sequence[str] | None = None, _target: object = None) -> None:
-        if name == COMPILER:
-            with contextlib.suppress(ValueError):  # the program has removed it
-                sys.meta_path.remove(self)
-            if agent_socket.is_worker():
-                agent_socket.AGENT.send({"compiler": True})
+    _reported = False
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> None:  # noqa: ARG002
+        if name == COMPILER and not self._reported and agent_socket.is_worker():
+            self._reported = True  # this object stays in sys.meta_path, which other threads may be reading
+            with contextlib.suppress(RuntimeError):  # no more threads; the import system's lock is held here
+                agent_socket.run_beside(agent_socket.AGENT.send, {"compiler": True})
 
 
 class _QuietEnd:
