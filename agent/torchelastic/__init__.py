@@ -1,6 +1,6 @@
 """torchelastic: elastic training for PyTorch.
 
-For training programs (see :mod:`torchelastic.training`); these names have no effect without an agent:
+For training programs (see :mod:`torchelastic.training`; without an agent, they report nothing):
 
 * :func:`heartbeat`, :func:`ask_for_notice`, :func:`notice`, :func:`saved`, :func:`round_stands`,
   :class:`NonRetryableException`, :func:`step` and :func:`checkpoint`.
@@ -9,7 +9,7 @@ For launchers in Python:
 
 * :func:`elastic_launch` and :class:`LaunchConfig` launch a function with one call, see :mod:`torchelastic.launcher`;
 * :class:`LocalElasticAgent` runs a :class:`WorkerSpec` and returns a :class:`RunResult`, see
-  :mod:`torchelastic.agent.server`; its nodes use a :class:`RendezvousHandler`, see
+  :mod:`torchelastic.agent.server`; the spec names a :class:`RendezvousHandler`, see
   :mod:`torchelastic.rendezvous`.
 
 :mod:`torchelastic.metrics` is imported separately. Each name above is imported at its first use, so
@@ -76,7 +76,7 @@ _MODULE_OF: Final = {name: module for module, names in _MODULES.items() for name
 def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)  # cached: programs call some of them often
+    found = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)  # cached: some functions are called often
     return found
 
 

@@ -31,11 +31,11 @@ LINE_LIMIT: Final = 4096
 """Maximum length of a line in bytes, in either direction."""
 
 own_pid = os.getpid()
-"""The process id of the program; a fork of the program has another id. A forked worker sets it to its own id."""
+"""The id of the process that imported this module. A forked worker replaces it by its own id; other forks do not."""
 
 
 def is_worker() -> bool:
-    """Return whether an agent has started this program, and this process is not a child of the worker."""
+    """Return whether this process is a worker of an agent; a child of a worker is not."""
     if os.getpid() != own_pid or not os.environ.get(CHANNEL):
         return False
     processes = sys.modules.get("multiprocessing.process")
@@ -50,15 +50,15 @@ class AgentConnection:
     """The connection of this process to its agent. May be used from any thread, and from signal handlers."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # reentrant for a signal handler; never held while waiting
+        self._lock = threading.RLock()  # reentrant: a signal handler may send; never held while waiting
         self._socket: socket.socket | None = None
         self._read = False
         self._sees_forks = False
 
     def _leave_to_parent(self) -> None:
         """Close this process's copy of its parent's connection, after a fork."""
-        if self._socket is not None and self._socket.fileno() >= 0:  # it is closed in a fork of a fork
-            os.close(self._socket.detach())  # the thread that reads from it is not in this process
+        if self._socket is not None and self._socket.fileno() >= 0:  # in a fork of a fork, it is closed
+            os.close(self._socket.detach())  # this process has no thread that reads from it
 
     def send(self, message: dict[str, Any]) -> bool:
         """Send a message without blocking, and connect first if necessary; return whether it was sent."""
@@ -93,7 +93,7 @@ class AgentConnection:
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # ends the thread that reads from it
-            with contextlib.suppress(OSError):  # the program has closed it
+            with contextlib.suppress(OSError):  # the program has closed the descriptor
                 connection.close()
 
     def _listen(

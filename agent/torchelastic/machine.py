@@ -1,6 +1,6 @@
-"""This machine: its host, its own address, and the number of CPUs and GPUs that this process may use.
+"""This machine: the id of its host, its address, and the number of CPUs and GPUs that this process may use.
 
-This module does not use torch, because the agent's process never imports it, and torch ignores a container's CPU limit.
+This module does not use torch: the agent's process never imports torch, and torch ignores a container's CPU limit.
 Tests pass another ``root`` of /dev, /proc and /sys.
 """
 
@@ -26,16 +26,16 @@ _SIOCGIFADDR: Final = 0x8915
 """The request of ioctl(2) for the IPv4 address of an interface."""
 
 _HOST_ID_LENGTH: Final = 12
-"""Number of digits, of 32, that distinguish the hosts of one run."""
+"""Number of digits of the boot id (of 32) in the id of a host; enough to distinguish the hosts of one run."""
 
 
 def own_address(endpoints: Iterable[str]) -> str:
-    """Return the address of the interface that routes to the first endpoint whose name resolves; no packet is sent.
+    """Return the address of the interface that routes to the first endpoint with a route, without connecting to it.
 
-    If no name resolves, return the address of the interface with the default route, or else the loopback address.
+    Without such an endpoint, return the address of the interface with the default route, or else the loopback address.
 
     Args:
-        endpoints: host:port of each server, IPv6 addresses in brackets.
+        endpoints: host:port of each server; an IPv6 address is in brackets.
     """
     for endpoint in endpoints:
         host, port = split_endpoint(endpoint)
@@ -67,9 +67,9 @@ def interface_of(host: str) -> str:
         return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no IPv4 address
+            with suppress(OSError):  # the interface has no IPv4 address
                 request = struct.pack("16sH2x4s232x", name.encode(), socket.AF_INET, wanted)
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, request)  # of several addresses, that of the request
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, request)  # if there are several addresses, the requested one
                 if found[20:24] == wanted and name != "lo":
                     return name
     return ""
@@ -109,7 +109,7 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
 
 
 def _limits_in(folder: Path) -> list[float]:
-    """Return the CPU limit set on one control group, if there is one."""
+    """Return a list of the CPU limit that is set on a control group; empty if there is none."""
     fields = _read(folder / "cpu.max").split() or [
         _read(folder / "cpu.cfs_quota_us").strip(),
         _read(folder / "cpu.cfs_period_us").strip(),

@@ -1,4 +1,4 @@
-"""The format of an agent's output; programs that read its log may rely on this format.
+"""The format of an agent's output; programs that read an agent's log may rely on this format.
 
 Without a log folder, the agent copies each line of the workers to its own streams, with the rank before the line.
 The agent's own messages go to standard error, with the time and the node before the message::
@@ -21,16 +21,16 @@ DEFAULT_ROLE: Final = "default"
 TIME_FORMAT: Final = "%H:%M:%S"
 
 WORKER_LINE: Final = re.compile(rb"\[(?:[^\]]* )?rank (?P<rank>[0-9]{1,9})\] ")
-"""The beginning of a worker's line."""
+"""Matches the beginning of a worker's line."""
 
 ROUND_LINE: Final = re.compile(
     rb"[0-9:]{8} \[[^\]]*\] round (?P<round>[0-9]{1,15}): (?:started ranks? (?P<ranks>[0-9, ]+) of a world of [0-9]+)?"
 )
-"""A message of an agent about a round; it has ``ranks`` if it says that these workers have started."""
+"""Matches a message of an agent about a round; the group ``ranks`` is set if the message reports started workers."""
 
 
 STARTED: Final = "round %d: started %s of a world of %d"
-"""The message when the workers of a round have started, with the round, their ranks and the world size."""
+"""The message when a node's workers have started; its arguments are the round, their ranks and the world size."""
 
 
 def rank_label(role: str) -> str:

@@ -17,11 +17,11 @@ key             written by                   record
 Every node watches ``c/``; only the leader watches ``n/``. So a change of membership costs O(N) messages. No node
 watches ``t/``; a new leader reads it once.
 
-A node's record has the node's own lease. All other records have the run's lease (:func:`run_lease`), which the leader
-and the operator renew, so the keys of an abandoned run expire after a day. The records under ``c/`` and ``n/`` contain
-the writer's protocol version, except the outcome. The number and the version of a round, and the outcome, have the same
-place and meaning in all versions, so that an agent of another version can stop with a clear message
-(:func:`decode_state`).
+A node's record has the node's own lease, and so has the leader's record until the leader resigns. All other records
+have the run's lease (:func:`run_lease`), which the leader and the operator renew, so the keys of an abandoned run
+expire after a day. The records under ``c/`` and ``n/`` contain the writer's protocol version, except the outcome. The
+number and the version of a round, and the outcome, have the same place and meaning in all versions, so that an agent of
+another version can stop with a clear message (:func:`decode_state`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class RunKeys:
 
 
 def run_lease(run_id: str) -> int:
-    """Return the id of the run's lease: at most 63 bits, which every node derives from the run's id."""
+    """Return the id of the run's lease: at most 63 bits, derived from the run's id, so that every node knows it."""
     name = f"{RunKeys.of(run_id).root}lease".encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >> 1 or 1
 
@@ -106,7 +106,7 @@ class _Record(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _VersionedRecord(_Record, frozen=True, kw_only=True):
-    """A record with the writer's protocol version. Its default comes from a factory, so that it is always written."""
+    """A record with the writer's protocol version. The version is always written, because its default has a factory."""
 
     protocol: Count = msgspec.field(default_factory=lambda: PROTOCOL_VERSION)
 
@@ -115,10 +115,10 @@ class SizeRecord(_VersionedRecord, frozen=True):
     """The size of a job in nodes; the record with the highest generation is valid.
 
     Attributes:
-        generation: counts the changes of the size; 0 without an operator.
+        generation: the number of changes of the size so far; 0 without an operator.
         min: the minimum number of nodes that train.
         max: the maximum number of nodes that train.
-        desired: a round forms as soon as this many nodes are present; None if the number is unknown.
+        desired: the number of nodes with which a round forms without further waiting; None if unknown.
         draining: names of the nodes that are about to be removed; the next round excludes them.
     """
 
@@ -140,7 +140,7 @@ class RunState(enum.StrEnum):
     WAITING = "waiting"
     """Too few nodes are present to train."""
     RENDEZVOUS = "rendezvous"
-    """Enough nodes are present, and they have not agreed on a round yet."""
+    """Enough nodes are present, but they have not agreed on a round yet."""
     STARTING = "starting"
     """The worker processes are being started."""
     RESTORING = "restoring"
@@ -168,12 +168,12 @@ class TimeBreakdown(_Record, frozen=True):
     Attributes:
         until: the time of this record, in seconds since the Unix epoch.
         state: the run's state at that time.
-        seconds: time spent in each state; they add up to the time since the job was created.
-        lost: seconds of training that no checkpoint contained when a round ended; None if no checkpoint was reported.
-        round: the round at that time.
+        seconds: time spent in each state; the values add up to the time from the creation of the job to ``until``.
+        lost: seconds of training after the last checkpoint of each ended round; None if no checkpoint was reported.
+        round: the number of the round at that time.
         first_step_at: when the program began its first step in that round; 0 if unknown.
         last_checkpoint_at: when the last checkpoint of that round was begun; 0 if unknown.
-        joined: number of nodes that joined, including those of the first round.
+        joined: number of nodes that joined a round, including the first one.
         gone: number of members of a round that were not in the next round, by reason.
         there: in a round without members, the members of the previous round that are still present.
     """
@@ -195,8 +195,8 @@ class ResumeRecord(_Record, frozen=True):
 
     Attributes:
         round: the last round's number.
-        restarts: worker failures charged to the job so far.
-        uncharged_restarts: restarts so far that were not charged; see :class:`RoundRecord`.
+        restarts: number of worker failures charged to the job so far.
+        uncharged_restarts: number of restarts so far that were not charged; see :class:`RoundRecord`.
         time_breakdown: the time until the resumption, including the suspension; None if unknown.
     """
 
@@ -228,14 +228,14 @@ class RoundRecord(_VersionedRecord, frozen=True):
     """A rendezvous round: its members, and everything that a node needs to start its workers.
 
     Attributes:
-        number: counts the rounds of the run, from 1; never decreases.
+        number: the number of the round, from 1; never decreases.
         nonce: random text that distinguishes two rounds with the same number if the store has lost the first one.
         members: the nodes in rank order; empty while too few are present (``cause`` says why).
         store: host:port of the TCPStore of this round.
-        restarts: worker failures charged to the job so far.
-        early_failures: consecutive failures soon after the start of a round.
-        uncharged_restarts: restarts that are not charged: after a change of membership or an uncharged failure, or
-            when enough nodes are present again.
+        restarts: number of worker failures charged to the job so far.
+        early_failures: number of consecutive failures soon after the start of a worker.
+        uncharged_restarts: number of restarts so far that were not charged: after a change of membership or an
+            uncharged failure, or when enough nodes were present again.
         desired: the desired size when this round was committed; None if unknown.
         reason: why this round replaced the previous one.
         cause: the reason as a sentence.
@@ -284,7 +284,7 @@ class FailureKind(enum.StrEnum):
     """Classes of failures, from the most likely root cause to the least likely."""
 
     PROGRAM = "program"
-    """A signal from outside, the out-of-memory killer, or an exception of the program."""
+    """An exception or exit of the program, a signal from another process, or the out-of-memory killer."""
     COMMUNICATION = "communication"
     """A broken collective, usually because another worker has failed."""
     ENDED = "ended"
@@ -295,7 +295,7 @@ class FailureRecord(_Record, frozen=True):
     """A failed worker.
 
     Attributes:
-        round: the round of the worker.
+        round: the number of the worker's round.
         rank: the global rank.
         local_rank: the rank on the node.
         node: the node's id.
@@ -303,7 +303,7 @@ class FailureRecord(_Record, frozen=True):
         pid: the process id on that node.
         exit_code: the exit code, or the negative number of the signal that killed the worker.
         kind: the class of the failure.
-        message: the exception, or the end of the worker's output.
+        message: the exception, the signal, or the exit code with the end of the worker's output.
         uptime: seconds from the start of the worker to its exit.
         non_retryable: whether the program or ``--final-exit-codes`` declares that a retry is useless.
         uncharged: whether ``--free-exit-codes`` exempts the failure from the restart budget.
@@ -327,8 +327,8 @@ class NoticeRecord(_VersionedRecord, frozen=True):
     """The round is about to be replaced; the next one waits until the workers that asked for notice have saved.
 
     Attributes:
-        round: the round that ends.
-        serial: counts the notices of a run, from 1; never decreases.
+        round: the number of the round that ends.
+        serial: the number of the notice in the run, from 1; never decreases.
         seconds: the maximum time that the next round waits; 0 withdraws the notice.
         reason: why the round is replaced, in one word.
         cause: the reason as a sentence.
@@ -353,10 +353,10 @@ class OutcomeRecord(_Record, frozen=True):
 
     Attributes:
         state: succeeded or failed.
-        round: the last round.
-        restarts: worker failures charged to the job.
+        round: the number of the last round.
+        restarts: number of worker failures charged to the job.
         message: why the run failed; empty if it succeeded.
-        failure: the root cause, if it was a worker.
+        failure: the worker failure that is the root cause, if any.
     """
 
     state: OutcomeState
@@ -369,7 +369,7 @@ class OutcomeRecord(_Record, frozen=True):
 class StateRecord(_Record, frozen=True):
     """The run's state: the current round, and the outcome after the end of the run.
 
-    Both share one record under one key, so a compare-and-swap by a leader that has been replaced always fails.
+    The round and the outcome share one key, so a compare-and-swap by a leader that has been replaced always fails.
     """
 
     round: RoundRecord | None = None
@@ -380,15 +380,15 @@ class NodePhase(enum.StrEnum):
     """A node's progress in its current round."""
 
     READY = "ready"
-    """Waiting for a round, or training in one."""
+    """The node waits for a round, or trains in one."""
     FINISHING = "finishing"
-    """At least one of its workers has exited with 0; others still run."""
+    """At least one of the node's workers has exited with 0; others still run."""
     DONE = "done"
-    """All its workers have exited with 0; it stays until the outcome is committed."""
+    """All workers of the node have exited with 0; the node stays until the outcome is committed."""
     PARTITIONED = "partitioned"
-    """Its workers were stopped because it reached neither the store nor a peer; it is ready for the next round."""
+    """The node stopped its workers because it reached neither the store nor a peer; it is ready for the next round."""
     LEAVING = "leaving"
-    """It is about to leave; the next round excludes it."""
+    """The node is about to leave; the next round excludes it."""
 
 
 class NodeRecord(_VersionedRecord, frozen=True):
@@ -396,21 +396,21 @@ class NodeRecord(_VersionedRecord, frozen=True):
 
     Attributes:
         name: the name of the pod or host.
-        address: the address at which peers reach it.
-        workers: the number of workers that it runs in a round.
-        link: port of its peer server (see :mod:`torchelastic.rendezvous.peer_connection`).
-        store: port on which it can serve the next round's TCPStore; not the port of an earlier round.
-        joined: the store's revision when it first joined, which defines its seniority; 0 if not yet known.
-        phase: its progress in ``round``.
-        round: the highest round number that it has seen.
-        restarts: the highest count of charged restarts that it has seen.
-        uncharged_restarts: the highest count of uncharged restarts that it has seen.
-        failure: its first failed worker in ``round``.
-        size: the size that it was started with.
-        metrics: port of its /metrics; 0 for none.
-        topology_key: nodes with the same key get consecutive ranks; empty for none.
-        notice: seconds of notice that its workers in ``round`` ask for before a planned change; 0 for none.
-        saved: the serial of the last notice that all its workers have answered.
+        address: the address at which peers reach the node.
+        workers: the number of workers that the node runs in a round.
+        size: the size with which the node was started.
+        link: port of the node's peer server (see :mod:`torchelastic.rendezvous.peer_connection`).
+        store: port on which the node can serve the next round's TCPStore; not the port of an earlier round.
+        joined: the store's revision when the node first joined, which defines its seniority; 0 if not yet known.
+        phase: the node's progress in ``round``.
+        round: the highest round number that the node has seen.
+        restarts: the highest number of charged failures that the node has seen.
+        uncharged_restarts: the highest number of uncharged restarts that the node has seen.
+        failure: the worker failure in ``round`` that the node considers the root cause; None if there is none.
+        metrics: port of the node's /metrics; 0 for none.
+        topology_key: the node's place, such as a host: nodes with the same key get consecutive ranks; empty for none.
+        notice: seconds of notice that the workers in ``round`` ask for before a planned change; 0 for none.
+        saved: the serial of the last notice that all workers have answered.
         first_step_at: when the program began its first step in ``round``, in seconds since the Unix epoch; 0 if
             unknown. Reported by rank 0.
         last_checkpoint_at: when the last checkpoint in ``round`` was begun; 0 if unknown. Reported by rank 0.
@@ -440,15 +440,15 @@ class PastRound(_Record, frozen=True):
     """One round in the history of a run.
 
     Attributes:
-        number: its number.
-        began: when it was committed, in seconds since the Unix epoch.
-        nodes: its number of nodes; 0 if too few were present to train.
-        workers: its number of workers.
-        reason: why it replaced the previous round.
+        number: the number of the round.
+        began: when the round was committed, in seconds since the Unix epoch.
+        nodes: the number of nodes; 0 if too few were present to train.
+        workers: the number of workers.
+        reason: why the round replaced the previous one.
         cause: the reason as a sentence, perhaps shortened.
         failure: the worker failure that ended the previous round, if any.
         lost: seconds of training of the previous round that no checkpoint contained at its end; None if unknown.
-        ended: when its workers stopped running; 0 while they run, or if unknown.
+        ended: when the round's workers stopped; 0 while they run, or if unknown.
     """
 
     number: Number
@@ -467,7 +467,7 @@ HISTORY_LIMIT: Final = 200
 
 
 class HistoryRecord(_Record, frozen=True):
-    """The first and the last rounds of a run, and when its job was created, in seconds since the Unix epoch."""
+    """The first and the last rounds of a run, and when the run's job was created, in seconds since the Unix epoch."""
 
     created: _Time = 0.0
     rounds: tuple[PastRound, ...] = ()
@@ -550,7 +550,7 @@ def decode_same_version(data: bytes, kind: type[_Versioned]) -> _Versioned:
 
 
 def other_version(theirs: int) -> str:
-    """Return a sentence that names the two protocol versions and what to do about them."""
+    """Return a sentence that names the two protocol versions and says what to do."""
     return (
         f"another process uses version {theirs} of torchelastic's protocol, and this one version {PROTOCOL_VERSION}; "
         "install the same release everywhere"
@@ -558,12 +558,12 @@ def other_version(theirs: int) -> str:
 
 
 def name_of(node: str) -> str:
-    """Return the name with which a node's id begins: that of the pod or the host."""
+    """Return the name with which a node's id begins: the name of the pod or host."""
     return node.rpartition(".")[0] or node
 
 
 def bracketed(host: str) -> str:
-    """Return the host for use before ``:port``: an IPv6 address is in brackets."""
+    """Return the host for use before ``:port``: an IPv6 address gets brackets."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -610,11 +610,11 @@ class ExitCode(enum.IntEnum):
     """The agent's exit codes. If signal n kills the agent, the exit code is 128 + n, as in a shell."""
 
     SUCCEEDED = 0
-    """The run succeeded, whether or not this node's workers took part to the end."""
+    """The run succeeded, even if this node's workers did not take part to the end."""
     FAILED = 1
     """The run failed; the termination message has the root cause."""
     BAD_INPUT = 2
-    """The command line or the environment is invalid; nothing was started."""
+    """A setting is invalid or does not work on this machine; for example, torch cannot be imported."""
     STORE = 3
     """The store could not be reached within the join timeout, or has lost its data; the node itself did not fail."""
     NO_PORT = 4
@@ -633,8 +633,8 @@ class TerminationMessage(_VersionedRecord, frozen=True, rename="camel"):
     Attributes:
         reason: one word in CamelCase: Succeeded, WorkerFailed, TooFewNodes, Left, BadInput, StoreUnavailable…
         message: a sentence.
-        round: the last round that the agent has received; 0 for none.
-        failure: the failed worker, if any.
+        round: the number of the last round that the agent has received; 0 for none.
+        failure: the failed worker that is the root cause, if any.
     """
 
     reason: Annotated[str, msgspec.Meta(max_length=64)]

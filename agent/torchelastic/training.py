@@ -9,11 +9,11 @@
 * :func:`heartbeat` reports that the worker makes progress.
 * :class:`NonRetryableException` ends the run even if restarts are left.
 
-Sending never blocks the training. A checkpoint is reported at once; of several within a second, only the last one is
-reported, at the first call after that second or at exit. A message that the agent did not accept is resent then, too.
+Reports never block the training. A checkpoint is reported at once; of several within the next second, only the last one
+is reported, at the first call after that second or at exit. A report that the agent did not accept is sent again then.
 
-Without an agent these functions do nothing. A worker is one process: its forked and :mod:`multiprocessing` children
-send nothing to the agent; a program that it executes (for example from a shell script) takes its place.
+Without an agent, these functions report nothing. A worker is one process: its forked and :mod:`multiprocessing`
+children send nothing to the agent, but a program that it executes (for example, from a shell script) is the worker.
 """
 
 from __future__ import annotations
@@ -56,11 +56,10 @@ _LONGEST: Final = 1e6
 
 
 class Checkpoint:
-    """A checkpoint that is being written; it contains the state of the training at its start.
+    """A checkpoint that is being written; it contains the state of the training at the beginning of the write.
 
-    As a context manager, it starts with the block and is written when the block ends without an exception. A checkpoint
-    that is written in the background starts when the object is created, and is written when :meth:`done` is called, in
-    any thread.
+    In a ``with`` statement, the write begins with the block, and is complete when the block ends without an exception.
+    In the background, the write begins when the object is created, and is complete when a thread calls :meth:`done`.
     """
 
     def __init__(self) -> None:
@@ -106,15 +105,15 @@ def step() -> None:
 
 
 def checkpoint() -> Checkpoint:
-    """Return a context manager for a block that writes a checkpoint; it contains the training before the block.
+    """Return a context manager for a block that writes a checkpoint of the training up to the block.
 
     ::
 
         with torchelastic.checkpoint():
             torch.save(state, path)
 
-    If the block ends without an exception, its time is measured as ``checkpoint.write_latency_ms``. If several ranks
-    write, the block of rank 0 is reported; it must end after all ranks have written. To write in the background::
+    If the block ends without an exception, its duration is measured as ``checkpoint.write_latency_ms``. If several
+    ranks write, the block of rank 0 is reported; it must end after all ranks have written. To write in the background::
 
         writing = torchelastic.checkpoint()
         torch.distributed.checkpoint.async_save(state, checkpoint_id=path).add_done_callback(writing.done)
@@ -131,15 +130,15 @@ class Reports:
 
     def __init__(self) -> None:
         self.step_began = 0.0
-        self._lock = threading.RLock()  # reentrant for a signal handler that saves; never held while waiting
+        self._lock = threading.RLock()  # reentrant: a signal handler may save; never held while waiting
         self._unsent: dict[str, float] = {}
         self._next = -math.inf
 
     def tell(self, what: str, when: float) -> None:
-        """Report to the agent.
+        """Report the first step or a checkpoint to the agent.
 
         Args:
-            what: ``stepped``, which is reported once, or ``kept``; only the last ``kept`` counts.
+            what: ``stepped`` for the first step; ``kept`` for a checkpoint, which replaces an unsent one.
             when: the time, in seconds since the Unix epoch.
         """
         if is_worker() and os.environ.get("RANK") == "0":
@@ -194,8 +193,9 @@ class Notice:
 def round_stands(timeout: float = 5.0) -> bool:
     """Return whether the round of this process is still current. Call it before a commit.
 
-    The agent reads the round from the store; if the store cannot be reached, it uses the last state that it read. This
-    is not a lock: the round may end right after the answer, so a commit must be harmless if it happens twice.
+    The agent reads the round from the store. If the store cannot be reached, the agent trusts the last round that
+    it received if another node of that round answers, or no other exists. The answer is not a lock: the round may end
+    right after it, so a commit must be harmless if it happens twice.
 
     Args:
         timeout: maximum number of seconds to wait for an answer.
@@ -220,7 +220,7 @@ class Notices:
     """The requests of this process and its current notice. A child of a worker has none."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # reentrant for a signal handler that answers
+        self._lock = threading.RLock()  # reentrant: a signal handler may answer
         self._callback: Callable[[Notice], object] | None = None
         self._signals: set[int] = set()
         self._standing: tuple[int, Notice] | None = None
@@ -230,12 +230,12 @@ class Notices:
     def ask_for_notice(self, seconds: float = 30.0, callback: Callable[[Notice], object] | None = None) -> None:
         """Ask for time to save before a planned change of the round.
 
-        The request is valid until the worker exits; another call replaces it. The agent's ``--notice`` limits it.
+        The request is valid until the worker exits; another call replaces it. The agent's ``--notice`` limits the time.
 
         Args:
             seconds: maximum time that the change waits for this worker; 0 withdraws the request.
-            callback: called with the notice in a separate thread; its return or exception answers the notice. None for
-                a program that polls :func:`notice` and answers with :func:`saved`.
+            callback: called with the notice in a separate thread; the notice is answered when the callback returns or
+                raises an exception. None for a program that polls :func:`notice` and answers with :func:`saved`.
 
         Raises:
             ValueError: the seconds are negative or not finite.
@@ -285,7 +285,7 @@ class Notices:
             run_beside(self._call, callback, number, notice)
 
     def _call(self, callback: Callable[[Notice], object], number: int, notice: Notice) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._signals)  # processes that it starts inherit the mask
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._signals)  # processes that the callback starts inherit the mask
         try:
             callback(notice)
         except Exception:  # noqa: BLE001 - anything that the program raises
@@ -323,7 +323,7 @@ def heartbeat() -> None:
 class NonRetryableException(Exception):  # noqa: N818 - the established name
     """Raised by a program to end the run: the run fails with this exception and is not restarted.
 
-    A program's own exceptions may derive from it. Only the exception that ends the worker counts.
+    A program's own exceptions may derive from this class. Only the exception that ends the worker counts.
     """
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:

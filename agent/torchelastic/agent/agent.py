@@ -90,7 +90,7 @@ class SignalledFirst(Exception):  # noqa: N818 - control flow within the agent
 
 
 class Signals:
-    """Listens to the signals that ask the agent to leave; a context manager. After its exit, they are ignored.
+    """Listens to the signals that ask the agent to leave; a context manager. After its exit, these signals are ignored.
 
     Args:
         received: called for each signal.
@@ -163,7 +163,7 @@ async def _unless(signalled: asyncio.Event, work: Coroutine[Any, Any, Result]) -
 
 
 class Agent:
-    """Runs one node of a run until the run ends; `metrics` records the measurements."""
+    """Runs one node of a run until the run ends or the node leaves; `metrics` records the measurements."""
 
     def __init__(self, settings: AgentSettings, metrics: AgentMetrics) -> None:
         self._settings = settings
@@ -185,7 +185,7 @@ class Agent:
         """Take part in the run until it ends or a signal asks this agent to leave.
 
         Args:
-            workers: starts the workers; entered by the caller. No worker runs when this method returns.
+            workers: starts the workers; the caller has entered this context. When the method returns, no worker runs.
             metrics_port: port on which /metrics is served, for the operator; 0 for none.
         """
         began = time.monotonic()
@@ -320,7 +320,7 @@ class Agent:
         if not takes_part:
             if round.members:
                 logger.info("round %d: not needed now; waiting as a spare", round.number)
-                self._history.workers_started()  # they start on the other nodes about now
+                self._history.workers_started()  # the other nodes start workers about now
             else:
                 self._history.enter(RunState.WAITING)
             self._metrics.worker_state(self._settings.role, "stopped")

@@ -84,7 +84,7 @@ _NATIVE_FRAME: Final = re.compile(r"^\s*(?:\[\w+\]: ?)?frame #\d+: ")
 
 
 class Explanation(NamedTuple):
-    """The kind and the message of a failure. `final` means that the program has declared it non-retryable."""
+    """The kind and the message of a failure. `final` means that the program has declared the failure non-retryable."""
 
     kind: FailureKind
     message: str
@@ -93,13 +93,13 @@ class Explanation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """The exit of a worker that hung or that the agent did not stop.
+    """The exit of a worker that ended by itself, or that was killed because it hung.
 
     Attributes:
         exit_code: its exit code, or the negative number of the signal that killed it.
         uptime: seconds from its start to its exit.
         ended: the time of the exit, on the event loop's clock.
-        explanation: the kind and the message of the failure; an empty message if the exit code is 0.
+        explanation: the kind and the message of the failure; the message is empty if the exit code is 0.
     """
 
     local_rank: int
@@ -112,7 +112,7 @@ class WorkerExit:
 
 
 def explain(exit_code: int, *, error_file: Path, tail: str, out_of_memory: bool) -> Explanation:
-    """Return why a worker failed, from its exit code, error file, last output and out-of-memory kill."""
+    """Return why a worker failed, from its exit code, error file and last output, and whether memory ran out."""
     if out_of_memory:
         return Explanation(FailureKind.PROGRAM, OUT_OF_MEMORY)
     recorded, final = _recorded_exception(error_file)
@@ -181,7 +181,7 @@ def _bounded(text: str, limit: int) -> str:
 
 
 def _recorded_exception(path: Path) -> tuple[str, bool]:
-    """Return the exception in an error file with its place, and whether it is non-retryable; empty without a file."""
+    """Return the exception in an error file with its source line, or an empty text, and whether it is non-retryable."""
     try:
         with path.open("rb") as file:
             message = json.loads(file.read(_FILE_LIMIT))["message"]
@@ -199,7 +199,7 @@ def _recorded_exception(path: Path) -> tuple[str, bool]:
 
 
 def _root(text: str, trace: str) -> str:
-    """Return the exception that explains a traceback, with its place in the program.
+    """Return the exception that explains a traceback, with its file and line in the program.
 
     If a collective fails while the program handles another exception, return the other exception.
     """
@@ -231,7 +231,7 @@ def _printed_exception(tail: str) -> str:
     if exception is None:
         return ""
     start = len(plain) - len(last) - len(found)
-    for chained in reversed([*_CHAINED.finditer(plain, 0, start)]):  # exceptions that it was chained to
+    for chained in reversed([*_CHAINED.finditer(plain, 0, start)]):  # the exceptions to which it is chained
         if chained.end() != start:
             break
         start = plain.rfind(_TRACEBACK, 0, chained.start())
@@ -239,7 +239,7 @@ def _printed_exception(tail: str) -> str:
 
 
 def _printed_crash(tail: str) -> str:
-    """Return the message of the C++ library's or the interpreter's fault handler; empty if there is none."""
+    """Return the message of the interpreter's fault handler or of C++'s terminate handler; empty if there is none."""
     text, place = "", len(tail)
     for fatal in _FATAL.finditer(tail):
         text, place = fatal["text"], fatal.end()
@@ -300,7 +300,7 @@ def failure_of_worker(worker: WorkerExit, round: int, node: str, settings: Agent
 def failure_of_node(
     round: RoundRecord, node: str, settings: AgentSettings, *, message: str, kind: FailureKind, began: float
 ) -> FailureRecord:
-    """Return a failure of a node, for its first rank; `began` is the round's start on the monotonic clock."""
+    """Return a failure of a node, attributed to its first rank; `began` is the round's start on the monotonic clock."""
     return FailureRecord(
         round=round.number,
         rank=round.first_rank(node),

@@ -91,7 +91,7 @@ def make_call() -> None:
     main = sys.modules["__main__"]
     main.__spec__ = ModuleSpec(name, None) if name else None
     main.__file__ = file
-    # So the worker can pickle the program's objects by name, and its child processes can import them.
+    # With these names, the worker can pickle the program's objects by name, and its child processes can import them.
     for thing in (function, *map(type, arguments)):
         used = {**getattr(thing, "__globals__", {}), getattr(thing, "__name__", ""): thing}
         vars(main).update({key: each for key, each in used.items() if getattr(each, "__module__", None) == "__main__"})

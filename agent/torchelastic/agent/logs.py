@@ -43,7 +43,7 @@ _PIPE_LIMIT: Final = 1 << 20
 """Maximum number of bytes in a pipe."""
 
 _PIECE: Final = re.compile(rb"(?s:.{0,%d})\n|[^\n]+\n?" % (select.PIPE_BUF - 1))
-"""Matches whole lines, up to the size that the kernel writes to a pipe atomically. A longer line is one match."""
+"""Matches as many whole lines as the kernel writes to a pipe atomically. A longer line is one match."""
 
 _QUEUE_LIMIT: Final = 1 << 20
 _RETRY_DELAY: Final = 0.01
@@ -93,7 +93,7 @@ class Console:
         while (item := self._queue.get()) is not None:
             descriptor, lines = item
             for piece in _PIECE.finditer(lines):
-                with contextlib.suppress(OSError):  # the reader has closed it: this output is dropped
+                with contextlib.suppress(OSError):  # the reader has closed the stream: this output is dropped
                     _write(descriptor, piece[0])
                 self._written += len(piece[0])
 
@@ -115,14 +115,14 @@ def _write(descriptor: int, data: bytes) -> None:
     while data:
         try:
             data = data[os.write(descriptor, data) :]
-        except BlockingIOError:  # another process has made it non-blocking
+        except BlockingIOError:  # another process has made the descriptor non-blocking
             select.select([], [descriptor], [])
 
 
 class LogPipe:
     """A pipe for one stream of a worker. The agent copies it to its own `descriptor`, and to a file if one is given.
 
-    The worker writes to `writing`. `tail` is the end of its output. `ended` is done when no process can write to it.
+    The worker writes to `writing`. `tail` is the end of its output. `ended` is done when the pipe is no longer read.
     """
 
     def __init__(self, *, prefix: bytes, console: Console, descriptor: int, file: Path | None) -> None:
@@ -214,7 +214,7 @@ class LogPipe:
 
 
 class LogFile:
-    """A file to which a worker itself writes; output of an earlier run in the file is kept."""
+    """A file to which a worker itself writes; earlier content of the file is kept."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -253,7 +253,7 @@ class WorkerOutput:
             os.close(descriptor)
 
     async def drained(self, seconds: float) -> None:
-        """Read the remaining output of an exited worker; another process may still hold its pipe."""
+        """Read the remaining output of an exited worker; wait up to `seconds` for other writers of its pipe."""
         for pipe in self._pipes:
             pipe.catch_up()
         if self._pipes:
@@ -264,7 +264,7 @@ class WorkerOutput:
         return (self._err.tail or self._out.tail).decode(errors="replace")
 
     def close(self) -> None:
-        """Stop reading."""
+        """Read the remaining output, and stop reading."""
         for pipe in self._pipes:
             pipe.close()
 

@@ -1,6 +1,6 @@
-"""The agent's side of its workers' socket: see :mod:`torchelastic.training`.
+"""The agent's side of the workers' socket: see :mod:`torchelastic.training`.
 
-One connection belongs to one process of a worker. The process may ask for notices and answer them, report progress and
+Each connection belongs to one process of a worker. The process may ask for notices and answer them, report progress and
 the import of torch's compiler, or ask once whether its round is still current. A process that sends anything else is
 disconnected. The socket is in a private folder, so other users cannot connect.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _MAX_ROUND_CHECK: Final = 60.0
 _CAUSE_LIMIT: Final = 512
-"""Maximum length of a cause in characters, so that its line of JSON stays within the limit."""
+"""Maximum length of a cause in characters, so that a notice fits into a line of :data:`LINE_LIMIT` bytes."""
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -52,7 +52,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    """A connected process of a worker, the seconds of notice it asks for, and the last notice that it has answered."""
+    """A connected process of a worker, the seconds of notice that it asks for, and the last notice that it answered."""
 
     local_rank: int
     writer: asyncio.StreamWriter
@@ -84,9 +84,9 @@ class WorkerSocket:
 
     Args:
         folder: a private folder.
-        node: this node; receives requests for notice, answers and progress.
+        node: this node, whose record gets the requests for notice, the answers and the progress.
         limit: maximum number of seconds of a notice.
-        changed: called when the requests or answers of the workers have changed; the receiver calls :meth:`report`.
+        changed: called when the workers' requests or answers have changed; the owner must then call :meth:`report`.
         compiler_imported: called when a worker imports torch's compiler.
 
     Attributes:
@@ -213,7 +213,7 @@ class WorkerSocket:
         return [process for process in self._processes if process.seconds > 0]
 
     def _asked(self) -> float:
-        """Return the longest time that a worker asks for; 0 without requests."""
+        """Return the maximum time that a worker asks for, within the limit; 0 without requests."""
         return min(max((process.seconds for process in self._processes), default=0.0), self._limit)
 
     def _all_answered(self) -> bool:
@@ -275,5 +275,5 @@ class WorkerSocket:
 
 
 async def _receive(reader: asyncio.StreamReader, kind: type[Any]) -> Any:  # noqa: ANN401 - of that kind
-    """Return the next message; raise ValueError at the end, or if the message is invalid or too long."""
+    """Return the next message; raise ValueError if the connection has ended, or the message is invalid or too long."""
     return msgspec.json.decode(await reader.readline(), type=kind)

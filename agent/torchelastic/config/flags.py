@@ -34,9 +34,9 @@ class Flag:
 
     Attributes:
         usage: the name without the leading dashes, and the placeholder of the value; a switch has no value.
-        help: the text of ``--help``.
-        read: parses the value.
-        short: the one-letter form.
+        help: the description for ``--help``.
+        read: the parser of the value.
+        short: the one-letter form; empty for none.
     """
 
     usage: str
@@ -70,7 +70,7 @@ CONF: Final[Mapping[str, Callable[[Given], Any]]] = {
     "username": of.text,
     "password": of.text,
 }
-"""The keys of ``--rdzv-conf``."""
+"""The keys of ``--rdzv-conf``, with the parsers of their values."""
 
 CONF_ALIASES: Final = {"timeout": "join_timeout"}
 """Keys of torch's handlers, with torchelastic's key of the same meaning, which takes precedence if both are given."""
@@ -157,10 +157,10 @@ OPERATOR_VARIABLES: Final[Mapping[str, str]] = {
     "job": Env.JOB,
     "job_created": Env.JOB_CREATED,
 }
-"""The operator's variables; a flag and its PET_ variable override them."""
+"""The operator's variables by the name of the value; a flag and its PET_ variable override them."""
 
 _FIELDS: Final = {"rdzv-id": "run_id", "local-addr": "address", "port-range": "ports"}
-"""The fields of the settings whose names differ from the names of their flags."""
+"""The fields of the settings whose names differ from the names of their flags, by flag."""
 
 _BY_NAME: Final = {flag.name: flag for flags in FLAGS.values() for flag in flags}
 _PARSERS: Final = {**{name: flag.read for name, flag in _BY_NAME.items()}, **_FROM_OPERATOR, **CONF}
@@ -202,7 +202,7 @@ def from_variables(environ: Mapping[str, str], variables: Mapping[str, str]) -> 
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
-    """Read the command line, and the environment for flags that are not given.
+    """Return the command line, with values from the environment for flags that are not given.
 
     Raises:
         SettingsError: a flag does not exist, or its value is missing or invalid.
@@ -230,7 +230,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
 
 
 def read_conf(source: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Given]:
-    """Return the pairs of ``--rdzv-conf`` by torchelastic's names of the keys.
+    """Return the values of ``--rdzv-conf`` by torchelastic's names of the keys.
 
     Raises:
         SettingsError: there is no such key.

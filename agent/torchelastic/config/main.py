@@ -1,6 +1,6 @@
 """Parse a command line and an environment into :class:`~torchelastic.config.settings.AgentSettings`.
 
-All errors that can be detected before the start are raised here, with a sentence that names the flag or variable.
+Errors that can be detected before the agent starts are raised here, with a sentence that names the flag or variable.
 Differences from ``torchrun``:
 
 * A run of one node needs neither an etcd nor an id. A run of several nodes needs both, because unrelated runs with
@@ -49,7 +49,7 @@ _log: Final = logging.getLogger(__name__)
 _MAX_WORKERS: Final = 10_000
 
 BACKENDS: Final[Mapping[str, int | None]] = {"torchelastic": None, "etcd": None, "etcd-v3": 3, "etcd-v2": 2}
-"""The names of torchelastic's rendezvous, with the version of etcd's API that each selects."""
+"""The names of torchelastic's rendezvous, with the version of etcd's API that each selects; None to detect it."""
 
 _NAME_AN_ETCD: Final = "leave out this flag, and set --rdzv-endpoint to an etcd unless the run has only one node"
 _INSTEAD: Final = {
@@ -105,7 +105,7 @@ def _warn_of_ignored(line: CommandLine, size: SizeRecord) -> None:
 
 
 def read_node(line: CommandLine) -> dict[str, Any]:
-    """Return the settings of the node, by the fields of :class:`NodeSettings`.
+    """Return the settings of the node by field of :class:`NodeSettings`.
 
     Raises:
         SettingsError: a value is invalid, or the store or the id of a run of several nodes is missing.

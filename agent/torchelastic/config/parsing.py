@@ -27,8 +27,8 @@ NAME_LIMIT: Final = 253
 MAX_NODES: Final = 1_000_000
 LEAST_PORT: Final = 1024
 FEWEST_PORTS: Final = 16
-"""A node uses one port for its peers and two or three for stores. The other ports delay the reuse of a port, or serve
-other nodes on the same host."""
+"""A node uses one port for its peers and two or three for TCPStores. The other ports delay the reuse of a port, or
+serve other nodes on the same host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def path(given: Given) -> Path:
 
 
 def integer(least: int, most: int, also: str = "") -> Callable[[Given], int]:
-    """Return a parser for a whole number between two bounds, inclusive; messages mention ``also``."""
+    """Return a parser for a whole number between two bounds, inclusive; ``also`` names other values for messages."""
 
     def read(given: Given) -> int:
         # Longer texts exceed every bound, and int() raises another error for very long texts.
@@ -74,7 +74,7 @@ def integer(least: int, most: int, also: str = "") -> Callable[[Given], int]:
 
 
 def seconds(*, zero: bool = False) -> Callable[[Given], float]:
-    """Return a parser for a time in seconds; 0 is allowed with ``zero``."""
+    """Return a parser for a time in seconds; ``zero`` allows 0."""
 
     def read(given: Given) -> float:
         try:
@@ -208,7 +208,7 @@ def file(given: Given) -> str:
 
 
 def tls_folder(given: Given) -> Mapping[str, str]:
-    """Return the files in a mounted TLS Secret; the client certificate is optional."""
+    """Return the files in the folder of a mounted TLS Secret; the client certificate is optional."""
     names = {"cacert": "ca.crt", "cert": "tls.crt", "key": "tls.key"}
     paths = {key: os.path.join(given.text, name) for key, name in names.items()}  # noqa: PTH118 - as above
     found = {key: path for key, path in paths.items() if os.path.isfile(path)}  # noqa: PTH113

@@ -48,7 +48,7 @@ class Program:
     Attributes:
         kind: script, module or command.
         argv: the script, module or command, and its arguments.
-        start_method: how it is started; a command is always executed.
+        start_method: how a Python program is started; a command is always executed.
         preload: modules that the fork server imports in addition to torch.
     """
 
@@ -82,7 +82,7 @@ class PortRange:
     last: int
 
     def after(self, port: int) -> Iterator[int]:
-        """Return all other ports once, starting after this port."""
+        """Return an iterator over all other ports, which starts after this port and wraps around."""
         start = port + 1 if self.first <= port <= self.last else self.first
         around = (*range(start, self.last + 1), *range(self.first, start))
         return (each for each in around if each != port)
@@ -96,20 +96,19 @@ class RendezvousSettings:
     """The rules of the rendezvous.
 
     Attributes:
-        run_id: nodes with the same id in the same store train together.
+        run_id: the id of the run; nodes with the same id in the same store train together.
         size: the minimum, maximum and desired number of nodes.
         unique_run: whether the id is never reused; if so, an outcome in the store belongs to this run.
         max_restarts: maximum number of charged worker failures in the whole run.
         last_call_timeout: seconds that the first round waits for nodes above the minimum.
-        join_debounce: seconds during which joins are collected into one change.
+        join_debounce: seconds during which joins are combined into one new round.
         join_timeout: seconds that a run below the minimum waits for nodes before it fails.
         lease: seconds after which a silent node counts as lost.
         run_lease: seconds after which the store removes the keys of a run without nodes.
-        crash_loop_limit: number of consecutive failures, each within ``crash_loop_seconds`` of a start, after which
-            the run fails.
-        crash_loop_seconds: see ``crash_loop_limit``.
+        crash_loop_limit: number of consecutive early failures of workers after which the run fails.
+        crash_loop_seconds: uptime in seconds below which a failure counts for ``crash_loop_limit``.
         notice: maximum number of seconds for workers to save before a planned change.
-        ports: the ports on which this node listens for other nodes and serves the stores of rounds; None for any.
+        ports: the ports on which this node listens for other nodes and serves TCPStores; None for any port.
         resume: the state of the run before it was suspended.
     """
 
@@ -139,7 +138,7 @@ class NodeSettings:
         node_name: the name of this node for users and the operator.
         address: the address at which peers reach this node; also MASTER_ADDR if this node serves the TCPStore.
         interface: the network interface for gloo and NCCL; empty if they choose it themselves.
-        place: nodes with the same place get consecutive ranks; empty for none.
+        place: the node's topology key, such as a host: nodes with the same key get consecutive ranks; empty for none.
     """
 
     rendezvous: RendezvousSettings

@@ -45,7 +45,7 @@ class LaunchConfig:
         max_nodes: the maximum number of nodes.
         nproc_per_node: number of workers on this node.
         logs_specs: torch's object for the log folder; used if ``log_dir`` is not given.
-        run_id: nodes with the same id train together; optional for one node.
+        run_id: the id of the run; nodes with the same id train together. Optional for one node.
         role: the role of the workers.
         rdzv_endpoint: the address of the rendezvous, by default of an etcd; required for several nodes.
         rdzv_backend: "torchelastic" (or "etcd"), or a backend of torch, such as "c10d" or "static".
@@ -84,7 +84,7 @@ class LaunchConfig:
 
 
 class elastic_launch:  # noqa: N801 - torch's name
-    """Launches a function or a command when it is called with its arguments; see :func:`launch_agent`."""
+    """A callable that launches a function or a command with the arguments of the call; see :func:`launch_agent`."""
 
     def __init__(self, config: LaunchConfig, entrypoint: Callable[..., Any] | str) -> None:
         self._config = config
@@ -101,7 +101,7 @@ def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arg
     Args:
         config: the launch configuration.
         entrypoint: the function, or the name of a command.
-        args: its arguments.
+        args: the arguments of the function or command.
 
     Returns:
         The return values of this node's workers by global rank; None for commands. The dictionary is empty if this
@@ -140,7 +140,7 @@ def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arg
     except Exception:
         _shut_down(handler)
         raise
-    # After Ctrl-C it is not shut down: the run continues without this node, but a handler of torch would close it.
+    # After Ctrl-C, the handler is not shut down: a handler of torch would close the run, which continues elsewhere.
     _shut_down(handler)
     if result.is_failed():
         raise _child_failed(spec.get_entrypoint_name(), result.failures)

@@ -107,7 +107,7 @@ class ProcessFailure:
         exitcode: the exit code, or the negative number of the signal that killed the worker.
         message: the reason for the failure.
         host: the address of the node.
-        timestamp: when this node received the failure, in seconds since the Unix epoch.
+        timestamp: when this node learned of the failure, in seconds since the Unix epoch.
         error_file: the file in which the worker described the failure; "<N/A>" for none, as in torch.
     """
 

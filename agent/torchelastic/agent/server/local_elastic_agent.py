@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["LocalElasticAgent"]
 
 _JOIN_TIMEOUT: Final = 1.0
-"""Seconds to wait for the agent's thread after it has set its result. Only a handler that blocks can delay it."""
+"""Seconds to wait for the end of the agent's thread after its result. Only a rendezvous handler can delay the end."""
 
 _one_at_a_time: Final = threading.Lock()
 
@@ -61,7 +61,7 @@ class LocalElasticAgent:
         start_method: "fork-server" (also "forkserver", "fork"): workers are forked from a process that has
             imported torch; "exec" (also "spawn"): each worker is a new interpreter. A custom handler implies "exec".
         exit_barrier_timeout: with a custom handler, seconds to wait for the other nodes after the workers of this
-            node have succeeded. Without one, there is no limit.
+            node have succeeded. Without a custom handler, there is no limit.
         log_dir: a folder for the workers' output; None for no files.
         logs_specs: torch's object for the log folder; used if ``log_dir`` is not given.
         shutdown_timeout: seconds between SIGTERM and SIGKILL when this node leaves.
@@ -128,7 +128,7 @@ class LocalElasticAgent:
             agent.stop()
 
     def _run(self) -> RunResult:
-        """Run the agent in a thread. The wait for the thread lets signal handlers run."""
+        """Run the agent in a thread, so that the program's signal handlers can run while this thread waits."""
         result: Future[RunResult] = Future()
 
         def settle(how: Callable[[Any], None], value: object) -> None:
@@ -149,7 +149,7 @@ class LocalElasticAgent:
         try:
             return result.result()
         except BaseException:
-            agent.stop()  # has no effect after its end
+            agent.stop()  # has no effect if the agent has ended
             raise
         finally:
             while not result.done():
@@ -190,7 +190,7 @@ class _OurAgent(Agent):
 
     Args:
         settings: the settings of the agent.
-        call: made by :func:`~torchelastic.agent.function_call.call_of`; None if the workers run a command.
+        call: the result of :func:`~torchelastic.agent.function_call.call_of`; None if the workers run a command.
     """
 
     def __init__(self, settings: AgentSettings, call: bytes | None) -> None:

@@ -1,8 +1,8 @@
 """torch's own agent, for a custom rendezvous handler: torch's c10d and static, or a user's.
 
 torch's agent polls its workers and the handler, and starts each worker as a new interpreter. This module adds two
-features: a handler needs only ``next_rendezvous``, and all nodes agree on the number of the round and of the restarts;
-the workers find both in their environment.
+features: a handler needs only ``next_rendezvous``, and all nodes agree on the number of the round and on the number of
+restarts, which the workers find in their environment.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TorchAgent(LocalElasticAgent):
 
     Args:
         spec: the workers, with a custom handler.
-        logs: the destinations of the output.
+        logs: the destinations of the workers' output.
         exit_barrier_timeout: seconds for which a node whose workers have succeeded waits for the others.
         stopped: called if :meth:`stop` is called while the handler blocks, because nothing can interrupt a handler.
 

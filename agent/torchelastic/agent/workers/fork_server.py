@@ -1,7 +1,7 @@
 """The agent's side of the fork server: start it early, keep spare processes ready, restart it if it exits.
 
-A message between the agent, the fork server and a process that it forks is JSON in one packet of a SOCK_SEQPACKET
-socket, sent together with descriptors. The arguments and the environment of a process are passed in a memory file,
+Messages between the agent, the fork server and the forked processes are JSON. Each message is one packet of a
+SOCK_SEQPACKET socket, and may carry descriptors. A memory file passes the arguments and the environment of a process,
 because they can exceed the limit of a message.
 """
 
@@ -80,7 +80,7 @@ def search_path(kind: str, name: str) -> str:
 
 
 def is_container(name: str) -> bool:
-    """Return whether this is a folder or an archive, whose ``__main__`` module Python runs."""
+    """Return whether this path is a folder or an archive, whose ``__main__`` module Python runs."""
     return pkgutil.get_importer(name) is not None
 
 
@@ -91,7 +91,7 @@ def absolute(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ForkedProcess:
-    """A forked process that waits for its role. It exits if its link is closed before it receives one."""
+    """A forked process that waits for its role. If its link is closed before that, the process exits."""
 
     child: Child
     link: socket.socket
@@ -107,10 +107,10 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """A process that has imported torch and forks others.
+    """A process that imports torch and forks other processes.
 
     Args:
-        reaper: adopts the processes.
+        reaper: adopts the fork server and the forked processes.
         environment: the environment of the fork server.
         program: the program of the workers.
         spares: the number of processes that are kept ready.
@@ -148,7 +148,7 @@ class ForkServer:
         self._process = self._reaper.adopt(pid)
         program = self._program
         order = {"preload": program.preload, "search_path": search_path(program.kind.value, program.argv[0])}
-        with contextlib.suppress(OSError):  # it has exited, which the next request detects
+        with contextlib.suppress(OSError):  # the process has exited, which the next request detects
             send(self._connection, order)
         self._compiler_imported = False
         self._import_error = None
@@ -192,7 +192,7 @@ class ForkServer:
         return taken
 
     def preload_compiler(self) -> None:
-        """Preload torch's compiler with the next spare processes, for the workers of later rounds."""
+        """Preload torch's compiler in the fork server and its next spare processes, for the workers of later rounds."""
         self._compiler_wanted = True
         self._refill.set()
 
@@ -230,7 +230,7 @@ class ForkServer:
             await self._fork_missing_spares()
 
     async def _fork_missing_spares(self) -> None:
-        self._spares = self._take_spares(len(self._spares))  # drops those that have exited
+        self._spares = self._take_spares(len(self._spares))  # drops exited processes
         self._spares += await self._fork_now(self._wanted - len(self._spares))
 
     # -- requests; the lock is held

@@ -1,9 +1,9 @@
 """The fork server's process: it imports torch and the modules to preload, and is forked into workers.
 
-A fork copies memory but no threads, and a CUDA context does not work in the child, so a module that starts threads or
-initialises CUDA is refused. A worker is forked twice, so that its parent is the agent, which watches and reaps it. The
-garbage collector is off during imports, which makes them faster. Afterwards, it ignores all imported objects, so that a
-collection in a worker does not copy shared memory pages.
+A fork copies only the calling thread, and a CUDA context does not work in the child. So a module that leaves threads
+or initialises CUDA is refused. A worker is forked twice, so that its parent is the agent, which watches and reaps it.
+The garbage collector is off during imports, to make them faster. Afterwards, the collector ignores all imported
+objects, so that a collection in a worker does not copy shared memory pages.
 
 A forked process waits for its role, and then serves a TCPStore or runs the user's program, in the same environment
 as a program that is started from a shell.
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _serve(control: socket.socket) -> socket.socket | None:
-    """Serve the agent; return None when it has exited, and in a forked child, return the child's link to the agent."""
+    """Serve the agent until it exits, and return None; in a forked child, return the child's link to the agent."""
     error = _import_torch()
     with contextlib.suppress(EOFError, ConnectionError):  # the agent has exited, or has cancelled a request
         while True:
@@ -103,7 +103,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def _fork() -> int:
     """Fork without a warning about threads; flush the output first, so that it appears only once."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed by its reader, or by a module
+        with contextlib.suppress(OSError, ValueError):  # the reader or a module has closed the stream
             stream.flush()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -187,7 +187,7 @@ def _collector_off() -> Iterator[None]:
 
 
 def _threads() -> set[int]:
-    """Return the threads that remain when this process forks; OpenBLAS, for example, ends its threads before a fork."""
+    """Return the ids of the threads that remain when this process forks; OpenBLAS, for example, ends its threads."""
     if len(_tasks()) > 1:
         pid = _fork()
         if pid == 0:
@@ -239,7 +239,7 @@ def _play_role(link: socket.socket, agent: int, inherited: Mapping[str, str]) ->
         case "store":
             _serve_store(*listener, **content)
         case "command":
-            os.sched_setaffinity(0, os.sched_getaffinity(agent))  # OpenMP may have changed it
+            os.sched_setaffinity(0, os.sched_getaffinity(agent))  # OpenMP may have changed the affinity
             _execute(**content)
         case _:
             _run_worker(inherited, **content)
@@ -256,7 +256,7 @@ def _serve_store(listener: int, *, host: str, port: int) -> None:
 
 
 def _execute(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Replace this process by a command, with only the standard streams open."""
+    """Replace this process by a command, which inherits only the standard streams."""
     close_fds(3)
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):  # changed by the interpreter
         signal.signal(number, signal.SIG_DFL)
@@ -324,7 +324,7 @@ def _reset_process(environment: Mapping[str, str]) -> None:
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
     if (torch := sys.modules.get("torch")) is not None:
-        torch.default_generator.seed()  # the CPU's only: devices have the same seed in every process
+        torch.default_generator.seed()  # for the CPU only: devices have the same seed in every process
     if (processes := sys.modules.get("multiprocessing.process")) is not None:
         processes.current_process().authkey = os.urandom(32)
     sys._torchelastic_quiet_end = _QuietEnd()  # type: ignore[attr-defined]  # noqa: SLF001 - sys is cleared last

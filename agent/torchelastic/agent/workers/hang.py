@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torchelastic.agent.workers.processes import Child
 
 VARIABLES: Final = {"PYTHONFAULTHANDLER": "1"}
-"""Environment variables with which workers report where they hang."""
+"""Environment variables that make a Python worker write its stacks when it gets SIGABRT."""
 
 HANG_EXIT_CODES: Final = (-signal.SIGABRT, -signal.SIGKILL)
 """Exit codes of a worker that was killed because it hung."""
@@ -41,7 +41,7 @@ _LATE_CHECK: Final = 0.25
 timeouts start again."""
 
 _HUNG_FRACTION: Final = 0.9
-"""If one worker has reached the timeout, workers that were silent for this fraction of it count as hung, too."""
+"""When a worker reaches the timeout, workers that were silent for this fraction of the timeout count as hung, too."""
 
 _STOPPED: Final = {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger"}
 _FRAME_LIMIT: Final = 8
@@ -52,7 +52,7 @@ _FRAME: Final = re.compile(r'  File "(?P<path>[^"\n]*)", line (?P<line>\d+) in (
 _LAUNCHER_FRAMES: Final = ("/torchelastic/agent/workers/fork_server_main.py", "<frozen runpy>")
 
 _WAITING_FOR_OTHERS: Final = ("/torch/distributed/", "/torch/autograd/graph.py")
-"""Files of a worker that waits in a collective, or in the backward pass, which contains collectives."""
+"""Paths that are in the stack of a worker that waits in a collective, or in the backward pass with its collectives."""
 
 
 class Heartbeats:
@@ -74,7 +74,7 @@ class Heartbeats:
     async def silent(self, running: Callable[[], Collection[int]]) -> list[int]:
         """Wait until a worker hangs; return the local ranks of all silent workers, the longest silent first.
 
-        The list is empty if no worker runs any more.
+        The list is empty when no worker runs any more.
         """
         clock = asyncio.get_running_loop().time
         before = clock()
@@ -83,7 +83,7 @@ class Heartbeats:
             now = clock()
             suspended = now - before > self.timeout * _LATE_CHECK
             for rank, (seen, _) in self._changed.items():
-                with contextlib.suppress(OSError):  # removed by the program
+                with contextlib.suppress(OSError):  # the program has removed the file
                     modified = (self._folder / str(rank)).stat().st_mtime_ns
                     if modified != seen or suspended:
                         self._changed[rank] = modified, now

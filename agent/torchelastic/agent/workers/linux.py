@@ -1,12 +1,12 @@
-"""Linux processes: the table in /proc, the attributes that a process sets on itself, and the process of the watchdog.
+"""Linux processes: the table in /proc, the attributes that a process sets on itself, and the watchdog.
 
 A worker's process tree contains all processes that must exit with it. Three properties identify them, because a process
 can lose any one of the three: its ancestry (lost when a parent in between exits), its session (lost with setsid), and a
 mark in its initial environment (lost when the environment is cleared).
 
 The watchdog kills these trees when the agent exits for any reason. The kernel kills the workers themselves, by their
-parent-death signal, but not the processes that they have started. The watchdog imports only this module, which imports
-no large module, and watches the agent through a pidfd. The agent writes the workers' sessions to a file.
+parent-death signal, but not the processes that they have started. The watchdog watches the agent through a pidfd, and
+reads the workers' sessions from a file. The watchdog imports only this module, which imports no large module.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SET_PARENT_DEATH_SIGNAL: Final = 1
 _SET_CHILD_SUBREAPER: Final = 36
 
 _ARGUMENTS: Final = 45
-"""Index of the field of /proc/self/stat, after the command's name, with the arguments' start; the next is their end."""
+"""Index of the arguments' start address in /proc/self/stat, counted after the command's name; the end follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class ProcessEntry:
     """One process at the time when the table was read.
 
     Attributes:
-        state: the kernel's letter for its state.
-        started: its start time in clock ticks since boot; together with the id it is unique.
+        state: the kernel's letter for the state of the process.
+        started: the start time in clock ticks since boot; the id and the start time together identify a process.
     """
 
     pid: int
@@ -62,7 +62,7 @@ class ProcessEntry:
 
     @property
     def dead(self) -> bool:
-        """Whether it has exited and waits to be reaped."""
+        """Whether the process has exited and waits to be reaped."""
         return self.state in "ZX"
 
 
@@ -70,7 +70,7 @@ Table = dict[int, ProcessEntry]
 
 
 def read_process(pid: int) -> ProcessEntry | None:
-    """Return the process with this id, or None."""
+    """Return the process with this id; None if there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:  # noqa: PTH123 - faster, for hundreds of processes
             text = file.read(4096) or b""
@@ -186,7 +186,7 @@ def _kill_trees(mark: str, sessions: Mapping[int, int]) -> None:
             time.sleep(0.01)
         for pid in living:
             if pid not in killed:
-                with contextlib.suppress(OSError):  # it has exited, or runs as another user
+                with contextlib.suppress(OSError):  # the process has exited, or runs as another user
                     os.kill(pid, signal.SIGKILL)
                 killed.add(pid)
 

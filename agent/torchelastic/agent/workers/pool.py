@@ -48,14 +48,14 @@ _DRAIN_TIMEOUT: Final = 0.5
 """Seconds to wait for the rest of an exited worker's output."""
 
 _STORE_LINGER: Final = 1.0
-"""Seconds for which a round's TCPStore outlives the workers of its node: workers of other nodes may use it until they
-are stopped, too, and the exit of a process takes CPU time that the next round's workers need to start."""
+"""Seconds for which a round's TCPStore outlives the workers of its node: workers of other nodes may still use it, and
+the exit of its process takes CPU time that the next round's workers need to start."""
 
 _CONSOLE_PATIENCE: Final = 5.0
-"""Seconds after which the agent drops the remaining output at its exit if nothing reads it."""
+"""Seconds after which an agent that exits drops the remaining output if nothing reads it."""
 
 _CONSOLE_LIMIT: Final = 20.0
-"""Seconds after which the agent drops the remaining output at its exit if its reader is slow."""
+"""Seconds after which an agent that exits drops the remaining output if its reader is slow."""
 
 _READ_AT_IMPORT: Final = (
     *("ACC_", "GOMP_", "KMP_", "OMP_"),  # OpenMP
@@ -65,13 +65,13 @@ _READ_AT_IMPORT: Final = (
 """Prefixes of variables that torch and its libraries read when they are imported."""
 
 _READ_AT_USE: Final = ("TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME", "TORCH_EXTENSIONS_DIR")
-"""Exceptions to these prefixes: prefixes of variables that torch reads at each use."""
+"""Prefixes of variables that torch reads at each use, although they have one of the prefixes above."""
 
 _OF_THE_COMPILER: Final = ("TORCHDYNAMO_", "TORCHINDUCTOR_")
 """Prefixes of variables that torch reads when it imports its compiler, which is later than its own import."""
 
 _STARTED_WITH_INTERPRETER: Final = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
-"""Variables for a tool that only starts with a new interpreter."""
+"""Variables of coverage, which starts only in a new interpreter."""
 
 _ASSIGNMENT: Final = re.compile(
     r"\benviron(?:\[|\.setdefault\(|\.update\(\{?)\s*[\"']?(?P<name>[A-Z][A-Z0-9_]+)[\"']?\s*(?:\]\s*=[^=]|[,:]|=[^=])"
@@ -84,7 +84,7 @@ class Worker:
     """A worker of a round.
 
     Attributes:
-        silence: why the worker counts as hung; empty if it does not.
+        silence: why the worker counts as hung; empty if the worker does not hang.
     """
 
     local_rank: int
@@ -125,10 +125,10 @@ class WorkerGroup:
     Args:
         workers: the workers by local rank.
         store: the process that serves the TCPStore; None if another node serves it.
-        report: called with the exit of each worker that is not stopped, in the order of the exits.
+        report: called with the exit of each worker that ended by itself or hung, in the order of the exits.
         reaper: kills the workers' processes.
         mark: the tree mark of all workers of this agent.
-        heartbeats: the heartbeats of the workers; None if they are not monitored.
+        heartbeats: the heartbeats of the workers; None if no heartbeats are expected.
 
     Attributes:
         stopped: whether the workers and all processes that they started have exited.
@@ -275,7 +275,7 @@ class Workers:
         if interface := self._settings.interface:
             base.setdefault("GLOO_SOCKET_IFNAME", interface)
             base.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=", eth1 would match eth10
-        for name in (CHANNEL, METRICS_FILE):  # they are set if this agent runs in a worker
+        for name in (CHANNEL, METRICS_FILE):  # set if this agent runs in a worker of another agent
             base.pop(name, None)
         if self._settings.heartbeat_timeout is not None:
             base.update(hang.VARIABLES)
@@ -313,7 +313,7 @@ class Workers:
         """Wait until workers can be started without delay.
 
         Raises:
-            StartError: torch cannot be imported.
+            StartError: torch or a module of ``--preload`` cannot be imported, or the fork server cannot be started.
         """
         await self._fork_server.ready()
 
@@ -326,12 +326,12 @@ class Workers:
     ) -> WorkerGroup:
         """Start a round's workers, and its TCPStore; the group of the previous round must have been stopped.
 
-        If the program cannot be run, the worker exits at once.
+        If the program does not exist or cannot be executed, the workers exit at once.
 
         Args:
             round: the number of the round.
             environments: the variables of each worker, by local rank, in addition to this process's own environment.
-            report: called with the exit of each worker that is not stopped, in the order of the exits.
+            report: called with the exit of each worker that ended by itself or hung, in the order of the exits.
             listener: the bound socket of the TCPStore, which the caller closes; None if another node serves it.
 
         Raises:
@@ -394,7 +394,7 @@ class Workers:
         """Start a process for each environment and output, and one for the TCPStore."""
         processes = await self._fork_server.fork(len(environments) + (listener is not None))
         try:
-            if listener is not None:  # it begins first, because the workers wait for it
+            if listener is not None:  # the TCPStore begins first, because the workers wait for it
                 _serve_store(processes[-1], listener)
             for process, environment, output in zip(processes, environments, outputs, strict=False):
                 process.begin(*self._role_of(environment), output.descriptors)

@@ -44,7 +44,7 @@ _PACKAGE_ROOT: Final = str(Path(__file__).resolve().parents[3])
 
 
 class MemoryKills:
-    """Counts the out-of-memory kills of the kernel in this process's cgroup, or else on the machine."""
+    """Counts the kernel's out-of-memory kills in this process's control group, or else on the machine."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         names = ("memory.events", "memory.oom_control")  # of versions 2 and 1
@@ -52,7 +52,7 @@ class MemoryKills:
         self._files = [path for path in self._files if path.exists()] + [root / "proc/vmstat"]
 
     def count(self) -> int:
-        """Return the number so far; 0 if there is no counter."""
+        """Return the number of kills so far; 0 if there is no counter."""
         for path in self._files:
             with contextlib.suppress(OSError):
                 for line in path.read_text().splitlines():
@@ -89,28 +89,28 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether it has not been reaped."""
+        """Whether the process has not been reaped."""
         return not self.ended.done()
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether the kernel has killed it because memory ran out."""
+        """Whether the kernel has killed the process because memory ran out."""
         killed = self.ended.done() and self.ended.result() == -signal.SIGKILL
         return killed and self._memory_kills.count() > self._killed_before
 
     def reap(self) -> None:
-        """Reap it if it has exited, and set `ended`."""
+        """If the process has exited, reap it and set `ended`."""
         if self.ended.done():
             return
         try:
             status = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if status is None:
                 return
-            # Until it is reaped, the id of its process group cannot be reused.
+            # Until the child is reaped, the id of its process group cannot be reused.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
-        except ChildProcessError:  # other code in this process has reaped it
+        except ChildProcessError:  # other code in this process has reaped the child
             exit_code = _UNKNOWN
         else:
             exit_code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
@@ -120,7 +120,7 @@ class Child:
         self.ended.set_result(exit_code)
 
     def signal(self, number: int) -> None:
-        """Send it a signal if it still runs."""
+        """Send a signal to the process if it still runs."""
         if self.running:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
@@ -184,7 +184,7 @@ class Reaper:
                 self._sweep()
 
     def adopt(self, pid: int) -> Child:
-        """Watch a child of this process, which runs or has exited."""
+        """Watch a child of this process; it may have exited."""
         child = Child(pid, self._loop, self._memory_kills)
         self._children[pid] = child
         child.ended.add_done_callback(lambda _: self._children.pop(pid, None))
@@ -208,7 +208,7 @@ class Reaper:
             children: leaders of sessions.
             mark: the tree mark of their processes.
         """
-        if self.owns_process:  # otherwise, a living parent may be the only way to find a process
+        if self.owns_process:  # in another program, a living parent may be the only way to find a process
             for child in children:
                 child.signal(signal.SIGKILL)
         refused: set[ProcessEntry] = set()
@@ -301,7 +301,7 @@ def spawn(argv: Sequence[str], environment: Mapping[str, str], descriptors: Mapp
 def python_code(module: str, *, minimal: bool = False) -> list[str]:
     """Return the command that runs ``main()`` of a torchelastic module in this interpreter.
 
-    If `minimal`, it starts in a few milliseconds, without site-packages and PYTHON* variables.
+    If `minimal`, the command starts in a few milliseconds, without site-packages and PYTHON* variables.
     """
     start = f"from {module} import main; main()"
     if minimal:
@@ -331,7 +331,7 @@ class Watchdog:
         self._reaper.adopt(pid).ended.add_done_callback(self._ended)
 
     def watch(self, workers: Sequence[Child]) -> None:
-        """Record the current workers, each of which leads a session."""
+        """Record the current workers, each of which leads its own session."""
         found = {worker.pid: entry.started for worker in workers if (entry := read_process(worker.pid)) is not None}
         with contextlib.suppress(OSError):  # the watchdog also finds them by the mark
             self._sessions.write_text(json.dumps(found))
