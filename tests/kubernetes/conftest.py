@@ -29,7 +29,7 @@ DEFINITION = Path(__file__).parents[2] / "crds" / "elasticjob.yaml"
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def control_plane(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """A Kubernetes without nodes, shared by all tests: each test uses its own namespaces."""
+    """A Kubernetes without nodes, shared by all tests; each test uses its own namespaces."""
     async with ControlPlane(tmp_path_factory.mktemp("control-plane")) as cluster:
         yield cluster
         cluster.check()
@@ -52,7 +52,7 @@ async def namespace(control_plane: Cluster) -> AsyncIterator[str]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def api(cluster_with_crd: Cluster) -> AsyncIterator[WatchingApi]:
-    """The shared Kubernetes without nodes, as an administrator sees it."""
+    """An administrator's client of the shared Kubernetes without nodes."""
     async with await WatchingApi.from_kubeconfig(str(cluster_with_crd.kubeconfig)) as api:
         yield api
 
@@ -73,14 +73,14 @@ async def operator(ns: OperatorNamespace, tmp_path: Path) -> AsyncIterator[Opera
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def node(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
-    """A Kubernetes with one node, on which pods run: each test uses its own namespaces."""
+    """A Kubernetes with one node, on which pods run; each test uses its own namespaces."""
     from tests.support.testbed import images
     from tests.support.testbed.node import Node
 
     async with contextlib.AsyncExitStack() as running:
         try:
             cluster = await running.enter_async_context(Node(tmp_path_factory.mktemp("node")))
-        except Missing as why:  # known only after an attempt to start it
+        except Missing as why:  # known only after an attempt to start the node
             availability.unavailable(why)
         for name, tag in images.IMAGES.items():
             await cluster.load_image(tag, images.archive(name))

@@ -138,11 +138,11 @@ class AuditLog:
         return (f"--audit-policy-file={self._policy}", f"--audit-log-path={self._log}")
 
     def used(self, namespace: str, account: str) -> set[tuple[str, str, str]]:
-        """Return the permitted requests of a service account: group, resource, verb."""
+        """Return the permitted requests of a service account, as group, resource and verb."""
         return {what for what, allowed in self._asked(namespace, account) if allowed}
 
     def refused(self, namespace: str, account: str) -> set[tuple[str, str, str]]:
-        """Return the denied requests of a service account."""
+        """Return the denied requests of a service account, as group, resource and verb."""
         return {what for what, allowed in self._asked(namespace, account) if not allowed}
 
     def _asked(self, namespace: str, account: str) -> Iterator[tuple[tuple[str, str, str], bool]]:
@@ -232,7 +232,7 @@ def own_chart(tmp_path: Path) -> Path:
 
 
 async def rendered(helm: Helm, *words: str, chart: Path = CHART) -> list[dict[str, Any]]:
-    """Return all objects of the chart."""
+    """Return all objects that the chart renders."""
     text = (await helm("template", RELEASE, str(chart), "--kube-version=1.30.0", *words)).stdout
     return [found for found in yaml.safe_load_all(text) if found]
 
@@ -369,7 +369,7 @@ EFFECTS: dict[tuple[str, ...], dict[str, Any]] = {
         "--set-string=monitoring.dashboards.labelValue=on",
     ): {"ConfigMap metadata labels show": "on"},
 }
-"""Values of the chart, and the resulting fields of its objects; a set is a part of a list."""
+"""The fields of the chart's objects that result from each setting of values; a set names some items of a list."""
 
 
 @pytest.mark.parametrize(("words", "effects"), EFFECTS.items(), ids=[" ".join(each) for each in EFFECTS])
@@ -380,7 +380,7 @@ async def test_the_chart_values_take_effect(helm: Helm, words: tuple[str, ...], 
         assert wanted <= {*found} if isinstance(wanted, set) else found == wanted, path
 
 
-async def test_the_operators_labels_are_those_that_its_deployment_service_and_monitor_select(helm: Helm) -> None:
+async def test_deployment_service_and_monitor_select_the_labels_of_the_operator(helm: Helm) -> None:
     objects = await rendered(helm, MONITORS, "--set=podLabels.c=d")
     [monitor], [service], [deployment] = (
         of_kind(objects, kind) for kind in ("ServiceMonitor", "Service", "Deployment")
@@ -462,7 +462,7 @@ async def test_install_upgrade_uninstall_and_reinstall_work(helm: Helm) -> None:
     output = (await helm("install", RELEASE, str(CHART))).stdout
     assert "kubectl apply -f examples/digits.yaml" in output
     assert "kind load docker-image elastic-operator:dev elastic-agent:dev" in output
-    # Its pod is created in a namespace that admits only restricted pods.
+    # The operator's pod is created in a namespace that admits only restricted pods.
     await helm.kubectl("wait", f"deployment/{RELEASE}", "--for=jsonpath={.status.replicas}=1", "--timeout=60s")
     await helm.kubectl("wait", f"crd/{CRD}", "--for=condition=Established", "--timeout=60s")
     await helm.kubectl("apply", "-f", str(ROOT / "examples" / "digits.yaml"))
@@ -470,7 +470,7 @@ async def test_install_upgrade_uninstall_and_reinstall_work(helm: Helm) -> None:
     await helm("upgrade", RELEASE, str(CHART), "--set=podLabels.upgraded=yes,replicas=2")
     template = (await helm.get(f"deployment/{RELEASE}"))["spec"]["template"]
     assert template["metadata"]["labels"]["upgraded"] == "yes"
-    # Switch to an operator without a Lease, and back.
+    # Disable leader election, and enable it again.
     for election, strategy in (("false", "Recreate"), ("true", "RollingUpdate")):
         await helm("upgrade", RELEASE, str(CHART), f"--set=leaderElection={election}")
         assert (await helm.get(f"deployment/{RELEASE}"))["spec"]["strategy"]["type"] == strategy

@@ -32,7 +32,7 @@ asyncio.run(main())
 """
 
 
-async def test_files_of_the_user_are_unchanged_and_a_failed_part_is_reported(
+async def test_the_control_plane_leaves_files_of_the_user_unchanged_and_reports_a_failed_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, folder = tmp_path / "home", tmp_path / "plane"

@@ -43,12 +43,12 @@ class Answer:
 
     @property
     def words(self) -> str:
-        """The message on one line."""
+        """The status code and the message."""
         return f"{self.status} {self.body.get('message', 'accepted')}"
 
 
 class ElasticJobs:
-    """The jobs of a namespace, over one connection, because there are thousands of requests."""
+    """The jobs of a namespace, accessed over one connection, because the tests send thousands of requests."""
 
     def __init__(self, cluster: Cluster, namespace: str) -> None:
         context = ssl.create_default_context(cafile=cluster.site.authority)
@@ -65,7 +65,7 @@ class ElasticJobs:
         return self._ask("POST", "", manifest, dry_run=dry_run)
 
     def replace(self, name: str, manifest: dict[str, Any]) -> Answer:
-        """Replace a job; the object must have its resourceVersion."""
+        """Replace a job; the manifest must have the job's resourceVersion."""
         return self._ask("PUT", f"/{name}", manifest)
 
     def replace_status(self, manifest: dict[str, Any], *, dry_run: bool = False) -> Answer:

@@ -137,7 +137,7 @@ async def test_an_evicted_or_deleted_pod_is_replaced_without_a_charge(user: User
 
 
 @pytest.mark.parametrize("excludes", [False, True])
-async def test_a_pod_over_its_storage_limit_is_evicted_and_charged_unless_a_rule_excludes_the_node(
+async def test_a_pod_over_its_storage_limit_is_evicted_and_charged_unless_a_rule_ignores_the_failure(
     user: User, excludes: bool
 ) -> None:
     program = f"open('/scratch/file', 'wb').write(b'x' * 64 * 2**20)\n{WAITS}"

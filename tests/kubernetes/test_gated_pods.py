@@ -1,6 +1,6 @@
 """Pods with scheduling gates and finalizers of another controller.
 
-Queueing systems that admit jobs by their pods work like this. The test acts as such a system.
+Queueing systems that admit a job by its pods add such gates and finalizers. The tests act as such a system.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ async def test_an_image_runs_its_program_even_as_an_unknown_user(
 async def test_an_image_has_compiled_modules_and_no_settings_of_the_build_machine(
     node: Node, namespace: str, image: str
 ) -> None:
-    # The first name is part of Debian, and shows that the search works.
+    # The first file is part of Debian: finding it shows that the search works.
     names = " -o ".join(f"-name '{name}'" for name in ("70debconf", "*this-machine*", "authorities.pem", "pip.conf"))
     script = f'id -u; find / -xdev {names} 2> /dev/null; python3 -c "$0"'
     code, said = await outcome(node, namespace, image, command=["sh", "-c", script, NOT_COMPILED])

@@ -96,7 +96,7 @@ async def test_a_restarted_candidate_acquires_its_own_lease_at_once(candidates: 
     first = candidates.candidate("first")
     await wait_for_event(first.working)
     first.task.cancel()
-    await candidates.change(holderIdentity="second")  # this candidate was killed and has restarted
+    await candidates.change(holderIdentity="second")  # the second candidate is killed and restarts
     second = candidates.candidate("second")
     await wait_for_event(second.working)
 

@@ -1,6 +1,6 @@
 """Dashboards and alerts of a real operator with a real Prometheus and a real API server.
 
-There is no kubelet; the test acts as the kubelet and the agents. The metrics of agents are tested in tests/real.
+There is no kubelet; the tests act as the kubelet and the agents. The metrics of agents are tested in tests/real.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ALERTS = {alert.name: alert for alerts in GROUPS.values() for alert in alerts}
 
 
 class Watched:
-    """An operator with two jobs: one trains and the other lacks a pod; and its Prometheus.
+    """An operator, its Prometheus, and two jobs: one job trains and the other one lacks a pod.
 
     Attributes:
         prometheus: the server, which scrapes the operator from before the jobs are created.
@@ -56,7 +56,7 @@ class Watched:
 async def watched(
     api: WatchingApi, cluster_with_crd: Cluster, etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Watched]:
-    """In the first job, one of two pods failed and was replaced; in the second, one of two pods never runs."""
+    """The first job has replaced one of its two pods, which failed; one of the second job's two pods never runs."""
     folder = tmp_path_factory.mktemp("watched")
     found = Watched()
     async with (

@@ -58,7 +58,7 @@ _TABLES = ("iptables-nft-save", "iptables-legacy-save", "ip6tables-nft-save", "i
 
 
 def traces(tools: Mapping[str, str]) -> Traces:
-    """Return the traces of each kind.
+    """Return the traces on this machine by kind.
 
     Args:
         tools: an environment in which ``ip`` and ``iptables-save`` are on the PATH.
@@ -79,7 +79,7 @@ def added(before: Traces, after: Traces) -> dict[str, list[str]]:
 
 
 def processes_that_name(*words: str) -> dict[int, str]:
-    """Return the command lines of processes with a word in them, in their environment or in their control groups."""
+    """Return the processes that have one of these words in their command line, environment or control groups."""
     found = {}
     for process in Path("/proc").iterdir():
         if not process.name.isdigit() or int(process.name) == os.getpid():

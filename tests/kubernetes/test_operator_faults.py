@@ -36,10 +36,10 @@ pytestmark = [
 
 SEEDS = range(40 if EXHAUSTIVE else 2)
 PARTS = 8 if EXHAUSTIVE else 3
-"""The number of tests; each kills the operator after another part of the writes."""
+"""The number of parts of the sequence of writes; each test kills the operator in another part."""
 
 WRITE_TOLERANCE = 8
-"""The permitted difference in writes: changes in quick succession may be written together."""
+"""The permitted difference in the number of writes: changes in quick succession may be written together."""
 
 
 @contextlib.asynccontextmanager
@@ -51,13 +51,13 @@ async def new_namespace(api: WatchingApi, cluster: Cluster) -> AsyncIterator[Ope
 def an_operator(
     ns: OperatorNamespace, folder: Path, proxy: ApiProxy, *flags: str, name: str = "operator"
 ) -> OperatorProcess:
-    """Return an operator replica that reaches the API server through a proxy; its name stays the same, as in a pod."""
+    """Return an operator replica that reaches the API server through a proxy and keeps its name, as in a pod."""
     kubeconfig = proxy.write_kubeconfig(folder / f"{name}.kubeconfig")
     return ns.operator(folder, *flags, kubeconfig=kubeconfig, name=name, environ={"POD_NAME": name})
 
 
 class Baseline:
-    """The final state of the scenario without faults, and the number of its writes."""
+    """The final state of the scenario without faults, and the number of writes in it."""
 
     def __init__(self, end: Json, writes: int) -> None:
         self.end = end
@@ -140,7 +140,7 @@ async def test_the_jobs_reach_the_same_state_if_the_operator_is_killed_after_any
 async def killed_after(
     number: int, baseline: Baseline, api: WatchingApi, cluster: Cluster, etcd: EtcdServer, folder: Path
 ) -> None:
-    """Kill the operator once, between a write and its answer, and check the final state of the scenario."""
+    """Kill and restart the operator once, between a write and its answer, and check the final state."""
     killed: list[int] = []
 
     def on_write(count: int) -> None:
@@ -157,7 +157,7 @@ async def killed_after(
     ):
         await scenario.play()
         await scenario.ends_as(baseline.end)
-        await operator.wait_until_ready()  # it may have just restarted
+        await operator.wait_until_ready()  # the operator may have just restarted
         assert await operator.stop() == 0
     assert killed == [number] or number > baseline.writes - WRITE_TOLERANCE
     assert "Traceback" not in operator.log

@@ -34,7 +34,7 @@ RIGHTS = {
     "tells": ("--verb=create,update,patch", f"--resource={_JOBS}/status,{_JOBS}/scale,events"),
     "creates": ("--verb=create", "--resource=pods"),
 }
-"""Some permissions of an operator, as arguments of ``kubectl create role``."""
+"""Roles with some permissions of an operator, as arguments of ``kubectl create role``."""
 
 DEFINITION = str(Path(__file__).parents[2] / "crds" / "elasticjob.yaml")
 

@@ -61,7 +61,7 @@ def its_pod(job: Job) -> dict[str, Any]:
 
 
 def pod_of(deployment: dict[str, Any]) -> dict[str, Any]:
-    """Return the pod of a Deployment; a Deployment itself is accepted under every pod security standard."""
+    """Return the pod of a Deployment; the API server enforces pod security standards only on pods."""
     metadata = {
         **deployment["spec"]["template"]["metadata"],
         **{key: deployment["metadata"][key] for key in ("name", "namespace")},

@@ -59,7 +59,7 @@ async def test_agents_listen_only_within_their_port_range_and_report_when_it_is_
         for number in range(1, 4):
             workers = await run.round(number, world=2)
             record = await run.committed_round(number)
-            # Two of the agents are connected and have written their offers for the next round.
+            # Both agents have noted the round, and have written their offers for the next round.
             state = await run.until(lambda state, number=number: nodes_that_know(state, run, number) == 2)
             offered = [port for node in nodes(state, run) for port in (node.link, node.store)]
             stores.append(int(record.store.rpartition(":")[2]))

@@ -68,7 +68,7 @@ async def test_an_agent_paused_during_its_exit_keeps_its_last_message_and_exit_c
     assert agent.stderr
     try:
         await text_of(tmp_path / "up")
-        # When the processes that start workers have exited, the run has ended, and only messages remain to be written.
+        # After the exit of the processes that start workers, the run has ended, and only messages remain to be written.
         await poll_until(lambda: not [entry for entry in read_table().values() if entry.parent == agent.pid])
         assert json.loads(last_words.read_text())["reason"] == "WorkerFailed"
         agent.send_signal(signal.SIGTERM)

@@ -34,7 +34,7 @@ async def train_on(workers: Sequence[ControlledWorker]) -> None:
 
 
 def lines_with(agents: Sequence[AgentProcess], part: str = "") -> list[str]:
-    """Return the lines of the agents so far that contain a text."""
+    """Return the lines that contain a text among those that the agents have printed so far."""
     return [line for agent in agents for line in agent.lines if part in line]
 
 
@@ -88,7 +88,7 @@ async def test_training_continues_without_etcd_with_few_retries_and_messages(
 
 @pytest.fixture
 async def secured_etcd(tmp_path: Path) -> AsyncIterator[tuple[EtcdServer, str]]:
-    """An etcd that requires certificates, a user and a password; and the configuration to connect to it."""
+    """An etcd that requires certificates, a user and a password, and the configuration to connect to this etcd."""
     files = make_certificates(tmp_path)
     context = ssl.create_default_context(cafile=files.authority)
     context.load_cert_chain(files.client, files.client_key)

@@ -59,7 +59,7 @@ def failures(state: Mapping[str, Entry], run: ControlledRun) -> dict[str, Failur
 
 @pytest.fixture
 def skewed(tmp_path: Path) -> dict[str, dict[str, str]]:
-    """Environments by the name of a clock; processes in them see a time that is 10 s off."""
+    """Environments by the name of a clock; a process sees the time of the clock of its environment."""
     made = {}
     for name, seconds in CLOCKS.items():
         folder = tmp_path / name
@@ -81,11 +81,11 @@ async def test_the_root_cause_follows_failure_kind_and_store_order_not_clocks(
         }
 
         async def fail_in_this_order(round: int, orders: list[str]) -> list[str]:
-            """Make two nodes fail while the leader is paused, and return their names, in order."""
+            """Make two nodes fail while the leader is paused, and return their names in the order of the failures."""
             workers = await run.round(round, world=3)
             state = await run.until(lambda state: run.keys.leader in state)
             leader = decode(state[run.keys.leader].value, LeaderRecord).node.rpartition(".")[0]
-            # The clock of the first node is ahead, so according to the clocks the second node failed first.
+            # The clock of the first node is ahead of the other one, so by the clocks the second node fails first.
             others = [worker for name in CLOCKS for worker in workers if worker.node == name != leader]
             times = [await worker.execute("import time; answer = time.time()") for worker in others]
             assert times[0] > times[1] + 5

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real
 
 LONG = 200_000
-"""Bytes of a line that is longer than a pipe's buffer."""
+"""The length in bytes of a line that exceeds a pipe's buffer."""
 
 TALKATIVE = f"""
 import os, sys

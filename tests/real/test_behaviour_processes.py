@@ -58,7 +58,7 @@ answer = [forked(session=session, orphan=orphan) for session in (False, True) fo
 answer.append(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
 answer.append(of_a_shell())
 """
-"""A command: start children and orphans, inside and outside of the worker's session."""
+"""Code that starts children and orphans of a worker, inside and outside of the worker's session."""
 
 WITHOUT_ENVIRONMENT = f"""
 {FAMILY}
@@ -66,10 +66,10 @@ answer.append(subprocess.Popen(["env", "-i", "sleep", "600"]).pid)
 while b"env" in open(f"/proc/{{answer[-1]}}/cmdline", "rb").read():
     pass
 """
-"""A command: the same, and a child without the worker's environment."""
+"""Code that starts the processes of FAMILY and a child without the worker's environment."""
 
 HIDDEN = f"{FAMILY}\nanswer.append(of_a_shell('env', '-i'))"
-"""A command: the same, and an orphan with neither the worker's session nor its environment."""
+"""Code that starts the processes of FAMILY and an orphan with neither the worker's session nor its environment."""
 
 
 async def test_workers_and_their_processes_exit_with_the_agent_even_if_its_helpers_are_killed(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ async def test_round_numbers_and_charged_restarts_never_decrease(tmp_path: Path,
         size = encode(SizeRecord(min=1, max=3, generation=1)).decode()
         async with run.agent("c", CONF, env={Env.SIZE: size}) as c:
             await c.wait_for_line("trying again")
-            await poll_until(lambda: titled(c.pid, "spare"))  # it now waits only for etcd
+            await poll_until(lambda: titled(c.pid, "spare"))  # the new agent now waits only for etcd
             assert [await worker.execute("answer = 'alive'") for worker in before] == ["alive"] * 2
             await own_etcd.start()
             after = await run.round(3, world=3)
@@ -56,7 +56,7 @@ async def test_round_numbers_and_charged_restarts_never_decrease(tmp_path: Path,
             assert (alone.node, alone.env["TORCHELASTIC_RESTART_COUNT"]) == ("c", "1")
             c.kill()
 
-        # Only the data survive.
+        # Only the data of etcd survive.
         async with run.agent("d", "--nnodes=1:1", CONF) as d:
             [last] = await run.round(5, world=1)
             last.send("raise SystemExit(0)")

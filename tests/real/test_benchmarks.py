@@ -42,7 +42,7 @@ def measured(scratch: Path, argv: Sequence[str]) -> dict[str, Any]:
 
 @pytest.fixture
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a benchmark, which identifies its processes; its path is short enough for sockets."""
+    """A folder that is in the environment of a benchmark's processes; the path is short enough for sockets."""
     return tmp_path_factory.mktemp("b")
 
 
@@ -105,10 +105,10 @@ def test_an_interrupted_benchmark_leaves_nothing_behind(scratch: Path, number: s
         assert benchmark.stderr is not None
         said = benchmark.stderr.readline()
         assert "2 agents train" in said, said + benchmark.stderr.read()
-        benchmark.stderr.readline()  # until after the first fault
+        benchmark.stderr.readline()  # wait until the first fault is over
         assert processes_of(scratch)
         benchmark.send_signal(number)
-        benchmark.stderr.read()  # until the last process that may write to this folder has exited
+        benchmark.stderr.read()  # wait until the last process that may write to this folder has exited
         benchmark.wait(LIMIT)
     assert not processes_of(scratch)
     assert not list(scratch.iterdir())
@@ -117,7 +117,7 @@ def test_an_interrupted_benchmark_leaves_nothing_behind(scratch: Path, number: s
 FEW, MORE = 4, 16
 
 SLACK = 1.0
-"""The tolerance in requests per node: election attempts and merged changes vary."""
+"""The tolerance in requests per node, because the numbers of election attempts and of merged changes vary."""
 
 
 def test_the_requests_of_a_change_do_not_grow_with_the_square_of_the_nodes(scratch: Path) -> None:

@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real
 
 LIMIT = 180.0
-"""Seconds after which a test fails."""
+"""Seconds that a test waits before it fails."""
 
 
 class SimulatedAgent:
-    """An agent without workers; it is stopped as by a signal when the ``with`` block ends.
+    """An agent without workers, which leaves the run when the ``with`` block ends.
 
     Attributes:
-        failing: set when its workers have failed.
-        finishing: set when its workers have succeeded.
+        failing: an event that the test sets to simulate a failure of the workers.
+        finishing: an event that the test sets to simulate the success of the workers.
     """
 
     def __init__(self, handler: RendezvousHandler, name: str) -> None:
@@ -72,7 +72,7 @@ class SimulatedAgent:
         assert not self._thread.is_alive(), f"{self.name} hangs after the rounds {self.worlds}"
 
     def wait_for_round(self, *names: str, since: int = 0) -> int:
-        """Wait until the agent was in a round of exactly these agents, and return the number of rounds so far."""
+        """Wait until the agent has been in a round of exactly these agents, and return the number of rounds so far."""
         with self._changed:
             found = self._changed.wait_for(lambda: any(set(each) == set(names) for each in self.worlds[since:]), LIMIT)
             assert found, f"{self.name} had the rounds {self.worlds[since:]}, {self.error}"
@@ -105,7 +105,7 @@ class SimulatedAgent:
 
 @pytest.fixture
 def agent(etcd: EtcdServer) -> Iterator[Callable[..., SimulatedAgent]]:
-    """Create agents of one run, and stop them after the test."""
+    """A function that creates agents of one run; they are stopped after the test."""
     run_id = str(uuid.uuid4())
     with contextlib.ExitStack() as stack:
 

@@ -49,7 +49,7 @@ class TestEtcdV3Store(EtcdBehaviour):
         await self.require_authentication(own_etcd)
         async with self.opened(own_etcd.settings, username="alice", password="s3cret") as store:
             await store.put(prefix + "a", b"")
-            await own_etcd.kill()  # etcd keeps its tokens in memory
+            await own_etcd.kill()  # a restarted etcd has lost its tokens
             await own_etcd.start()
             await asyncio.gather(*(store.get(prefix + "a") for _ in range(10)))
             await own_etcd.kill()

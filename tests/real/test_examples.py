@@ -121,7 +121,7 @@ def test_digits_resumed_on_other_nodes_gives_the_same_network(etcd: EtcdServer, 
         assert process.stdout
         assert any("samples/s" in line and (first / "checkpoint.pt").exists() for line in process.stdout)
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=LIMIT)  # until the workers have exited as well
+        process.communicate(timeout=LIMIT)  # wait until the workers have exited, too
     reached = torch.load(first / "checkpoint.pt", weights_only=True)["step"]
     assert 0 < reached < 23
 

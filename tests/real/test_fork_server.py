@@ -55,7 +55,7 @@ async def test_a_fork_server_that_is_killed_during_imports_or_when_idle_is_repla
     async with workers_of(script(tmp_path, "pass")) as workers:
         first = await process_of(os.getpid(), "fork server")
         ready = asyncio.ensure_future(workers.ready())
-        await asyncio.sleep(0)  # so that the call waits for the killed fork server
+        await asyncio.sleep(0)  # lets the call wait for the fork server before it is killed
         os.kill(first, signal.SIGKILL)
         await ready
         group = await start_workers(workers, {})
@@ -83,7 +83,7 @@ async def test_a_fork_server_that_is_killed_or_cannot_be_replaced_fails_at_most_
         [first] = titled(os.getpid(), "fork server")
         os.kill(first, signal.SIGSTOP)
         starting = asyncio.ensure_future(start_workers(workers, *many))
-        await asyncio.sleep(0)  # so that the processes were requested
+        await asyncio.sleep(0)  # lets the call request the processes
         os.kill(first, signal.SIGKILL)
         group = await asyncio.wait_for(starting, LIMIT)
         assert [(await next_exit(group)).exit_code for _ in many] == [0] * 5

@@ -100,7 +100,7 @@ async def test_a_worker_that_never_sends_a_heartbeat_counts_as_hanging_and_is_ki
     assert "no heartbeat for 3 s" in agent.lines[-1]
 
 
-async def test_the_hanging_rank_is_named_and_not_the_waiting_ranks(tmp_path: Path) -> None:
+async def test_the_hanging_rank_is_named_instead_of_the_waiting_ranks(tmp_path: Path) -> None:
     program = program_of(
         tmp_path,
         """

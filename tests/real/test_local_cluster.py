@@ -175,7 +175,7 @@ async def test_an_interrupted_run_waits_for_workers_that_save(home: Path, tmp_pa
     assert (tmp_path / "saved").exists()
 
 
-async def test_a_second_request_does_not_wait_for_hanging_pods(home: Path, tmp_path: Path) -> None:
+async def test_a_second_request_to_end_a_run_does_not_wait_for_hanging_pods(home: Path, tmp_path: Path) -> None:
     async with LocalRun(home, manifest(tmp_path, replicas=1)) as run:
         [pod] = (await run.wait_until_training(1))["pods"]
         os.kill(pod["pid"], signal.SIGSTOP)
@@ -349,7 +349,7 @@ async def test_an_etcd_that_cannot_run_is_reported_as_bad_input_and_leaves_nothi
 
 
 def report_of(snapshot: dict[str, Any]) -> Report:
-    """Return the record of a run in its folder."""
+    """Return the report in the folder of a run."""
     return decode_report((Path(snapshot["run"]["directory"]) / "report.json").read_bytes())
 
 
@@ -358,7 +358,7 @@ def numbers(report: Report) -> list[int]:
 
 
 def has_no_processes(snapshot: dict[str, Any]) -> bool:
-    """Return whether the job has no running process."""
+    """Return whether the job is suspended and has no running process."""
     etcd = snapshot["etcd"]  # the endpoint is removed after the process has exited
     ended = etcd["pid"] is None and not etcd["endpoint"]
     return snapshot["status"]["state"] == "Suspended" and not snapshot["pods"] and ended

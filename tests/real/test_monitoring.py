@@ -1,4 +1,4 @@
-"""Dashboards and alerts on a real job: a real Prometheus scrapes it while it is scaled and a worker is killed."""
+"""Dashboards and alerts on a real job: a real Prometheus scrapes the job while the job grows and loses a worker."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ class MonitoredRun:
 
     Attributes:
         prometheus: the server that scrapes the job.
-        snapshot: the job at the end of the scenario; it still trains.
-        began: the start of the scraping in seconds since the Unix epoch; ``ended`` is the end of the scenario.
+        snapshot: the job at the end of the scenario, when it still trains.
+        began: the start of the scraping in seconds since the Unix epoch.
+        ended: the end of the scenario in seconds since the Unix epoch.
         pages: the metrics pages of the agents at the end of the scenario.
     """
 
@@ -82,7 +83,7 @@ def ports(snapshot: Snapshot) -> list[str]:
 
 
 def labels(answer: Answer, name: str) -> dict[str, float]:
-    """Return the values of an answer by a label."""
+    """Return the values of an answer's samples, by the value of a label."""
     return {sample.labels[name]: sample.value for sample in answer}
 
 
@@ -175,7 +176,7 @@ async def test_member_round_and_restart_metrics_match_the_job(monitored: Monitor
 async def test_the_states_add_up_to_the_wall_time(monitored: MonitoredRun) -> None:
     created = await monitored.one("min(timestamp(torchelastic_job_nodes) - on () sum(torchelastic_job_seconds_total))")
     made = datetime.fromisoformat(monitored.snapshot["manifest"]["metadata"]["creationTimestamp"]).timestamp()
-    assert made - 0.5 <= created <= made + 1.1  # the value is in whole seconds, and a scrape takes a moment
+    assert made - 0.5 <= created <= made + 1.1  # the timestamp has whole seconds, and a scrape takes a moment
     age = await monitored.one(the_query("Age"))
     assert age == pytest.approx(monitored.ended - created, rel=0.01, abs=2)
     split = labels(await monitored.answer(the_query("Time by state")), "state")
@@ -188,7 +189,7 @@ async def test_the_states_add_up_to_the_wall_time(monitored: MonitoredRun) -> No
     shares = labels(await monitored.answer(the_query("State over time")), "state")
     assert sum(shares.values()) == pytest.approx(1)
     lost = await monitored.one(the_query("Lost work", "lost"))
-    # The training time since the last checkpoint; the job writes one each second.
+    # Work since the last checkpoint counts as lost; the job writes a checkpoint each second.
     assert 0 < lost < 60
     goodput = await monitored.one(the_query("Goodput", "goodput"))
     assert goodput == pytest.approx((split["training"] - lost) / age, rel=0.01)
@@ -208,7 +209,7 @@ async def test_events_are_marked(monitored: MonitoredRun) -> None:
     assert len(marked["Desired size changed"]) == 1
     [size], [failure] = marked["Desired size changed"], marked["Worker failed"]
     assert size < failure
-    # One round with another size, and one after the failure; and one more if the third node joined on its own.
+    # One round follows the resize and one the failure; the third node may have joined in a round of its own.
     assert len(marked["New round"]) >= 2
 
 
@@ -240,7 +241,7 @@ async def test_program_metrics_can_be_selected_by_group(monitored: MonitoredRun)
             if variable.name in ("gauge", "counter", "histogram"):
                 selector = variable.values.removeprefix("label_values(").removesuffix(", __name__)")
                 names = await monitored.prometheus.series(filled_in(selector, monitored.values | {"group": group}))
-                # Grafana's regular expressions are JavaScript's; these are the same in Python.
+                # Grafana uses JavaScript's regular expressions; the ones in this page mean the same in Python.
                 found = {match[1] for name in names if (match := re.match(variable.regex.strip("/"), name))}
                 assert found == {OWN[variable.name]}
     own = {variable.name: variable for variable in JOB_PAGE.variables}["gauge"]

@@ -56,8 +56,8 @@ while not (here / "stop").exists():
         saving = False
     time.sleep(0.01)
 """
-"""Workers that ask for a notice, and report that they have saved when a file exists. Arguments: a folder, seconds, and
-the ranks that ask (default: all of them)."""
+"""A program that asks for notice, and reports that it has saved when a file exists. Arguments: a folder, the seconds of
+notice, and the ranks that ask (default: all ranks)."""
 
 CALLED = """
 import os, sys, threading, time
@@ -87,7 +87,7 @@ def program(tmp_path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of one to three nodes on a real etcd, whose workers have unlimited time to save."""
+    """A run of one to three nodes on a real etcd; its workers have ten minutes to save."""
 
     etcd: EtcdServer
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
@@ -106,10 +106,10 @@ class Run:
         return AgentProcess(*line, "--notice=600", *arguments, **more)
 
     async def wait_until_training(self, *agents: AgentProcess, round: int = 1, asking: int | None = None) -> list[int]:
-        """Wait until these nodes train together, and a number of them (default: all) asks for notices.
+        """Wait until these nodes train together, and a number of these nodes (default: all) asks for notices.
 
         Returns:
-            The process ids of their workers.
+            The process ids of the nodes' workers.
         """
         workers = [await agent.wait_until_training(world=len(agents)) for agent in agents]
 

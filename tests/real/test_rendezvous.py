@@ -41,7 +41,7 @@ def run_id() -> str:
 
 @pytest.fixture
 async def factory(request: pytest.FixtureRequest, run_id: str, etcd: EtcdServer) -> AsyncIterator[NodeFactory]:
-    """Nodes of one run, on the test's own etcd if the test has one, otherwise on the shared etcd."""
+    """A factory of nodes of one run, on the test's own etcd if the test has one, otherwise on the shared etcd."""
     server = request.getfixturevalue("own_etcd") if "own_etcd" in request.fixturenames else etcd
 
     async def connect_client() -> Store:

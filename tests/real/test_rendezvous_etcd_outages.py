@@ -72,10 +72,10 @@ async def test_another_server_on_the_port_of_etcd_does_not_end_the_run_during_an
     a, b = [await factory.node(name) for name in "ab"]
     first = await all_with(a, b)
     await any_etcd.kill()
-    answer = http("404 Not Found", "default backend - 404")  # of a proxy without a backend
+    answer = http("404 Not Found", "default backend - 404")  # the answer of a proxy without a backend
     async with fake_etcd(answer, int(any_etcd.endpoint.rpartition(":")[2])):
         await wait_until_store_lost(a, b)
-        await asyncio.sleep(1.5 * LEASE)  # the time in which the nodes send requests
+        await asyncio.sleep(1.5 * LEASE)  # the nodes send requests during this time
     await any_etcd.start()
     c = await factory.node("c")
     second = await all_with(a, b, c)
@@ -98,7 +98,7 @@ async def test_a_node_with_only_a_silent_connection_stays_in_the_round(
         follower = nodes[first.nodes[1].partition(".")[0]]
         lines_of[follower.name].fall_silent()
         await follower.wait_until_store_lost()
-        await asyncio.sleep(1.5 * LEASE)  # its lease expires, but its connection stays
+        await asyncio.sleep(1.5 * LEASE)  # the lease of the node expires, but the connection stays
         lines_of[follower.name].speak_again()
         c = await factory.node("c")
         second = await all_with(*nodes.values(), c)

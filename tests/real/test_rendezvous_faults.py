@@ -26,7 +26,7 @@ ROUNDS = 8 if EXHAUSTIVE else 2
 
 
 def seeds() -> list[int]:
-    """Return the seed in the environment; without one, two seeds, or more with TORCHELASTIC_EXHAUSTIVE."""
+    """Return the seed in the environment, or else two seeds, or more with TORCHELASTIC_EXHAUSTIVE."""
     if given := os.environ.get(SEED_VARIABLE):
         return [int(given)]
     return list(range(1, 13 if EXHAUSTIVE else 3))
@@ -34,7 +34,7 @@ def seeds() -> list[int]:
 
 @pytest.fixture(autouse=True)
 def _scale_retries_to_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scale the delays between retries with the lease, which is shorter than the default."""
+    """Scale the maximum retry delay with the lease, which is shorter than the default."""
     scale = LEASE / RendezvousSettings.__dataclass_fields__["lease"].default
     monkeypatch.setattr(client, "RETRY_MAX", client.RETRY_MAX * scale)
 

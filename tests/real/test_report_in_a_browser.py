@@ -44,7 +44,7 @@ async def browser() -> AsyncIterator[Browser]:
     async with async_playwright() as playwright:
         # Chromium's sandbox needs permissions that a container may lack; Chromium opens only the pages of these tests.
         running = await playwright.chromium.launch(
-            executable_path=str(root / "usr/lib/chromium/chromium"),  # the script in usr/bin expects an installation
+            executable_path=str(root / "usr/lib/chromium/chromium"),  # the script in usr/bin needs an installation
             env={**os.environ, "LD_LIBRARY_PATH": libraries, "FONTCONFIG_FILE": str(fonts)},
             args=["--no-sandbox"],
         )
@@ -60,7 +60,7 @@ class OpenPage:
     Attributes:
         page: the page.
         requests: the addresses that the page requested, except its own.
-        complaints: the console messages and errors of the page.
+        complaints: the console messages and the uncaught errors of the page.
     """
 
     def __init__(self, page: Page) -> None:

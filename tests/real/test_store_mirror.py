@@ -57,8 +57,8 @@ class Watched:
 
     Attributes:
         mirror: the mirror.
-        changes: the number of changes that it reported.
-        said: its messages about an unreachable store.
+        changes: the number of changes that the mirror reported.
+        said: the mirror's messages about an unreachable store.
     """
 
     def __init__(self, run_id: str) -> None:
@@ -178,7 +178,7 @@ class Followed:
             yield stores.follow(self._run_id, KEY, endpoint, lasts=True, up=True, secret=secret)
 
     async def error(self) -> str:
-        """Return the first message about the store."""
+        """Wait for the first message about the store, and return it."""
         await self.until(lambda: self.stores.error(self._run_id) is not None)
         return self.stores.error(self._run_id) or ""
 

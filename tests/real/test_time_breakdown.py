@@ -130,7 +130,7 @@ class Run:
         return decode(entry.value, HistoryRecord)
 
     async def wait_for_checkpoint(self, agent: AgentProcess, *, leader: str) -> Page:
-        """Wait until the leader has received a checkpoint of the agent's round, and return the agent's page."""
+        """Wait until the leader knows of a checkpoint in the agent's round, and return the leader's page."""
         while True:
             page = await self.page(leader)
             if page.value("torchelastic_job_lost_seconds_total") is not None:

@@ -37,7 +37,7 @@ def test_the_tables_list_exactly_the_existing_flags() -> None:
 
 
 def test_the_text_mentions_only_existing_flags() -> None:
-    own = PAGE.replace("`--enable-v2`", "").partition("- Not supported: ")[0]  # not etcd's flag, nor torchrun's
+    own = PAGE.replace("`--enable-v2`", "").partition("- Not supported: ")[0]  # without flags of etcd and torchrun
     assert set(re.findall(r"--([a-z][a-z-]+)", own)) <= FLAGS.keys()
 
 

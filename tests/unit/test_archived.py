@@ -107,7 +107,7 @@ def test_restart_policy_never_sets_the_backoff_limit(policy: str, limit: int) ->
 
 def test_run_policy_is_converted() -> None:
     policy = {"backoffLimit": 3, "ttlSecondsAfterFinished": 60, "activeDeadlineSeconds": 600, "cleanPodPolicy": "All"}
-    filled_in = {"cleanPodPolicy": "Running"}  # by the API server
+    filled_in = {"cleanPodPolicy": "Running"}  # the API server adds this default
     given = {**with_worker(restartPolicy="Never"), **filled_in, "RunPolicy": policy}
     spec = ElasticJobSpec.of(given)
     assert (spec.backoff_limit, spec.ttl_after_finished, spec.active_deadline) == (3, 60, 600)

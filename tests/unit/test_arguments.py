@@ -57,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(given: str) -> AgentSettings:
-    """Parse flags for a program; words of the form NAME=VALUE are environment variables."""
+    """Parse flags for a program; words of the form NAME=VALUE become environment variables."""
     words = given.split(" ") if given else []
     variables = [word for word in words if re.match(r"[A-Z_]+=", word)]
     flags = [word for word in words if word not in variables]

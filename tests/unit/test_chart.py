@@ -121,7 +121,7 @@ def test_the_schema_describes_exactly_the_default_values() -> None:
 
 @pytest.mark.parametrize("path", sorted(path for path, _ in objects(SCHEMA) if path not in ("global", "runAsUser")))
 def test_a_default_cannot_be_removed(path: str) -> None:
-    """Helm removes a value that is set to null or left empty, before it validates."""
+    """Helm removes a value that is set to null or left empty before it validates the values."""
     assert refusal(path, REMOVED) == f"{path.rpartition('.')[2]!r} is a required property"
 
 

@@ -36,7 +36,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def finished(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a run that has ended, and the current directory."""
+    """The folder of a run that has ended; it is the current directory."""
     folder = home / "runs" / RUN
     end = {"how": "succeeded", "exitCode": 0, "message": "", "time": NOW}
     run = {"ended": end, "directory": str(folder), "logs": str(folder / "logs"), "alive": True}
@@ -87,7 +87,7 @@ def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]
     ],
     ids=" ".join,
 )
-def test_an_invalid_command_line_gets_one_sentence_and_code_2(
+def test_an_invalid_command_line_is_reported_in_one_sentence_and_exits_with_2(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*argv) == 2
@@ -115,7 +115,7 @@ def test_a_missing_manifest_is_bad_input(command: list[str], home: Path, capsys:
     ],
     ids=" ".join,
 )
-def test_a_missing_job_gets_a_sentence(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_job_is_reported_in_one_sentence(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*argv) == 1
     assert " x " in the_one_sentence(capsys)
 
@@ -201,7 +201,7 @@ def test_a_report_is_written_to_the_current_directory_whatever_its_name(
 
 
 @pytest.mark.parametrize("kept", [None, b"{", b'{"job": 1}'])
-def test_a_missing_or_invalid_report_gets_a_sentence(
+def test_a_missing_or_invalid_report_is_reported_in_one_sentence(
     kept: bytes | None, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if kept is not None:
@@ -255,7 +255,7 @@ def test_a_closed_pipe_causes_no_traceback() -> None:
 
 
 @pytest.mark.parametrize("argv", [["get", "-o", "yaml"], ["report", "digits", "-o", "-"], ["--help"]], ids=" ".join)
-def test_an_output_that_cannot_be_written_gets_a_sentence(
+def test_an_output_that_cannot_be_written_is_reported_in_one_sentence(
     argv: list[str], finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")

@@ -64,13 +64,13 @@ class Terminal:
         return Result(code, *self._capsys.readouterr())
 
     async def run(self, *argv: str) -> Result:
-        """Run a command while the test's server serves, with the flags that select it."""
+        """Run a command with the flags of the terminal while the event loop serves the test's server."""
         return await asyncio.to_thread(self.type, *argv, *self.flags)
 
 
 @pytest.fixture
 def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Terminal:
-    """A terminal without any configuration of the user."""
+    """A terminal of a user without any configuration."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("ELASTICJOB_HOME", str(tmp_path / "elasticjob"))
     monkeypatch.delenv("KUBECONFIG", raising=False)

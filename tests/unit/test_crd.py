@@ -326,7 +326,7 @@ def test_these_examples_break_every_rule_of_the_definition() -> None:
     rules = [rule for schema in FIELDS.values() for rule in schema.get("x-kubernetes-validations", ())]
     assert len(rules) >= 30
     assert [rule["message"] for rule in rules if rule["message"] not in reported] == []
-    # Several rules for changes share one message, so the fields are compared, too.
+    # Several rules for changes share one message, so the test also compares the fields.
     of_spec = [
         f".spec{rule['fieldPath']}" for rule in FIELDS[".spec"]["x-kubernetes-validations"] if is_about_changes(rule)
     ]
@@ -406,7 +406,7 @@ STAYS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("old", "new", "field"), STAYS, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_field_that_pods_are_made_from_cannot_change_while_the_job_runs(
+def test_a_field_that_pods_are_created_from_cannot_change_while_the_job_runs(
     old: dict[str, Any], new: dict[str, Any], field: str
 ) -> None:
     [problem] = crd.validate(new, old=running(old))
@@ -427,14 +427,14 @@ ALWAYS = {"managedBy", "replicaSpecs.Worker.replicas"}
 
 
 @pytest.mark.parametrize(("old", "new", "field"), STAYS, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_field_that_pods_are_made_from_can_change_while_the_job_is_suspended(
+def test_a_field_that_pods_are_created_from_can_change_while_the_job_is_suspended(
     old: dict[str, Any], new: dict[str, Any], field: str
 ) -> None:
     refused = [f"spec.{field}"] if field in ALWAYS else []
     trained = {"replicas": 0, "startTime": "2026-01-01T00:00:00Z"}
-    for changed in (suspended(new), new):  # and when it is resumed with the change
+    for changed in (suspended(new), new):  # the second one also resumes the job
         assert [problem.path for problem in crd.validate(changed, old=running(suspended(old), **trained))] == refused
-    # The pods are still terminating and still use their store.
+    # While a job is being suspended, its pods still use their store.
     refused_at_once = ["spec.etcd.endpoint"] if field == "etcd.endpoint" else refused
     assert [problem.path for problem in crd.validate(suspended(new), old=running(old))] == refused_at_once
     assert len(crd.validate(new, old=running(old, **trained))) == 1

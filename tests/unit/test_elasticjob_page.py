@@ -120,7 +120,7 @@ def test_the_examples_are_accepted(number: int) -> None:
     assert crd.validate(example if "kind" in example else job) == []
 
 
-def test_the_archived_example_has_the_described_meaning_and_can_be_rewritten_as_the_example_beside_it() -> None:
+def test_the_archived_example_has_the_described_meaning_and_can_be_replaced_with_the_current_example() -> None:
     examples = [yaml.safe_load(text) for text in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)]
     former, rewritten = (crd.apply_defaults(example) for example in examples[1:])
     assert crd.validate(rewritten, old={**former, "status": {"replicas": 2, "startTime": "2026-01-01T00:00:00Z"}}) == []

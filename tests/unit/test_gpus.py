@@ -30,8 +30,8 @@ class FakeNvml:
         gpus: the number of GPUs.
 
     Attributes:
-        errors: errors by function, or by function and GPU.
-        responding: cleared while the driver does not answer.
+        errors: the numbers of the errors to raise, by function, or by function and GPU.
+        responding: an event that is cleared while the driver does not answer.
         opened: the number of initializations.
     """
 
@@ -75,7 +75,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
 
 
 def shown(gpus: Gpus) -> dict[tuple[str, str], float]:
-    """Return the values by metric (without its prefix) and GPU."""
+    """Return the values by metric name (without its prefix) and GPU."""
     return {
         (sample.name.removeprefix("torchelastic_gpu_"), sample.labels["gpu"]): sample.value
         for family in gpus.collect()

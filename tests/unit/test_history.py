@@ -75,7 +75,7 @@ def no_node_ended(_: str) -> NodeEnd | None:
 
 
 def commit(history: History, record: RoundRecord, ended: dict[str, NodeEnd] | None = None) -> RoundRecord:
-    """Commit a round, and note it in the history."""
+    """Commit a round, and note the committed round in the history."""
     settled = decode(encode(history.with_breakdown(record, (ended or {}).get)), RoundRecord)
     history.note_round(settled)
     return settled
@@ -357,7 +357,7 @@ def test_a_new_leader_counts_the_lost_time_once(clock: Clock, *, final: bool) ->
     )
 
 
-def test_a_node_that_saw_only_a_pause_counts_the_members_correctly(clock: Clock) -> None:
+def test_a_node_that_missed_the_round_before_a_pause_counts_its_members(clock: Clock) -> None:
     first = History(CREATED, clock=clock)
     commit(first, round(1, "abc"))
     pause = commit(first, round(2, ""), {"b": NodeEnd.DIED})
@@ -381,7 +381,7 @@ def test_a_round_ends_when_its_workers_stop(clock: Clock, history: History) -> N
     assert [past.ended for past in history.record().rounds] == [CREATED + 20, 0]
 
 
-def test_if_all_nodes_die_the_last_write_ends_the_round_and_the_deaths_cause_the_next(clock: Clock) -> None:
+def test_a_round_whose_nodes_all_die_ends_at_the_last_write_and_the_deaths_cause_the_next(clock: Clock) -> None:
     first = History(CREATED, clock=clock)
     commit(first, round(1))
     first.workers_started()

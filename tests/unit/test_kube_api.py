@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextlib.asynccontextmanager
 async def answered_with(body: bytes) -> AsyncIterator[Api]:
-    """Yield a client of a server that answers each request with this body."""
+    """Yield a client of a server that answers every request with this body."""
 
     async def answer(_request: web.BaseRequest) -> web.StreamResponse:
         return web.Response(body=body)

@@ -45,7 +45,7 @@ async def cluster() -> AsyncIterator[OperatedCluster]:
 def failing(
     method: str, resource: Resource, status: int, words: str, *, times: float, after: int = 0
 ) -> Callable[[str, str], Fault | None]:
-    """Return a fault: requests with this method fail ``times`` times, after ``after`` successful ones."""
+    """Return a fault: ``times`` requests for a resource fail, after ``after`` successful ones."""
     requests = itertools.count()
 
     def fault(requested: str, path: str) -> Fault | None:
@@ -129,7 +129,7 @@ async def test_a_webhook_that_cannot_be_called_is_reported_until_it_accepts_pods
 
 
 @pytest.mark.parametrize("end", ["", "."])
-async def test_a_rejected_disruption_budget_that_the_status_has_is_not_reported_again(
+async def test_a_rejected_disruption_budget_that_the_status_names_is_not_reported_again(
     cluster: OperatedCluster, end: str
 ) -> None:
     denial = 'admission webhook "x.example.org" denied the request: no budgets here'
@@ -164,7 +164,7 @@ async def test_a_throttled_event_is_retried(cluster: OperatedCluster) -> None:
 
 
 @pytest.mark.parametrize("written", [True, False], ids=["written", "not written"])
-async def test_an_event_is_recorded_once_if_the_answer_to_the_status_is_lost(
+async def test_an_event_is_recorded_once_if_the_answer_to_a_status_write_is_lost(
     cluster: OperatedCluster, monkeypatch: pytest.MonkeyPatch, *, written: bool
 ) -> None:
     original = Api.replace
@@ -176,7 +176,7 @@ async def test_an_event_is_recorded_once_if_the_answer_to_the_status_is_lost(
             raise ClusterError("no answer")
         answer = await original(self, *args)
         if loses:
-            cluster.store.put(ELASTIC_JOBS, answer)  # as the watch does
+            cluster.store.put(ELASTIC_JOBS, answer)  # a watch delivers the object, too
             raise ClusterError("no answer")
         return answer
 
@@ -228,7 +228,7 @@ async def test_an_address_in_use_by_another_service_is_reported(cluster: Operate
 
 
 class Nodes:
-    """A mirror of a job's etcd with the metrics ports of the agents."""
+    """A mirror of a job's etcd that contains the agents' metrics ports."""
 
     def __init__(self, **ports: int) -> None:
         self.nodes = {

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PATIENCE = 20.0
 
 
-async def test_a_session_reopens_throttles_watches_and_reports_errors() -> None:
+async def test_a_watch_session_can_be_reopened_throttles_watches_and_reports_errors() -> None:
     statuses = iter([200, 200, 200, 403, 429, 500])
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
@@ -61,7 +61,7 @@ class Server:
     """An API server with one job in every namespace, and with pods.
 
     Attributes:
-        failing: the error status of requests by a part of their path.
+        failing: the error status of failing requests, by a part of their path.
         pods: the names of the pods.
         lists: the kinds of all lists so far.
         watches: the number of watches of pods so far.
@@ -133,13 +133,13 @@ async def running_informer(server: Server, *namespaces: str) -> AsyncIterator[tu
         finally:
             running.cancel()
             server.closing.set()
-            for _ in range(4):  # one for each watch of pods
+            for _ in range(4):  # None ends one watch of pods
                 server.changes.put_nowait(None)
             await asyncio.wait({running})
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - there is no event for it
+    while not condition():  # noqa: ASYNC110 - some conditions have no event
         await asyncio.sleep(0.01)
 
 

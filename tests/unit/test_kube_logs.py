@@ -36,7 +36,7 @@ def begun(pod: str, round: int, *ranks: int, world: int = 2) -> str:
 
 @pytest_asyncio.fixture
 async def server() -> AsyncIterator[FakeApiServer]:
-    """Two pods that swapped their ranks in round 2."""
+    """An API server with two pods that swapped their ranks in round 2."""
     async with FakeApiServer() as server:
         server.add(job(status={"round": 2}))
         server.add(pod(0, "aaaaa"))
@@ -283,7 +283,7 @@ def test_timestamps_of_all_time_zones_are_read() -> None:
 @given(st.data())
 def test_every_line_is_read_once_however_often_the_log_is_resumed(data: st.DataObject) -> None:
     texts = data.draw(st.lists(st.sampled_from([b"", b"a", b"b", b"[rank 0] x"]), max_size=12))
-    # Several lines may have the same second, and two streams may be slightly out of order.
+    # Several lines may have times in the same second, and two streams may be slightly out of order.
     times = st.lists(st.integers(0, 30), min_size=len(texts), max_size=len(texts), unique=True)
     order = sorted(data.draw(times), key=lambda time: time + data.draw(st.integers(0, 9)))
     lines = [b"2026-01-01T00:00:%02d.%dZ " % divmod(time, 10) + text for time, text in zip(order, texts, strict=True)]

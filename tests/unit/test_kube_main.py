@@ -83,7 +83,9 @@ def test_outside_of_a_pod_a_cluster_must_be_named(capsys: pytest.CaptureFixture[
         ("--name", "unrecognized arguments: --name"),
     ],
 )
-def test_an_invalid_flag_gives_one_sentence(flag: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_flag_is_reported_in_one_sentence(
+    flag: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         main([flag])
     assert end.value.code == 2
@@ -104,7 +106,7 @@ def own_logging() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_logging")
-def test_a_missing_kubeconfig_gives_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_kubeconfig_is_reported_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--kubeconfig=/nowhere"]) == 2
     assert capsys.readouterr().err == (
         "elastic-operator: there is no kubeconfig /nowhere; check the path after --kubeconfig\n"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def counted(job: Job, observed: Observed) -> dict[Cause, int]:
-    """Return the counters after two reconciles of a job, the second one with the status of the first."""
+    """Return the counters after two reconciles of a job, the second with the status that the first one wrote."""
     metrics = OperatorMetrics()
     for _ in range(2):
         todo = plan(job, observed, NOW)

@@ -64,7 +64,7 @@ def waiting(reason: str, message: str = "") -> dict[str, Any]:
 
 
 def starting(reason: str = "ContainerCreating", message: str = "", **more: Any) -> dict[str, Any]:
-    """Return a pod whose worker waits for this reason."""
+    """Return a pod whose worker container is waiting with this reason."""
     return an_object("Pending", worker(waiting(reason, message)), **more)
 
 
@@ -334,7 +334,7 @@ GATED = {"schedulingGates": [{"name": "team/quota"}, {"name": "team/data"}]}
 
 
 def initialized(state: dict[str, Any], name: str = "fetch", **more: Any) -> dict[str, Any]:
-    """Return a pod that waits for an init container in this state."""
+    """Return a pod that waits for its init container, which is in this state."""
     template = {"initContainers": [{"name": name, "image": "busybox:9", **more}]}
     statuses = [{"name": name, "state": state}]
     return starting("PodInitializing", template=template, initContainerStatuses=statuses)

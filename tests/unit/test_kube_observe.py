@@ -29,7 +29,7 @@ STARTING = {"waiting": {"reason": "ContainerCreating"}}
 
 
 def event(second: int, message: str, *, bad: bool = True, by: str = "kubelet", **more: Any) -> dict[str, Any]:
-    """Return an event of a pod in this second."""
+    """Return an event of a pod at this second."""
     return {
         "type": "Warning" if bad else "Normal",
         "reason": "FailedMount" if bad else "Pulling",
@@ -96,7 +96,7 @@ class Cluster:
         return web.json_response({"metadata": {"resourceVersion": "9"}, "items": items}, status=self.status)
 
     def pod(self, index: int, state: dict[str, Any] = STARTING) -> str:
-        """Add a pod with a node whose container is in this state; return its UID."""
+        """Add a pod that has a node and a container in this state; return the pod's UID."""
         pod = cluster_objects.pod(index, f"p{index}", state=state)
         pod["metadata"]["resourceVersion"] = str(next(self.versions))
         pod["metadata"]["ownerReferences"][0]["apiVersion"] = ELASTIC_JOBS.api_version
@@ -134,7 +134,7 @@ async def backend(cluster: Cluster) -> AsyncIterator[KubernetesBackend]:
 
 
 async def observe(cluster: Cluster, backend: KubernetesBackend) -> Observed:
-    """Observe the job, and record when it should be observed again."""
+    """Observe the job, and record when the job should be observed again."""
     found = await backend.observe("team/digits")
     assert found is not None
     cluster.requeue = await backend.apply(found[0], Plan(unmanaged=True))

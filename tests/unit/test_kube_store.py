@@ -127,7 +127,7 @@ def test_fields_that_are_not_read_are_not_kept(listener: Listener) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), max_size=40), st.randoms(use_true_random=False))
 def test_changes_in_any_order_have_the_same_result(history: list[tuple[int, int]], order: random.Random) -> None:
-    """Each pod has several versions; a version that is a multiple of five is its removal."""
+    """Each pod has several versions; a version that is a multiple of five removes the pod."""
     lives: dict[int, set[int]] = {}
     for index, version in history:
         lives.setdefault(index, set()).add(version)

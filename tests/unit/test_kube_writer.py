@@ -94,7 +94,7 @@ def a_job(version: str = "7") -> dict[str, Any]:
     return job
 
 
-def test_the_same_event_has_the_same_name_and_another_one_has_another() -> None:
+def test_equal_events_have_the_same_name_and_different_events_have_different_names() -> None:
     def name(job: dict[str, Any], news: JobEvent) -> str:
         return str(event_object(job, news, identity="x", now=START)["metadata"]["name"])
 
@@ -103,6 +103,6 @@ def test_the_same_event_has_the_same_name_and_another_one_has_another() -> None:
     assert name(a_job(), NEWS) != name(a_job(), JobEvent(Reason.SCALED, "scaled from 3 to 4 pods"))
 
 
-def test_a_long_message_of_an_event_is_shortened_to_what_an_api_server_accepts() -> None:
+def test_a_long_message_of_an_event_is_shortened_to_the_limit_of_the_api_server() -> None:
     event = event_object(a_job(), JobEvent(Reason.POD_DIED, "x" * 5000, warning=True), identity="x", now=START)
     assert (event["type"], len(event["message"])) == ("Warning", 1024)

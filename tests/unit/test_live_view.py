@@ -51,7 +51,7 @@ def test_the_live_view_shows_state_progress_events_and_commands(width: int) -> N
         assert f"elasticjob {command}" in text
 
 
-def test_events_have_the_time_since_the_start_and_steps_of_the_demo_a_mark() -> None:
+def test_events_show_the_time_since_the_start_and_demo_steps_show_a_mark() -> None:
     steps = [Step("start with 2 pods", "+", "4.1 s"), Step("scale to 3", ">"), Step("kill -9 a worker")]
     events = [event(3, "round 1: 2 workers."), event(3723, "round 2: 3 workers.")]
     lines = {*words(live_view(view(events=events), steps=steps))}
@@ -87,7 +87,7 @@ def test_output_of_a_program_cannot_corrupt_the_live_view() -> None:
     assert not any("\x1b" in line or "before" in line or "title" in line for line in lines)
 
 
-def test_an_early_snapshot_or_one_of_another_version_is_shown() -> None:
+def test_an_early_snapshot_and_one_of_another_version_are_shown() -> None:
     early = view(
         status={"state": "Pending", "round": 0, "worldSize": 0, "readyReplicas": 0}, pods=[], events=[], progress=None
     )
@@ -116,7 +116,7 @@ class Plain:
         return [line[10:] for line in lines]
 
 
-def test_plain_lines_have_each_event_and_each_change_once() -> None:
+def test_plain_lines_show_each_event_and_each_change_once() -> None:
     plain = Plain()
     first = view()
     plain.shown.on_snapshot(first)
@@ -133,7 +133,7 @@ def test_plain_lines_have_each_event_and_each_change_once() -> None:
     assert plain.printed() == ["digits is Waiting"]
 
 
-def test_plain_lines_have_progress_at_most_every_five_seconds() -> None:
+def test_plain_lines_show_progress_at_most_every_five_seconds() -> None:
     plain = Plain()
     for second in range(12):
         plain.shown.on_snapshot(view(progress={"line": f"step {second}", "time": NOW + second}))
@@ -238,5 +238,5 @@ def test_ranks_are_written_as_ranges(numbers: tuple[int, ...], written: str) -> 
         ({"phase": "Failed", "ended": NOW, "exitCode": None}, "ended"),
     ],
 )
-def test_the_activity_of_a_pod_is_a_word(changes: dict[str, Any], word: str) -> None:
+def test_the_activity_of_a_pod_is_described_in_words(changes: dict[str, Any], word: str) -> None:
     assert formatting.activity(view(pods=[pod(0, "aaaaa", **changes)]).pods[0])[0] == word

@@ -91,7 +91,7 @@ async def test_a_run_is_found_by_the_name_of_its_job_and_by_its_id(
         await asyncio.to_thread(jobs.report, "digits")
 
 
-async def test_a_run_can_be_scaled_and_suspended_and_its_errors_are_passed_on(
+async def test_a_run_can_be_scaled_and_suspended_and_its_errors_reach_the_client(
     run: SimulatedRun, jobs: LocalJobs
 ) -> None:
     await asyncio.to_thread(jobs.scale, "digits", 1)

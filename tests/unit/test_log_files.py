@@ -89,7 +89,7 @@ def test_a_tail_is_the_last_lines_of_a_file(tmp_path: Path, text: str, lines: in
 
 
 def follow(logs: Path, *changes: Callable[[], object], **selector: Any) -> tuple[str, list[str]]:
-    """Return the output and messages of ``logs -f`` if these changes happen between its polls before the run ends."""
+    """Return the output and messages of ``logs -f`` if each change precedes one poll and the run then ends."""
     left, output, messages = [*changes], [], []
 
     def alive() -> bool:

@@ -44,7 +44,7 @@ def agent() -> AgentMetrics:
 
 
 class Fixed(Collector):
-    """A collector with fixed metrics, which may fail."""
+    """A collector that yields fixed metrics, and then may fail."""
 
     def __init__(self, *families: Metric, error: Exception | None = None) -> None:
         self._families, self._error = families, error

@@ -140,7 +140,7 @@ ODD_NAMES = st.sampled_from(["損失", "", "...", "\udc80", "a" * 5000, 'quote "
 def test_no_two_names_share_a_series(sources: list[tuple[str, str]]) -> None:
     handler = PrometheusMetricHandler()
     for number, (group, name) in enumerate(sources):
-        # Multiples of 1000 distinguish seconds from milliseconds, and stay whole.
+        # A multiple of 1000 stays whole when it is converted to seconds, and only then is below 1000.
         put(handler, name, (number + 1) * 1000, group=f"g{group}")
     samples = scrape(handler)
     assert len(samples) == len(sources)

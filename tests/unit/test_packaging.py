@@ -31,7 +31,7 @@ def installer() -> Iterator[Any]:
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
+    sys.modules[spec.name] = module  # dataclasses look up the module there
     spec.loader.exec_module(module)
     yield module
     del sys.modules[spec.name]
@@ -39,7 +39,7 @@ def installer() -> Iterator[Any]:
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
-    """A folder for the PATH with very few programs."""
+    """A folder for the PATH that contains few programs."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("sh", "dirname", "uname"):

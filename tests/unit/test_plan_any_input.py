@@ -33,7 +33,7 @@ NAMES = TEXTS | st.builds(pod_name, st.just(NAME), st.just(UID), st.integers(0, 
 
 
 def any_of(kind: type, **given: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Return any object of a class; each field has any value of its type, or one of the given values."""
+    """Return a strategy for objects of a class; a field has any value of its type, or a value of the given strategy."""
     hints = get_type_hints(kind, {**vars(protocol), **vars(model), "protocol": protocol, "Mapping": Mapping})
     return st.builds(kind, **{name: st.from_type(hint) for name, hint in hints.items()} | given)
 

@@ -65,7 +65,7 @@ class Case:
         removes: indices of pods to delete.
         expected_size: the size to write into the store.
         state: the state in the new status; None if the status does not change.
-        reason: why the job finished; None if it has not, or if another case checks it.
+        reason: why the job finished; None if the job has not finished, or another case checks the reason.
         charges: the number of failed pods in the status.
         wakes_in: seconds until the next plan.
         etcd: whether the etcd of the job is kept.
@@ -323,7 +323,7 @@ CASES = {
 
 
 def with_round(case: Case) -> Observed:
-    """Return the observation, with a round if the job trains."""
+    """Return the observation, with a round added if the job trains."""
     trains = case.state is JobState.RUNNING and case.world.store_read
     return replace(case.world, round=a_round(running(0), running(1))) if trains else case.world
 

@@ -104,7 +104,7 @@ class AnyLife(RuleBasedStateMachine):
         except OperatorKilledError:
             self.cluster.forget_responses()
             self.cluster.record_state()
-            self.cluster.recorded = self.cluster.recorded[-1:]  # the next operator begins with a new list
+            self.cluster.recorded = self.cluster.recorded[-1:]  # a restarted operator lists the current state
         except ConflictError:
             pass
         self.pending_plan = None
@@ -135,7 +135,7 @@ class AnyLife(RuleBasedStateMachine):
         had_store, had_failed_creations = self.cluster.etcd, self._has_failed_creations()
         self._reconcile()
         if self.cluster.etcd and not had_store and not any(map(is_live, self.cluster.pods.values())):
-            self._reconcile()  # a store that has just started has the awaited data
+            self._reconcile()  # the first plan has started the store; this plan reads its data
         if had_failed_creations or self._has_failed_creations():
             self._reconcile()  # this plan reports the API server's answer
         if self.cluster.deleted and any(map(is_live, self.cluster.pods.values())):
@@ -157,7 +157,7 @@ class AnyLife(RuleBasedStateMachine):
         again = plan(job, observed, self.cluster.now)
         repeated = ("report", "etcd", "min_member", "min_available", "wake_at", "remove")
         if again == Plan(**{name: getattr(again, name) for name in repeated}):
-            # Ended pods are removed only when their successors are observed: with many pods, one plan later.
+            # Ended pods are removed only when their successors have been observed, which may be one plan later.
             assert all(self.cluster.pods[pod.uid].phase.ended for pod in again.remove)
             self._carry_out(job, observed, again)
             job, observed = self.cluster.observe()
@@ -173,7 +173,7 @@ class AnyLife(RuleBasedStateMachine):
         )
         if not job.status.state.finished and not job.deleting:
             empty = job.spec.desired - sum(is_live(pod) for pod in observed.pods)
-            # Pods that failed before the store was read are kept until it has been read.
+            # Pods that failed while the store was unread are kept until the store has been read.
             counted = [pod for pod in observed.pods if pod.uid in job.status.counted_pod_uids]
             ended = [pod for pod in counted if pod.phase.ended and not pod.terminating]
             assert len(ended) <= max(ENDED_PODS_KEPT, empty)
@@ -461,7 +461,7 @@ class AnyLife(RuleBasedStateMachine):
             case Reason.BAD_INPUT:
                 assert cluster.had_bad_input
             case Reason.DEADLINE_EXCEEDED | Reason.POD_FAILURE_POLICY:
-                pass  # SimulatedCluster has checked it when the status was written
+                pass  # SimulatedCluster checked the reason when the status was written
             case _:
                 assert status.pod_failures == len(cluster.counted_failures)
         cluster.now += max(EXIT_PERIOD, job.spec.ttl_after_finished or 0.0)

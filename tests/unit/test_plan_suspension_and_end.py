@@ -93,7 +93,7 @@ def test_rejected_pods_do_not_make_the_outcome_unknown(job: Job) -> None:
     assert condition(hindered.status, ConditionType.WAITING).reason == Reason.RESOURCES_BLOCKED
     refused = apply_status(tried, replace(away, rejected="no such volume"))
 
-    # A restarted operator does not remember the rejection, and creates the pods, too.
+    # A restarted operator does not know of the rejection, and also creates the pods.
     for before in (tried, replace(tried, status=hindered.status), replace(refused, generation=2)):
         assert [pod.index for pod in plan(before, away, NOW + 600).create] == [0, 1]
         assert [pod.index for pod in plan(before, NO_STORE, NOW + 600).create] == [0, 1]

@@ -70,12 +70,12 @@ class JobTimeline:
             self.resume = self.last.create[0].resume
 
     def pass_time(self, seconds: float, state: RunState) -> None:
-        """Let time pass in this state; it is not recorded yet."""
+        """Let time pass in this state before the leader records it."""
         self.now += seconds
         self.expected[state] = self.expected.get(state, 0.0) + seconds
 
     def pass_unrecorded(self, seconds: float) -> None:
-        """Let time pass that no leader records; the plan decides its state."""
+        """Let time pass that no leader records, and to which the plan assigns a state."""
         self.now += seconds
         self.unrecorded += seconds
         if self.record is None:

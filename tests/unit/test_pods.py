@@ -86,7 +86,7 @@ def test_command_is_not_parsed_for_flags(command: tuple[str, ...], args: tuple[s
         ("bash", "-c", "python train.py  # not torchrun\n# torchrun x.py"),
         ("bash", "-c", "echo torchrun; python -m train torchrun"),
         ("bash", "-c", "version=$(torchrun --version); python train.py"),
-        ("bash", "-c", "\n" * 131_071),  # takes linear time: the operator checks the specs of all tenants
+        ("bash", "-c", "\n" * 131_071),  # must take linear time: the operator checks the specs of all tenants
         ("bash", "-c", ";a=" * 43_690),
         ("sh", "-c"),
         ("python", "torchrun.py"),

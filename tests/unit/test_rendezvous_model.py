@@ -81,7 +81,7 @@ class SimulatedStore:
         return Listing(self.revision, tuple(entry for key, entry in self.entries.items() if key.startswith(prefix)))
 
     def go_back(self, revision: int, entries: dict[str, Entry]) -> None:
-        """Restore an earlier state; listeners have to list it again."""
+        """Restore an earlier state, which the listeners then have to list again."""
         self.revision = revision
         self.entries = entries.copy()
 
@@ -127,7 +127,7 @@ class Listener:
 
 @dataclasses.dataclass
 class Node:
-    """A node and its knowledge."""
+    """A node and its view of the run."""
 
     record: NodeRecord
     listener: Listener
@@ -138,7 +138,7 @@ class Node:
     known_round: RoundRecord | None = None
     keyless_since: float = 0.0
     excused: bool = False
-    """Whether the node may count as lost: dead, partitioned, or not answering after its lease expired."""
+    """Whether the node may count as lost: dead, partitioned, unknown to a leader, or silent with an expired lease."""
 
     @property
     def leaving(self) -> bool:
@@ -162,11 +162,11 @@ class Pending:
     decision: Decision
     state: Versioned[StateRecord]
     registered: frozenset[str]
-    """The live nodes that had a key at the decision, except those whose new key had not reached the leader."""
+    """The live nodes that had a key at the time of the decision, except those whose new key the leader did not know."""
 
 
 def about(fit: Callable[[Node], bool], **strategies: st.SearchStrategy[Any]) -> Callable[[Any], Any]:
-    """Return a rule about one of the nodes that satisfy a condition."""
+    """Return a decorator that makes a rule for one of the nodes that satisfy a condition."""
 
     def decorate(happen: Callable[..., None]) -> Any:
         def choose(self: Run, data: st.DataObject, **drawn: Any) -> None:
@@ -297,7 +297,7 @@ class Run(RuleBasedStateMachine):
     @rule(loses=st.sampled_from(["nothing", "leases", "what is new", "everything"]), newcomer_leads=st.booleans())
     def the_store_restarts(self, loses: str, newcomer_leads: bool) -> None:
         if loses in ("what is new", "everything"):
-            self.pending = None  # a request to a store that lost its data is lost, too
+            self.pending = None  # the pending commit is lost together with the data
             self.store.go_back(*(self.backup if loses == "what is new" else (1, {})))
             self.backup = (1, {})
         for name, node in self.nodes.items():
@@ -312,11 +312,11 @@ class Run(RuleBasedStateMachine):
         if self.size.generation:
             self.store.write(KEYS.size, encode(self.size))
         if newcomer_leads and (newcomer := self.add_node("")) is not None:
-            self.leads(newcomer)  # it knows only the content of the store
+            self.leads(newcomer)  # the new node knows only the content of the store
 
     @rule(seconds=st.sampled_from([0.01, 0.2, 1.1, 6.0, 11.0]), calm=st.booleans())
     def time_passes(self, seconds: float, calm: bool) -> None:
-        if seconds > RULES.lease:  # nothing is delayed longer than the lease
+        if seconds > RULES.lease:  # no key and no change is delayed for longer than the lease
             for name in [name for name, node in self.nodes.items() if node.alive and not node.key]:
                 self.restore_key(name)
             for name in [name for name, node in self.nodes.items() if node.alive and node.listener.leads()]:
@@ -389,8 +389,8 @@ class Run(RuleBasedStateMachine):
             for name in living:
                 self.receive_run_changes(name, 1000)
             leading = [name for name in living if self.nodes[name].listener.leads()]
-            # Without a leader, the youngest node leads first, so that nodes with less knowledge must resign. A node
-            # that leaves leads only if there is no other.
+            # Without a leader, the youngest node leads first, so that nodes with less knowledge must resign. A
+            # leaving node leads only if there is no other node.
             eligible = [name for name in living if not self.nodes[name].leaving] or living
             for name in leading or [name for name in eligible if not self.nodes[name].gave_way][-1:] or eligible[:1]:
                 self.leads(name)
@@ -498,7 +498,7 @@ class Run(RuleBasedStateMachine):
             listener.membership.silent[name] = peer
 
     def probe_nodes(self, listener: Listener) -> None:
-        """Let a leader note what connections and probes show."""
+        """Let a leader note the results of connections and probes."""
         assert listener.membership is not None
         for name, node in self.nodes.items():
             if not node.alive:
@@ -543,7 +543,7 @@ class Run(RuleBasedStateMachine):
         return copied(node.listener.membership)
 
     def decide(self, name: str) -> bool:
-        """Let a leader decide and commit; return whether that changed the store."""
+        """Let a leader decide and commit; return whether the commit changed the store."""
         return self.commit(self.decision_of(name))
 
     def decision_of(self, name: str) -> Pending:
@@ -565,7 +565,7 @@ class Run(RuleBasedStateMachine):
         return Pending(name, snapshot, decision, run.state, registered)
 
     def commit(self, pending: Pending) -> bool:
-        """Carry out a decision, perhaps long after it was made; return whether that changed the store."""
+        """Carry out a decision, perhaps long after it was made; return whether the store changed."""
         name, snapshot = pending.name, pending.snapshot
         run = self.nodes[name].listener.run
         match pending.decision:
@@ -603,10 +603,10 @@ class Run(RuleBasedStateMachine):
     def check_round(self, new: RoundRecord, pending: Pending) -> None:
         snapshot = pending.snapshot
         if new == snapshot.remembered:
-            return  # restored to a store that lost it
+            return  # the leader restores the round to a store that lost it
         rounds = [node.known_round for node in self.nodes.values() if node.alive] + [snapshot.round]
         known = max((round.number for round in rounds if round is not None), default=0)
-        self.committed = [round for round in self.committed if round.number <= known]  # no node knows later rounds
+        self.committed = [round for round in self.committed if round.number <= known]  # forget rounds unknown to nodes
         self.check_number(new, pending.registered)
         assert snapshot.outcome is None
         assert len(set(new.nodes)) == len(new.nodes)
@@ -636,7 +636,7 @@ class Run(RuleBasedStateMachine):
         self.check_notice_given(snapshot)
 
     def check_missing_members(self, new: RoundRecord, snapshot: Membership) -> None:
-        """Check that new nodes wait for a member to restore its key; after an outage of the store, all nodes wait."""
+        """Check that new nodes wait for members without a key; after a store outage, all rounds but a resize wait."""
         if (
             snapshot.round is None
             or snapshot.highest_round_seen > snapshot.round.number
@@ -648,14 +648,14 @@ class Run(RuleBasedStateMachine):
         assert snapshot.now >= snapshot.patient_until or new.reason is RoundReason.RESIZED
 
     def check_restarts_charged(self, new: RoundRecord, snapshot: Membership) -> None:
-        """Check that only failures are charged, each once, and that no node joins a run that is finishing."""
+        """Check that only failures are charged, once each, and that no node joins a run that is finishing."""
         if snapshot.round is None or not snapshot.round.members or snapshot.highest_round_seen > snapshot.round.number:
             return
         if new.reason is RoundReason.WORKER_FAILED:
             assert new.restarts == snapshot.round.restarts + 1
         elif any(snapshot.is_present(node) and not snapshot.is_leaving(node) for node in snapshot.ranks):
             assert new.restarts == snapshot.round.restarts
-        # Without members, the run starts over.
+        # A run without remaining members starts over, so new nodes may join at once.
         stays = any(snapshot.is_present(node) or snapshot.is_silent(node) for node in snapshot.ranks)
         if new.reason is RoundReason.NODE_JOINED and stays and not any(map(snapshot.is_leaving, snapshot.ranks)):
             assert not any(map(snapshot.is_finishing, set(snapshot.ranks) - snapshot.dead))
@@ -665,14 +665,14 @@ class Run(RuleBasedStateMachine):
         return node.excused or (not node.key and self.now >= node.keyless_since + RULES.lease)
 
     def check_number(self, new: RoundRecord, registered: frozenset[str]) -> None:
-        """Check that no number is reused while a node knows its round and the leader knows the node."""
+        """Check that no node known to the leader has a round with this number or a higher one."""
         for name, node in self.nodes.items():
             if node.alive and node.key and node.known_round is not None and node.known_round.number >= new.number:
                 assert name not in registered, name
                 assert name not in new.nodes, name
 
     def check_neighbours(self, new: RoundRecord, snapshot: Membership) -> None:
-        """Check that a new node is next to a node with its topology key, if the round has one."""
+        """Check that a new node is next to another node with its topology key, if the round has such a node."""
         places = [snapshot.peers[node].record.topology_key for node in new.nodes]
         for rank, node in enumerate(new.nodes):
             if node not in snapshot.ranks and places[rank] and places.count(places[rank]) > 1:
@@ -722,7 +722,7 @@ class Run(RuleBasedStateMachine):
     # -- after the faults
 
     def teardown(self) -> None:
-        """Check that all live nodes train together after the faults, and that nothing changes."""
+        """Check that as many live nodes as permitted train after the faults, and that the leader plans no change."""
         for name in [name for name, node in self.nodes.items() if node.alive and node.leaving]:
             self.kill(name)
         for name, node in self.nodes.items():
@@ -741,7 +741,7 @@ class Run(RuleBasedStateMachine):
             self.check_final_state(living)
 
     def is_finishing_run(self) -> bool:
-        """Return whether a worker has exited with 0."""
+        """Return whether a leader knows of a member whose worker has exited with 0."""
         views = [self.snapshot(name) for name, node in self.nodes.items() if node.alive and node.listener.leads()]
         return any(any(map(snapshot.is_finishing, snapshot.ranks)) for snapshot in views)
 

@@ -47,7 +47,7 @@ LEASE = 0.4
 OTHER = PROTOCOL_VERSION + 1
 SUCCESSOR = LeaderRecord(node="b.9", address="127.0.0.1:1")
 REQUESTS = 12
-"""More requests than a leader sends from a failure to the end of the run."""
+"""An upper bound on the requests that a leader sends from a failure to the end of the run."""
 
 
 # -- partitions
@@ -130,7 +130,7 @@ async def test_new_nodes_exclude_a_dead_member_whose_key_still_exists() -> None:
         c, d = [await factory.node(name) for name in "cd"]
         round = await all_with(c, d)
         for node in (c, d):
-            # On a busy machine, one dead member may be detected after the other, and then leaves one round later.
+            # On a busy machine, one dead member may be detected after the other, and is then removed one round later.
             *between, last = [record.nodes for record in node.rounds if record.number > first.number]
             assert last == round.nodes
             assert between in ([], *([(dead.inner.node, *last)] for dead in (leader, other)))
@@ -285,7 +285,7 @@ class LateNodes:
             raise
 
 
-async def test_a_round_after_the_loss_of_all_data_has_a_store() -> None:
+async def test_a_round_after_the_loss_of_all_data_has_a_tcp_store() -> None:
     data = MemoryStore()
     clients = []
 
@@ -355,7 +355,7 @@ async def state_of(store: Store) -> StateRecord:
 
 
 async def take_over(data: MemoryStore, before: RoundRecord) -> bool:
-    """Commit the next round as the paused leader's successor; return whether the run had not ended."""
+    """Commit the next round as the paused leader's successor; return False if the state has changed."""
     leader, state = await data.get(KEYS.leader), await data.get(KEYS.state)
     assert leader is not None
     assert state is not None

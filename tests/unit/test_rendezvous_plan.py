@@ -80,7 +80,7 @@ OF_TWO_RACKS = [peer(name, joined=i, topology_key="xy"[i % 2]) for i, name in en
         ),
     ],
 )
-def test_the_next_round_has_these_members_without_a_charge(situation: Membership, expected: str) -> None:
+def test_the_next_round_has_the_expected_members_without_a_charge(situation: Membership, expected: str) -> None:
     record = next_round(situation)
     assert members(record) == tuple(expected)
     assert (record.number, record.restarts) == (1 if situation.round is None else situation.round.number + 1, 0)
@@ -157,7 +157,7 @@ def test_a_stream_of_new_nodes_delays_the_first_one_for_a_limited_time() -> None
     assert len(members(next_round(snapshot(*here, high=20, now=until, round=round(1, "a"))))) == 15
 
 
-def test_new_nodes_wait_briefly_for_one_that_has_not_answered() -> None:
+def test_new_nodes_wait_briefly_for_another_new_node_that_has_not_answered() -> None:
     late = peer("c", joined=6, arrived=7.01, answers=False)
     here = (peer("a", round=1), peer("b", joined=5, arrived=7.0), late)
     assert hold_of(plan(snapshot(*here, now=7.2, round=round(1, "a")), SETTINGS)).until == 7.5
@@ -234,7 +234,7 @@ def test_a_communication_failure_waits_briefly_for_its_cause() -> None:
 
 
 def crashed(early_failures: int, *, uptime: float = 0.4, free: bool = False) -> Membership:
-    """Return a membership in which a worker failed after `uptime` seconds and a number of early failures."""
+    """Return a membership after `early_failures` early failures, in which a worker failed after `uptime` seconds."""
     broken = failure("a", number=3, uptime=uptime, message="ImportError: x", free=free)
     before = round(3, "a", restarts=2, early_failures=early_failures)
     return snapshot(peer("a", round=3, failure=broken), wanted=1, round=before, failed_since=0.0)
@@ -327,7 +327,7 @@ def test_each_membership_change_after_the_first_round_is_an_uncharged_restart() 
     assert uncharged_after(charged) == 3
 
 
-def test_a_pause_and_the_round_after_it_count_once() -> None:
+def test_a_pause_and_the_round_after_it_are_one_uncharged_restart() -> None:
     lost = snapshot(peer("a", round=4), wanted=2, low=2, round=round(4, "a", "b", uncharged_restarts=1))
     assert uncharged_after(lost) == 1
     here = (peer("a", round=5), peer("b", round=5, joined=9))

@@ -57,7 +57,7 @@ def percent(text: str | None) -> float:
 # -- the text
 
 
-def test_the_page_of_a_job_that_succeeded_has_its_costs() -> None:
+def test_the_page_of_a_job_that_succeeded_shows_times_pods_and_lost_work() -> None:
     text = read(report()).text
     for words in ("digits: succeeded after 1m40s", "Succeeded", "78.0 %", "1m40s", "2 to 3", "4 pods joined"):
         assert words in text

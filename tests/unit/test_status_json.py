@@ -55,7 +55,7 @@ def test_status_json() -> None:
     assert not optional & document.keys()
 
 
-def test_times_of_a_breakdown_are_in_milliseconds_and_a_failure_omits_what_is_unknown() -> None:
+def test_times_of_a_breakdown_are_in_milliseconds_and_a_failure_omits_unknown_fields() -> None:
     split = TimeBreakdown(
         until=NOW + 90.25,
         state=RunState.STOPPING,

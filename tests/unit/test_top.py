@@ -58,7 +58,7 @@ def test_a_rank_that_moved_is_shown_on_its_current_pod() -> None:
 
 
 @pytest.mark.parametrize("page", ["<html>", "torchelastic_round{ 3", "torchelastic_round many\n", f"a 1 {'9' * 400}\n"])
-def test_an_invalid_page_gets_a_sentence(page: str) -> None:
+def test_an_invalid_page_is_reported_in_one_sentence(page: str) -> None:
     with pytest.raises(ClusterError, match="cannot be read as metrics"):
         MetricsPage("digits-0-aaaaa", page)
 
@@ -207,7 +207,7 @@ def test_a_bar_as_wide_as_the_terminal_shows_the_time_by_state() -> None:
     ]
 
 
-def test_all_jobs_have_a_line_each() -> None:
+def test_each_job_has_a_line() -> None:
     listed = combined(agent_page(0, seconds=LEADS, lost=4.0, steps=(2.0, 100)))
     header, first, second = jobs_table([listed, combined()])
     assert header.split() == ["NAME", "STATE", "READY", "ROUND", "WORLD", "GOODPUT", "LOST", "RESTARTS", "STEP", "AGE"]

@@ -18,7 +18,7 @@ VALID = agent_page(0, seconds=LEADS, lost=4.0, steps=(2.0, 100))
 
 
 def seen(*pages: MetricsPage) -> list[str]:
-    """Return the job, and its line in the list of jobs, after two readings of these pages."""
+    """Return the lines of the job and of the list of jobs after two readings of these pages."""
     tracker = RateTracker()
     for at in (NOW - 2, NOW):
         reading = Reading(view(), pages, at, tracker)

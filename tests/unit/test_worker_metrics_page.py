@@ -169,7 +169,7 @@ def test_a_partly_written_name_is_read_when_it_is_complete(node: Node) -> None:
     assert node.samples() == {"0": 64}
 
 
-def test_a_full_memory_refuses_large_histograms_only(node: Node) -> None:
+def test_full_metrics_memory_refuses_only_large_histograms(node: Node) -> None:
     (worker,) = node.begin(0)
     worker._registry.declare("my_app", histograms={f"size {number}": range(2000) for number in range(20)})
     for number in range(20):

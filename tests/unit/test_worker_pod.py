@@ -51,7 +51,7 @@ def env_of(container: dict[str, Any]) -> dict[str, Any]:
     return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container["env"]}
 
 
-def test_the_pod_of_the_smallest_job() -> None:
+def test_the_pod_of_a_minimal_job() -> None:
     pod = pod_of()
     metadata, spec, container = pod["metadata"], pod["spec"], worker_of(pod)
     assert (metadata["name"], metadata["namespace"]) == ("digits-1-bcdfg", "default")
@@ -221,7 +221,7 @@ def test_the_jobs_metrics_port_overrides_the_operators_and_host_network_pods_hav
         ({"env": ({"name": "PET_NOTICE", "value": "300"}, {"name": "PET_STOP_GRACE", "value": "10"})}, 335),
     ],
 )
-def test_the_period_is_longer_than_notice_and_grace(spec: dict[str, Any], period: int) -> None:
+def test_the_grace_period_of_the_pod_is_longer_than_notice_and_stop_grace(spec: dict[str, Any], period: int) -> None:
     pod = pod_of(**spec)
     assert pod["spec"]["terminationGracePeriodSeconds"] == period
     users = {entry["name"] for entry in spec.get("env", ())}
@@ -239,7 +239,7 @@ def test_the_period_is_longer_than_notice_and_grace(spec: dict[str, Any], period
         (30, ("--stop-grace=2", "--notice=3"), None, None),
     ],
 )
-def test_the_period_of_the_template_is_divided_into_notice_and_grace_and_the_users_times_are_kept(
+def test_the_grace_period_of_the_template_is_divided_into_notice_and_stop_grace_unless_the_user_sets_them(
     period: int, args: tuple[str, ...], notice: str | None, grace: str | None
 ) -> None:
     pod = pod_of({"terminationGracePeriodSeconds": period}, args=(*args, "x.py"))
@@ -377,7 +377,7 @@ TEMPLATES = st.fixed_dictionaries(
 
 
 def is_contained(given: Any, found: Any) -> bool:
-    """Return whether ``found`` contains everything in ``given``; ``found`` may have more, and null counts as absent."""
+    """Return whether ``found`` contains everything in ``given``; ``found`` may have more. Null counts as absent."""
     if isinstance(given, dict) and isinstance(found, dict):
         return all(is_contained(value, found.get(key)) for key, value in given.items())
     if isinstance(given, list) and isinstance(found, list):

@@ -48,12 +48,12 @@ class Node:
             self.progress.append((changes["first_step_at"], changes["last_checkpoint_at"]))
         self._more.set()
 
-    async def is_current(self, round: int, *, timeout: float) -> bool:  # noqa: ASYNC109 - as of a node
+    async def is_current(self, round: int, *, timeout: float) -> bool:  # noqa: ASYNC109 - the signature of a node
         self.asked.append((round, timeout))
         return self.current
 
     async def until(self, **wanted: Any) -> None:
-        """Wait until these values are reported; a function is a condition on a value."""
+        """Wait until these values are reported; a function in place of a value is a condition on that value."""
         async with asyncio.timeout(PATIENCE):
             while not all(
                 name in self.reported
@@ -78,7 +78,7 @@ class Agent(WorkerSocket):
         )
 
     def give(self, serial: int = 1, *, seconds: float = 10.0, cause: str = "b joined") -> None:
-        """Receive a notice of the leader."""
+        """Pass a notice from the leader to the workers."""
         self.take_notice(NoticeRecord(ROUND, serial, seconds, RoundReason.NODE_JOINED, cause))
 
 
@@ -110,7 +110,7 @@ async def ask_for_notice(worker: Notices, agent: Agent, seconds: float = 20.0) -
 
 async def wait_for_notice(worker: Notices) -> Notice:
     async with asyncio.timeout(PATIENCE):
-        while (notice := worker.notice()) is None:  # noqa: ASYNC110 - programs poll it
+        while (notice := worker.notice()) is None:  # noqa: ASYNC110 - programs poll for notices
             await asyncio.sleep(0.001)
     return notice
 
@@ -205,7 +205,7 @@ async def test_a_process_that_sends_an_invalid_line_is_disconnected(agent: Agent
     reader, writer = await asyncio.open_unix_connection(agent.path)
     writer.write(sent)
     async with asyncio.timeout(PATIENCE):
-        with contextlib.suppress(ConnectionResetError):  # the agent may close before it has read everything
+        with contextlib.suppress(ConnectionResetError):  # the agent may close before it has read all bytes
             assert await reader.read() == b""
     writer.close()
     assert not agent.node.reported.get("notice")
@@ -222,7 +222,7 @@ async def test_without_an_agent_the_functions_do_nothing(
     worker.saved()
     assert worker.notice() is None
     assert torchelastic.round_stands()
-    monkeypatch.setenv(CHANNEL, str(tmp_path / "channel"))  # of an exited agent
+    monkeypatch.setenv(CHANNEL, str(tmp_path / "channel"))  # the socket of an exited agent
     worker.ask_for_notice(5)
     assert worker.notice() is None
     assert not torchelastic.round_stands()
@@ -249,7 +249,7 @@ async def test_the_first_and_last_of_several_checkpoints_within_a_second_are_rep
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writing = [torchelastic.checkpoint() for _ in range(2000)]
-    await asyncio.sleep(0.002)  # times have milliseconds, and the last one must differ
+    await asyncio.sleep(0.002)  # times are in milliseconds, and the last time must differ
     before = time.time()
     writing.append(torchelastic.checkpoint())
     for each in writing:
@@ -308,7 +308,7 @@ async def test_an_agent_that_reads_nothing_does_not_block_training(
 
 
 async def send(agent: Agent, **message: float) -> list[tuple[float, float]]:
-    """Send a message, and return what the agent has reported when it has handled it."""
+    """Send a message, wait until the agent has handled it, and return the progress reported so far."""
     AGENT.send(message)
     AGENT.send({"ask": 1.0})
     await agent.node.until(notice=1.0)
