@@ -612,11 +612,11 @@ class ExitCode(enum.IntEnum):
     SUCCEEDED = 0
     """The run succeeded, even if this node's workers did not take part to the end."""
     FAILED = 1
-    """The run failed; the termination message has the root cause."""
+    """The run failed (the termination message has the root cause), or the agent could not start its own processes."""
     BAD_INPUT = 2
     """A setting is invalid or does not work on this machine; for example, torch cannot be imported."""
     STORE = 3
-    """The store could not be reached within the join timeout, or has lost its data; the node itself did not fail."""
+    """The store could not be reached within the join timeout; the node itself did not fail."""
     NO_PORT = 4
     """No port of the configured range is free on this host; a retry may find one."""
     BROKEN = 5

@@ -80,7 +80,7 @@ class RequestsChanged:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousFailed:
-    """This node can no longer take part in the run."""
+    """This node can no longer take part in the run; `error` is None if the rendezvous ended without an error."""
 
     error: BaseException | None
 

@@ -214,7 +214,7 @@ class LogPipe:
 
 
 class LogFile:
-    """A file to which a worker itself writes; earlier content of the file is kept."""
+    """A file to which a worker writes through the descriptor `writing`; earlier content of the file is kept."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -234,7 +234,7 @@ class LogFile:
 
 
 class WorkerOutput:
-    """The output of one worker, and the file to which it may write an exception."""
+    """The output of one worker, and its error file, to which the worker may write an exception."""
 
     def __init__(self, out: LogPipe | LogFile, err: LogPipe | LogFile, error_file: Path) -> None:
         self._out = out

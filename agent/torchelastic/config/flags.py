@@ -3,7 +3,7 @@
 Each flag can also be set by torchrun's variable ``PET_<NAME>``. The operator's variables
 (:class:`~torchelastic.protocol.Env`) and the keys of ``--rdzv-conf`` are parsed like flags.
 
-getopt parses the command line, because it stops at the program. argparse is slow to import, so it only prints the help.
+getopt parses the command line, because getopt stops at the program. argparse prints only the help: its import is slow.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class WorkerGroup:
 class Workers:
     """Starts the workers of all rounds; an async context manager, which kills their process trees at its exit.
 
-    Entering it starts the fork server and the watchdog, and raises SettingsError if files cannot be created.
+    Entering the context starts the fork server and the watchdog; SettingsError means that a file cannot be created.
 
     Args:
         settings: the settings of the agent.
