@@ -49,7 +49,7 @@ CRD = "elasticjobs.elastic.pytorch.org"
 RELEASE = "elastic-operator"
 OPERATOR = Path(sys.executable).with_name("elastic-operator")
 Right = tuple[str, str, str, str]
-"""An API group, a resource, a verb, and the names of the permitted objects."""
+"""An API group, a resource, a verb, and the name of the permitted object, which is empty for all objects."""
 
 
 Target = dict[str, str]
@@ -66,12 +66,12 @@ def target(container: str, port: str, address: str, labels: Target) -> Target:
 
 
 def annotated(port: str) -> Target:
-    """Return the annotations of a pod that serves metrics on this port."""
+    """Return the discovery labels for the annotations of a pod that serves metrics on this port."""
     return {"pod_annotation_prometheus_io_scrape": "true", "pod_annotation_prometheus_io_port": port}
 
 
 def worker(port: str) -> Target:
-    """Return the labels and annotations of a worker pod whose agent serves metrics on this port."""
+    """Return the discovery labels of a worker pod; without a port, its agent does not serve metrics yet."""
     own = {"pod_label_elastic_pytorch_org_role": "worker", "pod_label_app_kubernetes_io_name": "elasticjob"}
     return own | ({**annotated(port), "pod_annotation_elastic_pytorch_org_metrics_port": port} if port else {})
 
@@ -202,7 +202,7 @@ class Helm:
 
 @pytest.fixture(scope="module")
 def audit(tmp_path_factory: pytest.TempPathFactory) -> AuditLog:
-    """The requests of service accounts to the API server."""
+    """The audit log of the API server for these tests."""
     return AuditLog(tmp_path_factory.mktemp("audit"))
 
 

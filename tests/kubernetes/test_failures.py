@@ -40,7 +40,7 @@ def a_job(name: str, program: str = WAITS, *, pod: Json | None = None, worker: J
 
 
 def message_of(status: Json, kind: str) -> str:
-    """Return the message of a true condition, or an empty string for a false condition."""
+    """Return the message of a condition that is true, or else an empty string."""
     holds = (each for each in status.get("conditions", ()) if each["type"] == kind and each["status"] == "True")
     return str(next((each.get("message", "") for each in holds), ""))
 

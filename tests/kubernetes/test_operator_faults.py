@@ -36,7 +36,7 @@ pytestmark = [
 
 SEEDS = range(40 if EXHAUSTIVE else 2)
 PARTS = 8 if EXHAUSTIVE else 3
-"""The number of parts of the sequence of writes; each test kills the operator in another part."""
+"""The number of parts of the sequence of writes; each test kills the operator in a different part."""
 
 WRITE_TOLERANCE = 8
 """The permitted difference in the number of writes: changes in quick succession may be written together."""

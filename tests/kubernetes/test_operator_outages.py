@@ -41,7 +41,7 @@ DEFINITION = str(Path(__file__).parents[2] / "crds" / "elasticjob.yaml")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def own_control_plane(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ControlPlane]:
-    """A control plane without the CRD, whose parts may be killed."""
+    """A control plane without the CRD; a test may kill parts of the control plane."""
     async with ControlPlane(tmp_path_factory.mktemp("own-plane")) as plane:
         yield plane
 
@@ -57,7 +57,7 @@ async def ns(own_control_plane: ControlPlane) -> AsyncIterator[OperatorNamespace
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def with_crd(own_control_plane: ControlPlane) -> AsyncIterator[None]:
-    """Create the CRD."""
+    """Create the CRD, and delete it after the test."""
     await create_crd(own_control_plane)
     yield
     await own_control_plane.kubectl("delete", "--filename", DEFINITION)

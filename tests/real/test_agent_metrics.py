@@ -30,7 +30,7 @@ print(f"round {round} pid {os.getpid()}", flush=True)
 
 
 def operations(page: Page) -> dict[tuple[str, str], float]:
-    """Return the number of calls by operation and outcome."""
+    """Return the number of the agent's operations by operation and outcome."""
     found = page.named("torchelastic_operations_total").items()
     return {
         (dict(labels)["operation"], dict(labels)["outcome"]): count
@@ -46,7 +46,7 @@ def duration(page: Page, operation: str) -> float:
 
 
 def requests(page: Page, outcome: str) -> dict[str, float]:
-    """Return the number of store requests with this outcome."""
+    """Return the number of store requests with this outcome, by kind of request."""
     counts = page.named("torchelastic_store_request_duration_seconds_count").items()
     return {dict(labels)["request"]: count for (_, labels), count in counts if ("outcome", outcome) in labels}
 

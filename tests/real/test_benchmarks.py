@@ -30,7 +30,7 @@ def command(benchmark: str, *arguments: str) -> list[str]:
 
 
 def measured(scratch: Path, argv: Sequence[str]) -> dict[str, Any]:
-    """Run a benchmark, check that it leaves no processes, and return the printed document."""
+    """Run a benchmark, check that it leaves no files, and return the printed document."""
     done = subprocess.run(
         argv, cwd=ROOT, env=environment(scratch), capture_output=True, text=True, timeout=LIMIT, check=False
     )

@@ -65,7 +65,7 @@ def printed_environment(output: str, pid: str) -> Mapping[str, str]:
 
 @pytest.fixture(scope="module")
 def digits() -> Any:
-    """The example as a module."""
+    """The example digits.py as a module."""
     spec = importlib.util.spec_from_file_location("digits_example", EXAMPLES / "digits.py")
     assert spec
     assert spec.loader

@@ -64,7 +64,7 @@ class MonitoredRun:
 
     @property
     def age(self) -> float:
-        """An upper bound of the seconds since the job was created."""
+        """An upper bound on the seconds since the job was created."""
         return time.time() - self.began + 60
 
     async def answer(self, expr: str, **values: str) -> Answer:

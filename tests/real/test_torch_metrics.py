@@ -22,7 +22,7 @@ ours.configure(Recorder())
 
 
 def said(program: str) -> list[str]:
-    """Return the output of a program in which any warning is an error."""
+    """Return the output lines of a program that treats each UserWarning as an error."""
     ended = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", dedent(program)], check=False, capture_output=True, text=True
     )

@@ -19,7 +19,7 @@ FLAGS = {flag.name: flag for group in flags.FLAGS.values() for flag in group}
 
 
 def rows(heading: str) -> dict[str, list[str]]:
-    """Return the table rows below a heading, by the names in their first column."""
+    """Return the other cells of the table rows below a heading, by the names in the first cell."""
     section = re.split(r"^#+ ", PAGE.split(f"# {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
     found = {}
     for line in section.splitlines():

@@ -402,7 +402,7 @@ STAYS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "replicaSpecs.Worker.replicas",
     ),
 ]
-"""A job, a change that is refused while it runs, and the field that the problem names."""
+"""Jobs, changed jobs that are refused while the jobs run, and the fields that the problems name."""
 
 
 @pytest.mark.parametrize(("old", "new", "field"), STAYS, ids=lambda value: value if isinstance(value, str) else "")

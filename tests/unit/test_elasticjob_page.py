@@ -32,7 +32,7 @@ def section(heading: str) -> str:
 
 
 def rows(*headings: str) -> dict[str, list[str]]:
-    """Return the rows of the tables below these headings, by the names in their first column."""
+    """Return the other cells of the table rows below these headings, by the names in the first cell."""
     found = {}
     for line in "".join(map(section, headings)).splitlines():
         if line.startswith("| `"):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class NvmlError(Exception):
-    """The fake ``NVMLError``: an error with its number."""
+    """The fake ``NVMLError``, which has the number of an error."""
 
     def __init__(self, value: int) -> None:
         super().__init__(f"error {value}")

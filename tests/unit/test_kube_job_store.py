@@ -77,7 +77,7 @@ async def test_an_unexpected_error_while_a_store_is_followed_is_reported(monkeyp
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A clock that the test sets, for fake mirrors."""
+    """A clock that the test sets; all mirrors are fake mirrors."""
     now = SimpleNamespace(time=0.0)
     monkeypatch.setattr("elastic_operator.kubernetes.job_store.StoreMirror", FakeMirror)
     monkeypatch.setattr("elastic_operator.kubernetes.job_store.time", SimpleNamespace(monotonic=lambda: now.time))

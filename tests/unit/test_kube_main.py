@@ -97,7 +97,7 @@ def test_an_invalid_flag_is_reported_in_one_sentence(
 
 @pytest.fixture
 def own_logging() -> Iterator[None]:
-    """Restore the logging of the tests."""
+    """Restore the logging configuration after the test."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield

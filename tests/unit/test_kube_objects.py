@@ -435,7 +435,7 @@ def test_other_problems_do_not_make_an_image_incompatible(state: dict[str, Any])
 
 
 def message_of_version(version: int, **more: Any) -> str:
-    """Return the termination message of an agent with another protocol version."""
+    """Return the termination message of an agent with this protocol version."""
     return json.dumps({"reason": "BadInput", "message": "the versions differ", "protocol": version, **more})
 
 

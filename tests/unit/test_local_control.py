@@ -26,7 +26,7 @@ NOW = 1_700_000_000.0
 
 
 class SimulatedRun:
-    """A run that counts its pods, and ends when it is deleted."""
+    """A run without pods, which stores patches in its spec and ends when it is deleted."""
 
     def __init__(self, files: RunDir) -> None:
         self.spec: dict[str, Any] = {"replicas": 2, "suspend": False}

@@ -33,7 +33,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refusal(content: str | bytes, name: str = "job.yaml") -> str:
-    """Return the message for a file with this content."""
+    """Return the error message for a file with this content."""
     Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(BadInput) as caught:
         manifest.load_checked(Path(name))

@@ -50,7 +50,7 @@ def programs(tmp_path: Path) -> Path:
 
 
 def program(path: Path, script: str) -> None:
-    """Write a shell script."""
+    """Write an executable shell script."""
     path.unlink(missing_ok=True)
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)

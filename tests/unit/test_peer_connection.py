@@ -28,7 +28,7 @@ HELLO = {"run": RUN_DIGEST, "node": "b.1", "stay": True}
 
 
 class Observer:
-    """Records which peers connected and were lost."""
+    """Records the peers that connected and the peers that were lost."""
 
     def __init__(self) -> None:
         self.seen: asyncio.Queue[tuple[str, str]] = asyncio.Queue()

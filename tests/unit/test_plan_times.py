@@ -103,7 +103,7 @@ class JobTimeline:
         self.expect_assumed_state()
         self.pods = ()
         self.plan()
-        self.record = None  # deleted with the store
+        self.record = None  # the record is deleted with the store
 
     def resume_job(self) -> None:
         self.job = replace(self.job, spec=msgspec.structs.replace(self.job.spec, suspend=False))

@@ -18,7 +18,7 @@ from torchelastic.protocol import HistoryRecord, PastRound, RoundReason, RunStat
 
 
 class Reader(HTMLParser):
-    """The elements of a page and its visible text."""
+    """Reads the elements and the visible text of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
