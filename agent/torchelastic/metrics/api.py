@@ -276,8 +276,8 @@ def prof(fn: Callable[..., Any] | None = None, group: str = PLATFORM_GROUP) -> C
 
     Each call adds 1 to the counter ``<name>.success`` or ``<name>.failure``, and its duration to the histogram
     ``<name>.duration.ms``. The name is ``Class.function`` for a method and ``module.function`` for a plain
-    function. A coroutine function is measured until its coroutine ends. Use it as ``@prof`` or as
-    ``@prof(group="my_app")``.
+    function. A coroutine function is measured until its coroutine ends. Use the decorator as
+    ``@prof`` or as ``@prof(group="my_app")``.
     """
     if fn is None:
         return functools.partial(prof, group=group)

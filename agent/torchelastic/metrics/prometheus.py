@@ -81,7 +81,7 @@ class PrometheusMetricHandler(SeriesHandler, Collector):
         address: the address to listen on; all IPv4 addresses by default.
 
     Attributes:
-        registry: has only this handler's series. ``registry.register(handler)`` adds them to another registry.
+        registry: a registry that has only this handler's series. ``other.register(handler)`` adds them to another one.
 
     Raises:
         SettingsError: the port or the address cannot be used.

@@ -1,9 +1,9 @@
 """The Prometheus series: those of the platform, and the conversion of the metric names of programs.
 
-A name becomes ``<group>_<name>`` by Prometheus' conventions: snake_case, base units (names that end in ``.ms`` or
-``_ms`` are converted to seconds), and reserved suffixes (``_total``, ``_count``, ``_bucket``, …) only with their
-meaning. Different names can lead to the same series name (``stepTime``, ``step.time``); :class:`SeriesNames` makes
-them unique.
+A name becomes ``<group>_<name>`` by Prometheus' conventions: snake_case, base units (values whose names end in
+``.ms`` or ``_ms`` are converted to seconds), and reserved suffixes (``_total``, ``_count``, ``_bucket``, …) only with
+their meaning. Different names can lead to the same series name (``stepTime``, ``step.time``); :class:`SeriesNames`
+makes the series names unique.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PLATFORM_GROUP: Final = "torchelastic"
 
 
 class Kind(enum.StrEnum):
-    """The type of a series, as named by the exposition format."""
+    """The kinds of series, as named by the exposition format."""
 
     GAUGE = "gauge"
     COUNTER = "counter"
@@ -34,10 +34,10 @@ _SAMPLES: Final = {
 
 
 class Form(NamedTuple):
-    """The type of a series.
+    """The kind of a series and, for a histogram, its buckets.
 
     Attributes:
-        kind: the type.
+        kind: gauge, counter or histogram.
         buckets: upper bounds of a histogram, in the unit of the series; ascending and finite.
     """
 
@@ -68,10 +68,10 @@ class Series:
 
     Attributes:
         name: the name of the family, without the suffix of its kind (``_total``, ``_bucket``, …).
-        form: the type.
+        form: the kind and the buckets.
         help: the help text of the exposition.
-        divisor: divides each value: 1000 if values are in milliseconds.
-        labels: names and values; all series of a family have the same names.
+        divisor: the number by which each value is divided: 1000 if values are in milliseconds.
+        labels: pairs of name and value; all series of a family have the same names.
     """
 
     name: str

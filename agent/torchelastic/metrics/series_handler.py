@@ -1,4 +1,4 @@
-"""A handler that checks values and adds them to the words of their series, in a memory that the agent can read.
+"""A handler that checks values and adds them to the words of their series, in a memory that an agent may read.
 
 A value is an aligned double. Layout of the memory, in words of 8 bytes::
 
@@ -71,7 +71,7 @@ class Memory:
         self.dropped = self._words[1 : 1 + len(REASONS)]
 
     def sources(self) -> dict[Source, memoryview[float]]:
-        """Return the words of each source, in the order of their creation. Not thread-safe."""
+        """Return the words of each source, in the order in which the sources were added. Not thread-safe."""
         for line in bytes(self._names[self._names_end : self._numbers[0]]).splitlines(keepends=True):
             try:
                 group, name, kind, buckets, first = json.loads(line)
@@ -106,7 +106,9 @@ class SeriesHandler(MetricHandler):
         # Reentrant, because a signal handler or a log handler may also record values.
         self._lock = threading.RLock()
         self._sinks: dict[tuple[str, str], Callable[[float], None]] = {}
-        self._waiting: list[MetricData] | None = None  # a list while a new name gets its words
+        self._waiting: list[MetricData] | None = (
+            None  # while a new name gets its words: the values that signal handlers record
+        )
         self._told: set[str] = set()
 
     def emit(self, metric_data: MetricData) -> None:
@@ -131,7 +133,7 @@ class SeriesHandler(MetricHandler):
         """Return the function that adds values to a new name; None if no more names are allowed."""
         group = data.group_name
         with self._lock:
-            if self._waiting is not None:  # this signal handler interrupted a call, which adds its value
+            if self._waiting is not None:  # this signal handler interrupted a call, which adds the value later
                 self._waiting.append(data)
                 return None
             count = len(self._sinks)

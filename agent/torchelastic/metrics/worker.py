@@ -1,4 +1,4 @@
-"""The worker's side of its metrics: values also go to the agent, in addition to the configured handlers.
+"""The worker's side of its metrics: values go to the agent, in addition to the configured handlers.
 
 The import of this package in a worker opens the memory that an environment variable names. Only the worker's process
 writes to it. Values of its forked and :mod:`multiprocessing` children do not reach the agent. The next program of the
@@ -24,7 +24,7 @@ _opened: set[str] = set()
 
 
 def forward_torch() -> None:
-    """Also record the values of torch's own metrics here, if torch is imported."""
+    """Also record the values of torch's own metrics in torchelastic's registry, if torch has been imported."""
     if "torch" not in sys.modules:
         return
     try:
@@ -44,13 +44,13 @@ def forward_torch() -> None:
 
 
 def attach() -> None:
-    """Send the values of this process also to its agent; without an agent, do nothing."""
+    """Also send the values of this process to its agent; without an agent, do nothing."""
     path = os.environ.get(METRICS_FILE)
     if not path or not is_worker() or path in _opened:
         return
     try:
         handler = SeriesHandler(opened(path), REGISTRY.form)
-    except (OSError, ValueError):  # another process of this worker writes to it, or the agent is gone
+    except (OSError, ValueError):  # another process of this worker writes to the file, or the agent is gone
         return
     _opened.add(path)
     REGISTRY.attach(handler)

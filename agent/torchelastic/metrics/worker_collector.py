@@ -37,7 +37,7 @@ class WorkerMemory(Memory):
         before: the exited worker whose counters and histograms this one continues.
 
     Attributes:
-        path: the path at which the worker opens it.
+        path: the path at which the worker opens the memory.
 
     Raises:
         OSError: there is not enough memory.
@@ -83,7 +83,7 @@ class WorkerMetrics:
     def begin(self, ranks: Mapping[int, int]) -> Mapping[int, WorkerMemory]:
         """Return the memory of the workers of a round by local rank; the workers of the previous round have exited.
 
-        If there is no memory, the workers have no metrics. The argument maps local ranks to global ranks.
+        If the memory cannot be allocated, the workers have no metrics. ``ranks`` maps local ranks to global ranks.
         """
         before = {worker.rank: worker for worker in self._workers.values()}
         # A rank keeps its counters. A rank that is new on this node continues those of a rank that has left.

@@ -1,6 +1,6 @@
 """Rendezvous handlers, their parameters, results and exceptions.
 
-The names have the same meaning as in torch, but a custom handler implements only one method. This module does not
+The names have the same meaning as in torch, but a custom handler has to implement only one method. This module does not
 import torch.
 """
 
@@ -85,7 +85,7 @@ class RendezvousHandler(abc.ABC):
     def next_rendezvous(self) -> RendezvousInfo | tuple[Store, int, int]:
         """Wait for the rendezvous; return a store, this node's rank and the number of nodes.
 
-        The agent calls this again after a worker has failed, or if :meth:`num_nodes_waiting` is above 0.
+        The agent calls this method again after a worker has failed, or when :meth:`num_nodes_waiting` is above 0.
 
         Raises:
             RendezvousError: the rendezvous failed.
@@ -130,7 +130,7 @@ class RendezvousParameters:
         min_nodes: the minimum number of nodes.
         max_nodes: the maximum number of nodes.
         local_addr: the address at which other nodes reach this node; None to detect it.
-        kwargs: other parameters of the handler, those of ``--rdzv-conf``; available as ``config``.
+        kwargs: the handler's other parameters, from ``--rdzv-conf``; available as ``config``.
 
     Raises:
         ValueError: the name is empty, or the numbers of nodes are invalid.
@@ -161,11 +161,11 @@ class RendezvousParameters:
         self.config = kwargs
 
     def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - the given type
-        """Return another parameter by its name."""
+        """Return a parameter of ``config`` by its name."""
         return self.config.get(key, default)
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
-        """Return another parameter as a bool; raise ValueError if it is not a bool."""
+        """Return a parameter of ``config`` as a bool; raise ValueError if it is not a bool."""
         value = self.get(key, default)
         text = f"{value}".lower()
         if text in {"1", "true", "t", "yes", "y"}:
@@ -177,7 +177,7 @@ class RendezvousParameters:
         raise ValueError(f"The rendezvous parameter {key}={value!r} must be true or false.")
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
-        """Return another parameter as an int; raise ValueError if it is not an int."""
+        """Return a parameter of ``config`` as an int; raise ValueError if it is not an int."""
         value = self.get(key, default)
         try:
             return None if value is None else int(value)

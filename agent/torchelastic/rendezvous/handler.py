@@ -2,7 +2,7 @@
 
 Such an agent stops its workers, calls :meth:`~ElasticRendezvousHandler.next_rendezvous` and starts new workers, so a
 round may be over before all its nodes have called. Therefore the nodes of a round also synchronize in its TCPStore. A
-compare-and-swap writes one verdict there: all nodes have arrived, or a node has received a later round.
+compare-and-swap writes one verdict to the TCPStore: all nodes have arrived, or a node has received a later round.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
     def shutdown(self) -> bool:
         """Leave the run; if the workers have succeeded, first wait for the workers of all nodes.
 
-        The workers have succeeded unless the caller handles an exception: a launcher calls this when its agent ends.
+        Unless the caller handles an exception, the workers have succeeded: a launcher calls this when its agent ends.
         """
         self._end(succeeded=sys.exception() is None)
         return True
@@ -355,7 +355,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         thread = threading.Thread(target=self._run, name="torchelastic: rendezvous", daemon=True)
         thread.start()
         self._thread = thread
-        atexit.register(self.set_closed)  # nothing else leaves the run if a signal ends the agent
+        atexit.register(self.set_closed)  # leaves the run if a signal ends the agent
 
     def _call(self, function: Callable[[], object]) -> None:
         """Call a function in the thread, unless the thread has ended."""

@@ -49,13 +49,14 @@ MAX_CAUSE: Final = 200
 """Maximum length of a round's cause in characters."""
 
 MAX_MESSAGE: Final = 500
-"""Maximum length of a failure's message in characters; with all texts of this length, the rounds fit into a record."""
+"""Maximum length of a failure's message in characters. Rounds with texts of this length still fit into one record."""
 
 MAX_CLOCK_SKEW: Final = 3600.0
-"""Seconds by which another node's clock may be ahead; a later breakdown is ignored."""
+"""Maximum seconds by which another node's clock may be ahead; a breakdown that ends later is ignored."""
 
 WRITE_INTERVAL: Final = 10.0
-"""Seconds between writes without changes: the maximum error of the breakdown if all nodes are killed."""
+"""Seconds that the writer waits for a change before it writes anyway. If all nodes are killed, the breakdown lacks at
+most this time and :data:`MIN_INTERVAL`."""
 
 MIN_INTERVAL: Final = 1.0
 """Minimum number of seconds between two writes."""
@@ -65,7 +66,7 @@ _WORKING_STATES: Final = (RunState.RESTORING, RunState.TRAINING)
 
 @dataclass
 class _RoundTimes:
-    """The current round, with the times that this node knows, in seconds since the Unix epoch; 0 if unknown."""
+    """The current round and its times, in seconds since the Unix epoch; a time that this node does not know is 0."""
 
     number: int = 0
     nodes: frozenset[str] = frozenset()
@@ -85,9 +86,9 @@ class History:
     """The time breakdown and the rounds of a run.
 
     Args:
-        created: when the job was created, in seconds since the Unix epoch; None for now.
+        created: when the job was created, in seconds since the Unix epoch; None for the current time.
         resumed: the breakdown of the time before the run was resumed; None if the run was never suspended.
-        clock: returns the current time.
+        clock: returns the seconds since the Unix epoch; None for :func:`steady_clock`.
     """
 
     def __init__(
@@ -163,10 +164,10 @@ class History:
     # -- records of other nodes
 
     def adopt(self, breakdown: TimeBreakdown) -> None:
-        """Continue from the previous leader's breakdown; this node's observations count from there.
+        """Continue from the previous leader's breakdown; this node's observations count from the end of the breakdown.
 
-        A breakdown of an earlier round is ignored, even if it is more recent: the leader may have written it while it
-        committed the next round, and it lacks the loss and the departures that the next round's breakdown has.
+        A breakdown of an earlier round is ignored, even if it is more recent. A leader may write such a breakdown while
+        it commits the next round; the loss and the departures are only in the breakdown of the next round.
         """
         base = self._base
         is_older = (breakdown.round, breakdown.until) < (base.round, base.until)
@@ -178,7 +179,7 @@ class History:
         self.note_progress(breakdown)
 
     def adopt_rounds(self, history: HistoryRecord) -> None:
-        """Add the rounds that this node has not received."""
+        """Add the previous leader's rounds; they replace this node's records of the same rounds."""
         for past in history.rounds:
             known = self._rounds.get(past.number)
             ended = past.ended or (0.0 if known is None else known.ended)
@@ -189,15 +190,15 @@ class History:
     # -- records of the leader
 
     def with_breakdown(self, record: RoundRecord, end_of: Callable[[str], NodeEnd | None]) -> RoundRecord:
-        """Return a round to commit, with the time breakdown before it; the history does not change.
+        """Return a round with the time breakdown until its commit; the history does not change.
 
         Args:
-            record: the round.
-            end_of: returns why a member of the current round is gone; None if it is present.
+            record: the round to commit.
+            end_of: returns why a member of the current round is gone; None if the member is present.
         """
         before, nodes = self._round, frozenset(record.nodes)
         if record.number <= before.number:
-            return record  # restored to a store that lost it
+            return record  # the leader restores it to a store that lost it
         away = before.nodes - nodes
         ends = {node: end for node in away if (end := end_of(node)) is not None}
         present = () if nodes else tuple(sorted(before.nodes - ends.keys()))
@@ -222,13 +223,13 @@ class History:
         lost = self.breakdown().lost if succeeded else self._lost_if_ended()
         self.enter(RunState.STOPPING)
         breakdown = self.breakdown()
-        # A node that continues from here must not count this round's loss again.
+        # A node that continues from this breakdown must not count this round's loss again.
         checkpoint = 0.0 if lost is None else breakdown.until
         self.adopt(msgspec.structs.replace(breakdown, lost=lost, last_checkpoint_at=checkpoint))
 
     def breakdown(self) -> TimeBreakdown:
         """Return the time breakdown up to now."""
-        # A scrape runs in another thread, and adopt() replaces the base first: so read the transitions before it.
+        # A scrape runs in another thread. adopt() replaces the base first, so read the transitions before the base.
         transitions = tuple(self._transitions)
         base, times = self._base, self._round
         now = max(self._now(), base.until)
@@ -352,7 +353,7 @@ class HistoryWriter:
         self._written: bytes | None = None
 
     def notify(self, *, rewrite: bool = False) -> None:
-        """Request a write; with ``rewrite``, also of unchanged rounds, which the store may have lost."""
+        """Request a write; with ``rewrite``, write unchanged rounds too, because the store may have lost them."""
         if rewrite:
             self._written = None
         self._news.send()

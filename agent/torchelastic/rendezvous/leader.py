@@ -57,7 +57,7 @@ CONNECT_TIMEOUT: Final = 1.0
 has a key: the network may block connections."""
 
 CONNECTIONS_PER_SECOND: Final = 1000
-"""Connections that a new leader accepts per second; the more members there are, the later it probes them."""
+"""Connections that a new leader is assumed to accept per second: with more nodes, it probes members later."""
 
 SILENT_RECHECK: Final = 1.0
 """Seconds between probes of a member that has no key but answers."""
@@ -69,7 +69,7 @@ PAUSE_FACTOR: Final = 2
 """The wait of the leader after a slow decision, as a multiple of the duration of the decision."""
 
 LOG_INTERVAL: Final = 1.0
-"""Minimum seconds between two log messages about what the leader waits for."""
+"""Minimum number of seconds between two log messages about what the leader waits for."""
 
 
 class Leader:
@@ -90,7 +90,7 @@ class Leader:
         self._server = server
         self._history = history
         self._took_expired_at = election.took_expired_at
-        self._connections_work = election.last_connected is not None  # the network allows them
+        self._connections_work = election.last_connected is not None  # whether the network allows them
         self._tasks: asyncio.TaskGroup | None = None
         self._listed = 0
         self._said = ""
@@ -155,14 +155,14 @@ class Leader:
     def _gone(self, node: str) -> None:
         peer = self.membership.gone(node)
         if peer is not None and (node == self._run.node or self._server.is_connected(node)):
-            # Its lease expired; if the node answers, only the store was unreachable.
+            # The node's lease expired; if the node answers, only the store was unreachable.
             self.membership.silent[node] = peer
             self._start(self._while_silent(peer))
 
     # -- probes: a refused connection means dead, an answer means alive; after silence, the node's key decides
 
     def peer_connected(self, node: str) -> None:
-        """Note that a node is connected, so it is alive."""
+        """Note that a node is connected, and therefore alive."""
         self._connections_work = True
         self._answers(node)
 
@@ -213,7 +213,7 @@ class Leader:
         first = MEMBER_CONNECT_TIMEOUT + len(self.membership.peers) / CONNECTIONS_PER_SECOND
         if self._run.node in self.membership.ranks:
             return (first, CONNECT_TIMEOUT)
-        # A new node leads, so all members may be dead; the key of a dead member remains for one lease.
+        # This leader is not a member, so all members may be dead; the key of a dead member remains for one lease.
         return (first, *(CONNECT_TIMEOUT,) * math.ceil(self._run.settings.lease / CONNECT_TIMEOUT))
 
     async def _after_loss(self, peer: Peer) -> None:
@@ -259,7 +259,7 @@ class Leader:
             decision = self._plan() if self._is_ready() else Hold()
             took = self._now() - began
             if isinstance(decision, Hold):
-                # The decision may change when the patience ends.
+                # The decision may change when the leader stops waiting for awaited members.
                 times = (decision.until, self._log(decision.why), self._patient_until())
                 wait = min((time - self._now() for time in times if time is not None and time > began), default=None)
                 changed = await self._run.changed.after(seen, timeout=None if wait is None else max(wait, 0.0)) != seen
@@ -281,7 +281,7 @@ class Leader:
         return read and self._run.away_since is None and leader is not None and leader.node == self._run.node
 
     def _patient_until(self) -> float:
-        """Return one lease after the store came back, or after this node took an expired lead, whichever is later."""
+        """Return the time one lease after the store came back or this node took an expired lead, whichever is later."""
         times = [time for time in (self._run.back_at, self._took_expired_at) if time is not None]
         return max(times, default=-math.inf) + self._run.settings.lease
 
@@ -330,7 +330,7 @@ class Leader:
     # -- committing
 
     async def _carry_out(self, decision: Decision) -> bool:
-        """Carry out a decision that was just made; return whether this node already knows the result."""
+        """Carry out a decision; return whether a record was committed."""
         keys, run = self._run.keys, self._run
         match decision:
             case RoundRecord() as round:

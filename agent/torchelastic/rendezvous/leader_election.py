@@ -3,10 +3,10 @@
 The leader holds one key in the store under its lease. If the key is vacant, each node waits before it takes the key:
 
 - If no node has led yet, the node does not wait.
-- If the leader resigned, or its connection has shown that it is dead, a node with a higher rank in the round waits
-  longer. A node that leaves waits longest.
-- If the leader's lease expired, the store may have been unreachable, and the leader may return. A node also waits for
-  one lease if it was connected to the leader, or is not a member of the round.
+- If the leader resigned, or a refused connection has shown that it is dead, a node with a higher rank in the round
+  waits longer. A node that leaves waits longest.
+- If the leader's lease expired, the store may have been unreachable, and the leader may return. A node waits for one
+  more lease if it was connected to the leader, or is not a member of the round.
 
 A node whose protocol version differs from that of the round waits longer than all others.
 """
@@ -46,7 +46,7 @@ class Candidacy(enum.Enum):
     YIELDED = "yielded"
     """The node resigned in favour of nodes that know a later round, and does not lead again for one lease."""
     WITHDRAWN = "withdrawn"
-    """The node does not lead."""
+    """The node does not take the lead."""
     STANDBY = "standby"
     """The node is leaving, and leads only if no other node does."""
 
@@ -57,10 +57,10 @@ class LeaderElection:
     Attributes:
         candidacy: this node's role.
         connected: whether this node is connected to the leader.
-        last_connected: the last leader to which this node was connected; None if there was none.
-        dead_leader: the last leader whose connection has shown that it is dead; None if there was none.
+        last_connected: the id of the last leader to which this node was connected; None if there was none.
+        dead_leader: the id of the last leader that a refused connection has shown to be dead; None if there was none.
         took_expired_at: when this node took the lead from a leader whose lease had expired, but which may still be
-            alive; None if it did not.
+            alive; None if this node did not.
     """
 
     def __init__(self, run: RunStateWatch, registration: NodeRegistration, address: str) -> None:
@@ -84,7 +84,7 @@ class LeaderElection:
         return leader is not None and leader.node == self._node and self.candidacy is not Candidacy.WITHDRAWN
 
     async def until_replaced(self, node: str) -> None:
-        """Wait until another node leads, or this node has withdrawn; an expired lease does not count."""
+        """Wait until the leader ``node`` has resigned, withdrawn or been replaced; an expired lease does not count."""
 
         def is_replaced() -> bool:
             leader = self._run.leader.record
@@ -110,7 +110,7 @@ class LeaderElection:
             if vacant_since is None:
                 vacant_since = now()
                 if self._is_expired() and self.connected:
-                    # If the leader does not answer either, it will not return.
+                    # If the leader does not answer a probe either, it will not return.
                     self.connected = await self.reaches_leader(min(FINAL_PROBE_TIMEOUT, self._lease))
                 continue
             left = max(vacant_since + self._delay(), self._yields_until) - now()
@@ -175,7 +175,7 @@ class LeaderElection:
         self._become(Candidacy.WITHDRAWN)
 
     async def leave(self, *, standby: bool = False) -> None:
-        """Withdraw and resign; with ``standby``, lead again if no other node does.
+        """Withdraw and resign; with ``standby``, lead again if no other node leads.
 
         Raises:
             StoreError: the request to the store failed.
@@ -255,7 +255,7 @@ class LeaderElection:
         self.connected = False
 
     async def _hold(self, leader: LeaderRecord) -> Verdict | None:
-        """Hold one connection until it is lost; return None if another node takes the lead before that."""
+        """Hold one connection until it is lost; return the verdict on the leader, or None if it is replaced first."""
         run_id = self._run.settings.run_id
         holding = asyncio.create_task(
             hold_connection(leader.address, run=run_id, node=self._node, peer=leader.node, observer=self)

@@ -117,8 +117,9 @@ def worker_environments(
 class StorePortOffer:
     """The port on which this node offers to serve the TCPStore of the next round.
 
-    Each offer is for one round. If the store may have lost a round that used the port, :meth:`renew` offers another.
-    The previous port stays open after that, because a leader may have chosen it just before.
+    Each offer is for one round. If the run's store may have lost a round that used the port, :meth:`renew` offers
+    another. Unless a port range limits the ports, the previous port stays open, because a leader may have chosen it
+    just before.
     """
 
     def __init__(self, host: str, ports: PortRange | None) -> None:
@@ -141,7 +142,7 @@ class StorePortOffer:
         return self.port
 
     def take(self, round: RoundRecord, *, is_member: bool) -> socket.socket | None:
-        """Return the listener whose port a new round uses, if this node is to serve it; then offer another port."""
+        """Return the listener of a new round's TCPStore, or None if this node does not serve it; offer another port."""
         ports = [f"{bracketed(self._host)}:{listener.getsockname()[1]}" for listener in self._listeners]
         fresh = listen(self._host, self._ports, after=self.port)
         serves = is_member and round.store in ports
@@ -163,20 +164,20 @@ class RendezvousNode:
         store: the run's store.
         settings: the rules of the rendezvous, and the run's id.
         node: this node's id: its name, a dot, and a text that is unique to this process.
-        record: the node's record; the ports of its peer server and TCPStore are filled in.
-        history: the history of the run; None for one that starts now.
-        answered: called after each request to the store; see :class:`~torchelastic.store.client.NodeStore`.
+        record: the node's record; the constructor fills in the ports, and the counts from which the run resumes.
+        history: the history of the run; None to start one now.
+        answered: a function called after each request to the store; see :class:`~torchelastic.store.client.NodeStore`.
 
     Attributes:
-        events: the rounds, notices and the outcome, in order; an agent adds its own events.
+        events: the queue of rounds, notices and the outcome, in order; an agent adds its own events.
         history: the history of the run, as far as this node knows it.
         run: the state of the run in the store.
         registration: this node's record in the store.
-        server: accepts the connections of peers.
+        server: the server that accepts the connections of peers.
         election: this node's role in the election of the leader.
-        leader: leads the run while this node is elected; otherwise None.
-        failed: a task that fails with the error if this node cannot take part, because the store refuses it; it exists
-            while the node is open.
+        leader: the object that leads the run while this node is elected; otherwise None.
+        failed: a task that exists while the node is open, and fails with the error if the node cannot take part because
+            the store refuses it.
 
     Raises:
         NoPortFree: no port of the allowed range is free.
@@ -290,7 +291,7 @@ class RendezvousNode:
     async def is_current(self, round: int, *, timeout: float = 5.0) -> bool:  # noqa: ASYNC109 - bounds the waits
         """Return whether this node is a member of a round that is still current, according to the store.
 
-        If the store is unreachable, the round is current while a connected peer answers.
+        If the store is unreachable, the round is current while a connected peer answers, or if it has one member.
         """
         accepted = self.round
         if accepted is None or accepted.number != round or self.node not in accepted.nodes or self._is_over():
@@ -371,7 +372,7 @@ class RendezvousNode:
                 self.run.restored = False
                 self.registration.update(store=self._offer.renew())
             round, accepted = self.run.round, self.run.accepted_round
-            # The same number with another nonce: the store lost the round, and a leader that did not know it led.
+            # Another round with the same number: the store lost the accepted one, and the leader did not know it.
             if round is not None and (accepted is None or (round.number >= accepted.number and round != accepted)):
                 self.run.accepted_round = round
                 self.history.note_round(round)
@@ -436,7 +437,7 @@ class RendezvousNode:
     # -- partitions
 
     async def _watch_for_partition(self) -> None:
-        """Stop the workers of this node each time that it is partitioned.
+        """Emit :class:`Partitioned` each time that this node is partitioned.
 
         A node is partitioned if it has not reached the store for one lease, and then reaches neither the store nor a
         peer. The other nodes may have formed a round without it.

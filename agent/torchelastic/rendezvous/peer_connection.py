@@ -43,7 +43,7 @@ PROBE_TIMEOUT: Final = 0.3
 """Seconds for a probe of a node whose connection was lost."""
 
 FINAL_PROBE_TIMEOUT: Final = 2.0
-"""Seconds for a probe after which silence means dead; a busy host may answer late. Never above the lease."""
+"""Seconds for a probe after which silence means dead; a busy host may answer late. Callers limit them to the lease."""
 
 
 class _Greeting(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -79,12 +79,12 @@ class PeerServer:
     """Answers greetings, and notifies an observer of connections.
 
     Args:
-        run: the run's id; connections of other runs are refused.
+        run: the run's id; connections of other runs are closed.
         node: this node's id.
         listener: the listening socket, which the server closes.
 
     Attributes:
-        observer: is notified of connections; None for no observer.
+        observer: the object that is notified of connections; None for no object.
     """
 
     def __init__(self, *, run: str, node: str, listener: socket.socket) -> None:
@@ -110,7 +110,7 @@ class PeerServer:
             asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
     async def close(self) -> None:
-        """Stop listening and close all connections; may be called before :meth:`start`, and again."""
+        """Stop listening and close all connections; may be called before :meth:`start`, and more than once."""
         if self._listener.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
@@ -167,7 +167,7 @@ async def hold_connection(address: str, *, run: str, node: str, peer: str, obser
         run: the run's id.
         node: this node's id.
         peer: the peer's id.
-        observer: is notified when the connection is established and when it is lost.
+        observer: the object that is notified when the connection is established and when it is lost.
     """
     verdict, streams = await _greet(address, _Greeting(run=run_digest(run), node=node, stay=True), peer)
     if streams is None:
@@ -204,7 +204,7 @@ async def _greet(
             writer.write(encode(greeting) + b"\n")
             answer = await _read_greeting(reader)
             if answer is None or answer.run != greeting.run:
-                return Verdict.SILENT, None  # this shows nothing about the peer
+                return Verdict.SILENT, None  # the answer shows nothing about the peer
             if answer.node != peer:
                 return Verdict.DEAD, None  # another node of this run has taken over the port
             stack.pop_all()

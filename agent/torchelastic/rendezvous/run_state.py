@@ -76,8 +76,8 @@ class Versioned(Generic[RecordT_co]):
     """A record with the revision of its last change.
 
     Attributes:
-        record: the record; None without a key, or if it cannot be read.
-        modified: the revision that a compare-and-swap has to expect; 0 without a key.
+        record: the record; None if the key does not exist or its value cannot be read.
+        modified: the revision that a compare-and-swap has to expect; 0 if the key does not exist.
     """
 
     record: RecordT_co | None = None
@@ -96,13 +96,14 @@ class RunStateWatch:
         keys: the run's keys.
         lasting: writes keys that outlive this node.
         accepted_round: the last round that this node has accepted.
-        changed: sent after every change that this node notes, and when the store is lost or back.
-        away_since: since when the store is unreachable, by the loop's clock; None while it is reachable.
-        back_at: when the store was last reachable again, by the loop's clock; None if it was never unreachable.
-        last_leader: the node that leads, or led last; None if none is known.
+        changed: signals every change that this node notes, and every loss and return of the store.
+        away_since: when the store became unreachable, by the loop's clock; 0 before the first listing; None while the
+            store is reachable.
+        back_at: when the store last became reachable again, by the loop's clock; None if it was never unreachable.
+        last_leader: the record of the node that leads, or led last; None if no leader is known.
         listings: the number of listings of all keys that this node has read.
-        restored: whether the store has lost data: it has a different cluster id, or an earlier revision. The reader
-            resets it.
+        restored: whether a listing has shown that the store lost data: a different cluster id, or an earlier revision.
+            The node that reacts to the loss resets the attribute.
     """
 
     def __init__(self, node: str, settings: RendezvousSettings, store: Store) -> None:
@@ -131,17 +132,17 @@ class RunStateWatch:
 
     @property
     def leader(self) -> Versioned[LeaderRecord]:
-        """The leader."""
+        """The record of the leader."""
         return self._known[self.keys.leader]
 
     @property
     def state(self) -> Versioned[StateRecord]:
-        """The round and the outcome."""
+        """The record of the round and the outcome."""
         return self._known[self.keys.state]
 
     @property
     def notice(self) -> Versioned[NoticeRecord]:
-        """The last notice."""
+        """The record of the last notice."""
         return self._known[self.keys.notice]
 
     @property
@@ -152,12 +153,12 @@ class RunStateWatch:
 
     @property
     def round(self) -> RoundRecord | None:
-        """The round in the store."""
+        """The round in the store; None if there is none."""
         return None if self.state.record is None else self.state.record.round
 
     @property
     def outcome(self) -> OutcomeRecord | None:
-        """The run's outcome."""
+        """The run's outcome; None while the run is in progress."""
         return None if self.state.record is None else self.state.record.outcome
 
     @property
@@ -238,12 +239,12 @@ class NodeRegistration:
     Args:
         run: the state of the run.
         record: the node's first record.
-        fresh_store_port: returns an unused port for the next round's TCPStore. It is called before the record is
-            written under a new lease, because the store may have lost a round that used the old port.
+        fresh_store_port: returns an unused port for the next round's TCPStore. After a lease was lost, the registration
+            calls it before it writes the record, because the store may have lost a round that used the old port.
 
     Attributes:
-        record: the node's record.
-        lease: the id of the node's lease; 0 without one.
+        record: the node's record with all updates; the last ones may not be written yet.
+        lease: the id of the node's lease; 0 while the node has none.
     """
 
     def __init__(self, run: RunStateWatch, record: NodeRecord, fresh_store_port: Callable[[], int]) -> None:
@@ -332,7 +333,7 @@ class NodeRegistration:
 
 
 async def remove_finished_run(run: RunStateWatch) -> None:
-    """Remove the keys of a finished run with the same id, unless ids are unique or one of its nodes is present.
+    """Remove the keys of a finished run with the same id, unless run ids are unique or a node of that run is present.
 
     If the store is unreachable, retry until the join timeout.
 
@@ -346,12 +347,12 @@ async def remove_finished_run(run: RunStateWatch) -> None:
 async def _remove(run: RunStateWatch) -> None:
     store, keys = run.store, run.keys
     if not _is_over(await store.get(keys.state)):
-        return  # the usual case, without a listing of all keys
+        return  # the usual case, which needs no listing of all keys
     listing = await store.list(keys.root)
     entries = {entry.key: entry for entry in listing.entries}
     if not _is_over(entries.get(keys.state)) or any(key.startswith(keys.nodes) for key in entries):
         return
-    # Delete the state last: without it, the other keys would seem to belong to a run in progress.
+    # Delete the state last: keys without a state would seem to belong to a run in progress.
     for key in (keys.time_breakdown, keys.history, keys.notice, keys.leader, keys.state):
         if key in entries:
             await store.compare_and_swap(key, None, expected=entries[key].modified)

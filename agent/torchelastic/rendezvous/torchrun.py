@@ -8,5 +8,5 @@ from torchelastic.rendezvous.registry import RendezvousHandlerCreator, rendezvou
 
 
 def get_handler_creator() -> RendezvousHandlerCreator:
-    """Return the function that creates torchelastic's handler; it also accepts torch's parameters."""
+    """Return the function that creates torchelastic's handler; the function also accepts torch's parameters."""
     return rendezvous_handler_registry.create_handler

@@ -34,7 +34,7 @@ class StoreSettings:
     Attributes:
         endpoints: host:port of each server of one etcd cluster; tried in turn.
         protocol: "http" or "https".
-        ca_cert: file with the certificate authority that signed the server's certificate.
+        ca_cert: file with the certificate of the authority that signed the server's certificate.
         cert: file with the client's certificate.
         key: file with the private key of the client's certificate.
         username: the user name for etcd's authentication; never logged.
@@ -128,7 +128,7 @@ class Listing:
 
     Attributes:
         revision: the store's revision at the time of reading; watch from ``revision + 1`` to miss nothing.
-        entries: the entries by key.
+        entries: the entries, sorted by key.
         cluster_id: the id that the server gives its cluster. A server that was set up again without its data may
             have another id, or the same id and a lower revision.
     """
@@ -166,7 +166,7 @@ class Store(Protocol):
         """Return the entry of a key, or None."""
 
     async def list(self, prefix: str) -> Listing:
-        """Return all entries below a prefix, with the revision to watch from."""
+        """Return all entries below a prefix, with the store's revision."""
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
         """Set a key, under a lease if one is given; return the revision."""
@@ -176,9 +176,9 @@ class Store(Protocol):
 
         Args:
             key: the key.
-            value: its new value; None deletes it.
+            value: the key's new value; None deletes the key.
             expected: the revision of the last change that the caller saw; 0 if there was no such key.
-            lease: the lease to put it under; 0 for none.
+            lease: the lease under which to put the key; 0 for none.
 
         Returns:
             The new revision; None if the key had changed.
@@ -194,9 +194,9 @@ class Store(Protocol):
         """Grant a lease that expires ``ttl`` seconds after it was last kept alive; return its id.
 
         Args:
-            ttl: seconds; etcd rounds up to whole seconds and to its own minimum.
+            ttl: seconds; the adapters for etcd round up to whole seconds, and etcd has its own minimum.
             lease: the id for the lease, a positive number of at most 63 bits; 0 for a new id. If a lease with this id
-                exists, it is kept alive; all callers that grant it pass the same ``ttl``.
+                exists, it is kept alive; all callers pass the same ``ttl`` for one id.
         """
 
     async def keep_alive(self, lease: int) -> None:
@@ -217,4 +217,4 @@ class Store(Protocol):
         """
 
     async def close(self) -> None:
-        """Close the connections; do not revoke leases, which expire."""
+        """Close the connections. The leases are not revoked; they expire."""

@@ -24,7 +24,8 @@ _Result = TypeVar("_Result")
 
 RETRY_MIN: Final = 0.1
 RETRY_MAX: Final = 1.0
-"""Seconds between attempts. Jitter keeps a thousand nodes from reconnecting at the same time."""
+"""First and maximum delay between attempts, in seconds. Jitter shortens each delay by up to half, so that a thousand
+nodes do not reconnect at the same time."""
 
 _GRANTS: Final = 3
 """Maximum number of grants of the lease for one write; after that, the store counts as unavailable."""
@@ -52,7 +53,7 @@ class Backoff:
 async def connect(settings: StoreSettings) -> Store:
     """Return a store on the servers that the settings name, after one of them has answered.
 
-    If the settings name no version, the store uses etcd's API v3, or v2 if the servers have no other.
+    If the settings name no version, the store uses etcd's API v3, or v2 if the servers do not serve v3.
 
     Raises:
         StoreUnavailable: no server answers.
@@ -237,10 +238,10 @@ class NodeStore:
     restarted server may not accept a token yet.
 
     Args:
-        store: receives the requests.
-        answered: called after each request that was not cancelled, with the method's name, the duration in seconds (of
-            a watch, until it is confirmed), and ``succeeded``: whether the store answered. LeaseLost counts as an
-            answer, a refusal does not.
+        store: the store that receives the requests.
+        answered: a function called after each request that was not cancelled, with the method's name, the duration in
+            seconds (of a watch, until it is confirmed), and ``succeeded``: whether the store answered. LeaseLost counts
+            as an answer; a refusal does not.
     """
 
     def __init__(self, store: Store, answered: Callable[..., None] | None = None) -> None:

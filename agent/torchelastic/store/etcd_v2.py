@@ -5,12 +5,12 @@ the store          in v2
 =================  ====================================================================================================
 key                a path; its last part ends with ``~``, because in v2 a path is either a value or a folder
 value              text that starts with a stamp of the write and the id of the lease: ``5f2a9c01d3e4 1f {"number":7}``
-revision           etcd's index. Renewing a key increments the key's index, which no watch reports; an entry keeps the
-                   revision at which this client first saw its stamp
+revision           etcd's index. A renewal increments the index of the key, but no watch reports it; an entry keeps the
+                   revision at which this client first saw the entry's stamp
 compare-and-swap   reads the key, then compares the text, which no renewal changes
-lease              exists only in the clients that granted it. Its keys have its time to live, and each renewal
-                   renews each key. Granting or revoking a lease finds other clients' keys by the id in the text
-watch              one request for each change, which waits for it; if none comes, a request for the server's index
+lease              exists only in the clients that granted it. Its keys have its time to live. Renewing it renews
+                   each key. Granting or revoking a lease finds other clients' keys by the id in the text
+watch              one request for each change, which waits for it; without a change, a request for etcd's index
 =================  ====================================================================================================
 
 python-etcd only builds the requests and parses the answers, because its own client blocks and repeats failed requests.
@@ -57,9 +57,9 @@ _STAMPS_KEPT: Final = 4
 _REMOVALS: Final = frozenset({"delete", "expire", "compareAndDelete"})
 
 _NOT_AS_EXPECTED: Final = (etcd.EtcdKeyNotFound, etcd.EtcdCompareFailed, etcd.EtcdAlreadyExist)
-"""A condition of the request does not hold."""
+"""The errors for a condition of the request that does not hold."""
 
-_ABOUT_KEYS: Final = frozenset({100, 101, 105, 401})  # the codes of these and of EtcdEventIndexCleared
+_ABOUT_KEYS: Final = frozenset({100, 101, 105, 401})  # the codes of these errors and of EtcdEventIndexCleared
 _TRANSIENT: Final = frozenset({300, 301, 400})  # an internal error of Raft, a leader election, a cleared watcher
 
 
@@ -155,10 +155,10 @@ class EtcdV2Store:
                 await self._ask("refresh", path, _seconds(held.ttl), prevValue=text)
             except _NOT_AS_EXPECTED as error:
                 if held.texts.get(path) != text:
-                    continue  # this client has written or deleted it meanwhile
+                    continue  # this client has written or deleted the key meanwhile
                 if isinstance(error, etcd.EtcdKeyNotFound):
                     raise self._lost(lease) from None
-                del held.texts[path]  # another client has written it
+                del held.texts[path]  # another client has written the key
         held.ends = ends
 
     async def revoke(self, lease: int) -> None:
@@ -356,9 +356,9 @@ class _Lease:
     """A lease that this client has granted; initially, a lease that has ended.
 
     Attributes:
-        ttl: seconds from each renewal to its end.
-        ends: when it ends, by the monotonic clock.
-        texts: the texts, by path, that this client wrote under it, or found when it granted the lease.
+        ttl: seconds from each renewal to the end of the lease.
+        ends: when the lease ends, by the monotonic clock.
+        texts: the texts, by path, that this client wrote under the lease, or found when it granted the lease.
     """
 
     ttl: float = 0.0

@@ -91,7 +91,7 @@ class EtcdServers:
         """Return the result of an exchange with one server.
 
         Args:
-            exchange: called with the endpoint of the server.
+            exchange: sends a request to the server whose endpoint is the argument, and returns the result.
             repeatable: whether the exchange is safe to repeat, so that another server may be asked after a failure.
             at: the only server to ask; None for all.
             limit: seconds for the whole call; None for the request timeout.
@@ -127,7 +127,7 @@ class EtcdServers:
         """Check that a server can be used.
 
         Args:
-            exchange: as in :meth:`ask`; may be repeated.
+            exchange: as in :meth:`ask`; the exchange may be repeated.
 
         Raises:
             StoreError: the exchange failed, or a server expects the other protocol (http or https).
@@ -411,7 +411,7 @@ class _Event(msgspec.Struct, frozen=True):
 
 
 class _Answer(Fault, frozen=True):
-    """The fields of etcd's answers that this module reads. Each answer has some of them; in a stream, in ``result``."""
+    """The fields that this module reads from an answer of etcd. Each answer has some; in a stream, in ``result``."""
 
     header: _Header = _Header()
     kvs: tuple[_KeyValue, ...] = ()
@@ -507,7 +507,7 @@ def _tls_context(settings: StoreSettings) -> ssl.SSLContext | None:
         raise SettingsError(f"the CA certificate {settings.ca_cert} for etcd cannot be used: {error}") from error
     if settings.cert:
         try:
-            # Without this empty password, a key with a password would ask for it on the terminal.
+            # Without this empty password, OpenSSL would ask on the terminal for the password of an encrypted key.
             context.load_cert_chain(settings.cert, settings.key, password="")
         except (OSError, ValueError) as error:
             pair = f"{settings.cert} with the key {settings.key or settings.cert}"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """A watch, and the changes that its reader has not received yet; None if the watch broke."""
+    """A watch, and the changes that its reader has not received yet; None among them means that the watch broke."""
 
     client: MemoryStore
     prefix: str
@@ -59,7 +59,7 @@ class MemoryStore:
 
     @property
     def reachable(self) -> bool:
-        """Whether this client reaches the data; if set to False, it behaves like an etcd behind a broken network."""
+        """Whether this client reaches the data; if set to False, the client behaves as if the network were broken."""
         return self._reachable and not self._closed
 
     @reachable.setter

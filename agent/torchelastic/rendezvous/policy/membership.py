@@ -28,11 +28,11 @@ class Peer:
 
     Attributes:
         id: the node's id.
-        record: its own record.
-        joined: the revision of the store at which it first joined, which defines its seniority.
-        arrived: when the leader first saw it, on the leader's clock.
-        answers: whether it is known to be alive: it is connected, or has had enough time to connect.
-        failed_at: the revision at which it reported its failure, which orders failures; 0 without a failure.
+        record: the node's record.
+        joined: the store's revision at which the node first joined, which defines its seniority.
+        arrived: when the leader first saw the node, on the leader's clock.
+        answers: whether the node counts as alive: it was connected, or has had enough time to connect.
+        failed_at: the revision at which the node reported its failure, which orders failures; 0 without a failure.
     """
 
     id: str
@@ -54,21 +54,21 @@ class Membership:
         peers: the nodes that have a key in the store, including the leader.
         now: the leader's clock, in seconds.
         round: the round in the store.
-        since: the store's revision at which that round was committed.
+        since: the store's revision at which ``round`` or ``outcome`` was committed.
         remembered: the last round that the leader itself has seen; later than ``round`` if the store lost data.
         outcome: the run's outcome.
         notice: the last notice.
-        noticed_at: when this leader first saw that notice.
+        noticed_at: when this leader first saw ``notice``.
         silent: nodes without a key that still answer: their lease expired, but they are alive.
         awaited: members without a key that may still reconnect after the store was unreachable.
-        patient_until: until when the leader waits for the awaited members.
+        patient_until: the time until which the leader waits for the awaited members.
         dead: nodes that are known to be dead, although they may still have a key.
         left: nodes that announced that they leave, and whose key is gone.
         done: members that have reported the phase DONE in this round, including those that are gone.
         highest_round_seen: the highest round number that any node has reported.
         last_members: the members of the last round that had members.
         changed_at: when the leader first saw the round in the store.
-        failed_since: when the first failure of this round was first seen; None without a failure.
+        failed_since: when the leader saw the first failure of this round; None without a failure.
         gave_way: whether this leader has yielded to nodes that know a later round.
         ranks: the members of ``round`` with their ranks.
     """
@@ -145,7 +145,7 @@ class Membership:
         return node in self.left if peer is None else peer.record.phase is NodePhase.LEAVING
 
     def is_departure_expected(self, node: str) -> bool:
-        """Return whether a node announced that it leaves, is done, or the run is over."""
+        """Return whether a node announced that it leaves, or is done, or whether the run is over."""
         return self.is_leaving(node) or node in self.done or self.outcome is not None
 
     def is_partitioned(self, node: str) -> bool:
@@ -174,7 +174,8 @@ class Membership:
         self.patient_until, self.remembered, self.gave_way = patient_until, remembered, gave_way
         self.size = self._wanted_size(run)
         members = self.ranks.keys()
-        # Members may still be reconnecting to the store. A new node that leads has already waited for them.
+        # Members may still be reconnecting to the store. If none has, a leader from outside the
+        # round waited for them before it took the lead.
         waits = now < patient_until and (run.node in members or not members.isdisjoint(self.peers))
         self.awaited = members - self.peers.keys() - self.left - self.dead if waits else set()
 
@@ -200,7 +201,7 @@ class Membership:
 
         Args:
             node: the node's id.
-            entry: the key.
+            entry: the entry of the node's key.
             answers: whether the node is connected.
 
         Returns:
@@ -258,7 +259,7 @@ class Membership:
             self.failed_since = self.now
 
     def _wanted_size(self, run: RunStateWatch) -> SizeRecord:
-        """Return the size of the highest generation: in the store, or in a node's record."""
+        """Return the size with the highest generation of those in the store and in the nodes' records."""
         best = run.size
         for peer in self.peers.values():
             size = peer.record.size
@@ -272,7 +273,7 @@ def _ranks(round: RoundRecord | None) -> dict[str, int]:
 
 
 def in_rank_order(chosen: Sequence[Peer], ranks: Mapping[str, int]) -> list[Peer]:
-    """Return the members in rank order; a newcomer follows the last node with its topology key, if any, or is last.
+    """Return the nodes in rank order; a newcomer follows the last member with its topology key, or else all members.
 
     Args:
         chosen: the nodes of the next round; the members of the current round come first, in rank order.

@@ -9,8 +9,8 @@ The leader calls :func:`plan` after every change and carries out the result. The
 5. A member is lost, or a worker failed: the next round forms at once with the nodes that are present. A failure is
    charged to the run's restarts. A change of membership is not charged, nor is a failure that a lost member explains
    or whose exit code is configured as uncharged.
-6. A member leaves, the size has changed, or a node joins: the next round forms after joins have been debounced, and
-   after the notice that workers have asked for. The round takes the desired number of nodes; others wait as spares.
+6. A member leaves, the size has changed, or a node joins: the next round forms after the notice that workers have
+   asked for. Joins are debounced first. The round takes the desired number of nodes; others wait as spares.
 7. Too few nodes are left: the next round has no members, and all nodes wait.
 """
 
@@ -195,7 +195,7 @@ class _Plan:
         lost = [node for node in needed if membership.is_lost(node)]
         leaving = [node for node in needed if membership.is_present(node) and membership.is_leaving(node)]
         if (lost or leaving or failures) and membership.incomplete and membership.now < membership.patient_until:
-            # A round without them would lose live members that may know a later round than the store.
+            # A round without these members would lose live nodes that may know a later round than the store.
             return Hold(membership.patient_until, "the store was unreachable; waiting for the members to reconnect")
         if lost:
             return self._continue_without([*lost, *leaving])
@@ -208,7 +208,7 @@ class _Plan:
         return self._after_failure(failures) if failures else self._change_membership()
 
     def _is_dispensable(self, node: str) -> bool:
-        """Return whether a member may leave: its workers have exited, and it does not serve the TCPStore."""
+        """Return whether a member can leave its round: its workers have exited, and it does not serve the TCPStore."""
         host = self.before.store.rpartition(":")[0]
         address = self.before.members[self.membership.ranks[node]].address
         return node in self.membership.done and host != bracketed(address)
@@ -225,7 +225,7 @@ class _Plan:
     # -- beginnings
 
     def _form_first(self) -> Decision:
-        """Form a round without survivors: with all desired nodes, or after the last call with the present nodes."""
+        """Form a round without current members: when all desired nodes are present, or after the last call."""
         membership, settings, here = self.membership, self.settings, len(self.here)
         since = min((peer.arrived for peer in self.here), default=membership.now)
         # Nodes that know a round that the store has lost may need one lease to reconnect.
@@ -257,7 +257,7 @@ class _Plan:
     def _leave_pause(self) -> Decision:
         """Form a round with members as soon as enough nodes are present."""
         if all(peer.joined > self.membership.since for peer in self.here):
-            return self._start_over()  # the waiting nodes are gone
+            return self._start_over()  # the nodes that waited are gone
         if len(self.here) < self.membership.size.min:
             return self._too_few(self.membership.changed_at)
         return self._debounced(self.here)
@@ -275,7 +275,7 @@ class _Plan:
         return self._form_or_pause(reason, departures(going, self.membership))
 
     def _wait_for_spares(self) -> float:
-        """Return until when to wait for spares that have not connected to a new leader, to avoid a second change."""
+        """Return the time until which to wait for spares to connect to a new leader, which avoids a second change."""
         if len(self.here) >= self.membership.size.target:
             return 0.0
         spares = [peer.arrived for peer in self.mute if peer.record.round == self.membership.number]
@@ -290,7 +290,7 @@ class _Plan:
         )
 
     def _after_failure(self, failures: Sequence[tuple[int, FailureRecord]]) -> Decision:
-        """Charge a worker's failure unless it is uncharged, and restart the workers or end the run."""
+        """Charge a worker's failure, or count an uncharged restart; then restart the workers or end the run."""
         now, settings, round, failure = self.membership.now, self.settings, self.before, root_cause(failures)
         since = now if self.membership.failed_since is None else self.membership.failed_since
         all_reported = len(failures) == len(round.members)
@@ -339,7 +339,7 @@ class _Plan:
         """Change the members of a healthy round if the size or the present nodes have changed."""
         membership, ranks, size = self.membership, self.membership.ranks, self.membership.size
         chosen = {peer.id for peer in self.chosen}
-        # A member without a key stays, and so does a finished member that has left; a smaller size removes them.
+        # A member without a key, or a finished member that has left, is no reason for a new round.
         stays = {node for node in ranks if node in chosen or membership.is_silent(node) or node in membership.done}
         finishing = any(map(membership.is_finishing, ranks))
         if away := [node for node in ranks if node not in stays]:
@@ -360,7 +360,7 @@ class _Plan:
         return self._after_notice(self._debounced(joining))
 
     def _debounced(self, joining: Sequence[Peer]) -> Decision:
-        """Add new nodes at once if all desired nodes are present, or else after ``join_debounce`` without new ones."""
+        """Add new nodes at once if all desired nodes are present, else after ``join_debounce`` without more joins."""
         if len(self.here) < self.membership.size.target:
             until = self._debounce_until(joining)
             if self.membership.now < until:
@@ -391,7 +391,7 @@ class _Plan:
         if notice is None:
             if seconds <= 0:
                 return change
-            # Higher than any serial that a node knows, also if the store lost the last notice.
+            # The serial is higher than any that a node knows, even if the store lost the last notice.
             serials = [peer.record.saved for peer in membership.peers.values()]
             serial = max([*serials, membership.notice.serial if membership.notice is not None else 0]) + 1
             return NoticeRecord(membership.number, serial, seconds, reason=change.reason, cause=change.cause)
@@ -443,12 +443,12 @@ class _Plan:
     def _form(self, reason: RoundReason, cause: str) -> Decision:
         """Return the next round with the chosen nodes; its TCPStore is on a node with an unused port."""
         chosen, before = self.chosen, self.before
-        # A node that knows the current round has offered another port since.
+        # A node that has received the current round offers a new port.
         able = (peer for peer in chosen if peer.record.store and peer.record.round >= self.membership.number)
         host = next(able, None)
         if host is None:
             return Hold(why="waiting for a node that can serve the next round's TCPStore")
-        # After a failure, too few nodes may have been left for an immediate restart.
+        # _after_failure() has counted a failure, even if a round without members came in between.
         failed = RoundReason.WORKER_FAILED in ((reason,) if before.members else (reason, before.reason))
         return msgspec.structs.replace(
             self._next_round(reason, cause),
