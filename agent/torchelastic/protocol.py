@@ -287,8 +287,6 @@ class FailureKind(enum.StrEnum):
     """An exception or exit of the program, a signal from another process, or the out-of-memory killer."""
     COMMUNICATION = "communication"
     """A broken collective, usually because another worker has failed."""
-    ENDED = "ended"
-    """Stopped by the agent because another worker had failed."""
 
 
 class FailureRecord(_Record, frozen=True):

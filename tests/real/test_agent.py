@@ -127,7 +127,7 @@ async def test_a_temporary_folder_with_too_long_a_path_is_refused(tmp_path: Path
     deep.mkdir()
     async with AgentProcess("--standalone", program, env={"TMPDIR": str(deep)}) as agent:
         assert await agent.code() == 2
-    assert "path too long. Set TMPDIR to another folder for temporary files, with a shorter path." in agent.output
+    assert "path too long. Set TMPDIR to a writable folder with a short path." in agent.output
     assert [*deep.iterdir()] == []
 
 
