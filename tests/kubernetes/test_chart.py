@@ -208,7 +208,7 @@ def audit(tmp_path_factory: pytest.TempPathFactory) -> AuditLog:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory, audit: AuditLog) -> AsyncIterator[ControlPlane]:
-    """A control plane for these tests only, because they install and remove cluster-wide objects."""
+    """A control plane for these tests only, because the tests install and remove cluster-wide objects."""
     flags = {"kube-apiserver": audit.flags}
     async with ControlPlane(tmp_path_factory.mktemp("control-plane"), flags=flags) as control_plane:
         yield control_plane

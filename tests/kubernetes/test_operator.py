@@ -272,7 +272,7 @@ async def test_an_etcd_that_is_removed_with_its_job_is_not_created_again_while_p
     await ns.kubectl("delete", "elasticjob/digits", "--wait=false")
     await ns.wait_for(PODS, lambda found: "deletionTimestamp" in found[pod]["metadata"])
     await ns.kubectl("delete", "service,deployment", "digits-etcd")
-    # When the operator has reconciled another job, it has reconciled this job.
+    # The pods of a later job show that the operator has reconciled this job, too.
     await ns.apply("another", replicas=1, etcd={"endpoint": etcd.endpoint})
     await ns.wait_for_pods(1, "another")
     await ns.wait_for(SERVICES, lambda found: not found)
@@ -330,7 +330,7 @@ async def test_a_job_that_ended_during_an_operator_outage_is_not_restarted(
     operator.start()
     job = await ns.wait_for_job(lambda status: holds(status, "Finished"))
     assert job["status"]["state"] == "Succeeded"
-    # When the operator has reconciled another job, it has reconciled this job.
+    # The pods of a later job show that the operator has reconciled this job, too.
     await ns.apply("another", replicas=1, etcd={"endpoint": etcd.endpoint})
     await ns.wait_for_pods(1, "another")
     assert await ns.wait_for_pods(0) == {}

@@ -1,4 +1,4 @@
-"""Each alert fires only when it should, as promtool evaluates it, and links to an existing runbook."""
+"""Each alert, evaluated by promtool, fires only when it should and links to an existing runbook."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ NONE = "_x200"
 
 @dataclass(frozen=True)
 class Scenario:
-    """A scenario, and the minutes at which the alert fires in it.
+    """The series of a job, and the minutes at which an alert must fire or must not fire.
 
     Attributes:
         name: a description of the scenario.

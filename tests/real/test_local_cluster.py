@@ -269,7 +269,7 @@ async def test_saving_the_manifest_applies_it_and_refuses_immutable_changes(home
         file.write_text("not: [a manifest")
         invalid = await run.until(lambda snapshot: reasons(snapshot).count("Refused") == 2)
         assert "job.yaml:" in invalid["events"][-1]["message"]
-        # The scaled size stays, because the file does not set it when it changes another field.
+        # When the file no longer sets replicas, the job has the default size, maxReplicas.
         file.write_text(text.replace("replicas: 2\n", ""))
         await run.until(lambda snapshot: snapshot["manifest"]["spec"].get("replicas") == 3)
         await run.wait_until_training(3)

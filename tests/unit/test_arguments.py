@@ -65,7 +65,7 @@ def run(given: str) -> AgentSettings:
 
 
 def sentence(given: str) -> str:
-    """Return the error for these words, and check that it consists of sentences."""
+    """Return the error for these words, and check that the error consists of sentences."""
     with pytest.raises(SettingsError) as caught:
         run(given)
     message = str(caught.value)

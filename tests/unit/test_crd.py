@@ -27,7 +27,7 @@ JSON = st.recursive(
 
 
 def job(**spec: Any) -> dict[str, Any]:
-    """Return a job that is accepted, with these additional fields of the spec."""
+    """Return a valid job with these additional fields of the spec."""
     return {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": KIND,
@@ -70,7 +70,7 @@ ARCHIVED: dict[str, Any] = {
 
 
 def archived(**spec: Any) -> dict[str, Any]:
-    """Return a job of the first controller that is accepted, with these additional fields of the spec."""
+    """Return a valid job of the first controller with these additional fields of the spec."""
     return {**job(), "spec": {"maxReplicas": 3, **ARCHIVED, **spec}}
 
 
@@ -346,7 +346,7 @@ def test_all_problems_are_reported_at_once() -> None:
 
 
 def changed(old: dict[str, Any], **spec: Any) -> list[str]:
-    """Return the paths of the problems of a change of these fields of the spec."""
+    """Return the paths of the problems that a change of these fields of the spec causes."""
     new = copy.deepcopy(old)
     new["spec"] |= spec
     return [problem.path for problem in crd.validate(new, old=old)]

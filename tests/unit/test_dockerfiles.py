@@ -23,7 +23,7 @@ def instructions(dockerfile: Path) -> list[Instruction]:
 
 
 def stage(dockerfile: Path, name: str = "") -> list[Instruction]:
-    """Return the instructions of a stage and of the stages it is based on; the unnamed stage is the image."""
+    """Return the instructions of a stage and of its base stages; the stage without a name is the image."""
     found: dict[str, list[Instruction]] = {}
     current: list[Instruction] = []
     for instruction, rest in instructions(dockerfile):

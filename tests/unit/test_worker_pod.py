@@ -38,7 +38,7 @@ def worker_of(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_worker(template: Any, **more: Any) -> dict[str, Any]:
-    """Return the worker container of a pod whose template has these fields for it."""
+    """Return the worker container of a pod whose template sets these fields of the container."""
     return worker_of(pod_of({"containers": [{"name": "worker", **template}]}, **more))
 
 
@@ -162,7 +162,7 @@ def test_a_folder_that_the_template_mounts_is_not_mounted_again(folder: str) -> 
             {"allowPrivilegeEscalation": True, "capabilities": {"drop": ["NET_RAW"]}},
             {"allowPrivilegeEscalation": True, "capabilities": {"drop": ["NET_RAW"]}},
         ),
-        # The API server refuses these without privilege escalation.
+        # The API server refuses these settings together with allowPrivilegeEscalation: false.
         ({"privileged": True}, {"privileged": True, "capabilities": {"drop": ["ALL"]}}),
         (
             {"capabilities": {"add": ["CAP_SYS_ADMIN"]}},
