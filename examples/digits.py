@@ -1,15 +1,15 @@
 """Elastic data-parallel training in one file to copy from: a small convolutional network learns to read digits.
 
-The job can be killed and scaled at any time and still gets the same result, for three reasons:
+The job can be killed and scaled at any time and still reaches the same result, for three reasons:
 
 1. The step number is the only state of the progress. The next samples, their distortion and the learning rate depend
    only on the step, and the global batch is the same for any number of workers.
-2. One worker of each node saves a checkpoint every few seconds, in its own folder. No shared disk is needed.
+2. One worker of each node saves a checkpoint every few seconds, in the node's own folder. No shared disk is needed.
 3. Workers restart when their number changes. They compare their checkpoints, and the worker with the newest checkpoint
    broadcasts it.
 
 Two calls of torchelastic report the progress to the agent, so that the cost of failures is visible. Without an agent,
-they do nothing.
+the calls do nothing.
 
 The data is part of scikit-learn: 1,797 images of 8 x 8 pixels. To run the program:
 
@@ -108,7 +108,7 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
 
 
 def newest(folder: Path) -> dict[str, Any] | None:
-    """Return the newest checkpoint on this node."""
+    """Return the newest checkpoint on this node; None if there is none."""
     folders = {folder}
     if folder.name.isdecimal():  # <job>/<index>: a shared volume also has the folders of the other pods
         folders |= set(folder.parent.glob("[0-9]*"))
@@ -170,7 +170,7 @@ def distort(images: Tensor, step: int) -> Tensor:
 
 
 def make_model() -> nn.Module:
-    """Return a network of four convolutions; BatchNorm would make the result depend on how the batch is split."""
+    """Return a network of four convolutions, without BatchNorm, whose result depends on how the batch is split."""
 
     def layer(inputs: int, outputs: int) -> list[nn.Module]:
         return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.GroupNorm(8, outputs), nn.ReLU()]
@@ -181,7 +181,7 @@ def make_model() -> nn.Module:
 
 
 def train(options: argparse.Namespace, data: TensorDataset, device: torch.device) -> nn.Module:
-    """Train from the current step to the end."""
+    """Train from the newest checkpoint to the last step, and return the model."""
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     total = math.ceil(options.epochs * len(data) / BATCH)
     model = make_model().to(device)

@@ -40,9 +40,9 @@ def agent_page(
         ranks: the ranks of its workers.
         round: the latest round of the agent.
         seconds: the job's time breakdown; None for an agent that is not the leader.
-        lost: seconds of training since the last checkpoint.
+        lost: seconds of training that no checkpoint holds.
         steps: sum and count of the step durations of each worker.
-        memory: the memory of each worker.
+        memory: the memory of each worker in bytes.
         own: further series, such as metrics of the program.
         recoveries: sum and count of the recoveries from failed workers.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 PATIENCE = 180.0
-"""Seconds after which a test fails, even on a busy machine; no measurement uses it."""
+"""The limit of each wait in seconds, even on a busy machine; no measurement depends on it."""
 
 MEETING = """
 import os, sys, time
@@ -40,10 +40,10 @@ print(f"rank {rank} is done", flush=True)
 
 
 class AgentProcess:
-    """A ``torchelastic-run`` process with its output; it runs within ``async with``.
+    """A ``torchelastic-run`` process and the ``lines`` of its output; it runs within ``async with``.
 
     Args:
-        arguments: its command line.
+        arguments: the arguments of ``torchelastic-run``.
         env: variables in addition to the test's environment.
         cwd: its working directory.
         within: a command to which the agent's command line is appended.
@@ -103,7 +103,7 @@ class AgentProcess:
         return self.process.pid
 
     async def wait_for_line(self, pattern: str, *, since: int = 0) -> re.Match[str]:
-        """Wait for a line of output that matches; fail with the complete output if there is none."""
+        """Wait for a matching line of output, from line ``since`` on; fail with the whole output if there is none."""
         try:
             async with asyncio.timeout(PATIENCE), self._more:
                 position = since

@@ -19,7 +19,7 @@ from torchelastic.protocol import NodeEnd, RunState, TimeBreakdown
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Numbers are as kubectl and elasticjob send them: they send 3.0 in YAML as 3.
+# The numbers are those that kubectl and elasticjob send: both send 3.0 in YAML as 3.
 
 Manifest = dict[str, Any]
 OperatorNamespace = tuple[str | int, ...]
@@ -157,7 +157,7 @@ ODD_AT: dict[OperatorNamespace, tuple[Any, ...]] = {
     ("rdzvEndpoint",): ODD_ENDPOINTS,
     ("replicaSpecs", "Worker", "restartPolicy"): ("Always", "OnFailure", "Never", "Sometimes"),
 }
-"""Values at the bounds of a rule or a pattern."""
+"""Values at the bounds of a rule or a pattern, by the path of their field."""
 
 
 def _thousandth(number: int) -> float:
@@ -249,7 +249,7 @@ def odd_metadata() -> Iterator[Manifest]:
 
 
 _DRAWN = 5_000
-"""Upper bound of the characters of a drawn value: Hypothesis warns of long examples. :func:`edges` has no bound."""
+"""Maximum length of a drawn value, because Hypothesis warns of long examples; :func:`edges` has no maximum."""
 
 _OF_ANY_TYPE: tuple[Any, ...] = (None, True, 0, 1, 1.5, "", "x", "1", [], [None], {}, {"a": None})
 

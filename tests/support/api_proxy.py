@@ -31,7 +31,7 @@ _REMEMBERED: Final = 6
 """The number of listings of one kind that are kept for later repetition."""
 _LONGEST_DELAY: Final = 0.5
 _LONGEST_WATCH: Final = 3.0
-"""Seconds after which a watch is cut by :attr:`Fault.CUT`."""
+"""Maximum number of seconds until :attr:`Fault.CUT` breaks the connection of a watch."""
 
 
 class Fault(enum.StrEnum):
@@ -45,7 +45,7 @@ class Fault(enum.StrEnum):
     UNANSWERED = enum.auto()
     """The request is executed, and the connection breaks before the answer."""
     REPEATED = enum.auto()
-    """The request is executed twice, with the second answer. For a watch: each line comes twice."""
+    """The request is executed twice, and the second answer is sent. For a watch: each line is sent twice."""
     CONFLICT = enum.auto()
     """The request is not executed, and answered with 409."""
     TOO_MANY = enum.auto()
@@ -260,7 +260,7 @@ def _headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
 
 
 def _broken_off(request: web.BaseRequest) -> web.Response:
-    """Abort the connection."""
+    """Abort the connection, and return a response that cannot be sent."""
     if request.transport is not None:
         request.transport.abort()
     return web.Response()

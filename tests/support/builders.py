@@ -201,14 +201,14 @@ def termination_message(message: str, reason: str = "WorkerFailed") -> Terminati
 
 
 def _pod(index: int, phase: PodPhase, *, after: Pod | None = None, **more: Any) -> Pod:
-    """Return a pod; ``after`` is the pod that it replaces."""
+    """Return a pod, which replaces the pod ``after``."""
     name = pod_name(NAME, UID, index, after.uid if after else "")
     fields = {"uid": f"uid-of-{name}", "created": NOW - 20, "size": size(), **more}
     return Pod(name=name, index=index, phase=phase, **fields)
 
 
 def a_world(*pods: Pod, store_read: bool = True, **more: Any) -> Observed:
-    """Return an observation of these pods and a reachable store; ``more`` are further fields."""
+    """Return an observation of these pods and, by default, a readable store; ``more`` are further fields."""
     return Observed(pods=pods, etcd=EtcdState.READY, store_read=store_read, **more)
 
 
@@ -221,7 +221,7 @@ def a_round(
     reason: RoundReason = RoundReason.NODE_JOINED,
     failure: FailureRecord | None = None,
 ) -> RoundRecord:
-    """Return a round of these pods, one worker each; without pods there is no round."""
+    """Return a round of these pods with one worker each; without pods, a round without members."""
     members = tuple(Member(node=f"{pod.name}.1", address="10.0.0.1", workers=1) for pod in pods)
     return RoundRecord(
         number=number,

@@ -18,9 +18,9 @@ class Certificates:
     Attributes:
         authority: the certificate of the authority.
         server: the certificate for 127.0.0.1.
-        server_key: its private key.
+        server_key: the private key of that certificate.
         client: the certificate for client.test.
-        client_key: its private key.
+        client_key: the private key of that certificate.
     """
 
     authority: str

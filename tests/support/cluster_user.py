@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 ELASTICJOB = Path(sys.executable).with_name("elasticjob")
 PATIENCE = "180s"
-"""The limit of each wait; waits take much less time unless the machine is busy."""
+"""The limit of each ``kubectl wait``; waits take much less time unless the machine is busy."""
 
 SIGHT = 180.0
-"""The limit of each wait in seconds."""
+"""The limit of each other wait in seconds."""
 
 AGENT = "torchelastic-run"
 
@@ -160,7 +160,7 @@ class User:
 
         Args:
             pod: the pod.
-            what: a part of the command line; only :data:`AGENT` finds the agent, whose command line has the worker's.
+            what: a part of the command line; the agent, whose command line has the worker's, needs :data:`AGENT`.
         """
         async with asyncio.timeout(SIGHT):
             while not (found := self._processes(pod, what)):  # noqa: ASYNC110 - there is no event for a new process
@@ -209,7 +209,7 @@ class User:
         assert 0 in [each.returncode for each in asked], asked
 
     async def delete(self, name: str) -> list[str]:
-        """Delete a job with ``kubectl delete``, wait until its objects are gone, and return the remaining ones."""
+        """Delete a job with ``kubectl delete``, wait for the deletion of its objects, and return those that remain."""
         await self.kubectl("delete", f"elasticjob/{name}")
         return await self.left_for_good()
 
@@ -225,7 +225,7 @@ class User:
         return await self._objects()
 
     async def _objects(self) -> list[str]:
-        """Return all objects in the namespace, except events and those that Kubernetes itself creates in each."""
+        """Return all objects in the namespace, except events and those that Kubernetes creates in each namespace."""
         kinds = (await self.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name")).stdout.split()
         wanted = [kind for kind in kinds if not kind.startswith(("events", "pods.metrics"))]
         names = (await self.kubectl("get", ",".join(wanted), "-o", "name", "--ignore-not-found")).stdout.split()

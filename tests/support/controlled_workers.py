@@ -144,7 +144,7 @@ class ControlledRun:
     def agent(
         self, name: str, *flags: str, env: Mapping[str, str] | None = None, within: Sequence[str] = ()
     ) -> AgentProcess:
-        """Return an agent of the run, which is an async context manager; the last of repeated flags takes effect."""
+        """Return an agent of the run, which is an async context manager; of a repeated flag, the last one counts."""
         rendezvous = (
             [] if self._etcd is None else [f"--rdzv-endpoint={self._etcd.endpoint}", f"--rdzv-id={self.run_id}"]
         )

@@ -31,7 +31,7 @@ START_LIMIT = 30.0
 """Seconds within which an etcd is ready, even on a busy machine."""
 
 IN_A_HURRY = ("--heartbeat-interval=10", "--election-timeout=100")
-"""Flags for a single server, which needs no time for elections; they reduce the shortest lease to 1 s."""
+"""Flags for a single server, which needs no time for elections; they reduce the minimum lease to 1 s."""
 
 
 class EtcdServer:
@@ -78,7 +78,7 @@ class EtcdServer:
 
     async def __aexit__(self, *_: object) -> None:
         await self.kill()
-        # The log stays in the folder that pytest keeps. The data are removed: they take 123 MB, even if they are empty.
+        # The log stays in the folder that pytest keeps. The data are removed: they take 123 MB, even without keys.
         shutil.rmtree(self.data, ignore_errors=True)
 
     @property
@@ -98,7 +98,7 @@ class EtcdServer:
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[Store]:
-        """Connect a store to this etcd within the block."""
+        """Yield a store that is connected to this etcd."""
         store = await connect(self.settings)
         try:
             yield store
@@ -106,7 +106,7 @@ class EtcdServer:
             await store.close()
 
     async def post(self, path: str, *, context: ssl.SSLContext | bool = True, **message: Any) -> dict[str, Any]:
-        """Send any request of the API v3, and return the answer."""
+        """Send a request of the API v3, and return the answer."""
         async with (
             aiohttp.ClientSession() as session,
             session.post(f"{self.url}/v3/{path}", json=message, ssl=context) as response,
@@ -201,7 +201,7 @@ class EtcdServer:
             *self.args,
         ]
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify, self.log.open("ab") as log:
-            notify.bind("")  # the kernel gives it an abstract name, whose first byte is 0; systemd writes it as @
+            notify.bind("")  # the kernel chooses an abstract name that begins with a NUL; $NOTIFY_SOCKET begins with @
             environ = {**os.environ, "NOTIFY_SOCKET": "@" + notify.getsockname()[1:].decode()}
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ)
             if _readable_before_end(notify, self.pid):

@@ -40,7 +40,7 @@ class EtcdKind:
 
     @property
     def binary(self) -> Path:
-        """The program."""
+        """The path of the program."""
         if self.version == "3.5":
             return find_etcd("")  # the package
         return binaries.binary("etcd" if self.version == "3.7" else f"etcd-{self.version}")
@@ -62,5 +62,5 @@ def parameters(*kinds: EtcdKind) -> list[Any]:
 
 
 def chosen() -> list[Any]:
-    """Return the parameters for slow tests: the newest etcd, and API v2; or all of them."""
+    """Return the parameters for slow tests: the newest etcd and the API v2; in exhaustive runs, all kinds."""
     return parameters(*V3, *V2) if EXHAUSTIVE else parameters(V3[0], V2[0])

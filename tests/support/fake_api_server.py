@@ -42,7 +42,7 @@ class FakeApiServer(ObjectServer):
     """A fake API server, which serves on loopback within ``async with``.
 
     Attributes:
-        failing: the status and the message of paths whose requests fail.
+        failing: the status and the message of failing requests, by path.
         pages: the metrics pages of pods, by the API server's proxy path.
     """
 

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from torchelastic.store.api import Store
 
 LEASE: Final = 1.0
-"""The lease in seconds; the shortest that etcd grants."""
+"""The lease in seconds; the minimum that etcd grants."""
 
 LOW, HIGH = 2, 4
-"""The number of nodes that train together."""
+"""The minimum and the maximum number of nodes that train together."""
 
 MOST_NODES: Final = 6
 
@@ -75,11 +75,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Steps after which the run recovers.
+    """Faults after which the run must recover.
 
     Attributes:
         steps: the faults.
-        all_stay: whether no node joins or leaves and no connection breaks, so that the round must stay.
+        all_stay: whether only etcd and the connections to etcd have faults, so that the round must not change.
     """
 
     steps: tuple[Step, ...]
@@ -98,7 +98,7 @@ _TO_ETCD: Final = (FaultKind.ETCD_DOWN, FaultKind.ETCD_PAUSED, FaultKind.ALL_STA
 
 
 def script(seed: int, rounds: int) -> list[Round]:
-    """Return the steps of a seed. The first node never leaves, because round numbers never fall while a node lives."""
+    """Return the steps of a seed. The first node never leaves, because round numbers may fall when no node is left."""
     random_source = random.Random(seed)
     names = (f"n{number}" for number in itertools.count())
     present = [next(names) for _ in range(random_source.randint(LOW, HIGH))]
@@ -126,8 +126,8 @@ def script(seed: int, rounds: int) -> list[Round]:
             ]
             parts.append(Round(tuple(steps), all_stay=True))
             continue
-        # While etcd is empty, the nodes that know its data must stay. Fewer nodes than the wanted number may
-        # join, because the wanted number of nodes forms a round without waiting.
+        # While etcd is empty, the nodes that know its data must stay. Fewer than HIGH nodes may join, because
+        # HIGH new nodes would form a round without waiting for the others.
         empty = chance >= 0.75
         choices = (
             (FaultKind.CUT_LINE, FaultKind.SLOW_LINE, FaultKind.JOIN)
@@ -338,7 +338,7 @@ class FaultRun:
             raise GuaranteeViolatedError("; ".join(self._violations))
 
     def _in_one_round(self) -> bool:
-        """Return whether every live node knows the last round, and the round has as many of them as possible."""
+        """Return whether every live node knows the last round, and the round has as many live nodes as possible."""
         if not self.rounds:
             return False
         last = self.rounds[max(self.rounds)]

@@ -44,7 +44,7 @@ OWN: Final = {
     "histogram": "my_app_batch_seconds",
     "group": "",
 }
-"""The selected metrics of the program."""
+"""The metrics of the program that are selected in the variables of a dashboard."""
 IN_GRAFANA: Final = {"__rate_interval": "10s", "__range": "10m", "__interval": "1s"}
 """The values of Grafana's variables for pages that are scraped twice a second."""
 

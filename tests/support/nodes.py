@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torchelastic.store.api import Store
 
 PATIENCE = 90.0
-"""Seconds after which a test fails, even on a busy machine; no measurement uses it."""
+"""The limit of each wait in seconds, even on a busy machine; no measurement depends on it."""
 
 
 class Clients:
@@ -94,11 +94,11 @@ class TestNode:
         self.rounds: list[RoundRecord] = []
         self.notices: list[NoticeRecord] = []  # of the current round
         self.answers = False
-        """Whether its workers save at once when they get a notice."""
+        """Whether the node's workers save at once when they get a notice."""
         self.outcome: OutcomeRecord | None = None
         self.partitioned = False
         self.serves = False
-        """Whether it serves the TCPStore of its last round."""
+        """Whether the node serves the TCPStore of its last round."""
         self._open = True
 
     async def until(self, wanted: Callable[[TestNode], bool]) -> TestNode:
@@ -149,7 +149,7 @@ class TestNode:
         return [node.rpartition(".")[0] for node in self.rounds[-1].nodes]
 
     def drain(self) -> list[RoundRecord]:
-        """Return the rounds that it received since the last call."""
+        """Return the rounds that the node has received but not processed."""
         records = []
         while not self.inner.events.empty():
             event = self.inner.events.get_nowait()

@@ -62,7 +62,7 @@ def _group(group: str, version: str) -> dict[str, Any]:
 async def answering(
     answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
 ) -> AsyncIterator[Configuration]:
-    """Give this answer to each request within the block, and yield the configuration of a client."""
+    """Answer each request with this function within the block, and yield the configuration of a client."""
     runner = web.ServerRunner(web.Server(answer))
     await runner.setup()
     try:
@@ -81,7 +81,7 @@ class ObjectServer:
         objects: the objects by path.
         requests: the method and path of each request.
         fault: returns the failure of a request with this method and path; None for success.
-        unanswered: collections in which creations get no answer.
+        unanswered: the paths of collections in which creations get no answer.
         max_concurrent: the maximum number of concurrent requests by method.
         configuration: the configuration of a client.
     """
@@ -112,7 +112,7 @@ class ObjectServer:
         await self._serving.__aexit__(None, None, None)
 
     async def wait_for(self, condition: Callable[[], bool], *, patience: float = 30.0) -> None:
-        """Wait until a condition is met; it is checked after each request."""
+        """Wait until a condition is met; the condition is checked after each request."""
         async with asyncio.timeout(patience), self._something:
             await self._something.wait_for(condition)
 

@@ -30,7 +30,7 @@ _GIGABYTES: Final = 4.0
 """Gigabytes of disk that the installation needs; 1.8 remain in use."""
 
 _WITH_CUDA: Final = ("nvidia-cuda-runtime-cu12==12.8.90", "nvidia-cuda-cupti-cu12==12.8.90")
-"""Functions that torch calls during its import."""
+"""The packages with functions that torch calls during its import."""
 
 
 def make_python(folder: Path) -> Path:
@@ -52,7 +52,7 @@ def make_python(folder: Path) -> Path:
 
 
 def packages() -> Path:
-    """Return the folder with the packages that precede this environment's, which is created if it is missing.
+    """Return the folder with the packages that precede this environment's; create the folder if it is missing.
 
     Raises:
         Missing: a requirement is missing on this machine.
@@ -66,7 +66,7 @@ def packages() -> Path:
 
 
 def is_ready() -> bool:
-    """Return whether :func:`packages` has been run."""
+    """Return whether the folder of :func:`packages` exists."""
     return _folder().exists()
 
 

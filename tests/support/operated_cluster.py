@@ -1,4 +1,4 @@
-"""The reconciler and its backend on a small API server; tests update the object cache instead of watches."""
+"""The reconciler and its backend on a small API server; the object cache is updated by tests instead of watches."""
 
 from __future__ import annotations
 

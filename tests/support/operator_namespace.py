@@ -48,7 +48,7 @@ class OperatorNamespace:
         self._pods: Json = {"securityContext": {"runAsNonRoot": True}} if restricted else {}
 
     def operator(self, folder: Path, *flags: str, kubeconfig: Path | None = None, **more: Any) -> OperatorProcess:
-        """Return an operator replica for this namespace; its lease is also there.
+        """Return an operator replica for this namespace, with its lease in the same namespace.
 
         Args:
             folder: the folder of its log.

@@ -28,14 +28,14 @@ EXECUTABLE = Path(sys.executable).with_name("elastic-operator")
 
 
 class OperatorProcess(Daemon):
-    """A replica of the operator; it runs within ``async with``, and is ready when the block begins.
+    """A replica of the operator; it runs within ``async with``.
 
     Args:
         folder: the folder of its log.
         kubeconfig: its access to the API server.
         args: more flags.
         name: the name of its log.
-        wait: whether to wait until it is ready.
+        wait: whether to begin the block only when the replica is ready.
         environ: more variables.
     """
 
@@ -74,7 +74,7 @@ class OperatorProcess(Daemon):
         return f"127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Start the operator on a free port; it may have run before."""
+        """Start the operator, also after it was stopped or killed, on a free port."""
         (self._port,) = free_ports(1)
         self.argv = [*self._command, f"--listen={self.address}"]
         super().start()

@@ -205,7 +205,7 @@ class Scenario:
     # Actions of agents
 
     async def _report_training(self, job: Json, pods: Objects, *, round: int, restarts: int = 0) -> None:
-        """Report a round of these pods' agents, and wait until the operator has read it."""
+        """Report a round of these pods' agents, and wait until the operator has read the round."""
         assert self._store is not None
         await self._ns.report_round(self._store, job, *pods, round=round, restarts=restarts)
         wanted = {"readyReplicas": len(pods), "worldSize": len(pods), "round": round, "state": "Running"}
@@ -285,7 +285,7 @@ class Scenario:
         return reported == (job["metadata"]["generation"], len(self._live(name)))
 
     def _owned(self, kind: Resource) -> list[str]:
-        """Return the objects of existing jobs; Kubernetes removes the objects of deleted jobs later."""
+        """Return the names of the objects of existing jobs; Kubernetes removes the objects of deleted jobs later."""
         jobs = {_uid(job) for job in self._objects[ELASTIC_JOBS].values()}
         return sorted(
             name
@@ -320,7 +320,7 @@ def _reproducible(status: Json) -> Json:
 
 
 def _differences(wanted: Json, found: Json) -> str:
-    """Return the differences between the two, line by line."""
+    """Return the differences between two states, line by line."""
     both = ([*json.dumps(each, indent=1).splitlines()] for each in (wanted, found))
     return "\n".join(difflib.unified_diff(*both, "wanted", "found", n=6, lineterm=""))
 

@@ -34,7 +34,7 @@ def free_range(count: int) -> PortRange:
 
 
 def descendants(roots: Iterable[int]) -> set[int]:
-    """Return the live processes among these and all their descendants."""
+    """Return these processes and all their live descendants."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -120,7 +120,7 @@ class Prometheus:
                 await process.wait()
 
     def scrape(self, targets: Iterable[str]) -> None:
-        """Scrape only these targets: host:port."""
+        """Scrape only these targets (host:port) from now on."""
         unfinished = self.targets.with_suffix(".new")
         unfinished.write_text(json.dumps([{"targets": [*targets]}]))
         unfinished.rename(self.targets)
@@ -162,7 +162,7 @@ class Prometheus:
             raise AssertionError(f"{expr} did not meet the condition; last answer: {answer}") from None
 
     async def series(self, selector: str) -> set[str]:
-        """Return the names of all series so far."""
+        """Return the names of all series so far that match a selector."""
         return {labels["__name__"] for labels in await self._get("series", **{"match[]": selector})}
 
     async def _get(self, what: str, **parameters: str) -> Any:

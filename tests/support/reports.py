@@ -77,7 +77,7 @@ def report(**changes: Any) -> Report:
 
 
 def failed(**changes: Any) -> Report:
-    """Return the report of the same job, which finally failed because of its program."""
+    """Return the report of the same job for the case that it failed in the end because of its program."""
     failure = killed(5, 0, exit_code=1, message=TRACEBACK)
     message = "rank 0 on digits-0-aaaaa failed: RuntimeError: expected <script>…</script>"
     outcome = OutcomeRecord(state=OutcomeState.FAILED, round=5, restarts=2, message=message, failure=failure)

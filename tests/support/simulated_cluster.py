@@ -152,7 +152,7 @@ class SimulatedCluster:
         self.recorded.append((self.job, observed))
 
     def observe(self, lateness: int = 0) -> tuple[Job, Observed]:
-        """Return the state ``lateness`` changes ago, but none from before the last observation or write."""
+        """Return the state ``lateness`` changes ago, but no state from before the last observation or write."""
         index = max(len(self.recorded) - 1 - lateness, 0)
         del self.recorded[:index]
         return self.recorded[0]

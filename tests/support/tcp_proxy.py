@@ -44,7 +44,7 @@ class _Line:
 
 
 class TcpProxy:
-    """Forwards connections to :attr:`endpoint` to the target within ``async with``.
+    """Forwards connections from :attr:`endpoint` to the target within ``async with``.
 
     Args:
         target: the address of the server: host:port.

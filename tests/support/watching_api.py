@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from elastic_operator.kubernetes.client import Resource
 
 _WATCH_SECONDS: Final = 300
-"""The server ends a watch after this time."""
+"""Seconds after which the server ends a watch."""
 _WATCH_DELAY: Final = 0.2
 _MAX_WATCH_FAILURES: Final = 6
-"""Consecutive failures of a watch before it raises the error."""
+"""Maximum number of consecutive failures; the error of the next failure is raised."""
 _READ_TIMEOUT: Final = 30.0
 
 
@@ -34,7 +34,7 @@ class WatchingApi(UserApi):
         """Yield the objects by UID, now and after every change; never ends by itself.
 
         Raises:
-            ClusterError: the API server refuses, or cannot be reached several times in a row.
+            ClusterError: the API server rejects a request, or cannot be reached several times in a row.
         """
         failures = 0
         while True:
@@ -61,14 +61,14 @@ class WatchingApi(UserApi):
     async def watch(
         self, resource: Resource, namespace: str, *, start: str, labels: str = "", name: str = ""
     ) -> AsyncGenerator[tuple[str, Json], None]:
-        """Yield every change after a resource version, ADDED, MODIFIED or DELETED, for some minutes.
+        """Yield every change (ADDED, MODIFIED or DELETED) after a resource version until the server ends the watch.
 
         Raises:
             ApiError: 410 if the resource version has expired: list again.
         """
         query = {**selectors(labels, name), "watch": "true", "resourceVersion": start}
         query["timeoutSeconds"] = str(_WATCH_SECONDS)
-        # The server ends the watch by then. If the end does not arrive, the connection is broken.
+        # The server ends the watch after this time. If the end does not arrive, the connection is broken.
         pieces = self.stream(resource.path(namespace), query, verb="WATCH", silence=_WATCH_SECONDS + _READ_TIMEOUT)
         begun = b""  # the limit of aiohttp for a line is too low for a large object
         async with contextlib.aclosing(pieces):

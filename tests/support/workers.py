@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ANY_PROGRAM = Program(ProgramKind.SCRIPT, (str(Path(__file__).with_name("any_program.py")),))
 
 LIMIT = 180.0
-"""Seconds after which a test fails, even on a busy machine; no measurement uses it."""
+"""The limit of each wait in seconds, even on a busy machine; no measurement depends on it."""
 
 
 _exits: WeakKeyDictionary[WorkerGroup, asyncio.Queue[WorkerExit]] = WeakKeyDictionary()

@@ -132,7 +132,7 @@ In the list, RESTARTS is the number of restarts charged to the job's budget + th
 
 
 def add_to(commands: Commands) -> None:
-    """Declare the commands."""
+    """Add the subcommands to the parser of ``elasticjob``."""
     run = add_command(commands, "run", _run, "run a job on this machine", _RUN)
     run.add_argument("file", metavar="FILE", help="the manifest, as for `kubectl apply`")
     run.add_argument("--resume", metavar="RUN", help="continue an earlier run, in its folder and from its checkpoints")
@@ -182,7 +182,7 @@ def _add(
     *,
     every: bool = False,
 ) -> argparse.ArgumentParser:
-    """Declare a command about a job; if ``every``, the name is optional. ``execute`` returns the text to print."""
+    """Add a command that takes a job's name, which ``every`` makes optional; ``execute`` returns the text to print."""
 
     def run(arguments: argparse.Namespace) -> int:
         with contextlib.closing(open_client(arguments)) as client:
@@ -267,7 +267,7 @@ def _report(client: JobClient, arguments: argparse.Namespace) -> str:
     if arguments.output == "-":
         sys.stdout.buffer.write(data)
         return ""
-    # The name comes from the kept report, and becomes part of a path.
+    # The name comes from the stored report, and becomes part of a path.
     file = Path(arguments.output or f"{re.sub(r'[^A-Za-z0-9.-]', '-', report.name)}-report.html")
     try:
         file.write_bytes(data)
@@ -298,7 +298,7 @@ def _number(text: str) -> int:
 
 
 class Screen:
-    """The display of ``elasticjob top``: one job, or a table of all jobs.
+    """The display of ``elasticjob top``: one job, or a table of all jobs, at the latest ``readings``.
 
     Args:
         jobs: the client that reads the jobs.
@@ -315,7 +315,7 @@ class Screen:
 
     @property
     def over(self) -> bool:
-        """Whether the named job has ended."""
+        """Whether the named job has ended; False if the display shows all jobs."""
         jobs = [reading.job for reading in self.readings]
         return self._name is not None and all(job.status.finished or not job.run.alive for job in jobs)
 
@@ -337,7 +337,7 @@ class Screen:
         return jobs_table(self.readings, namespaces=self._namespaces) if self.readings else ["no jobs"]
 
     def text(self, width: int) -> Text:
-        """Return the lines in color, with a bar that shows where the job's time went."""
+        """Return the lines in color and, for one job, with a bar that shows the time spent in each state."""
         from rich.text import Text
 
         from elastic_operator.views.top import STATE_COLORS, states
@@ -370,7 +370,7 @@ def _top(client: JobClient, arguments: argparse.Namespace) -> str:
 
 
 def _console() -> Console | None:
-    """Return the terminal; None if the output is no terminal, or rich is not installed."""
+    """Return a console for standard output; None if it cannot show a live display, or if rich is not installed."""
     from elastic_operator.views.formatting import is_terminal
 
     if not is_terminal(sys.stdout, os.environ):
@@ -390,7 +390,7 @@ def _watch(screen: Screen, console: Console) -> None:
     from elastic_operator.errors import ClusterError
 
     try:
-        # The display uses the terminal's alternate screen, like a pager; its last state stays on the normal screen.
+        # The display uses the terminal's alternate screen, like a pager. Its last state is printed to the normal one.
         with Live(console=console, screen=True, auto_refresh=False) as live:
             problem = ""
             while True:
@@ -411,7 +411,7 @@ def _watch(screen: Screen, console: Console) -> None:
 def add_command(
     commands: Commands, name: str, execute: Callable[[argparse.Namespace], int], summary: str, text: str
 ) -> argparse.ArgumentParser:
-    """Declare a command; ``execute`` returns its exit code; ``text`` is a description, a blank line, and an epilog."""
+    """Add a command; ``execute`` returns its exit code; ``text`` is a description, a blank line, and an epilog."""
     description, _, examples = text.partition("\n\n")
     parser = commands.add_parser(
         name,
@@ -425,16 +425,16 @@ def add_command(
 
 
 def is_on_cluster(arguments: argparse.Namespace) -> bool:
-    """Return whether a flag of a command line selects a cluster; the mere existence of a kubeconfig does not."""
+    """Return whether a flag of the command line selects a cluster; a kubeconfig alone does not select one."""
     named = (getattr(arguments, flag, None) for flag in ("namespace", "context", "kubeconfig"))
     return any(value is not None for value in named) or getattr(arguments, "all_namespaces", False)
 
 
 def open_client(arguments: argparse.Namespace) -> JobClient:
-    """Return the client that a command line selects; the caller closes it.
+    """Return the client that the command line selects; the caller must close it.
 
     Raises:
-        ElasticJobError: the flags contradict each other, or a package is missing.
+        ElasticJobError: the flags or the kubeconfig are invalid, or a package is missing.
     """
     from elastic_operator.errors import BadInput, ClusterError
 
@@ -463,6 +463,6 @@ def open_client(arguments: argparse.Namespace) -> JobClient:
 
 
 def tell(sentence: str) -> None:
-    """Print a sentence that is not part of the output."""
+    """Print a sentence for the user to standard error."""
     sys.stderr.write(f"elasticjob: {sentence}\n")
     sys.stderr.flush()

@@ -26,7 +26,7 @@ INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
 
 _OUTPUT_ERRORS: Final = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
-"""Errors of writing the output. An OSError does not name its file, but other files handle their errors themselves."""
+"""Error numbers that mean that the output cannot be written; errors of other files are caught where they occur."""
 
 _UNWRITABLE: Final = "cannot write the output: {}; redirect it elsewhere"
 
@@ -51,13 +51,13 @@ examples:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports an invalid command line in one sentence."""
+    """A parser that reports an invalid command line in one sentence."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"elasticjob: {message}; see `{self.prog} --help`\n")
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
-        # argparse ignores errors of writing.
+        # The inherited method ignores write errors.
         (sys.stdout if file is None else file).write(self.format_help())
 
 

@@ -1,11 +1,11 @@
 """``elasticjob run`` and ``elasticjob demo``: one job on this machine, from its manifest to its exit code.
 
-The name, the control socket, the etcd and the pods of a run exist while :func:`run_job` runs. If the process is killed,
+The name lock, the control socket, the etcd and the pods of a run exist only during :func:`run_job`. If it is killed,
 the kernel kills etcd and the pods (:mod:`elastic_operator.local.pdeathsig`).
 
-The demo scales a job up, kills a worker and an agent, and scales the job back. It measures the time from a step to the
-first line that rank 0 prints in the next round. ``examples/digits.py`` prints that line after it has loaded its
-checkpoint and trains again.
+The demo scales a job up, kills a worker and an agent, and scales the job back. It measures the time from the beginning
+of a step to the first line that rank 0 prints in the next round. ``examples/digits.py`` prints its first line after it
+has loaded its checkpoint and resumed training.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 _RECOVERY_LIMIT: Final = 180.0
-"""Seconds; with a cold disk the first import of torch alone can take half a minute."""
+"""Seconds until training must resume; from a cold disk, the first import of torch alone can take half a minute."""
 _SUCCESS_LIMIT: Final = 900.0
 _PAUSE: Final = 2.0
 """Seconds of visible training before a step, long enough for a checkpoint."""
@@ -81,15 +81,15 @@ def choose_view(*, plain: bool, command: str, output: TextIO, environ: Mapping[s
 async def run_job(
     request: RunRequest, *, on_snapshot: Callable[[JobView], object], on_ending: Callable[[str], object]
 ) -> int:
-    """Run a job on this machine until it has ended. This must be awaited in the main thread.
+    """Run a job on this machine until it has ended. The event loop must run in the main thread.
 
     Args:
         request: the parameters of the run.
-        on_snapshot: called when the run has changed, at most ten times a second, and once more at the end.
-        on_ending: called with a sentence before its pods are stopped.
+        on_snapshot: called with the state of the run after each change, at most ten times a second, and at the end.
+        on_ending: called with a sentence for the user before the run's pods are stopped.
 
     Returns:
-        0 succeeded, 1 failed, 3 deleted, 130 interrupted.
+        The exit code: 0 succeeded, 1 failed, 3 deleted, 130 interrupted.
 
     Raises:
         BadInput: the job cannot run here (exit code 2); nothing is left running.
@@ -144,7 +144,7 @@ async def _prepare(request: RunRequest, files: RunDir, live: LiveJob) -> Path | 
 
 
 Resumed = tuple[int, int, float]
-"""A round in which training continued: number, number of workers, and seconds since the step began."""
+"""A round in which training resumed: its number, its number of workers, and the seconds since the step began."""
 
 
 async def perform(request: RunRequest, view: View) -> tuple[int, int, list[str]]:
@@ -174,7 +174,7 @@ class _Demo:
         small, large = _sizes(request.manifest.job["spec"])
         self._view = view
         self._client = LocalJobs(home=request.home)
-        # The title of each step, its action, and the number of pods with which training then continues; 0 for success.
+        # The title of each step, its action, and the number of pods that train afterwards; 0 for the end of the job.
         self._script: list[tuple[str, Callable[[], str], int]] = [
             (f"start with {small} pods", str, small),
             (f"scale to {large}", lambda: self._scale_to(large), large),
@@ -193,7 +193,7 @@ class _Demo:
         self._view.on_snapshot(job)
 
     async def play(self) -> bool:
-        """Perform the steps, and end the job if one fails; return False if one fails before the user ends the run."""
+        """Perform the steps, and end the job if one fails; return whether all succeeded or the user ended the run."""
         for number, (title, act, pods) in enumerate(self._script):
             try:
                 if number and pods:
@@ -208,7 +208,7 @@ class _Demo:
                 self._mark(number, FAILED, str(failure))
                 self.rows.append((title, "-", "-", "failed", str(failure)))
                 if (ended := self._job.run.ended) is None and not self._job.status.finished:
-                    with contextlib.suppress(ElasticJobError):  # it is ending by itself
+                    with contextlib.suppress(ElasticJobError):  # the job may have ended meanwhile
                         await asyncio.to_thread(self._client.delete, self._job.run.id)
                 return ended is not None and ended.how in ("deleted", "interrupted")
             summary = [f"{messages.count(workers, 'worker')} after {seconds:.1f} s" for _, workers, seconds in resumed]
@@ -232,7 +232,7 @@ class _Demo:
         return f"rank {rank}, process {pid}"
 
     def _kill_agent(self) -> str:
-        # The loss of rank 0's agent is the hardest: it is the leader, and serves the round's TCPStore.
+        # The agent of rank 0 is the hardest to lose: it is the leader, and serves the round's TCPStore.
         for pod in self._training_pods:
             if pod.pid:
                 os.kill(pod.pid, signal.SIGKILL)
@@ -245,7 +245,7 @@ class _Demo:
         return sorted((pod for pod in self._job.living_pods if pod.ranks), key=lambda pod: pod.ranks or ())
 
     def _rank_file(self, rank: int) -> LogFile | None:
-        """Return the log file of a rank in its latest round."""
+        """Return the log file of a rank in the rank's latest round; None if the rank has no log."""
         files = log_files(Path(self._job.run.logs), LogSelector(rank)) if self._job.run.logs else []
         return files[-1] if files else None
 
@@ -266,13 +266,13 @@ class _Demo:
             raise ElasticJobError(f"the demo stopped waiting for {what} after {limit:.0f} s") from None
 
     async def _resumed(self, since: float, before: int, pods: int) -> list[Resumed]:
-        """Return the first round after ``before`` that trains, and the first one that trains with ``pods`` pods."""
+        """Return the first round after ``before`` that trains and, if it is another, the first with ``pods`` pods."""
         first_lines: dict[int, float] = {}
         found: list[Resumed] = []
 
         def resumed() -> bool:
             status, file = self._job.status, self._rank_file(0)
-            # The file of a round may appear before the snapshot with that round; the time of the line counts.
+            # The file may appear before the snapshot of its round, so the line's time is recorded independently.
             if file is not None and file.round not in first_lines and b"\n" in file.path.read_bytes():
                 first_lines[file.round] = time.monotonic()
             begun = first_lines.get(status.round)

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from elastic_operator.views.top import MetricsPage
 
     Tell = Callable[[str], object]
-    """Receives sentences for the user that are not part of the output."""
+    """A function that receives sentences for the user; the sentences are not part of the output."""
 
 
 class ScrapedJob(NamedTuple):
-    """A job, the metrics of its agents, and sentences about what is missing."""
+    """A job, the metrics of its agents, and sentences about missing metrics."""
 
     job: JobView
     pages: Sequence[MetricsPage]
@@ -39,15 +39,15 @@ def still_running(name: str, state: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LogSelector:
-    """Which lines of a job's logs to print.
+    """A selection of lines from a job's logs.
 
     Attributes:
-        rank: only this rank.
-        pod: only this pod.
-        agents: the agents' own logs instead of the workers'.
-        round: only this round; None for the current one and, when following, the next ones.
-        tail: only the last lines of each rank; None for all.
-        follow: print new lines until the job has ended.
+        rank: the rank whose lines to print; None for all ranks.
+        pod: the name of the pod whose lines to print; None for all pods.
+        agents: whether to print the agents' own logs instead of the workers' output.
+        round: the round to print; None for the current round and, with ``follow``, later rounds.
+        tail: the maximum number of existing lines to print of each rank or agent; None for all.
+        follow: whether to print new lines until the job has ended.
     """
 
     rank: int | None = None
@@ -63,7 +63,7 @@ class LogSelector:
         return self.rank is not None or (self.agents and self.pod is not None)
 
     def check(self, ranks: Mapping[int, set[int]], round: int) -> None:
-        """Check that the selected rank exists in a round; ``ranks`` are the ranks with logs, by round.
+        """Check that a round has logs, also of the selected rank; ``ranks`` are the ranks with logs, by round.
 
         Raises:
             NotFound: there is no such log; the message says which logs there are.

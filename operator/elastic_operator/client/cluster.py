@@ -56,7 +56,7 @@ def _blocking(
 
 
 class UserApi(Api):
-    """A connection without a limit on concurrent requests."""
+    """A connection to the API server without a limit on concurrent requests."""
 
     def __init__(self, configuration: Configuration, namespace: str = "default") -> None:
         super().__init__(configuration, namespace)
@@ -64,7 +64,7 @@ class UserApi(Api):
 
 
 class ClusterJobs:
-    """Access to the jobs of one namespace, or of all.
+    """Access to the jobs of one namespace, or of all namespaces.
 
     Args:
         connection: the connection to the cluster.
@@ -123,14 +123,14 @@ class ClusterJobs:
 
     @_blocking
     async def logs(self, name: str, selector: LogSelector, write: Callable[[bytes], object]) -> bool:
-        """Write a job's logs; return whether all could be read."""
+        """Write a job's logs; return whether all of them could be read."""
         job = await self._job(name)
         with readable_errors(f"the namespace {self._api.namespace} is gone"):
             return await ClusterLogs(self._api, job, selector, write, self._tell).print()
 
     @_blocking
     async def report(self, name: str) -> tuple[bytes, str]:
-        """Return the report that the operator wrote, and an empty string: a job on a cluster has no run that ends."""
+        """Return the report that the operator wrote, and an empty string: only jobs on this machine have runs."""
         job = await self._job(name)
         missing = (
             f"the job {name} has ended without a report; did it end before this version of the operator was installed?"
@@ -155,7 +155,7 @@ class ClusterJobs:
 
     @_blocking
     async def delete(self, name: str, *, wait: bool) -> None:
-        """Delete a job; if ``wait``, wait until it and all its pods that the user may see are gone."""
+        """Delete a job; if ``wait``, wait until the job and those of its pods that the user may see are gone."""
         uid = uid_of(await self._job(name))
         with self._readable_errors(name):
             await self._api.delete(ELASTIC_JOBS, self._api.namespace, name, uid=uid)
@@ -170,7 +170,7 @@ class ClusterJobs:
     async def _jobs(self) -> list[Json]:
         with readable_errors("there are no ElasticJobs"):
             found, _ = await self._api.list(ELASTIC_JOBS, None if self._all_namespaces else self._api.namespace)
-        # The API server omits these two fields in lists.
+        # The API server omits these two fields in the items of a list.
         head = {"apiVersion": ELASTIC_JOBS.api_version, "kind": ELASTIC_JOBS.kind}
         return [{**head, **job} for job in sorted(found, key=_key)]
 
@@ -194,7 +194,7 @@ class ClusterJobs:
     async def _list(
         self, kind: Resource, *, labels: str = "", fields: str = "", tell: Tell | None = None
     ) -> list[Json]:
-        """Return the objects; if the user may not see them, report that and return none."""
+        """Return the objects of a kind; if the user may not list them, tell the user and return an empty list."""
         namespace = None if self._all_namespaces else self._api.namespace
         try:
             found, _ = await self._api.list(kind, namespace, labels=labels, fields=fields)
@@ -246,7 +246,7 @@ async def connect(
     context: str | None = None,
     namespace: str | None = None,
 ) -> AsyncGenerator[UserApi, None]:
-    """Connect to the cluster that the command line names; None stands for the defaults of the kubeconfig.
+    """Connect to the cluster that the command line names; None stands for kubectl's default.
 
     Raises:
         BadInput: the kubeconfig, context or namespace is invalid.
@@ -261,7 +261,7 @@ async def connect(
 
 @contextlib.contextmanager
 def readable_errors(not_found: str) -> Iterator[None]:
-    """Convert the API server's errors in the block into errors that say what to do; ``not_found`` is for 404."""
+    """Convert the API server's errors into errors that say what to do; ``not_found`` is the message for 404."""
     try:
         yield
     except ApiError as error:
@@ -301,7 +301,7 @@ def _pod(obj: Json) -> PodView:
     note = "another of its containers still runs" if pod.sidecars_running else pod.waiting
     return PodView.of(
         pod,
-        ranks=None,  # only the agents have them
+        ranks=None,  # only the agents know the ranks
         metrics_url=f"http://{bracketed(address)}:{pod.metrics_port}/metrics" if address and pod.metrics_port else None,
         node=pod.node,
         address=address,
@@ -324,7 +324,7 @@ def _key(obj: Json) -> tuple[str, str]:
 
 
 def _belongs(dependent: Json, uid: str) -> bool:
-    """Return whether an object belongs to the job with this UID, not to another job of the same name."""
+    """Return whether the job with this UID owns an object, or no job does; another job may have the same name."""
     owners = mappings(dependent, "metadata", "ownerReferences")
     jobs = {text(owner, "uid") for owner in owners if owner.get("kind") == ELASTIC_JOBS.kind}
     return not jobs or uid in jobs

@@ -7,12 +7,12 @@ which ranks it has started::
     10:15:02 [digits-0-x4k2p] round 2: started rank 0 of a world of 1
     [rank 0] step 12/80 …
 
-Lines that workers of the previous round print between these two lines belong to the new round. Lines before the first
-round (the kubelet drops the oldest part of a long log) have round 0.
+Lines that workers of the previous round print between these two lines are assigned to the new round. Lines before the
+first such message have round 0, because the kubelet drops the oldest part of a long log.
 
 All logs of the job's pods are read first, because only the logs show which round is the latest and which ranks each
-pod had in it. When following, each log continues where the last read ended: a stream that breaks is resumed,
-and a replacement pod is followed from its first line.
+pod had in it. To follow the logs, each is read on from where the last read ended: a broken stream is resumed, and the
+log of a replacement pod is read from its first line.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LogLine(NamedTuple):
     text: bytes
 
     def labelled(self, pod: str, selector: LogSelector) -> bytes:
-        """Return the line with its source in front, unless the selector makes it obvious."""
+        """Return the line with a label, unless the selector or the text itself identifies the source of the line."""
         name = pod.encode()
         if selector.single_source or (self.rank == AGENT and b"[" + name + b"] " in self.text):
             return self.text + b"\n"
@@ -72,15 +72,15 @@ class LogLine(NamedTuple):
 
 
 class PodLog:
-    """A pod's log, read piece by piece.
+    """The log of the pod with the name ``pod``, read piece by piece.
 
     Attributes:
         round: the latest round in the log; 0 before the first.
-        ranks: the started ranks by round.
+        ranks: the ranks that the pod has started, by round.
         lines: the selected lines, by round (0 if unknown, and for the agent) and rank.
-        ended: whether its container has ended.
-        whole: whether all of it has been read.
-        stream: the task that follows the log.
+        ended: whether the pod's container has ended.
+        whole: whether the whole log has been read.
+        stream: the task that follows the log; None if there is none.
     """
 
     def __init__(self, pod: str) -> None:
@@ -97,11 +97,11 @@ class PodLog:
         self._resuming = False
 
     def round_of(self, round: int, current: int) -> int:
-        """Return a line's round; an unknown round, 0, is the one before the first round in the log."""
+        """Return a line's round; 0 stands for the round before the first one that the log mentions."""
         return round or min(self.ranks, default=current + 1) - 1
 
     def resume(self) -> str | None:
-        """Return the time from which to read the log again, None for its beginning; :meth:`feed` skips known lines."""
+        """Prepare another read: return its start time, or None for the beginning; :meth:`feed` skips known lines."""
         self._partial = b""
         self._resuming = self._latest > 0
         return rfc3339(int(self._last[0]) - _MAX_DISORDER) if self._resuming else None
@@ -164,7 +164,7 @@ class ClusterLogs:
 
         Raises:
             NotFound: the selected lines do not exist; the message says which ones do.
-            ClusterError: the API server refuses.
+            ClusterError: the API server rejects a request.
         """
         following = self._selector.follow and not is_finished(self._job)
         await self._read_all()
@@ -199,7 +199,7 @@ class ClusterLogs:
     def _update(self, pods: Iterable[Pod]) -> list[PodLog]:
         """Record which selected pods have a log, and which containers have ended; return the logs."""
         for log in self._logs.values():
-            log.ended = True  # unless its pod still runs
+            log.ended = True  # corrected below if the pod still runs
         for pod in pods:
             if pod.phase is not PodPhase.PENDING and self._selector.pod in (None, pod.name):
                 log = self._logs.setdefault(pod.uid, PodLog(pod.name))
@@ -221,11 +221,11 @@ class ClusterLogs:
     async def _read(
         self, log: PodLog, take: Callable[[PodLog, Iterable[LogLine]], None], *, follow: bool = False
     ) -> None:
-        """Read a log from the position of the last read."""
+        """Read a log from where the last read ended."""
         query = {"container": WORKER, "timestamps": "true"} | ({"follow": "true"} if follow else {})
         if (since := log.resume()) is not None:
             query["sinceTime"] = since
-        # A followed log is silent while the program prints nothing.
+        # A followed log needs no timeout: it is silent while the program prints nothing.
         path = PODS.path(self._namespace, log.pod, "log")
         pieces = self._api.stream(path, query, silence=None if follow else READ_TIMEOUT)
         async with contextlib.aclosing(pieces):
@@ -241,7 +241,7 @@ class ClusterLogs:
                     log.lines.setdefault((round, line.rank), deque(maxlen=self._selector.tail)).append(line)
 
     def _selects(self, line: LogLine) -> bool:
-        """Return whether to print this line if its round is printed."""
+        """Return whether the selector includes this line, apart from its round."""
         if line.rank == AGENT or self._selector.agents:
             return line.rank == AGENT and self._selector.agents
         return self._selector.rank in (None, line.rank)
@@ -304,7 +304,7 @@ class ClusterLogs:
     # -- following
 
     async def _follow(self) -> None:
-        """Follow the logs until the job, the selected pod or the selected round has ended; then read their ends."""
+        """Follow the logs until the job, the selected pod or the selected round has ended; then read the rest."""
         failures = 0
         async with _task_group() as streams:
             while True:
@@ -344,9 +344,9 @@ class ClusterLogs:
         return self._selector.round is not None and self._round > self._selector.round
 
     async def _stream(self, log: PodLog) -> None:
-        """Follow one log until its container has ended and all of it is read."""
+        """Follow one log until its container has ended and the whole log has been read."""
         while not log.whole:
-            ended = log.ended  # if so, this reads the rest, and does not wait for more
+            ended = log.ended  # in this case, read the rest without waiting for more
             try:
                 await self._read(log, self._print_new, follow=not ended)
                 log.whole = ended
@@ -357,7 +357,7 @@ class ClusterLogs:
 
 @contextlib.asynccontextmanager
 async def _task_group() -> AsyncGenerator[asyncio.TaskGroup, None]:
-    """Open a task group that raises the first error itself, not a group of errors."""
+    """Open a task group that raises the first error instead of an exception group."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group

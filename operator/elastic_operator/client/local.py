@@ -44,7 +44,7 @@ class LocalJobs:
 
     Args:
         tell: receives sentences for the user.
-        home: see :func:`elastic_operator.local.run_dir.home_dir`; the user's if None.
+        home: the directory of all runs; None for that of :func:`elastic_operator.local.run_dir.home_dir`.
     """
 
     place = "here"
@@ -55,14 +55,14 @@ class LocalJobs:
         self._home = home_dir(os.environ) if home is None else home
 
     def close(self) -> None:
-        """Do nothing: no connection stays open."""
+        """Do nothing: each request closes its own connection."""
 
     def jobs(self, name: str | None = None, *, every_run: bool = False) -> list[JobView]:
         """Return the latest run of each job, runs that are alive first.
 
         Args:
-            name: only the runs of this name.
-            every_run: all runs, not just the latest of each job.
+            name: the name of a job or the id of a run; None for all runs.
+            every_run: whether to return all runs instead of only the latest of each job.
 
         Raises:
             NotFound: no run has that name.
@@ -79,7 +79,7 @@ class LocalJobs:
         return list(latest.values())
 
     def describe(self, name: str) -> JobView:
-        """Return the run of this name that is alive, else the latest one."""
+        """Return the run of this name that is alive, or the latest run if none is alive."""
         return self.jobs(name)[0]
 
     def scrape(self, name: str | None) -> list[ScrapedJob]:
@@ -93,7 +93,7 @@ class LocalJobs:
         return [ScrapedJob(job, *each) for job, each in zip(jobs, read, strict=True)]
 
     def logs(self, name: str, selector: LogSelector, write: Callable[[bytes], object]) -> bool:
-        """Write a job's logs."""
+        """Write a job's logs, and return True."""
         job = self.describe(name)
         logs = Path(job.run.logs)
         if selector.follow and job.run.alive:
@@ -103,7 +103,7 @@ class LocalJobs:
         return True
 
     def report(self, name: str) -> tuple[bytes, str]:
-        """Return the report of a job, and how its run ended: as in EndView, "killed", or empty while it is alive.
+        """Return the report of a job, and how its run ended: as in EndView, or "killed", or empty if it is alive.
 
         Raises:
             NotFound: there is no report, or no run has that name.
@@ -118,15 +118,15 @@ class LocalJobs:
         return kept, job.run.ended.how if job.run.ended else "" if job.run.alive else "killed"
 
     def scale(self, name: str, replicas: int) -> None:
-        """Set the number of pods. Raises BadInput if the job rejects it, NotFound if the job does not run."""
+        """Set the number of pods. Raises BadInput if the run rejects the number, NotFound if the job does not run."""
         _request(self._running(name), "PATCH", "/job", {"replicas": replicas})
 
     def suspend(self, name: str, *, suspended: bool) -> None:
-        """Suspend or resume a job. Raises BadInput if the job rejects it, NotFound if the job does not run."""
+        """Suspend or resume a job. Raises BadInput if the run rejects the change, NotFound if the job does not run."""
         _request(self._running(name), "PATCH", "/job", {"suspend": suspended})
 
     def delete(self, name: str, *, wait: bool = True) -> None:
-        """End a job, and wait until it has ended. Raises NotFound if it does not run."""
+        """End a job, and wait until its run has ended. Raises BadInput if not ``wait``, NotFound if no run is alive."""
         if not wait:
             raise BadInput(
                 "--no-wait is for jobs on a cluster; select one with -n or --context, or leave out --no-wait"
@@ -147,7 +147,7 @@ class LocalJobs:
 
 
 def _state(run: RunDir, name: str | None) -> JobView | None:
-    """Return the state of a run, or None if it is not of this name or cannot be read."""
+    """Return the state of a run, or None if the run has another name or its state cannot be read."""
     job = run.read_record()
     if job is None or name not in (None, run.run_id, job.name):
         return None
@@ -160,7 +160,7 @@ def _state(run: RunDir, name: str | None) -> JobView | None:
 
 
 def _as_killed(job: JobView) -> JobView:
-    """Return the state of a job whose run was killed: its pods ended with it."""
+    """Return the state of a job whose run was killed, and its pods with the run."""
     message = (
         f"`elasticjob run` (process {job.run.pid}) was killed, and its pods and etcd with it; "
         f"continue it with `elasticjob run --resume {job.run.id} {job.run.manifest_path}`"
@@ -243,13 +243,13 @@ class LogFile:
     path: Path
 
     def labelled(self, line: bytes) -> bytes:
-        """Return a line with its rank or pod in front; most lines of an agent name their pod already."""
+        """Return a line with its rank or pod as a label; an agent's line that contains the label gets no second one."""
         label = (f"[{self.pod}] " if self.rank < 0 else f"[rank {self.rank}] ").encode()
         return (line if self.rank < 0 and label in line else label + line) + b"\n"
 
 
 def log_files(logs: Path, selector: LogSelector) -> list[LogFile]:
-    """Return the selected log files of all rounds, by round and rank."""
+    """Return the selected log files of all rounds, sorted by round and rank."""
     if selector.agents:
         found = [LogFile(0, -1, path.parent.name, path) for path in logs.glob("*/agent.log")]
     else:
@@ -321,7 +321,7 @@ def follow_logs(
 
 
 class _LogReader:
-    """Reads files as they grow, and writes what was added, with labels if there are several sources."""
+    """Reads files as they grow, and writes the added text, with labels if there are several sources."""
 
     def __init__(self, selector: LogSelector, write: Callable[[bytes], object]) -> None:
         self._label = not selector.single_source

@@ -48,12 +48,12 @@ class SnapshotFeed:
         self._changed = asyncio.Event()
 
     def close(self) -> None:
-        """Send a last snapshot to each watcher."""
+        """Send a last snapshot to each watcher, and end the watches."""
         self._closed = True
         self.touch()
 
     async def watch(self, interval: float) -> AsyncGenerator[JobView, None]:
-        """Yield a snapshot now, after each change (at most one per ``interval`` seconds), and a last one."""
+        """Yield a snapshot now, after each change (at most one per ``interval`` seconds), and after :meth:`close`."""
         last = False
         while not last:
             changed, last = self._changed, self._closed

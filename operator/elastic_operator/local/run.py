@@ -1,4 +1,4 @@
-"""A run: carries out the plan of one job on this machine, with processes.
+"""A run: one job on this machine, whose plan is carried out with processes.
 
 A run ends in this order: the reconciler stops, then the pods, then the store; the last snapshot is written; the name is
 released.
@@ -50,7 +50,7 @@ _VIEW_INTERVAL: Final = 0.1
 _RECORD_INTERVAL: Final = 0.5
 _RECONCILE: Final = ReconcileSettings(max_delay=5.0)
 _WATCH: Final[dict[str, Any]] = {"step": 100, "debounce": 1000, "rust_timeout": 60_000}
-"""Milliseconds: an editor writes a file in several steps."""
+"""Times in milliseconds; the debounce combines the steps in which an editor writes a file."""
 _MAX_EVENTS: Final = 200
 _PROGRESS_BYTES: Final = 8192
 _PROGRESS_CHARACTERS: Final = 500
@@ -58,11 +58,11 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 EXIT_CODES: Final = {"succeeded": 0, "failed": 1, "badInput": 2, "deleted": 3, "interrupted": 130}
-"""Exit codes of ``elasticjob run`` by the end of the run, as in :class:`~elastic_operator.views.job_view.EndView`."""
+"""Exit codes of ``elasticjob run``, by the value of ``how`` in :class:`~elastic_operator.views.job_view.EndView`."""
 
 
 def begin_end(end: asyncio.Future[EndView], how: str, message: str = "") -> None:
-    """End the run, unless it is ending already: the first reason counts."""
+    """Begin to end the run; later calls have no effect, so the first reason counts."""
     if not end.done():
         end.set_result(EndView(how, message))
 
@@ -70,7 +70,7 @@ def begin_end(end: asyncio.Future[EndView], how: str, message: str = "") -> None
 def on_signals(action: Callable[[], object]) -> None:
     """Make this action the only handler of SIGINT, SIGTERM and SIGHUP until the event loop is closed."""
     for number in _SIGNALS:
-        # nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts in the background.
+        # A program must keep ignoring SIGHUP if nohup started it, and SIGINT if a shell started it in the background.
         if signal.getsignal(number) is not signal.SIG_IGN:
             asyncio.get_running_loop().add_signal_handler(number, action)
 
@@ -80,8 +80,8 @@ class RunRequest:
     """The parameters of a run.
 
     Attributes:
-        manifest: the job.
-        home: see :func:`elastic_operator.local.run_dir.home_dir`.
+        manifest: the manifest of the job.
+        home: the directory of all runs, see :func:`elastic_operator.local.run_dir.home_dir`.
         environ: the environment that the pods inherit.
         resume: the id of an earlier run of this job, to continue in its directory and from its checkpoints.
     """
@@ -99,7 +99,7 @@ class LocalRun:
     object; any change of these requests a reconcile.
 
     Attributes:
-        snapshots: sends snapshots to the watchers of the run.
+        snapshots: the feed that sends snapshots to the watchers of the run.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class LocalRun:
     async def main(
         self, name: TextIO, on_snapshot: Callable[[JobView], object], on_ending: Callable[[str], object]
     ) -> EndView:
-        """Run the job until the run ends, and stop all its processes.
+        """Run the job until the run ends, stop all its processes, and return how the run ended.
 
         Args:
             name: the lock on the job's name, to be released when the run has ended.
@@ -214,12 +214,12 @@ class LocalRun:
             self._changed()
             ending = await asyncio.shield(self._end)
             if ending.how == "interrupted":
-                ending = self._finished() or ending  # the job had finished before
+                ending = self._finished() or ending  # the job had finished before the interruption
             for task in drivers:
                 task.cancel()
             await asyncio.wait(drivers)
             await self._end_processes(ending, on_ending)
-            # In this order, so that another run can start as soon as the end of this one is visible.
+            # In this order, so that another run can start as soon as the watchers see the end of this one.
             self._ended = msgspec.structs.replace(ending, time=time.time())
             self._write_record(self.snapshot())
             name.close()
@@ -227,7 +227,7 @@ class LocalRun:
         return ending
 
     async def _end_processes(self, ending: EndView, on_ending: Callable[[str], object]) -> None:
-        """Stop all pods and the store; the pods stay in the snapshot."""
+        """Stop all pods and the store, and write the report of an unfinished job; the pods stay in the snapshot."""
         live, pods = self._live, self._running_pods
 
         def kill() -> None:
@@ -251,7 +251,7 @@ class LocalRun:
             live.job = replace(live.job, status=replace(live.job.status, replicas=0, ready_replicas=0))
 
     def _changed(self) -> None:
-        """Request a reconcile, notify the watchers, and end the run of a finished job without running pods."""
+        """Request a reconcile, notify the watchers, and end the run if the job has finished and no pod runs."""
         self._reconciler.wake(self._live.key)
         self.snapshots.touch()
         if (ending := self._finished()) is not None and not self._running_pods:
@@ -278,8 +278,8 @@ class LocalRun:
         mirror = self._mirror
         etcd = EtcdState.READY if self._etcd is None else self._etcd.state
         if self._store_away and etcd is EtcdState.READY:
-            etcd = EtcdState.STARTING  # it runs but does not respond
-        follows = self._store is not None  # the status already has the values from before a suspension
+            etcd = EtcdState.STARTING  # etcd runs but does not respond
+        follows = self._store is not None  # if not, the status has the values from before the suspension
         return Observed(
             pods=tuple(map(self._observed_pod, self._pods)),
             etcd=etcd,
@@ -298,7 +298,7 @@ class LocalRun:
         )
 
     async def apply(self, job: Job, plan: Plan) -> None:
-        """Carry out the plan in its order; do nothing if the job has changed since it was observed.
+        """Carry out the plan in its order; only request a reconcile if the job has changed since it was observed.
 
         Raises:
             ClusterError: the size could not be written; the rest of the plan was carried out.
@@ -386,7 +386,7 @@ class LocalRun:
                     begin_end(self._end, "badInput", str(error))
 
     async def _end_store(self) -> None:
-        """Stop following the store, remove the run's keys from a store that stays, and end the job's own etcd."""
+        """Remove the run's keys from an external store, stop following the store, and stop the job's own etcd."""
         if self._etcd is None:
             with contextlib.suppress(StoreError):
                 await self._mirror.forget_run()
@@ -430,7 +430,7 @@ class LocalRun:
         self._write(self._files.record, msgspec.json.format(msgspec.json.encode(snapshot), indent=1))
 
     def _keep_report(self, report: Report) -> None:
-        """Write a report, merged with an earlier one from before a suspension."""
+        """Write a report, merged with the stored report of the run if there is one."""
         kept, before = self._files.read_report(), None
         with contextlib.suppress(BadInput):
             before = decode_report(kept) if kept is not None else None
@@ -449,7 +449,7 @@ class LocalRun:
         """Apply the manifest's file whenever it is saved."""
         path = self._manifest_path
         try:
-            # Watch its directory, because most editors write a new file and rename it.
+            # Watch the directory, because most editors write a new file and rename it.
             async for _ in awatch(path.parent, watch_filter=lambda _, at: at == str(path), recursive=False, **_WATCH):
                 if path.exists():
                     self._apply_file()
@@ -480,7 +480,7 @@ def manifest_text(manifest: Manifest) -> bytes:
 
 
 def last_line(output: Path) -> ProgressView | None:
-    """Return the last line of a file that is not blank, and the time of the last write; None if there is none."""
+    """Return the last non-blank line of a file and the time of the last write; None if there is no such line."""
     text = tail(output, _PROGRESS_BYTES).decode(errors="replace")
     lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]  # a progress bar ends its line with \r
     return ProgressView(lines[-1][-_PROGRESS_CHARACTERS:], output.stat().st_mtime) if lines else None

@@ -6,14 +6,14 @@ job.json       the latest snapshot of the run (elastic_operator.views.job_view)
 manifest.yaml  the last applied manifest
 report.json    the report, once the job has ended or is suspended (elastic_operator.api.status)
 logs/          <pod>/agent.log and <pod>/round_N/rank_R/output.log
-logs.1/ …      the logs of earlier runs that this one resumed
-checkpoints/   <job>/<index>/, the directory for each pod's program
+logs.1/ …      the logs from before each ``elasticjob run --resume``
+checkpoints/   <job>/<index>/, the checkpoints of each pod's program
 run.log        the log of elasticjob itself
 control/       the control socket while the run is alive (elastic_operator.local.control)
 etcd/          the data of etcd while the run is alive; etcd.log stays
 
 A run holds a lock on ``<home>/names/<job>.lock``, so that a job's name is unique among the runs that are alive. The
-kernel releases it when the process exits. The file names the run that holds the lock.
+kernel releases the lock when the process exits. The file names the run that holds the lock.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def home_dir(environ: Mapping[str, str]) -> Path:
 
 
 class RunDir:
-    """The directory of one run. The attributes are the paths in it; its name is the run's id."""
+    """The directory of one run: its ``path``, whose last part is ``run_id``, and the paths of its contents."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -61,7 +61,7 @@ class RunDir:
 
     @contextlib.contextmanager
     def socket(self) -> Iterator[str]:
-        """Yield a short path of the control socket: the kernel allows at most 107 bytes. Raises OSError."""
+        """Yield a path of the control socket that is shorter than the kernel's limit of 107 bytes. Raises OSError."""
         directory = os.open(self.control, os.O_PATH | os.O_DIRECTORY)
         try:
             yield f"/proc/self/fd/{directory}/socket"
@@ -96,10 +96,10 @@ def create_run(home: Path, job: str, now: float) -> RunDir:
 
 
 def reopen_run(home: Path, run_id: str, job: str) -> RunDir:
-    """Return the directory of an earlier run of this job, its logs renamed to ``logs.1``, ``logs.2``, ….
+    """Return the directory of an earlier run of this job; rename its logs to ``logs.1``, ``logs.2``, ….
 
     Raises:
-        BadInput: there is no such run, it is another job's, or its directory cannot be written.
+        BadInput: there is no such run, the run belongs to another job, or its directory cannot be written.
     """
     run = next((run for run in all_runs(home) if run.run_id == run_id), None)
     if run is None:
@@ -121,7 +121,7 @@ def reopen_run(home: Path, run_id: str, job: str) -> RunDir:
 
 
 def all_runs(home: Path) -> list[RunDir]:
-    """Return the directories of all runs that wrote a snapshot, the latest first."""
+    """Return the directories of all runs that wrote a snapshot, the one with the latest snapshot first."""
     found: list[tuple[float, Path]] = []
     with contextlib.suppress(OSError):
         for path in (home / "runs").iterdir():
@@ -131,7 +131,7 @@ def all_runs(home: Path) -> list[RunDir]:
 
 
 def lock_name(home: Path, job: str) -> TextIO:
-    """Return a file that locks the name of a job until it is closed; its text names the run that holds the lock.
+    """Lock the name of a job until the returned file is closed; the caller writes the name of its run to the file.
 
     Raises:
         BadInput: a run that is alive holds the lock, or the home directory cannot be written.

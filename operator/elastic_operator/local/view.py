@@ -51,9 +51,9 @@ class Step:
     """A step of the demo.
 
     Attributes:
-        title: the title.
+        title: what the step does, in a few words.
         mark: "" before the step begins, then :data:`NOW`, and finally :data:`DONE` or :data:`FAILED`.
-        result: the result.
+        result: what happened; empty until the step has ended.
     """
 
     title: str
@@ -67,7 +67,7 @@ def own_command(argv0: str, environ: Mapping[str, str]) -> str:
     if "VIRTUAL_ENV" not in environ and shutil.which("elasticjob", path=environ.get("PATH")):
         return "elasticjob"
     if path.name == "elasticjob" and path.is_file():
-        return formatting.shell_path(str(path.absolute()))  # the next terminal may be outside of the environment
+        return formatting.shell_path(str(path.absolute()))  # the user may type it outside of the environment
     return f"{formatting.shell_path(sys.executable)} -m elastic_operator.cli.main"
 
 
@@ -122,8 +122,8 @@ class View(contextlib.AbstractContextManager["View"]):
 
     Args:
         output: the file that the lines are written to.
-        command: how to call ``elasticjob``.
-        clock: seconds since the Unix epoch.
+        command: the command that calls ``elasticjob``.
+        clock: returns the seconds since the Unix epoch.
 
     Attributes:
         job: the job as it was shown last.
@@ -185,7 +185,7 @@ class View(contextlib.AbstractContextManager["View"]):
 
 
 class LiveView(View):
-    """Shows a job on a terminal; restores the terminal at its end."""
+    """Shows a job on a terminal, and restores the terminal when the view ends."""
 
     def __init__(self, console: Console, command: str, clock: Callable[[], float] = time.time) -> None:
         super().__init__(console.file, command, clock)
@@ -202,7 +202,7 @@ class LiveView(View):
         """Show the job at the next repaint."""
         self.job = job
         if not self._live.is_started:
-            self._live.start(refresh=True)  # not before: an error about bad input belongs on the normal screen
+            self._live.start(refresh=True)  # not earlier: an error about bad input belongs on the normal screen
 
     def on_steps(self, steps: Sequence[Step]) -> None:
         """Show the steps at the next repaint."""
@@ -238,10 +238,10 @@ def render(
 
     Args:
         job: the job.
-        now: seconds since the Unix epoch.
-        command: how to call ``elasticjob``; empty for the last state, which has neither paths nor suggestions.
+        now: the current time, in seconds since the Unix epoch.
+        command: the command that calls ``elasticjob``; empty for a view without paths and suggestions.
         steps: the steps of the demo.
-        ending: shown in place of the suggestions when the run is ending.
+        ending: a sentence to show instead of the suggestions; empty unless the run is ending.
     """
     parts = [_title(job, now), _facts(job)]
     if ending:
@@ -304,7 +304,7 @@ def _steps(steps: Sequence[Step]) -> RenderableType:
 
 def _pods(job: JobView, now: float) -> RenderableType:
     living, ended = job.living_pods, job.ended_pods
-    # Beside living pods, the two that ended last explain what happened; if all have ended, show all.
+    # Beside living pods, the two that ended last explain what happened.
     rows = [*living[:_MAX_PODS], *ended[:2]] if living else sorted(ended[:_MAX_PODS], key=lambda pod: pod.index)
     titles = ("POD", "PID", "STATE", "RANKS", "AGE", "MESSAGE" if any(map(_message, rows)) else "")
     table = [tuple(Text(title, "dim") for title in titles), *(_pod(pod, now) for pod in rows)]
@@ -326,7 +326,7 @@ def _pod(pod: PodView, now: float) -> tuple[Text, ...]:
 
 
 def _message(pod: PodView) -> str:
-    """Return the last line of a pod's termination message, if it adds to the pod's state."""
+    """Return the last line of a pod's termination message; empty if the pod's state says the same."""
     if pod.exit_code == 0 or messages.signal_name(pod.exit_code):
         return ""
     return formatting.printed((pod.message.splitlines() or [""])[-1])

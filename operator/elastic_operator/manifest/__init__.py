@@ -1,1 +1,1 @@
-"""The manifest file of a job: its YAML, and its check against the CRD."""
+"""Reads the manifest of a job from YAML, and validates it against the CRD."""

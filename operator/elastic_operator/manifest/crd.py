@@ -53,7 +53,7 @@ _METADATA: Final[Schema] = {
         **dict.fromkeys(("resourceVersion", "selfLink", "uid"), _ANY),
     },
 }
-"""The metadata is the same for every kind of object, so no CRD describes it."""
+"""The schema of the metadata, which is the same for every kind of object and therefore in no CRD."""
 
 _INT_OR_STRING: Final = {"type": ["integer", "string"], "minimum": -(2**63), "maximum": 2**63 - 1}
 """An API server has no integers of more than 64 bits, and celpy fails on them."""
@@ -90,7 +90,7 @@ def validate(manifest: Json, *, old: Json | None = None) -> list[Problem]:
 
     Args:
         manifest: the object, with or without the defaults. Only the field names of its status are checked.
-        old: the object before the change, with its status; None if it is to be created.
+        old: the object before the change, with its status if a rule may use it; None for a new object.
     """
     if misnamed := list(_misnamed(manifest)):
         return misnamed
@@ -98,7 +98,7 @@ def validate(manifest: Json, *, old: Json | None = None) -> list[Problem]:
     errors = _Validator(_whole_schema()).iter_errors({key: value for key, value in job.items() if key != "status"})
     violated = [Problem(tuple(error.absolute_path), _sentence(error)) for error in errors]
     wrong = {problem.location for problem in violated}
-    # A mapping instead of a list is one problem, not one for each of its fields.
+    # Report a mapping in place of a list as one problem, not as one for each field of the mapping.
     unknown = [each for each in unknown_fields(job, _whole_schema()) if each.location[:-1] not in wrong]
     if problems := [*unknown, *violated]:
         return problems
@@ -111,7 +111,7 @@ def validate(manifest: Json, *, old: Json | None = None) -> list[Problem]:
 
 
 def _misnamed(manifest: Json) -> Iterator[Problem]:
-    """Check that this is an ElasticJob."""
+    """Yield the problems of ``apiVersion`` and ``kind``."""
     for key, expected in (("apiVersion", f"{GROUP}/{VERSION}"), ("kind", KIND)):
         found = manifest.get(key)
         if found is None:
@@ -136,7 +136,7 @@ def _default(value: object, schema: Schema) -> None:
 
 
 def unknown_fields(value: object, schema: Schema, location: Location = ()) -> Iterator[Problem]:
-    """Yield the fields that the schema does not declare."""
+    """Yield a problem for each field that the schema does not declare."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from unknown_fields(item, schema.get("items", {}), (*location, index))
@@ -197,7 +197,7 @@ KEYWORDS: Final[Mapping[str, Any]] = {
     "x-kubernetes-list-type": _unique,
     "x-kubernetes-list-map-keys": _unique,
 }
-"""The keywords that are checked differently from jsonschema."""
+"""The keywords that jsonschema does not check as an API server does, each with its check."""
 
 _Validator = extend(Draft202012Validator, KEYWORDS)
 
@@ -213,11 +213,11 @@ def _sentence(error: ValidationError) -> str:
 
 
 def _broken_rules(value: object, schema: Schema, old: object, location: Location = ()) -> Iterator[Problem]:
-    """Yield the CEL rules that a valid value with its defaults breaks, here and below.
+    """Yield a problem for each CEL rule that is broken, here or below, by a valid value with its defaults.
 
     A rule sees the declared fields of its value as ``self``. A rule that names ``oldSelf`` compares it with the value
-    before the change, and is skipped if there is none. With ``optionalOldSelf: true``, a rule is never skipped, and
-    ``oldSelf`` is an optional value with ``hasValue()`` and ``value()``. Rules of list items must not name ``oldSelf``.
+    before the change, and is skipped if that is missing. With ``optionalOldSelf: true``, a rule is never skipped, and
+    ``oldSelf`` is an optional value with ``hasValue()`` and ``value()``. List items have no value before the change.
     """
     if value is None:
         return

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DEFAULT_NAMESPACE: Final = "default"
 MAX_BYTES: Final = 256 * 1024
-"""The size limit of annotations: `kubectl apply` stores the manifest in one."""
+"""The size limit of an object's annotations: ``kubectl apply`` stores the manifest in one of them."""
 _MAX_VALUES: Final = 100_000
 """Maximum number of values after the expansion of aliases: a small file can refer to the same list many times."""
 _IMPLICIT: Final = {
@@ -64,7 +64,7 @@ class _Loader(yaml.SafeLoader):
             raise BadInput(f"{self.name}: has more than {_MAX_VALUES} values when its aliases are expanded; shorten it")
 
     def key(self, node: yaml.Node) -> str:
-        """Return a mapping's key, which is a string as in JSON."""
+        """Return the key of a mapping as a string, because keys are strings in JSON."""
         value = self.scalar(node) if isinstance(node, yaml.ScalarNode) else None
         if value is None:
             raise self.bad_input(node, "this cannot be the name of a field; put it into quotes to make it a string")
@@ -95,7 +95,7 @@ class Manifest:
     Attributes:
         path: the file, as the user named it.
         data: the mapping in it.
-        lines: the line of each value, from 1.
+        lines: the line number of each value; the first line is 1.
     """
 
     path: Path
@@ -143,7 +143,7 @@ def load(path: Path) -> Manifest:
     """Read a file without checking it.
 
     Raises:
-        BadInput: the file cannot be read, or is not one YAML document that is a mapping.
+        BadInput: the file cannot be read, is too large, or is not a single YAML document that is a mapping.
     """
     try:
         with path.open("rb") as file:
@@ -168,7 +168,7 @@ def parse(text: str, path: Path) -> Manifest:
     """Read the only document in the text of the file at ``path``.
 
     Raises:
-        BadInput: it is not YAML, is empty, has several documents or duplicate keys, or is not a mapping.
+        BadInput: the text is not YAML, is empty, has several documents or duplicate keys, or is not a mapping.
     """
     try:
         loader = _Loader(text)
@@ -201,10 +201,10 @@ def parse(text: str, path: Path) -> Manifest:
 
 
 def load_checked(path: Path) -> ElasticJobManifest:
-    """Read the job that a file describes.
+    """Read and validate the job that a file describes.
 
     Raises:
-        BadInput: an API server would reject it; the message names each problem with its line.
+        BadInput: an API server would reject the job; the message names each problem with its line.
     """
     manifest = load(path)
     if problems := crd.validate(manifest.data):

@@ -42,7 +42,7 @@ STATES: Final[Mapping[str, str]] = {
 _SUMMARY: Final = 240
 """Number of characters of a message that are visible before it is expanded."""
 _PAGE_WIDTH: Final = 880
-"""The width in pixels for which labels are chosen."""
+"""The assumed width of the timeline in pixels, from which it is decided which labels fit."""
 _TICKS: Final = 5
 _UNPRINTABLE: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
@@ -65,7 +65,7 @@ def page(report: Report, ended: str = "") -> str:
 
 
 class Span(NamedTuple):
-    """A round and its end, None if the next round was not kept; ``lost`` as in :class:`Failure`."""
+    """A round; its end, None if the next round is not in the history; and ``lost`` as in :class:`Failure`."""
 
     round: PastRound
     end: float | None
@@ -76,7 +76,7 @@ class Failure(NamedTuple):
     """A failure of a worker, a pod or the job.
 
     Attributes:
-        time: when the next round began, in seconds since the Unix epoch.
+        time: when the next round began or the job ended, in seconds since the Unix epoch.
         round: the number of the round; 0 if unknown.
         pod: the name of the pod; empty if the message contains it.
         rank: the rank of the failed worker; None if no worker failed.
@@ -99,9 +99,9 @@ class Failure(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The content of a page, and positions in its timeline: in percent from the left, in pixels from the top.
+    """The content of a page. Positions in its timeline are in percent from the left and in pixels from the top.
 
-    ``begin`` and ``end`` of the job are in seconds since the Unix epoch.
+    ``begin`` and ``end`` are in seconds since the Unix epoch; ``top`` and ``base`` are for the most workers and for 0.
     """
 
     report: Report
@@ -147,7 +147,7 @@ class Facts:
 
     @staticmethod
     def label(number: int, width: float) -> str:
-        """Return the label of a round that fits in a width in percent."""
+        """Return the longest label of a round that fits in a width, which is in percent of the timeline."""
         pixels = width / 100 * _PAGE_WIDTH
         return f"round {number}" if pixels > 64 else str(number) if pixels > 8 * len(str(number)) else ""
 
@@ -247,7 +247,7 @@ def _printable(value: object) -> object:
 
 
 def _summary(text: str) -> str | None:
-    """Return the most informative line of a long message; None if the message is short."""
+    """Return the last line of a long message, shortened; None if the message is short."""
     lines = [line for line in text.splitlines() if line.strip()]
     if len(lines) < 2 and len(text) <= _SUMMARY:
         return None

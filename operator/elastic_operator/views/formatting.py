@@ -36,7 +36,7 @@ def duration(seconds: float) -> str:
 
 
 def since(moment: float | None, now: float) -> str:
-    """Format the time since a moment; a dash if it is unknown."""
+    """Format the time since a moment; a dash if the moment is unknown."""
     return duration(now - moment) if moment else "-"
 
 
@@ -74,7 +74,7 @@ def printed(line: str) -> str:
 
 
 def activity(pod: PodView) -> tuple[str, bool | None]:
-    """Return what a pod is doing, in one or two words, and whether that is healthy: None for neither."""
+    """Return a pod's activity in one or two words, and whether the pod is healthy; None if it is in transition."""
     if pod.over:
         code = pod.exit_code
         if code == 0 or pod.phase == "Succeeded":
@@ -99,13 +99,13 @@ def rank_list(ranks: Sequence[int] | None) -> str:
 
 
 def home_relative(path: str) -> str:
-    """Replace the user's home directory at the start of a path by ``~``."""
+    """Replace the user's home directory at the start of a path with ``~``."""
     full = Path(path)
     return f"~/{full.relative_to(Path.home())}" if path and full.is_relative_to(Path.home()) else path
 
 
 def shell_path(path: str) -> str:
-    """Quote a path for a shell."""
+    """Return a path for a shell: quoted if necessary, otherwise with ``~`` for the home directory."""
     return home_relative(path) if shlex.quote(path) == path else shlex.quote(path)
 
 

@@ -1,7 +1,7 @@
-"""The state of a job, as commands and the live view read it: typed, with a default for every field.
+"""The state of a job, as commands and the live view read it: typed, with defaults for most fields.
 
-A run writes it to its directory and serves it on its control socket, as JSON with camelCase names. It may come from
-another version, so unknown fields are ignored.
+A run writes its state to its directory and serves it on its control socket, as JSON with camelCase names. The state may
+come from another version of ``elasticjob``, so unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class PodView(_View, frozen=True):
         exit_code: the exit code of the agent, 128 + n for signal n.
         message: the agent's termination message.
         ranks: the ranks of its workers in the current round; None if unknown.
-        log_dir: directory of its workers' output, on this machine.
-        note: additional information, such as why it has not started.
+        log_dir: directory of its logs, on this machine.
+        note: additional information, such as why the pod has not started.
     """
 
     name: str
@@ -119,7 +119,7 @@ class RunView(_View, frozen=True):
 
 
 class EtcdView(_View, frozen=True):
-    """The etcd of a job on this machine; ``pid`` is the ID of its process."""
+    """The etcd of a job on this machine; ``pid`` is None if the etcd is not a process of the run."""
 
     pid: int | None = None
     endpoint: str | None = None
@@ -127,7 +127,7 @@ class EtcdView(_View, frozen=True):
 
 
 class ProgressView(_View, frozen=True):
-    """The last line that rank 0 printed."""
+    """The last line that rank 0 printed, and when, in seconds since the Unix epoch."""
 
     line: str = ""
     time: float = 0.0
@@ -155,7 +155,7 @@ class JobView(_View, frozen=True, dict=True):
         """The job's status.
 
         Raises:
-            ElasticJobError: it is invalid.
+            ElasticJobError: the status is invalid.
         """
         try:
             return status_from_json(self.status_json)
@@ -210,7 +210,7 @@ class JobView(_View, frozen=True, dict=True):
 
     @property
     def deadline(self) -> float | None:
-        """When ``activeDeadlineSeconds`` expires, in seconds since the Unix epoch; None if it never does."""
+        """When ``activeDeadlineSeconds`` expires, in seconds since the Unix epoch; None if it is not running."""
         allowed, since = self.spec.get("activeDeadlineSeconds"), self.status.active
         if self.status.finished or since is None or not isinstance(allowed, int):
             return None

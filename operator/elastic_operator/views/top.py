@@ -1,8 +1,8 @@
 """``elasticjob top``: fetch the metrics that a job's agents serve, combine them, and show one job or a table of jobs.
 
 Each agent serves one page; the page of the leader also has the metrics of the whole job. A page may be missing, come
-from another version or contain any metric of the program: missing values are None. A reading takes at most a few
-seconds, and omits agents that have not answered by then.
+from another version or contain any metrics of the program. Missing values are None. A reading takes at most a few
+seconds, and omits agents that do not answer in this time.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ STATE_COLORS: Final[Mapping[str, str]] = {
     RunState.STOPPING: "red",
     RunState.SUSPENDED: "bright_black",
 }
-"""The states in the order in which they are shown."""
+"""The color of each state; the states are shown in this order."""
 _SEPARATOR: Final = "   "
 _MAX_ROWS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Sum and count of a histogram."""
+    """The sum (``total``) and the count of a histogram's values."""
 
     total: float
     count: int
@@ -107,7 +107,7 @@ class MetricsPage:
             raise ClusterError(f"its response cannot be read as metrics{reason and f' ({reason})'}") from None
 
     def value(self, name: str, default: Default) -> float | Default:
-        """Return the value of this name, the smallest if there are several."""
+        """Return the value of this name, the minimum if there are several."""
         return min((value for _, value in self._samples.get(name, ())), default=default)
 
     def by_label(self, name: str, label: str, **only: str) -> dict[str, float]:
@@ -125,7 +125,7 @@ class MetricsPage:
 
 
 class RankMetrics(NamedTuple):
-    """Metrics of one worker; ``memory`` in bytes, the others in seconds."""
+    """Metrics of one worker: ``steps`` and ``checkpoints`` are durations in seconds, ``memory`` is in bytes."""
 
     rank: int
     pod: str
@@ -184,7 +184,7 @@ class Reading:
 
 
 def goodput(seconds: Mapping[str, float], lost: float | None) -> float | None:
-    """Return the ratio of preserved training time to total time (by run state); None if no time has passed."""
+    """Return the ratio of preserved training time to all ``seconds`` (by run state); None if no time has passed."""
     total = sum(seconds.values())
     return min(1.0, max(0.0, seconds.get(RunState.TRAINING, 0.0) - (lost or 0.0)) / total) if total > 0 else None
 
@@ -194,7 +194,7 @@ def _job_seconds(page: MetricsPage) -> dict[str, float]:
 
 
 def _recoveries_of(pages: Iterable[MetricsPage]) -> dict[str, Tally]:
-    """Return the recoveries by cause. Each node counts all of them: take the largest count and the common mean."""
+    """Return the recoveries by cause. Each node counts all recoveries: use the maximum count and the overall mean."""
     found: dict[str, list[Tally]] = {}
     for page in pages:
         for cause, tally in page.tallies("torchelastic_recovery_duration_seconds", "cause").items():
@@ -231,7 +231,7 @@ class RateTracker:
     Attributes:
         steps: mean seconds per step by rank, from the latest reading with new steps.
         recoveries: seconds of the latest recovery by cause, if it was observed.
-        straggler: the rank whose steps take much longer than the others'.
+        straggler: the rank whose steps take much longer than the others'; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -245,7 +245,7 @@ class RateTracker:
         """Update the rates with a reading."""
         for cause, tally in metrics.recoveries.items():
             mean = self._mean(("recovery", cause), tally)
-            if not self._started and tally.count > 1:  # the duration of the latest of several is unknown
+            if not self._started and tally.count > 1:  # only the mean of several recoveries is known
                 self._last["recovery", cause] = tally, None
             elif mean is not None:
                 self.recoveries[cause] = mean
@@ -309,7 +309,7 @@ async def scrape(
 
 
 def _notes(found: Mapping[str, MetricsPage | ClusterError | TimeoutError]) -> list[str]:
-    """Return a sentence for each problem, with the first of its pods."""
+    """Return a sentence for each problem, with the name of the first pod that has the problem."""
     pods: dict[str, list[str]] = {}
     for name, page in found.items():
         if not isinstance(page, MetricsPage):
@@ -334,7 +334,7 @@ def job_lines(reading: Reading) -> list[str]:
 
 
 def jobs_table(readings: Sequence[Reading], *, namespaces: bool = False) -> list[str]:
-    """Return the jobs in columns, with the metrics of each one's leader."""
+    """Return the jobs in columns, with the metrics of each job's leader."""
     first = ["NAMESPACE"] if namespaces else []
     rows = [[*first, "NAME", "STATE", "READY", "ROUND", "WORLD", "GOODPUT", "LOST", "RESTARTS", "STEP", "AGE"]]
     for reading in readings:

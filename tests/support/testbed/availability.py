@@ -36,7 +36,7 @@ BEDS: Final[Mapping[Bed, str]] = {
     "browser": "a real browser",
     "simulated_nodes": "simulated nodes (kwok)",
 }
-"""The description of each bed; tests have its name as a marker."""
+"""The description of each bed; a test that needs a bed has the bed's name as a mark."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ class Step:
     """A part of the test bed that is prepared once.
 
     Attributes:
-        what: its description.
-        lane: steps of a lane run in sequence; "compiler" and "downloads" run concurrently, "last" after both.
+        what: the description of the part.
+        lane: the lane of the step; "compiler" and "downloads" run concurrently, "last" after both.
         is_ready: returns whether the part already exists.
         make: prepares the part, or raises Missing.
     """
@@ -57,10 +57,10 @@ class Step:
 
 
 def prepare(beds: Collection[Bed], say: Callable[[str], None]) -> dict[Bed, Missing]:
-    """Prepare these beds.
+    """Prepare beds.
 
     Args:
-        beds: the names of beds.
+        beds: the names of the beds.
         say: called with each line about the progress.
 
     Returns:

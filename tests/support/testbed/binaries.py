@@ -1,4 +1,4 @@
-"""The programs of a Kubernetes, which are built once from their Go modules.
+"""The programs of the test bed that are written in Go, such as Kubernetes; they are built once.
 
 No program is downloaded. ``go/`` beside this file has one module for each project (go.mod names the version,
 go.sum its hash), and Go builds the programs from their sources, into the user's cache folder.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GO_MODULES: Final = Path(__file__).parent / "go"
 OLDEST_GO: Final = "1.26"
 OFTEN_THERE: Final = "/usr/local/go/bin"
-"""The folder of Go's own archive; it is not on sudo's PATH."""
+"""The folder into which Go's own archive is usually unpacked, and which sudo's PATH lacks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ class Project:
     """Programs that are built together.
 
     Attributes:
-        name: its folder below ``go/``.
-        module: their Go module.
+        name: the name of the project's folder below ``go/``.
+        module: the Go module of the programs.
         packages: the package of each program, by the program's name.
         variables: the variables that the linker sets; {version} is the module's version, such as v1.36.3.
     """
@@ -51,7 +51,7 @@ class Project:
 
     @property
     def version(self) -> str:
-        """The module's version as in go.mod, with its v."""
+        """The module's version as in go.mod, which begins with a v."""
         found = re.search(
             rf"^require {re.escape(self.module)} (v\S+)$", (self.folder / "go.mod").read_text(), re.MULTILINE
         )
@@ -168,7 +168,7 @@ def built_folder(project: Project) -> Path:
 
 
 def _build(project: Project, folder: Path) -> None:
-    """Build a project's programs into the folder, which appears when all are built."""
+    """Build a project's programs into the folder, which appears when all programs are built."""
     go = compiler(project)
     programs = ", ".join(project.packages)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -203,7 +203,7 @@ def compiler(project: Project) -> str:
     go = shutil.which("go") or shutil.which("go", path=OFTEN_THERE)
     if go is None:
         raise Missing(wanted, f"install it (https://go.dev/dl/) so that `go` is on the PATH; it builds {project.name}")
-    # Run inside the module, because Go fetches the version that go.mod requires there, if it may.
+    # Run in the module's folder, because Go then uses, and may download, the version that go.mod requires.
     asked = subprocess.run(
         [go, "env", "GOVERSION"], cwd=project.folder, env=_environ(), capture_output=True, text=True, check=False
     )
@@ -237,5 +237,5 @@ def _compiled() -> Path:
 
 
 def remove_build_cache() -> None:
-    """Remove several GB of Go's build cache, which only builds need."""
+    """Remove Go's build cache from the cache folder: several GB that only builds need."""
     shutil.rmtree(cache_folder() / "go-build", ignore_errors=True)

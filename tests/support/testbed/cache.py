@@ -27,7 +27,7 @@ class Missing(Exception):  # noqa: N818 - `raise Missing` reads as a sentence
 
 
 def cache_folder() -> Path:
-    """Return the folder, which is created if it is missing."""
+    """Return the test bed's folder; create the folder if it is missing."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(base).expanduser() / "elastic-operator"
     folder.mkdir(parents=True, exist_ok=True)

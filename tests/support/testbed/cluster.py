@@ -87,10 +87,10 @@ class Cluster(abc.ABC):
             stdin: its input.
             env: more variables.
             check: whether the command must succeed.
-            timeout: seconds after which it is killed with all its processes.
+            timeout: seconds after which the command is killed with all its processes.
 
         Raises:
-            CommandFailed: the command failed with ``check``, or took too long.
+            CommandFailed: the command took too long, or failed although ``check`` is true.
         """
         process = await asyncio.create_subprocess_exec(
             *self.entering(),
@@ -105,7 +105,7 @@ class Cluster(abc.ABC):
             async with asyncio.timeout(timeout):
                 out, err = await process.communicate(None if stdin is None else stdin.encode())
         except TimeoutError:
-            self.check()  # an error about a failed cluster is better
+            self.check()  # an error about a failed cluster explains more
             raise CommandFailed(argv, f"took longer than {timeout:.0f} s", "") from None
         finally:
             if process.returncode is None:
@@ -154,7 +154,7 @@ class Cluster(abc.ABC):
             await self.kubectl("delete", "namespace", name, "--wait=false", check=False)
 
     async def kubeconfig_for(self, namespace: str, service_account: str) -> Path:
-        """Write a kubeconfig of an existing service account with a token for a day, and return its path."""
+        """Write a kubeconfig with a token of an existing service account for a day, and return the file's path."""
         made = await self.kubectl("create", "token", service_account, f"--namespace={namespace}", "--duration=24h")
         with tempfile.NamedTemporaryFile(
             "w", dir=self.kubeconfig.parent, prefix=f"{service_account}-", suffix=".kubeconfig", delete=False

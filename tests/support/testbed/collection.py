@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _start_order(item: pytest.Item) -> int:
-    """Run the slowest tests first: those on the node, those with real processes, then the unit tests."""
+    """Return a key that sorts the tests on the node first, then those with real processes, then the unit tests."""
     if item.get_closest_marker("node"):
         return 0
     return 2 if item.path.parent.name == "unit" else 1
@@ -67,7 +67,7 @@ def _start_order(item: pytest.Item) -> int:
 
 @contextlib.contextmanager
 def _heard(config: pytest.Config) -> Iterator[Any]:
-    """Print progress during the preparation, without pytest's capturing."""
+    """Yield a function that prints a line, and suspend pytest's capturing within the block."""
     reporter = config.pluginmanager.getplugin("terminalreporter")
     capture = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():

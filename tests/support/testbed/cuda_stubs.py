@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 VERSION: Final = "1"
-"""The version of the stubs; images are rebuilt when it changes."""
+"""The version of the stubs; images are rebuilt when the version changes."""
 
 _LIBRARIES: Final = re.compile(r"\[(lib(?:cu|nccl|nv)[A-Za-z_]*\.so\.\d+)\]")
 _REAL: Final = re.compile(r"lib(?:cudart|cupti|cuda)\.so\.\d+")
@@ -63,7 +63,7 @@ def write_libraries(torchs: Path, target: Path) -> None:
 
 
 def write_packages(constraints: Path, target: Path) -> None:
-    """Write wheels that pip prefers to CUDA's packages of the same versions; the one of cuBLAS has the libraries.
+    """Write wheels that pip prefers to CUDA's packages of the same versions; that of cuBLAS contains the stubs.
 
     Args:
         constraints: the file that pins the versions.

@@ -25,7 +25,7 @@ _POLL = 0.05
 """Seconds between two readiness checks; there is no event to wait for."""
 
 _TAIL = 4000
-"""Characters of the log in the error about a process that has exited."""
+"""Number of characters of the log in the error about a process that has exited."""
 
 
 class DaemonDied(RuntimeError):  # noqa: N818 - the name is the reason
@@ -41,7 +41,7 @@ class DaemonDied(RuntimeError):  # noqa: N818 - the name is the reason
 
 
 class Daemon:
-    """A process that runs until it is killed. It is also killed when the thread that starts it ends.
+    """A process that runs until it is killed. The kernel kills it when the thread that started it ends.
 
     Args:
         argv: the program and its arguments.
@@ -58,7 +58,7 @@ class Daemon:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process; it may have been killed before."""
+        """Start the process, also again after :meth:`kill`."""
         if self._process is not None:
             raise RuntimeError(f"{self.name} runs already")
         with self.log_file.open("ab") as log:
@@ -69,7 +69,7 @@ class Daemon:
                 stderr=log,
                 env=self._environ,
                 cwd=self.log_file.parent,
-                start_new_session=True,  # so that Ctrl-C reaches only pytest, which kills them
+                start_new_session=True,  # so that Ctrl-C reaches only pytest, which kills the process
             )
 
     @property
@@ -130,7 +130,7 @@ async def until_ready(probe: Callable[[], Awaitable[object]], *daemons: Daemon) 
     Args:
         probe: called repeatedly.
         daemons: processes that must run meanwhile, because otherwise another server has answered; a timeout is
-            reported for the last one.
+            reported for the last of them.
 
     Raises:
         DaemonDied: a process exited, or the probe failed for too long.

@@ -1,6 +1,6 @@
 """The base image of the Dockerfiles, debian:…-slim, built from Debian's packages; and writers of image archives.
 
-Images can therefore be built without an image registry. Like Debian's own slim image, it has the packages
+Images can therefore be built without an image registry. Like Debian's own slim image, the base image has the packages
 that apt needs, without documentation and translations. It has no package sources: a build uses those of this machine.
 """
 
@@ -51,11 +51,11 @@ tar --create --file "$LAYER" --numeric-owner --exclude='./dev/*' --exclude='./pr
 """
 
 _LIMIT: Final = 900.0
-"""Seconds."""
+"""The limit of a build in seconds."""
 
 
 def archive() -> Path:
-    """Return the image as a docker archive, which is built if it is missing.
+    """Return the path of the image as a docker archive; build the image if it is missing.
 
     Raises:
         Missing: the image cannot be built.
@@ -104,7 +104,7 @@ def write_image_of_program(out: Path, *, name: str, program: Path, at: str, conf
         out: the docker archive, which appears when it is complete.
         name: the image's name, with its tag.
         program: a static program.
-        at: its path in the image, such as /usr/local/bin/etcd.
+        at: the path of the program in the image, such as /usr/local/bin/etcd.
         config: the configuration of the image, such as Env and Cmd, in the format of OCI.
     """
     with tempfile.TemporaryDirectory(dir=out.parent, prefix="tmp-") as scratch:
@@ -139,7 +139,7 @@ def write_image(out: Path, *, name: str, layer: Path, config: Mapping[str, Any])
     unfinished = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         with tarfile.open(unfinished, "w") as tar:
-            # The list comes first, so that it can be read without the layer.
+            # The manifest comes first, so that it can be read without the layer.
             _add_file(tar, "manifest.json", json.dumps(listed).encode())
             _add_file(tar, configuration, text)
             tar.add(layer, f"{digest}.tar")

@@ -2,8 +2,8 @@
 
 Layers are kept in a storage below the cache folder, one for each image, so that only changed layers are built.
 CUDA's libraries are omitted from images (:mod:`tests.support.testbed.cuda_stubs`).
-All stages get a name in the storage, so that unused layers can be removed. When the pinned
-versions change, the storage is replaced.
+Each stage gets a name in the storage, so that unused layers can be removed. When the pinned versions change, the
+storage is replaced.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def build(dockerfile: Path, *, image: str, folder: Path, archive: Path) -> None:
 
 
 def identity(dockerfile: Path) -> str:
-    """Return a hash of the files of an image."""
+    """Return a hash of the files from which an image is built."""
     parts = [_base(), dockerfile.read_text()]
     for path in sorted(_copied(dockerfile)):
         parts += [str(path.relative_to(ROOT)), oct(path.stat().st_mode), _digest(path.read_bytes())]
@@ -108,7 +108,7 @@ def _copied(dockerfile: Path) -> set[Path]:
 
 
 def _is_taken(path: Path) -> bool:
-    """Return whether .dockerignore includes a file."""
+    """Return whether a path is a file that .dockerignore does not exclude."""
     below = path.relative_to(ROOT).parts
     ignored = any(part == "__pycache__" or part.startswith(".") or part.endswith(".egg-info") for part in below)
     return path.is_file() and not ignored and path.suffix != ".pyc"

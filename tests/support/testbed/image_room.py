@@ -1,8 +1,8 @@
-"""An isolated environment for image builds: changes to /etc, /run and /var vanish with it, even if it is killed.
+"""An isolated environment for image builds: changes to /etc, /run and /var vanish with a build, even a killed one.
 
-buildah and debootstrap expect a machine of their own: they write below /etc and /var, and mount. They run in
-mount and PID namespaces that end with this process, with overlays over those folders. They use the machine's
-network, and write into the cache folder only.
+buildah and debootstrap expect a machine of their own: they write below /etc and /var, and mount file systems. They run
+in mount and PID namespaces that end with this process, with overlays over those folders. They use the machine's
+network, and change only the cache folder.
 
 Builds also get this machine's package sources, which the images do not contain: one folder in place of root's home,
 with pip's configuration, and one in place of /etc/apt. buildah itself passes on a proxy from the environment, without
@@ -59,11 +59,11 @@ unset LD_LIBRARY_PATH
 ldconfig -X
 exec "$@"
 """
-"""Mounts the overlays; the cache folder may be below one of them and is mounted again."""
+"""A script that mounts the overlays, and mounts the cache folder again, which may be below one of the overlays."""
 
 _PREFIX: Final = "room-"
 _TAIL: Final = 4000
-"""Characters of a failed command's output in the error."""
+"""Number of characters of a failed command's output in the error."""
 
 _REMEDY: Final = "the first time, Debian's and Python's packages must be reachable, and 20 GB free in the cache folder"
 
@@ -74,7 +74,7 @@ def run(script: str, *, makes: str, limit: float, env: Mapping[str, str]) -> Non
     Args:
         script: the script for `sh`.
         makes: a description of the result.
-        limit: seconds after which it is killed.
+        limit: seconds after which the script is killed.
         env: more variables.
 
     Raises:
@@ -184,7 +184,7 @@ def mirror(suite: str) -> str:
 
 
 def proxies() -> dict[str, str]:
-    """Return proxy variables from apt's configuration, if the environment has none."""
+    """Return the proxy variables from apt's configuration that the environment lacks."""
     named = _output("apt-config", "shell", "http_proxy", "Acquire::http::Proxy", "https_proxy", "Acquire::https::Proxy")
     found = {name: value for name, value in re.findall(r"^(\w+)='(.*)'$", named, re.MULTILINE) if value != "DIRECT"}
     return {name: value for name, value in found.items() if name not in os.environ}
@@ -203,7 +203,7 @@ def _sources(suite: str) -> str:
 
 
 def _archives() -> dict[str, str]:
-    """Return the package archives in this machine's apt sources by label; the first of each label."""
+    """Return the first package archive of each label in this machine's apt sources, by label."""
     targets = _output("apt-get", "indextargets", "--format", "$(LABEL) $(REPO_URI)", "Created-By: Packages")
     found = [line.rpartition(" ") for line in targets.splitlines()]
     return {label: uri.rstrip("/") for label, _, uri in reversed(found)}

@@ -58,7 +58,7 @@ def _pause() -> Path:
 
 
 def archive(name: str) -> Path:
-    """Return the archive of an image, which is built if it is missing or outdated.
+    """Return the path of an image's archive; build the archive if it is missing or outdated.
 
     Args:
         name: one of :data:`IMAGES`.
@@ -97,7 +97,7 @@ def _path(name: str) -> Path:
 
 
 def _identity(name: str) -> str:
-    """Return a hash of the files of an image."""
+    """Return a hash of the files and settings from which an image is built."""
     if name in _DOCKERFILES:
         return image_build.identity(_DOCKERFILES[name])
     inputs = [IMAGES[name], repr(_PROGRAMS[name])]
@@ -128,7 +128,7 @@ def listed(table: str) -> dict[str, str]:
 
 
 class Kept:
-    """The record of the imported images: by full name, the archive, its size and time, and the image's digest.
+    """The record of imported images: by full name, the archive's path, size and time, and the image's digest.
 
     Args:
         file: the file of the record.
@@ -149,7 +149,7 @@ class Kept:
         self._file.write_text(json.dumps(self._records))
 
     def unwanted(self, there: Mapping[str, str]) -> list[str]:
-        """Return the present images that are not in the record."""
+        """Return the names of the present images that are not in the record."""
         # The CRI also gives each image a digest as its name.
         wanted = {record[-1] for record in self._records.values()}
         return sorted(name for name, digest in there.items() if digest not in wanted)

@@ -28,7 +28,7 @@ class Site:
     Attributes:
         folder: the folder of its files.
         address: the IP address that the API server listens on and advertises.
-        port: its port.
+        port: the port of the API server.
         etcd_port: etcd's client port, on loopback.
         peer_port: etcd's peer port.
         services: the range of service addresses.
@@ -65,7 +65,7 @@ def write_credentials(site: Site) -> None:
     pki.mkdir(exist_ok=True)
     authority = trustme.CA()
     authority.cert_pem.write_to_path(pki / "ca.crt")
-    inside = str(ipaddress.ip_network(site.services)[1])  # the address for pods
+    inside = str(ipaddress.ip_network(site.services)[1])  # the API server's address for pods
     server = authority.issue_cert(site.address, inside, "localhost", "kubernetes.default.svc")
     server.private_key_pem.write_to_path(pki / "server.key")
     server.cert_chain_pems[0].write_to_path(pki / "server.crt")

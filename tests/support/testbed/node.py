@@ -111,12 +111,12 @@ class Node(Cluster):
 
     @property
     def pid(self) -> int:
-        """The id of its first process, as this machine sees it."""
+        """The id that the node's first process has on this machine."""
         return self._pid
 
     @property
     def keeper_pid(self) -> int:
-        """The id of the process that removes it."""
+        """The id of the process that removes the node."""
         return self._running().pid
 
     def check(self) -> None:
@@ -170,7 +170,7 @@ class Node(Cluster):
 
         Args:
             name: the name of the image in the archive.
-            archive: an OCI or docker archive. When the file is removed, the image is also removed.
+            archive: an OCI or docker archive. The next import removes the images of archives that no longer exist.
         """
         name = full_name(name)
         kept = Kept(self._place / "imported.json")
@@ -189,7 +189,7 @@ class Node(Cluster):
 
     @contextlib.asynccontextmanager
     async def image_called(self, name: str, image: str) -> AsyncIterator[None]:
-        """Give an image another name within ``async with``."""
+        """Give an image an additional name within ``async with``."""
         await self._containerd("images", "tag", full_name(image), full_name(name))
         try:
             yield
@@ -197,7 +197,7 @@ class Node(Cluster):
             await self._containerd("images", "delete", full_name(name))
 
     async def images(self) -> dict[str, str]:
-        """Return the digests of its images by name."""
+        """Return the digests of the node's images by name."""
         return listed(await self._containerd("images", "list"))
 
     def processes(self, pod_uid: str) -> dict[int, str]:

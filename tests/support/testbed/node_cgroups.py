@@ -56,7 +56,7 @@ class Hierarchy:
 
     @property
     def version(self) -> int:
-        """1 or 2."""
+        """The version of control groups: 1 or 2."""
         return 1 if self.options else 2
 
 
@@ -65,8 +65,8 @@ class Groups:
     """The control groups of a node.
 
     Attributes:
-        folders: its folder in each hierarchy.
-        enabled: the controllers that were enabled for it at the top of version 2.
+        folders: the node's folder in each hierarchy.
+        enabled: the controllers to enable for the node at the top of version 2, and to disable at its end.
     """
 
     folders: tuple[str, ...]
@@ -153,7 +153,7 @@ def make(groups: Groups) -> None:
     """Create the folders, and enable the controllers.
 
     Raises:
-        OSError: the kernel refuses.
+        OSError: the kernel refuses a change.
     """
     for name in groups.enabled:
         (Path(groups.folders[0]).parent / "cgroup.subtree_control").write_text(f"+{name}")
@@ -167,14 +167,14 @@ def make(groups: Groups) -> None:
 
 
 def join(groups: Groups) -> None:
-    """Move the calling process into the folders."""
+    """Move the calling process into the groups."""
     for folder in groups.folders:
         with open(f"{folder}/cgroup.procs", "w") as file:  # noqa: PTH123 - this runs between fork and exec
             file.write("0")
 
 
 def remove(groups: Groups) -> list[str]:
-    """Kill the processes in the folders, remove the folders, and disable the controllers again.
+    """Kill the processes in the groups, remove the folders, and disable the controllers again.
 
     Returns:
         The folders that could not be removed.

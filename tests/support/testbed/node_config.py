@@ -107,7 +107,7 @@ def commands(site: Site, programs: Mapping[str, Path], tools: Path) -> dict[str,
 
     Args:
         site: the files and addresses of the control plane.
-        programs: the folders of kubelet, kube-proxy and coredns.
+        programs: the paths of kubelet, kube-proxy and coredns.
         tools: the root of the unpacked packages.
     """
     config = site.folder / "config"
@@ -189,7 +189,7 @@ def _proxy(site: Site) -> Mapping[str, Any]:
         "bindAddress": ADDRESS,
         "clientConnection": {"kubeconfig": str(site.kubeconfig)},
         "clusterCIDR": PODS,
-        "conntrack": {"maxPerCore": 0},  # another machine-wide limit
+        "conntrack": {"maxPerCore": 0},  # do not change the limit, which is machine-wide
         "healthzBindAddress": f"127.0.0.1:{PROXY_HEALTH}",
         "hostnameOverride": NAME,
     }

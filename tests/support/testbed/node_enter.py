@@ -16,7 +16,7 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 _NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
-"""Mount, cgroup, UTS, IPC, PID and network."""
+"""The flags of the mount, cgroup, UTS, IPC, PID and network namespaces."""
 _HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _CANNOT_EXECUTE = 126
 

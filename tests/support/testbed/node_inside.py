@@ -1,7 +1,7 @@
 """The first process of a node: sets up its namespaces, starts the parts, and reaps orphans.
 
-It runs in new namespaces (mount, network, PID, IPC, UTS, cgroup), which vanish with it:
-mounts, addresses and routes need no clean-up. Effects beyond the namespaces are prevented:
+The process runs in new namespaces (mount, network, PID, IPC, UTS, cgroup), which vanish with it: mounts, addresses and
+routes need no clean-up. Effects beyond the namespaces are prevented:
 
 - **/proc/sys**, apart from the network's part, is read-only, with the values that the kubelet would set.
 - writes to **/var** and **/etc** stay in memory; **/run** is empty.
@@ -34,7 +34,7 @@ _PROGRAM_FAILED = 1
 
 
 def main(folder: str, place: str) -> int:
-    """Run the node until it is killed.
+    """Run the node until it is killed or a part exits; return the exit code.
 
     Args:
         folder: the folder with the node's :class:`Bed`.
@@ -60,8 +60,8 @@ def arrange(bed: Bed, place: Path) -> None:
     """Set up the namespaces.
 
     Raises:
-        OSError: the kernel refuses something.
-        CalledProcessError: `ip` fails.
+        OSError: the kernel refuses a change.
+        CalledProcessError: ``ip`` fails.
     """
     mount("none", "/", flags=Mount.RECURSIVE | Mount.PRIVATE)
     socket.sethostname(node_config.NAME)

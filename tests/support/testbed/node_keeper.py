@@ -1,8 +1,8 @@
 """Create a node, and remove it when the tests close a pipe or exit.
 
-It is a separate process in its own session, so that it survives ``kill -9`` and Ctrl-C of the tests; the node's
-first process is killed when it exits. It cleans up after every node, unless both processes are killed at
-once. Processes, mounts and links then vanish with their namespaces, and the next node that starts removes
+The keeper is a separate process in its own session, so that it survives ``kill -9`` and Ctrl-C of the tests. When the
+keeper exits, the node's first process is killed. The keeper cleans up after its node, unless the keeper itself is
+killed. In that case, processes, mounts and links vanish with their namespaces, and the next node that starts removes
 the rest: empty control groups, and files below the cache folder.
 
 A node uses a *place*: a folder below the cache folder, with a lock. The first place
@@ -52,7 +52,7 @@ def main(folder: str) -> int:
                 select.select([*asked_to_end, os.pidfd_open(process.pid)], [], [])
             finally:
                 process.kill()
-                process.wait()  # it exits only after all others in its PID namespace
+                process.wait()  # it exits only after all other processes in its PID namespace
         except (OSError, subprocess.SubprocessError) as error:
             say("failed", words=f"the kernel refuses what a node needs: {error}")
         finally:
@@ -69,7 +69,7 @@ def say(event: str, **more: Any) -> None:
 
 
 def sweep(cache: Path) -> None:
-    """Remove the rest of nodes whose keeper was killed."""
+    """Remove what remains of nodes whose keeper was killed."""
     for lock in sorted(_places(cache).glob("*.lock")):
         place = lock.with_suffix("")
         with _lock(lock) as taken:
@@ -93,7 +93,7 @@ def tidy(place: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _place(cache: Path) -> Iterator[Path]:
-    """Lock the first free place, and clean up all others."""
+    """Yield the first free place, which is locked within the block, after cleaning up all free places."""
     for number in count(1):
         place = _places(cache) / str(number)
         with _lock(place.with_suffix(".lock")) as taken:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def main(bed: Bed) -> int:
-    """Start all parts, wait until a part exits by itself, and return the exit code."""
+    """Start all parts, report when a part is not ready in time or exits, and return the exit code."""
     try:
         asyncio.run(_run(bed))
     except DaemonDied as error:
@@ -57,7 +57,7 @@ class _Parts:
         await asyncio.gather(self._start_control_plane(), self._start_containerd())
         kubelet = self._start("kubelet")
         await self._until(kubelet, self._api_answers(f"/api/v1/nodes/{node_config.NAME}"))
-        proxy = self._start("kube-proxy")  # without a node, it retries after a second
+        proxy = self._start("kube-proxy")  # not earlier, because without a node it would wait for a second
         await self._until(kubelet, self._node_takes_pods)
         dns = self._daemons["coredns"]
         await self._until(proxy, self._answers(f"http://127.0.0.1:{node_config.PROXY_HEALTH}/healthz"))
@@ -129,7 +129,7 @@ class _Parts:
         return probe
 
     async def _node_takes_pods(self) -> bool:
-        """Return whether the node is ready, and the controller manager has noticed this."""
+        """Return whether the node is ready, and the controller manager has removed its taints."""
         text = await self._get(f"{self._bed.server}/api/v1/nodes/{node_config.NAME}")
         node = json.loads(text or "{}")
         conditions = {each["type"]: each["status"] for each in node.get("status", {}).get("conditions", ())}

@@ -51,14 +51,14 @@ def mount(source: Path | str, target: Path | str, kind: str = "", flags: Mount =
     Args:
         source: a folder or file for a bind mount; otherwise a label.
         target: the mount point.
-        kind: the file system type; empty for a bind mount or a remount.
+        kind: the file system type; empty for a bind mount, a remount or a change of propagation.
         flags: the flags of mount(2).
         options: the options of the file system.
 
     Raises:
-        OSError: the kernel refuses.
+        OSError: the kernel refuses the mount.
     """
-    # os.fsencode returns bytes, because paths need not be UTF-8.
+    # Paths need not be UTF-8, so they are passed as bytes.
     arguments = [os.fsencode(value) for value in (source, target, kind)]
     _succeeded(_libc.mount(*arguments, ctypes.c_ulong(int(flags)), os.fsencode(options)), "mount", str(target))
 

@@ -1,8 +1,8 @@
 """Debian's packages without an installation: apt fetches them, dpkg unpacks them below the cache folder.
 
-A set has the named packages, and those of their dependencies that some Debians lack. apt resolves them as if this
-machine had nothing installed, with separate lists, caches and locks: only the machine's sources, keys and
-proxy are used, and nothing is changed. Root is not needed.
+A set has the named packages, and those of their dependencies that a minimal Debian lacks. apt resolves them as if this
+machine had nothing installed, with separate lists and caches: apt uses only the machine's sources, keys and proxy, and
+changes nothing on the machine. Root is not needed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ SETS: Final[dict[SetName, tuple[str, ...]]] = {
     "prometheus": ("prometheus",),
     "browser": ("chromium", "fonts-dejavu-core", "fonts-liberation"),
 }
-"""The packages that run pods, build images from Dockerfiles, and run Prometheus and promtool; and a
-browser with fonts."""
+"""The packages of each set: for running pods, for building images, Prometheus with promtool, and a browser with
+fonts."""
 
 _ALONE: Final[frozenset[SetName]] = frozenset({"prometheus"})
-"""Sets whose programs need no dependencies: those are only for services and pages, which tests do not use."""
+"""Sets without dependencies, which only services and web pages of the packages need."""
 
 _ON_EVERY_DEBIAN: Final = ("?essential", "apt")
 """Packages that every Debian has; they and their dependencies, such as the C library, are not unpacked."""
@@ -57,7 +57,7 @@ _ALTERNATIVES: Final = {
         f"{family}tables{what}" for family in ("ip", "ip6") for what in ("", "-save", "-restore")
     )
 }
-"""Links below usr/sbin that an installation would create, by their program."""
+"""Links below usr/sbin that an installation would create, by the program that they point to."""
 
 _PRIVATE: Final = ("pulseaudio",)
 """Library folders that other libraries find by the absolute path of an installation."""
@@ -69,7 +69,7 @@ _REMEDY: Final = "these tests need Debian or Ubuntu, whose packages they unpack 
 
 
 def unpacked(name: SetName) -> Path:
-    """Return the root folder of a set, which is fetched and unpacked if it is missing.
+    """Return the root folder of a set; fetch and unpack the set if it is missing.
 
     Raises:
         Missing: the machine runs neither Debian nor Ubuntu, or apt cannot get the packages.
@@ -154,7 +154,7 @@ class _Apt:
             'Acquire::Languages "none";\nAcquire::IndexTargets::deb::DEP-11::DefaultEnabled "false";\n'
             'Acquire::Retries "3";\n'
         )
-        # A source that is unreachable may be irrelevant.
+        # An unreachable source may be irrelevant, so errors are reported only if a later command fails.
         self._complaints = self._answer("update").stderr
 
     def closure(self, packages: Sequence[str]) -> set[str]:
@@ -218,7 +218,7 @@ def _point_links_inside(root: Path) -> None:
 
 
 def _add_alternatives(root: Path) -> None:
-    """Create the links to programs."""
+    """Create the links of :data:`_ALTERNATIVES` whose program is in the set."""
     for program, names in _ALTERNATIVES.items():
         for name in names:
             if (root / "usr/sbin" / program).exists():
