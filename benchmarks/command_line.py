@@ -31,7 +31,7 @@ def parser(
     Args:
         name: the name of the benchmark.
         description: the docstring of the benchmark; ``--help`` shows its first paragraph.
-        etcd: whether the benchmark uses etcd.
+        etcd: whether the benchmark has ``--etcd``.
         repeat: the default of ``--repeat``; None for no such flag.
         settle: the default of ``--settle``; None for no such flag.
         limit: the default of ``--limit``; None for no such flag.
@@ -68,7 +68,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def duration(text: str) -> float:
-    """Return a text as seconds, for argparse's ``type``."""
+    """Parse a text as seconds, for argparse's ``type``."""
     try:
         value = float(text)
     except ValueError:
@@ -79,7 +79,7 @@ def duration(text: str) -> float:
 
 
 def existing(text: str) -> Path:
-    """Return a text as the path of an existing file, for argparse's ``type``."""
+    """Parse a text as the path of an existing file, for argparse's ``type``."""
     path = Path(text)
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"there is no file {text}")

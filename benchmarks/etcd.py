@@ -1,6 +1,6 @@
 """The etcd of a benchmark: a real etcd with one member and without data.
 
-Like the etcd of ``elasticjob run``, it does not wait for the disk (``--unsafe-no-fsync``).
+Like the etcd of ``elasticjob run``, this etcd does not wait for the disk (``--unsafe-no-fsync``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ async def choose_etcd(named: Path | None = None) -> Path:
     """Return the named etcd binary, or the newest in the test bed's cache, or the one that ``elasticjob run`` uses.
 
     Raises:
-        BadInput: there is no usable one.
+        BadInput: there is no usable binary.
     """
     if named is not None:
         return named
@@ -51,7 +51,7 @@ async def etcd_serving(binary: Path) -> AsyncIterator[EtcdProcess]:
     """Run an etcd within the block.
 
     Raises:
-        BadInput: it cannot be started.
+        BadInput: the etcd cannot be started.
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-etcd-") as folder:
         process = EtcdProcess(binary, Path(folder), os.environ, changed=lambda: None, tell=lambda _: None)
@@ -72,11 +72,11 @@ class BreakableEtcd:
     """An etcd that a benchmark can kill, pause and empty, or run in another network.
 
     Args:
-        processes: starts its process, and has a folder for its data.
-        binary: the program.
-        ports: its ports for clients and for peers.
-        host: the address on which it listens.
-        inside: a prefix of its command that runs it in another network.
+        processes: the tree in which etcd is started, with a folder for its data.
+        binary: the etcd binary.
+        ports: the ports for clients and for peers.
+        host: the address on which etcd listens.
+        inside: a prefix of the command that runs etcd in another network.
     """
 
     def __init__(
@@ -102,17 +102,17 @@ class BreakableEtcd:
 
     @property
     def pid(self) -> int:
-        """Its process id.
+        """The process id.
 
         Raises:
-            RuntimeError: it does not run.
+            RuntimeError: etcd does not run.
         """
         if self._child is None:
             raise RuntimeError("etcd does not run")
         return self._child.pid
 
     async def start(self) -> None:
-        """Start it with its existing data, and wait until it serves."""
+        """Start etcd with its existing data, if any, and wait until it serves."""
         address = self._processes.folder / "etcd-ready"
         command = [
             *self._inside,
@@ -139,29 +139,29 @@ class BreakableEtcd:
                 address.unlink()
 
     async def kill(self) -> None:
-        """Kill it with SIGKILL; its data remain."""
+        """Kill etcd with SIGKILL; its data remain."""
         if self._child is not None:
             child, self._child = self._child, None
             child.signal(signal.SIGKILL)
             await asyncio.shield(child.ended)
 
     def wipe(self) -> None:
-        """Delete its data while it does not run."""
+        """Delete the data. Call this only while etcd does not run."""
         shutil.rmtree(self._data)
 
     def pause(self) -> None:
-        """Pause it with SIGSTOP; its connections stay open."""
+        """Pause etcd with SIGSTOP; its connections stay open."""
         if self._child is not None:
             self._child.signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Continue it with SIGCONT."""
+        """Continue etcd with SIGCONT."""
         if self._child is not None:
             self._child.signal(signal.SIGCONT)
 
 
 async def wake(endpoint: str) -> None:
-    """Send some requests of each kind to an etcd, so that the first measured ones are not slower."""
+    """Send some requests of each kind to an etcd, so that the first measured requests are not slower."""
     store = await connect(StoreSettings(endpoints=(endpoint,)))
     try:
         for _ in range(_ROUNDS):
@@ -179,7 +179,7 @@ async def wake(endpoint: str) -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the processor time of a process so far, including the kernel's on its behalf."""
+    """Return the processor time of a process so far in seconds, including time in the kernel."""
     # The first field of each thread is its time on a processor in nanoseconds; /proc/PID/stat counts in ticks of 10 ms.
     tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(task.read_text(encoding="utf-8").split()[0]) for task in tasks) / 1e9

@@ -19,10 +19,10 @@ class Launcher:
     """A launcher with its settings.
 
     Attributes:
-        name: its name in a report.
-        conf: for ``--rdzv-conf``.
-        environment: additional environment variables of its agents.
-        is_ours: whether it is torchelastic-run; otherwise it is torchrun.
+        name: the launcher's name in a report.
+        conf: the settings for ``--rdzv-conf``.
+        environment: additional environment variables of the agents.
+        is_ours: whether the launcher is torchelastic-run; otherwise it is torchrun.
     """
 
     name: str
@@ -36,13 +36,13 @@ class Launcher:
         """Return the command of an agent with one worker.
 
         Args:
-            node: its name.
-            address: its address for the other agents.
+            node: the agent's name.
+            address: the agent's address for other agents.
             endpoint: host:port of the rendezvous.
-            run_id: the id of its run.
-            nnodes: as in ``--nnodes``.
-            first: whether it is the run's first agent, which hosts torchrun's store.
-            reports_ready: whether it reports when torch is imported (:mod:`benchmarks.ready`).
+            run_id: the id of the run.
+            nnodes: the value of ``--nnodes``.
+            first: whether the agent is the run's first, which hosts torchrun's store.
+            reports_ready: whether the agent writes the time at which torch is imported (:mod:`benchmarks.ready`).
         """
         common = (f"--nnodes={nnodes}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={run_id}", f"--local-addr={address}")
         if self.is_ours:
@@ -61,10 +61,10 @@ class Launcher:
 OURS: Final = Launcher("torchelastic-run", is_ours=True)
 
 _LAST_CALL: Final = {"last_call_timeout": 1}
-"""By default, torchrun waits 30 s for more nodes if it has fewer than the maximum."""
+"""A last call of 1 s. By default, torchrun waits 30 s for more nodes if it has fewer than the maximum."""
 _NOT_SHARED: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Each round gets its own store. By default (torch 2.15) all rounds share one: restarted workers may then find keys of
-the previous round and wait for it, and an agent that joins later never gets the address."""
+"""Each round gets its own store. By default (torch 2.15), all rounds share one store. Restarted workers may then find
+keys of the previous round and wait for that round, and an agent that joins later never gets the store's address."""
 
 TORCHRUN: Final = Launcher("torchrun", _LAST_CALL, _NOT_SHARED)
 TORCHRUN_FAST_LOSS: Final = Launcher(

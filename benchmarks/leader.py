@@ -1,6 +1,6 @@
 """Print the name of the node that leads a run: ``python -m benchmarks.leader HOST:PORT RUN_ID``.
 
-This is a separate program, because etcd may be in another network namespace.
+This is a separate program, because it must run in the network namespace of etcd.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torchelastic.store.client import connect
 
 
 async def main(endpoint: str, run_id: str) -> None:
-    """Print the name, or nothing if there is no leader."""
+    """Print the leader's name, or nothing if no node has led."""
     key = RunKeys.of(run_id).leader
     store = await connect(StoreSettings(endpoints=(endpoint,)))
     try:

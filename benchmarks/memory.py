@@ -43,7 +43,7 @@ async def measure(name: str, *, settle: float, limit: float) -> dict[str, float]
     """Start a launcher, wait for its workers, and return MiB by the kind of process.
 
     Raises:
-        Missing: its workers did not start.
+        Missing: the workers did not start within the limit.
     """
     async with ProcessTree() as processes, WorkerReports(processes.folder / "reports") as reports:
         log = processes.folder / "log"

@@ -1,6 +1,6 @@
 """A proxy in front of etcd that counts requests and bytes, including HTTP headers.
 
-The proxy takes time, so no time is measured through it.
+The proxy delays requests, so no time is measured through it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _REQUEST: Final = re.compile(rb"(?:GET|POST) (/\S*) HTTP/1\.1\r\n")
 
 
 class Meter:
-    """Within ``async with``, a connection to :attr:`endpoint` is forwarded to the target and counted.
+    """A counting proxy, open within ``async with``: connections to :attr:`endpoint` are forwarded to the target.
 
     Args:
-        target: host:port.
+        target: host:port of the server.
 
     Attributes:
         requests: the number of requests, by path.
         sent: bytes from the clients, by path.
-        received: bytes to the clients, by path; the events of a watch belong to its request.
+        received: bytes to the clients, by path; the events of a watch count for the path of the watch.
     """
 
     def __init__(self, target: str) -> None:
@@ -45,7 +45,7 @@ class Meter:
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def copy(self) -> Meter:
-        """Return the current counts."""
+        """Return a copy of the current counts."""
         snapshot = Meter("")
         snapshot.requests.update(self.requests)
         snapshot.sent.update(self.sent)

@@ -1,6 +1,6 @@
 """Measure what metrics cost: ``python -m benchmarks.metrics --json``.
 
-The values come from real workers of a real agent, which is scraped meanwhile. See docs/benchmarks.md.
+Real workers of a real agent record values, while the agent is scraped. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 WORKERS: Final = 10
 NAMES: Final = 1000
-"""The gauges of each of these workers for the scrape."""
+"""The number of gauges of each of the :data:`WORKERS` when scrapes are measured."""
 
 SCRAPES: Final = 10
 
@@ -50,10 +50,10 @@ class RunningAgent:
     """One agent with workers.
 
     Attributes:
-        process: its process.
-        log: the file with its output.
-        url: the URL of its /metrics.
-        session: the session for requests.
+        process: the agent's process.
+        log: the file with the agent's output.
+        url: the URL of the agent's /metrics.
+        session: the HTTP session for scrapes.
     """
 
     process: Child
@@ -62,7 +62,7 @@ class RunningAgent:
     session: aiohttp.ClientSession
 
     async def scrape(self) -> bytes:
-        """Return the page."""
+        """Return the page of /metrics."""
         async with self.session.get(self.url) as response:
             response.raise_for_status()
             return await response.read()
@@ -91,12 +91,12 @@ async def running_agent(processes: ProcessTree, workers: int, *arguments: str) -
         try:
             yield RunningAgent(process, log, f"http://127.0.0.1:{port}/metrics", session)
         finally:
-            process.signal(signal.SIGTERM)  # it then removes the shared memory of its workers
+            process.signal(signal.SIGTERM)  # the agent then removes the shared memory of its workers
             await asyncio.wait([process.ended], timeout=_STOP_LIMIT)
 
 
 async def cost(processes: ProcessTree, *, steps: int, limit: float) -> dict[str, Any]:
-    """Return what one worker has measured."""
+    """Run one worker, and return its measurements."""
     file = processes.folder / "found"
     file.unlink(missing_ok=True)
     async with running_agent(processes, 1, "cost", str(file), str(steps)) as here:

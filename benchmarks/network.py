@@ -1,7 +1,7 @@
 """A network of hosts that can fall silent: a switch and hosts, each in a network namespace.
 
-The namespaces have no names. Each exists as long as its process, so nothing is left behind, and this machine's own
-network does not change. A host is silenced at the switch: its own interface stays up, and its packets are lost.
+The namespaces have no names. Each namespace exists as long as its process runs, so nothing is left behind. The network
+of this machine does not change. A host is silenced at the switch: its own interface stays up, and its packets are lost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TOOLS: Final = ("ip", "nsenter", "unshare")
 
 
 def why_not() -> str:
-    """Return the reason why no such network can be created here; empty if it can."""
+    """Return the reason why no such network can be created on this machine; empty if one can."""
     if os.geteuid() != 0:
         return "only root can create network namespaces."
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
@@ -42,7 +42,7 @@ class Network:
     """Connected hosts; an async context manager.
 
     Args:
-        processes: starts the namespaces' processes.
+        processes: the tree in which the processes of the namespaces are started.
         hosts: the names of the hosts.
     """
 

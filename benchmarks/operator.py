@@ -55,7 +55,7 @@ async def measure(arguments: argparse.Namespace) -> Report:
 async def _measure_peer(
     cluster: OperatedCluster, arguments: argparse.Namespace, folder: Path
 ) -> dict[int | str, list[float]] | None:
-    """Return the peer's samples by the number of pods, and of "replaced"; None without a peer."""
+    """Return the peer's samples by number of pods, and under "replaced" those of replaced pods; None without a peer."""
     if arguments.peer is None:
         return None
     only = arguments.only or ROWS

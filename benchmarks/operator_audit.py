@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 WRITES: Final = frozenset({"create", "update", "patch", "delete", "deletecollection"})
 
 _FLUSHED: Final = 0.5
-"""Seconds after which an answered request is in the log."""
+"""Seconds after which an answered request is assumed to be in the log."""
 
 
 class Audit:
@@ -52,8 +52,8 @@ class Audit:
         """Count the requests after a mark, as "create pods" or "update elasticjobs/status".
 
         Args:
-            mark: see :meth:`mark`.
-            namespace: counts only requests in this namespace; None for all.
+            mark: the result of :meth:`mark`.
+            namespace: the namespace whose requests are counted; None for all requests.
         """
         await asyncio.sleep(_FLUSHED)
         if not self._log.exists():

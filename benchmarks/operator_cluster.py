@@ -1,7 +1,7 @@
 """The cluster of the operator benchmark: a control plane, simulated nodes, an etcd for the jobs, and the operator.
 
 The API server, its etcd, the controller manager and the scheduler are real. kwok reports pods as running. The benchmark
-writes the records of their agents to the jobs' etcd (:meth:`OperatedCluster.train`).
+writes the records of the pods' agents to the jobs' etcd (:meth:`OperatedCluster.train`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ _ACCOUNT: Final = "elastic-operator"
 _USER: Final = f"system:serviceaccount:{OPERATORS_NAMESPACE}:{_ACCOUNT}"
 _DEFINITION: Final = Path(__file__).parents[1] / "crds" / "elasticjob.yaml"
 _LOW_PRIORITY: Final = ("kube-scheduler", "kube-controller-manager")
-"""These, and kwok, which simulates the kubelets, get only the processor time that the API server, its etcd and the
-operator leave. In a cluster they have their own machines, and their work follows the measured work."""
+"""The control plane's components of low priority. Like kwok, which simulates the kubelets, they get only the processor
+time that the API server, its etcd and the operator leave. In a real cluster, they and the kubelets have their own
+machines, and their work follows the measured work."""
 _NO_NODE_LOSS: Final = ("--node-monitor-grace-period=1h",)
 """kwok has a low priority, so its node heartbeats may be late."""
 _NICE: Final = 19
@@ -62,7 +63,8 @@ class OperatedCluster:
 
     Attributes:
         api: a client with all rights.
-        pods: the watched pods.
+        control_plane: the API server, its etcd, the controller manager and the scheduler.
+        pods: the watch on all pods.
         audit: the operator's requests.
     """
 
@@ -117,7 +119,7 @@ class OperatedCluster:
 
     @contextlib.asynccontextmanager
     async def namespace(self, kind: Resource = ELASTIC_JOBS) -> AsyncIterator[str]:
-        """Create a namespace for the block, and delete its jobs of this kind and its pods at the end."""
+        """Create a namespace for the block, and delete its jobs of this kind at the end."""
         name = next(self._names)
         await self.control_plane.kubectl("create", "namespace", name)
         await self.control_plane.kubectl("wait", "--for=create", "serviceaccount/default", "--namespace", name)
@@ -125,7 +127,7 @@ class OperatedCluster:
         await self.clear(name, kind)
 
     async def clear(self, namespace: str, kind: Resource) -> None:
-        """Delete all jobs of a kind in a namespace, and wait until its pods are deleted."""
+        """Delete all jobs of a kind in a namespace, and wait until the namespace has no pods."""
         path = ("--all", "--namespace", namespace, "--wait=false")
         await self.control_plane.kubectl("delete", f"{kind.plural}.{kind.group}", *path)
         settled = asyncio.create_task(self._delete_terminating_pods(namespace))
@@ -148,11 +150,11 @@ class OperatedCluster:
         """Return the manifest of a job.
 
         Args:
-            name: its name.
+            name: the job's name.
             replicas: the desired number of pods.
-            maximum: maxReplicas; not less than replicas.
-            own_etcd: whether the operator creates an etcd for it; otherwise it uses this cluster's.
-            more: further fields of its spec.
+            maximum: the value of maxReplicas, if it is above ``replicas``.
+            own_etcd: whether the operator creates an etcd for the job; otherwise the job uses the shared etcd.
+            more: further fields of the job's spec.
         """
         etcd = {} if own_etcd else {"etcd": {"endpoint": self._etcd}}
         fields = {"minReplicas": 1, "maxReplicas": max(maximum, replicas), "replicas": replicas}
@@ -207,7 +209,7 @@ class OperatedCluster:
             await asyncio.gather(*nodes, put(keys.state, encode(StateRecord(round))))
 
     async def until_states(self, namespace: str, true: Callable[[list[dict[str, Any]]], bool]) -> None:
-        """Wait until a condition holds for the statuses of all jobs."""
+        """Wait until a condition holds for the statuses of all jobs in a namespace."""
         async with asyncio.timeout(_LIMIT):
             while True:
                 jobs, _ = await self.api.list(ELASTIC_JOBS, namespace)
@@ -216,7 +218,7 @@ class OperatedCluster:
                 await asyncio.sleep(0.3)
 
     async def quiet(self, seconds: float = _QUIET) -> None:
-        """Wait until the operator has written nothing for this time."""
+        """Wait until the operator has written nothing for ``seconds``, except to its lease."""
         async with asyncio.timeout(_LIMIT):
             while True:
                 mark = await self.audit.mark()

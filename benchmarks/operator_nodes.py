@@ -21,17 +21,17 @@ LINGERS: Final = "testbed/lingers"
 """The annotation of pods that stay Terminating when they are deleted."""
 
 MARK: Final = "testbed/node"
-"""The annotation of kwok's nodes."""
+"""The annotation of the nodes that kwok manages."""
 
 STAGES: Final = Path(__file__).with_name("operator_nodes.yaml")
 
 
 class SimulatedNodes:
-    """Simulated nodes of a control plane with their kwok; within ``async with`` they are ready.
+    """Simulated nodes of a control plane; within ``async with``, kwok runs and the nodes are ready.
 
     Args:
         cluster: a running control plane.
-        folder: the folder of kwok's log.
+        folder: the folder for kwok's log.
         nodes: the number of nodes; each has room for ten thousand pods.
     """
 
@@ -74,7 +74,7 @@ class SimulatedNodes:
         """Check that kwok runs.
 
         Raises:
-            DaemonDied: it has exited.
+            DaemonDied: kwok has exited.
         """
         self._kwok.check()
 

@@ -1,6 +1,6 @@
 """The peer of the operator benchmark: Kubeflow's training-operator with PyTorchJobs, on the same API server.
 
-It is measured if its binary is given; otherwise the report has the values of an earlier measurement, and says so.
+The peer is measured if its binary is given; otherwise the report has values of an earlier measurement and says so.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PEER: Final = "training-operator"
 CREATED_ONCE: Final = {9: 0.25, 101: 6.5, 300: 21.3}
-"""Seconds from apply until all pods of a PyTorchJob existed, by their number; measured once with version 1.9.3."""
+"""Seconds from apply until all pods of a PyTorchJob existed, by number of pods; measured once with version 1.9.3."""
 REPLACED_ONCE: Final = 15.1
 """Seconds until a deleted pod of a PyTorchJob was replaced; measured once with version 1.9.3."""
 ONCE: Final = f"{PEER} 1.9.3, as measured once on another day"
@@ -44,9 +44,9 @@ class TrainingOperator:
 
     Args:
         cluster: the cluster.
-        binary: the program.
-        definition: the file with the definition of the PyTorchJob.
-        folder: the folder for its log.
+        binary: the operator's binary.
+        definition: the file with the CustomResourceDefinition of the PyTorchJob.
+        folder: the folder for the operator's log.
     """
 
     def __init__(self, cluster: OperatedCluster, binary: Path, definition: Path, folder: Path) -> None:
@@ -100,7 +100,7 @@ class TrainingOperator:
             return await cluster.pods.until(lambda: cluster.pods.count(namespace) >= pods) - begun
 
     async def replaced(self, samples: int) -> list[float]:
-        """Return the seconds until a deleted pod of ten is replaced, for each sample."""
+        """Delete pods of a job with ten pods, one after the other; return the seconds until each is replaced."""
         cluster, taken = self._cluster, []
         async with cluster.namespace(_JOBS) as namespace:
             await cluster.apply(namespace, _manifest("one", 10), _JOBS)
@@ -130,7 +130,7 @@ class TrainingOperator:
             (_CERTIFICATES / name).write_bytes(base64.b64decode(content))
 
     async def _works(self) -> None:
-        """Wait until it has created the pod of a first job."""
+        """Wait until the operator has created the pod of a first job."""
         await self.created(1)
 
 

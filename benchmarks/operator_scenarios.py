@@ -29,11 +29,11 @@ _MEMORY_WANTED: Final = 286.0  # 300 MB
 _START_WANTED: Final = 10.0
 _MEBIBYTE: Final = 2**20
 _REST: Final = 0.3
-"""Seconds between two samples, so that the first does not affect the second."""
+"""Seconds between two samples; the pause keeps the first from affecting the second."""
 
 
 Row = dict[str, str | int | float]
-"""The requests of a job, as a row of the table."""
+"""A row of the table of requests."""
 
 
 async def created(
@@ -108,7 +108,7 @@ async def replaced(
 
 
 async def scaled(cluster: OperatedCluster, small: int, large: int, *, repeat: int) -> tuple[Measurement, Measurement]:
-    """Scale a job up and down again, and check that the remaining pods do not change."""
+    """Scale a job up and down repeatedly, and check that the remaining pods do not change."""
     up, down = [], []
     async with cluster.namespace() as namespace:
         await cluster.apply(namespace, cluster.manifest("one", small, maximum=large))
@@ -182,7 +182,7 @@ async def many(cluster: OperatedCluster, jobs: int, pods: int) -> tuple[Measurem
 
 
 async def large(cluster: OperatedCluster, jobs: int, pods: int, *, idle: float, changes: int) -> list[Measurement]:
-    """Measure an operator with many training jobs: at rest, when a pod changes, and when it restarts."""
+    """Measure an operator with many training jobs: at rest, after pods are deleted, and when the operator restarts."""
     async with cluster.namespace() as namespace:
         await cluster.apply_all(namespace, [cluster.manifest(f"job-{n}", pods) for n in range(jobs)])
         await cluster.pods.until(lambda: cluster.pods.count(namespace) >= jobs * pods)
@@ -259,7 +259,7 @@ def row(pods: int, etcd: str, counted: Counter[str]) -> Row:
 
 
 def percentile(samples: list[float], percent: int) -> float:
-    """Return the smallest sample that this percentage of the samples does not exceed."""
+    """Return a percentile of the samples, by the nearest-rank method."""
     ordered = sorted(samples)
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
 

@@ -1,6 +1,6 @@
 """A watch on pods for the operator benchmark, which notes when each pod is first seen.
 
-It requests only the metadata of pods, so that it costs little.
+The watch requests only the metadata of pods, so that it costs little.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class SeenPod:
     """A pod.
 
     Attributes:
-        metadata: its metadata.
-        seen_at: when it was first seen, by the monotonic clock.
+        metadata: the pod's metadata.
+        seen_at: when the pod was first seen, by the monotonic clock.
     """
 
     metadata: dict[str, Any]
@@ -44,22 +44,22 @@ class SeenPod:
 
     @property
     def live(self) -> bool:
-        """Whether it is not terminating."""
+        """Whether the pod is not terminating."""
         return "deletionTimestamp" not in self.metadata
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The pod's name."""
         return str(self.metadata["name"])
 
     @property
     def counts(self) -> bool:
-        """Whether it is a live worker pod, not a job's etcd."""
+        """Whether this is a live worker pod, not a pod of a job's etcd."""
         return self.live and self.metadata.get("labels", {}).get(LABEL_ROLE) != ROLE_ETCD
 
     @property
     def job(self) -> str:
-        """The name of its ElasticJob; empty if it belongs to none."""
+        """The name of the pod's ElasticJob; empty if the pod belongs to none."""
         return str(self.metadata.get("labels", {}).get(LABEL_JOB, ""))
 
 
@@ -70,7 +70,7 @@ class PodWatch:
         cluster: the cluster.
 
     Attributes:
-        pods: by namespace and UID.
+        pods: the pods by namespace and UID.
     """
 
     def __init__(self, cluster: ControlPlane) -> None:
@@ -114,14 +114,14 @@ class PodWatch:
         return self._workers[namespace]
 
     def has_others(self, namespace: str, known: Collection[str]) -> bool:
-        """Return whether there is a pod with another UID."""
+        """Return whether a namespace has a pod whose UID is not in ``known``."""
         return any(uid not in known for uid in self.there(namespace))
 
     async def until(self, true: Callable[[], bool], limit: float = _LIMIT) -> float:
-        """Wait until a condition holds; check it at each event; return the time of the monotonic clock.
+        """Wait until a condition holds, checking it at each event; return the time of the monotonic clock.
 
         Raises:
-            TimeoutError: it did not hold within the limit.
+            TimeoutError: the condition did not hold within the limit.
         """
         async with asyncio.timeout(limit):
             while not true():
@@ -133,7 +133,7 @@ class PodWatch:
         return time.monotonic()
 
     async def until_running(self, namespace: str, count: int, limit: float = _LIMIT) -> None:
-        """Wait until this number of pods of a namespace runs."""
+        """Wait until at least this number of pods of a namespace is running."""
         async with asyncio.timeout(limit):
             while await self._running(namespace) < count:  # noqa: ASYNC110 - the watch has only metadata
                 await asyncio.sleep(_POLL)

@@ -1,7 +1,7 @@
-"""The processes of a benchmark, which all end with it.
+"""The processes of a benchmark, which all end with the benchmark.
 
 Each started process leads its own session. Orphans become children of the benchmark, so all processes are its
-descendants. If the benchmark itself is killed, the agent's watchdog kills them and removes the folder.
+descendants. If the benchmark itself is killed, a watchdog kills the processes and removes the folder.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ProcessTree:
     """All processes of a benchmark and a folder for their files; an async context manager that removes both.
 
     Attributes:
-        folder: the folder for any files.
-        scratch: the folder in it for the temporary files of all processes.
+        folder: the folder for all files.
+        scratch: the subfolder for the temporary files of the processes.
     """
 
     def __init__(self) -> None:
@@ -64,8 +64,8 @@ class ProcessTree:
 
         Args:
             argv: a program (a path, or a name on PATH) and its arguments.
-            output: the file to which its output is appended.
-            env: variables that are added to this process's environment.
+            output: the file to which the program's output is appended.
+            env: variables that are added to a copy of this process's environment.
         """
         environment = {**os.environ, "TMPDIR": str(self.scratch), **(env or {}), TREE_MARK: self._mark}
         program = shutil.which(argv[0])
@@ -78,7 +78,7 @@ class ProcessTree:
         return child
 
     def all(self, roots: Iterable[int] | None = None) -> dict[int, ProcessEntry]:
-        """Return these processes and their descendants, including zombies; without roots, all of the benchmark."""
+        """Return the ``roots`` and their descendants, including zombies; without roots, the whole benchmark's."""
         table = read_table()
         return {pid: table[pid] for pid in with_descendants(table, self._roots(table) if roots is None else roots)}
 

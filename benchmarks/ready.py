@@ -1,7 +1,7 @@
 """Write the time at which an agent has imported torch to the file BENCHMARK_READY, once.
 
-torchelastic's agents ``--preload`` this module, so that it is imported after the fork server has imported torch. Run as
-a program, this module is torchrun. The time is from the monotonic clock.
+With ``--preload``, a fork server of torchelastic imports this module after torch. As a program, this module runs
+torchrun. The time is from the monotonic clock.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import os
 import time
 from pathlib import Path
 
-import torch.distributed  # noqa: F401 - the time is taken after it
+import torch.distributed  # noqa: F401 - the time is taken after this import
 
 if __name__ == "__main__":
     from torch.distributed.run import main

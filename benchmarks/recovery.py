@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from benchmarks.scenarios import Sample, Scenario
 
 MAX_FAILURES: Final = 2
-"""After this many failed attempts, a launcher is not tried again, because each attempt takes the whole limit."""
+"""Number of failed attempts after which a launcher is not tried again; each failed attempt takes the whole limit."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Samples:
 
     Attributes:
         taken: the samples.
-        missing: the reasons of the attempts that failed.
+        missing: the reason of each failed attempt.
     """
 
     taken: list[Sample] = field(default_factory=list)

@@ -1,8 +1,8 @@
 """Measure how long nodes take to form a round: torchelastic's with a real etcd, and torchrun's c10d rendezvous.
 
 N nodes in a few processes run the agent's own protocol code, without workers. Each node has its own store, connections,
-lease, watch and peer connection. Every sample uses new processes and a new etcd. Requests and bytes are counted in a
-separate run, and the processor time of a first round is divided between the nodes, their leader and etcd. See
+lease, watch and peer connection. Every sample uses new processes and a new etcd. One further run counts requests
+and bytes, and another one measures the processor time of the nodes, their leader and etcd in a first round. See
 docs/benchmarks.md.
 """
 
@@ -58,19 +58,19 @@ LAST_CALL: Final = 1.0
 """torchrun's last_call_timeout in seconds. Its default is 30."""
 
 SHORT_NAME_LOOKUPS: Final = {"RES_OPTIONS": "timeout:1 attempts:1"}
-"""torchrun's connections look up host names, which should be quick without a name server."""
+"""Variables that limit name lookups, because torchrun's connections look up host names even without a name server."""
 
 MANY: Final = 64
-"""More nodes than this are too slow on one machine to renew a default lease in time."""
+"""Maximum number of nodes that renew a default lease in time on one machine."""
 
 MAX_FAILURES: Final = 2
-"""After this many failed attempts, nodes are not tried again, because each attempt takes the whole limit."""
+"""Number of failed attempts after which a measurement is not tried again; each failed attempt takes the whole limit."""
 
 DEFAULT_LEASE: Final = 5.0
-"""The default of the agent in seconds."""
+"""The agent's default lease in seconds."""
 
 LONG_LEASE: Final = 60.0
-"""The lease in seconds of many nodes, and of nodes whose requests are counted, so that none is a renewal."""
+"""The lease in seconds of more than :data:`MANY` nodes, and of nodes whose requests are counted without renewals."""
 
 
 async def timed(etcd: Path, nodes: int, processes: int) -> dict[str, float]:
@@ -106,7 +106,7 @@ async def counted(etcd: Path, nodes: int, processes: int) -> list[dict[str, Any]
 
 
 async def shared_out(etcd: Path, nodes: int, processes: int) -> dict[str, Any]:
-    """Return the processor time while N - 1 nodes join a leader, which has its own process."""
+    """Return the processor time that is used while all other nodes join a leader, which has its own process."""
     layout = [1, *shares(nodes - 1, processes)]
     async with (
         etcd_serving(etcd) as server,
@@ -132,7 +132,7 @@ async def shared_out(etcd: Path, nodes: int, processes: int) -> dict[str, Any]:
 
 
 async def torchrun(nodes: int, most: int) -> dict[str, float]:
-    """Return the seconds of torchrun's first and second round of these nodes, with a maximum number of nodes."""
+    """Return the seconds of torchrun's first and second round of this number of nodes, with ``most`` as the maximum."""
     process = await asyncio.create_subprocess_exec(
         *with_pdeathsig((sys.executable, "-m", "benchmarks.rendezvous_torch", str(nodes), str(most), str(LAST_CALL))),
         stdin=asyncio.subprocess.DEVNULL,
@@ -174,17 +174,18 @@ def shares(nodes: int, processes: int) -> list[int]:
 def patience(nodes: int) -> float:
     """Return the lease of the nodes and their timeout for etcd: the agent's default, or a minute for many nodes.
 
-    Many nodes on a few cores cannot all renew a short lease in time. No measured time depends on the lease.
+    More than :data:`MANY` nodes on a few cores cannot all renew a short lease in time. No measured time depends on the
+    lease.
     """
     return DEFAULT_LEASE if nodes <= MANY else LONG_LEASE
 
 
 class Samples:
-    """The samples of one launcher with a number of nodes.
+    """The samples of one launcher for one number of nodes.
 
     Attributes:
-        samples: the seconds, by the kind of change.
-        never: the reasons of the failed attempts.
+        samples: the seconds of each sample, by kind of change.
+        never: the reason of each failed attempt.
     """
 
     def __init__(self) -> None:

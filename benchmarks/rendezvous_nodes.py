@@ -5,10 +5,10 @@ the agent of a pod, but without workers.
 
 The process reads orders from standard input, one line of JSON each, and writes one line of JSON as the answer.
 ``{"at": T, "come": […], "fail": …, "leave": …, "until": {"above": R, "size": N, "with": …}}`` means: at the time T of
-the monotonic clock, let these nodes join, fail and leave. Then wait until all other nodes of this process know a round
-with a number above R and N members, including the node "with". The answer has the start time, the time at which the
-last node knew the round, and the processor time in between. Without "until", there is no wait. At the end of the input,
-the process exits at once, and its nodes do not announce that they leave.
+the monotonic clock, let these nodes join, fail and leave. Then wait until all remaining nodes of this process know
+a round with a number above R and N members, including the node "with". The answer has the start time, the time at which
+the last node knew the round, the processor time between the two, and the warnings. If "until" is null, the process does
+not wait. At the end of the input, the process exits at once, and its nodes do not announce that they leave.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Expectation:
     """Waits until nodes know a round.
 
     Args:
-        above: a number that is smaller than the round's.
-        size: the number of its members.
-        member: the id of a member; None for any.
-        waiting: the names of the nodes that must know it.
+        above: the number that the round's number must exceed.
+        size: the number of members of the round.
+        member: the id of a node that must be a member; None for any.
+        waiting: the names of the nodes that must know the round.
     """
 
     def __init__(self, *, above: int, size: int, member: str | None, waiting: set[str]) -> None:
@@ -55,7 +55,7 @@ class Expectation:
         self._waiting = waiting
         self._met = asyncio.Event()
         self.last = 0.0
-        """When the last of them knew the round."""
+        """When the last node knew the round, by the monotonic clock."""
         self.round = 0
         """The number of the round."""
         if not waiting:
@@ -65,7 +65,7 @@ class Expectation:
         """Record that a node knows a round."""
         if round.number <= self._above or len(round.members) != self._size or name not in self._waiting:
             return
-        # A new node has the last rank, so it is found at once.
+        # A new node has the last rank, so the search finds it at once.
         if self._member is not None and not any(each.node == self._member for each in reversed(round.members)):
             return
         self.last = time.monotonic()
@@ -75,16 +75,16 @@ class Expectation:
             self._met.set()
 
     async def wait(self) -> None:
-        """Wait until all of them know the round."""
+        """Wait until all nodes know the round."""
         await self._met.wait()
 
 
 class WarningCounter(logging.Handler):
-    """Counts warnings instead of printing them, because a thousand nodes may log a thousand.
+    """Counts warnings instead of printing them, because a thousand nodes may log a thousand warnings.
 
     Attributes:
         count: the number of warnings.
-        first: the first one.
+        first: the text of the first warning; empty if there is none.
     """
 
     def __init__(self) -> None:
@@ -102,8 +102,8 @@ class Nodes:
     """The nodes of this process.
 
     Args:
-        store: the settings of their store.
-        rules: the settings of their rendezvous.
+        store: the settings of the nodes' store.
+        rules: the settings of the rendezvous.
     """
 
     def __init__(self, store: StoreSettings, rules: RendezvousSettings) -> None:
@@ -178,12 +178,12 @@ class Nodes:
             self._expectation.note_round(name, event.record)
 
     async def _leave(self, name: str) -> None:
-        """Leave like an agent without workers."""
+        """Let a node leave, like an agent without workers."""
         await self._nodes.pop(name).leave()
         self._present.pop(name).cancel()
 
     def _fail(self, name: str) -> None:
-        """Report a worker that failed long after its start, so that it does not count towards a crash loop."""
+        """Report the failure of a worker with a long uptime, which does not count towards a crash loop."""
         round = self._rounds[name]
         rank = round.nodes.index(node_id(name))
         failure = FailureRecord(
@@ -215,7 +215,7 @@ def main() -> None:
     size = SizeRecord(min=1, max=2 * int(wanted), desired=int(wanted))
     rules = RendezvousSettings(run_id=run_id, size=size, unique_run=True, lease=float(patience))
     store = StoreSettings(endpoints=(endpoint,), silence_limit=float(patience), request_timeout=float(patience))
-    # A full collection would visit the objects of all nodes; an agent has its own process.
+    # A full garbage collection would visit the objects of all nodes of this process; a real agent has only its own.
     gc.collect()
     gc.freeze()
     gc.set_threshold(*gc.get_threshold()[:2], 1_000_000)

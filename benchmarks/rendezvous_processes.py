@@ -40,11 +40,11 @@ class Change:
     """A measured change of the members.
 
     Attributes:
-        seconds: from its beginning until the last node knew the next round.
-        round: the number of that round.
+        seconds: the time from the beginning of the change until the last node knew the next round.
+        round: the number of the next round.
         cpu: the seconds of processor time of each process.
         warnings: the number of warnings that the nodes have logged so far.
-        warning: the first of them.
+        warning: the first warning; empty if there is none.
     """
 
     seconds: float
@@ -55,7 +55,7 @@ class Change:
 
 
 class NodeProcesses:
-    """N nodes in a few processes; an async context manager that starts the processes, but no node.
+    """Nodes in a few processes; an async context manager that starts the processes, but no node.
 
     Args:
         endpoint: host:port of the etcd for the nodes.
@@ -119,7 +119,7 @@ class NodeProcesses:
         return await self._change([[] for _ in self.names], name, None, None)
 
     async def swap(self, *, leave: str, come: str) -> Change:
-        """Let one node leave and start another one at once, in another process if there is one."""
+        """At once, let one node leave and start another node, in another process if there is one."""
         home = next(index for index, present in enumerate(self._present) if leave in present)
         newcomers: list[list[str]] = [[] for _ in self.names]
         newcomers[(home + 1) % len(newcomers)].append(come)
@@ -176,7 +176,7 @@ class NodeProcesses:
         return [name for present in self._present for name in sorted(present) if name != leader]
 
     async def settle(self) -> None:
-        """Wait until every node has written to the store that it knows the last round: the last write of a change."""
+        """Wait until every node has written to the store that it knows the last round: a change's last write."""
         try:
             async with asyncio.timeout(_LIMIT):
                 await self._settled()

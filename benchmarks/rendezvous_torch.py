@@ -2,9 +2,10 @@
 
 N handlers in N threads of one process use one TCPStore, like N agents of torchrun, but without N interpreters that
 import torch. The clock starts when ``next_rendezvous`` is called in all threads at once, and stops when the last call
-returns. In the peer's favour, the connections are open already, and the second round, which follows a failed worker,
-begins at once, although torchrun's agents notice a failure only at the next monitor interval. The minimum is N nodes,
-because with fewer, torchrun closes the rendezvous after one last call, and later nodes wait for another.
+returns. Two things favour the peer: the connections are open before the first round, and the second round, which
+follows a failed worker, begins at once, although torchrun's agents notice a failure only at the next monitor interval.
+The minimum is N nodes: with a lower minimum, torchrun would complete the round after the last call, and later nodes
+would wait for the next round.
 
 ``python -m benchmarks.rendezvous_torch NODES MAX LAST_CALL`` prints the seconds of the first and second round as JSON.
 """

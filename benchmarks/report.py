@@ -1,7 +1,7 @@
 """The report of a benchmark: one JSON document, and a readable table.
 
-With ``--json`` the document goes to standard output and the table to standard error; without it only the table is
-printed. The document::
+With ``--json``, the document goes to standard output and the table to standard error; without ``--json``, only the
+table is printed. The document::
 
     {
       "benchmark": "recovery",
@@ -19,8 +19,9 @@ printed. The document::
       …the values of :meth:`Report.add_value`…
     }
 
-If a value and a ratio are wanted, the value decides ``reached``; if nothing is wanted, ``reached`` is null. An attempt
-that did not finish is not a sample; "never" has its reason. If "ours" has such an attempt, ``reached`` is false.
+If a value and a ratio are wanted, the value decides "reached"; if nothing is wanted, "reached" is null. An attempt that
+did not finish is not a sample; "never" has the reason. If something is wanted and an attempt of "ours" did not finish,
+"reached" is false.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Measurement:
         ours: the samples of this project, in the order in which they were taken.
         peer: the peer's samples; empty if there is no peer.
         ours_never: the reason of each attempt of this project that did not finish.
-        peer_never: the same for the peer.
+        peer_never: the reason of each attempt of the peer that did not finish.
         peer_name: the name of the peer.
         unit: the unit of all samples; lower is better.
         includes: what the measured time includes.
@@ -80,7 +81,7 @@ class Measurement:
 
     @property
     def ratio(self) -> float | None:
-        """The peer's median divided by this project's; None if one of them is missing, or the project's is 0."""
+        """The peer's median divided by this project's; None if a median is missing, or this project's is 0."""
         peer = _median(self.peer)
         return peer / self.median if peer is not None and self.median else None
 
@@ -118,9 +119,9 @@ class Report:
     """The results of one run of a benchmark.
 
     Args:
-        benchmark: its name.
-        settings: its settings, as JSON values.
-        etcd: the etcd binary that it uses; None for none.
+        benchmark: the benchmark's name.
+        settings: the benchmark's settings, as JSON values.
+        etcd: the etcd binary that the benchmark uses; None for none.
     """
 
     def __init__(self, benchmark: str, *, settings: Mapping[str, Any], etcd: Path | None = None) -> None:

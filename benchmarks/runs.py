@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from torchelastic.agent.workers.processes import Child
 
 GLOO_TIMEOUT: Final = 10.0
-"""Seconds after which an all-reduce with a silent host fails. With the default, 30 minutes, torchrun would not notice a
-silent host at all. torchelastic's agents do not need it."""
+"""Seconds after which an all-reduce with a silent host fails. With the default of 30 minutes, torchrun would not
+notice a silent host in time. torchelastic's agents do not need this timeout."""
 
 _ROOT: Final = Path(__file__).parents[1]
 
@@ -38,12 +38,12 @@ class Run:
     """One run.
 
     Attributes:
-        processes: starts the agents.
-        reports: the reports of their workers.
+        processes: the tree in which the agents are started.
+        reports: the reports of the agents' workers.
         etcd: host:port of etcd.
         launcher: the launcher that is measured.
-        nnodes: as in ``--nnodes``.
-        limit: maximum seconds of each wait.
+        nnodes: the value of ``--nnodes``.
+        limit: the maximum seconds of each wait.
         settle: seconds of training before a fault.
         network: the hosts of the agents, by the agents' names; None if all agents are on this host.
         agents: the started agents, by their names.
@@ -66,7 +66,7 @@ class Run:
 
         Args:
             names: the names of the agents.
-            ready: the file to which an agent writes the time at which torch is imported.
+            ready: the file to which an agent writes the time at which it has imported torch; None for no file.
         """
         starts = []
         for name in names:
@@ -150,7 +150,7 @@ class Run:
         """Drop all packets of an agent's host, and return the time of the monotonic clock.
 
         Raises:
-            RuntimeError: the agents are on this host.
+            RuntimeError: the run has no network.
         """
         if self.network is None:
             raise RuntimeError("only a host in its own network can be silenced")
@@ -159,7 +159,7 @@ class Run:
         return at
 
     def last_output(self, limit: int) -> list[str]:
-        """Return the last line of each agent's output, or this many characters if they include more."""
+        """Return the last line of each agent's output, or its last ``limit`` characters if the line is shorter."""
         found = []
         for name in self.agents:
             text = self._log(name).read_text(errors="replace").strip()

@@ -1,4 +1,4 @@
-"""The scenarios of the recovery benchmark, and the wanted times."""
+"""The scenarios of the recovery benchmark, with their wanted times."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Sample:
     """One measured recovery.
 
     Attributes:
-        since: when the clock started.
-        reports: the workers' reports after their all-reduce.
+        since: the time at which the measurement began.
+        reports: a report of each worker after its first all-reduce.
     """
 
     since: float
@@ -32,7 +32,7 @@ class Sample:
 
     @property
     def seconds(self) -> float:
-        """The time until the last worker had done its all-reduce."""
+        """The seconds until the last worker had done its all-reduce."""
         return max(report.reduced for report in self.reports) - self.since
 
     @property
@@ -52,13 +52,13 @@ class Scenario:
     """A start, or a fault and the recovery from it.
 
     Attributes:
-        key: its name on the command line.
-        name: its name in the report.
+        key: the scenario's name on the command line.
+        name: the scenario's name in the report.
         includes: what the measured time includes.
-        play: starts the agents of a run and measures once.
+        play: a function that starts the agents of a run and measures once.
         ours: torchelastic-run with its settings.
         others: torchrun with other settings, for ``--others``.
-        nnodes: as in ``--nnodes``.
+        nnodes: the value of ``--nnodes``.
         ours_at_most: the wanted seconds of torchelastic-run.
         ratio_at_least: the wanted ratio of torchrun's time to that of torchelastic-run.
         network: whether each agent has its own host.
@@ -90,7 +90,7 @@ async def kill_worker(run: Run) -> Sample:
 
 
 async def join(run: Run) -> Sample:
-    """Start a third agent; the clock starts when it has imported torch."""
+    """Start a third agent; the measurement begins when the agent has imported torch."""
     await run.settled("a", "b")
     mark = run.processes.folder / "ready"
     reports = await run.together("a", "b", "c", since=run.start("c", ready=mark))
@@ -101,8 +101,8 @@ def lose_one(fault: Callable[[Run, str], float], choose: Callable[[Run], str]) -
     """Return a scenario in which one of two agents is lost.
 
     Args:
-        fault: inflicts the fault on an agent, and returns the time.
-        choose: returns the name of that agent.
+        fault: inflicts the fault on the agent of this name, and returns the time.
+        choose: returns the name of the agent to lose.
     """
 
     async def play(run: Run) -> Sample:

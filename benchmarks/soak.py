@@ -1,7 +1,7 @@
 """Inflict random faults; after each, all agents must train together again: ``python -m benchmarks.soak --json``.
 
 Real agents with one worker each use a real etcd. A seed determines the faults, but not their exact times. After the
-last fault, there must not be more processes, descriptors and temporary folders than before the first. See
+last fault, there must not be more processes, descriptors and temporary files than before the first fault. See
 docs/benchmarks.md.
 """
 
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LEASE: Final = 2.0
-"""The lease in seconds: short, so that the soak is short."""
+"""The lease in seconds, which is short to keep the soak short."""
 
 REST: Final = 6.0
-"""Seconds in which agents usually start their spare processes."""
+"""Seconds before the first inventory, in which agents usually start their spare processes."""
 
 LIMIT_OF_REST: Final = 60.0
-"""Seconds within which agents must have started their spare processes."""
+"""Maximum seconds to wait for the agents' spare processes, and for leftovers to disappear."""
 
 
 @dataclass
 class Soak:
-    """The results.
+    """The results of a soak.
 
     Attributes:
         seed: the seed of the faults.
@@ -89,9 +89,9 @@ async def soak(
         binary: the etcd binary.
         faults: the number of faults.
         agents: the number of agents.
-        seed: determines the faults.
+        seed: the seed of the faults.
         limit: seconds within which all agents must train together again.
-        logs: a folder for the agents' logs; None for none.
+        logs: a folder for the agents' logs; None to keep no logs.
     """
     result = Soak(seed)
     async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The faults of the soak: their choice by a seed, and how each is inflicted and repaired."""
+"""The faults of the soak: a plan that a seed determines, and functions that inflict and repair each fault."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Fault:
 
     Attributes:
         kind: a key of KINDS.
-        slots: the slots of the agents that it hits.
-        seconds: the time until it is repaired, if it has to be.
+        slots: the slots of the agents that the fault hits.
+        seconds: the time until the repair, for faults that are repaired.
     """
 
     kind: str
@@ -52,11 +52,11 @@ class Kind:
     """One kind of fault.
 
     Attributes:
-        inflict: inflicts the fault, and returns when it is repaired.
-        weight: its relative frequency.
-        least: the minimum time until it is repaired, in leases.
-        most: the maximum time until it is repaired, in leases.
-        many: the maximum number of agents that it hits at once.
+        inflict: a function that inflicts the fault, and returns when the fault is repaired.
+        weight: the relative frequency of the kind.
+        least: the minimum time until the repair, in leases.
+        most: the maximum time until the repair, in leases.
+        many: the maximum number of agents that one fault hits.
         calm: whether the round must not change.
     """
 
@@ -76,13 +76,13 @@ def missing() -> str:
 
 
 def plan(seed: int, count: int, agents: int, lease: float) -> list[tuple[Fault, ...]]:
-    """Return faults, sometimes two at once. Each kind occurs once before any occurs again.
+    """Return strikes of one or two simultaneous faults. Each kind occurs once before any kind occurs again.
 
     Args:
-        seed: determines the faults.
+        seed: the seed of the random generator.
         count: the number of faults.
         agents: the number of agents.
-        lease: in seconds.
+        lease: the lease in seconds.
     """
     chance = random.Random(seed)
     weights = [kind.weight for kind in KINDS.values()]
@@ -102,7 +102,7 @@ def plan(seed: int, count: int, agents: int, lease: float) -> list[tuple[Fault, 
         strike = []
         for name in kinds:
             kind = KINDS[name]
-            number -= 1  # the remaining faults hit at least one agent each, and no agent is hit twice
+            number -= 1  # each remaining fault of the strike needs an agent that no other fault hits
             hit = tuple(slots.pop() for _ in range(chance.randint(1, min(kind.many, len(slots) - number))))
             strike.append(Fault(name, hit, round(lease * chance.uniform(kind.least, kind.most), 2)))
         chosen.append(tuple(strike))
@@ -192,7 +192,7 @@ def _cut_now(pids: Sequence[int]) -> None:
     """Break all TCP connections of these processes; needs root."""
     ss = shutil.which("ss")
     if ss is None:
-        return  # missing() says so at the beginning
+        return  # missing() reports this at the beginning
     listed = subprocess.run([ss, "-tnpH", "state", "established"], capture_output=True, text=True, check=True).stdout
     for pid in pids:
         owner = f"pid={pid},"

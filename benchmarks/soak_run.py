@@ -41,7 +41,7 @@ class Agents:
     """The agents of one run and their etcd.
 
     Args:
-        processes: starts the agents.
+        processes: the tree in which the agents are started.
         reports: the reports of the workers.
         etcd: a running etcd.
         count: the number of agents.
@@ -107,7 +107,7 @@ class Agents:
         """Wait until the agent exits, and return its exit code.
 
         Raises:
-            Missing: it did not exit within the limit.
+            Missing: the agent did not exit within the limit.
         """
         try:
             async with asyncio.timeout(self._limit):
@@ -119,7 +119,7 @@ class Agents:
         """Wait until all agents' workers have trained together after a time, and return a report of each.
 
         Raises:
-            Missing: they did not within the limit.
+            Missing: they did not train together within the limit.
         """
 
         def found() -> Sequence[WorkerReport] | None:
@@ -157,7 +157,7 @@ class Agents:
         return self._processes.folder / f"agent{slot}.log"
 
     def inventory(self) -> Counter[str]:
-        """Count the processes by title, including zombies, their open descriptors, and temporary files by name."""
+        """Count the processes, including zombies, and their open descriptors by title, and temporary files by name."""
         found: Counter[str] = Counter()
         agents = {child.pid for child in self._children.values()}
         workers = {self.worker(slot) for slot in self._children}
@@ -183,7 +183,7 @@ class Agents:
         """Return the inventory when each agent has its spare processes.
 
         Raises:
-            Missing: this took longer than the limit.
+            Missing: an agent had no spare processes within the limit.
         """
         deadline = time.monotonic() + limit
         while (found := self.inventory())[f"{SPARE}: processes"] < SPARES * self.count:

@@ -19,16 +19,16 @@ class WorkerReport(msgspec.Struct, frozen=True):
     """A report of one worker. All times are from the monotonic clock.
 
     Attributes:
-        node: the benchmark's name of its agent.
-        pid: its process id.
-        round: the round of the run; 0 under a launcher that has none.
-        rank: its rank.
+        node: the benchmark's name of the worker's agent.
+        pid: the worker's process id.
+        round: the number of the run's round; 0 under torchrun, which does not number rounds.
+        rank: the worker's rank.
         world: the number of workers.
-        began: when the first line of its program ran.
+        began: when the first line of the program ran.
         imported: when torch was imported.
-        met: when its process group was initialized.
-        reduced: when its first all-reduce was done.
-        at: when the last all-reduce was done.
+        met: when the process group was initialized.
+        reduced: when the first all-reduce was done.
+        at: when the last all-reduce before the report was done.
     """
 
     node: str
@@ -54,7 +54,7 @@ class WorkerReports:
         pipe: the path of the named pipe, which is created.
 
     Attributes:
-        pipe: its path.
+        pipe: the path of the named pipe.
         received: all reports so far, in the order of their arrival.
     """
 
@@ -67,7 +67,7 @@ class WorkerReports:
 
     async def __aenter__(self) -> Self:
         os.mkfifo(self.pipe)
-        # Also opened for writing, so that reading does not end while there is no worker.
+        # The pipe is also opened for writing, so that reading does not end while there is no worker.
         self._descriptor = os.open(self.pipe, os.O_RDWR | os.O_NONBLOCK)
         asyncio.get_running_loop().add_reader(self._descriptor, self._read)
         return self
@@ -83,7 +83,7 @@ class WorkerReports:
         Args:
             node: the name of the agent.
             every: seconds between reports; 0 for the first report only.
-            timeout: the timeout of their process group, in seconds.
+            timeout: the timeout of the workers' process group, in seconds.
         """
         return {
             "BENCHMARK_REPORTS": str(self.pipe),
@@ -102,12 +102,12 @@ class WorkerReports:
         """Wait for reports.
 
         Args:
-            found: returns them, or None if they are not complete.
+            found: returns the reports, or None if they are incomplete.
             limit: seconds to wait.
             agents: the agents that must not exit.
 
         Raises:
-            Missing: the reports did not arrive.
+            Missing: the reports were not complete within the limit, or an agent exited.
         """
         watched = list(agents)
         wake = self._more.set
@@ -138,7 +138,7 @@ class WorkerReports:
             agents: the agents that must not exit.
 
         Raises:
-            Missing: the reports did not arrive.
+            Missing: the reports were not complete within the limit, or an agent exited.
         """
         wanted = set(nodes)
 

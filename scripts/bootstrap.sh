@@ -3,7 +3,7 @@
 #
 #   scripts/bootstrap.sh local|dev
 #
-# This finds a suitable Python, which then runs scripts/install.py. Environment variables: VENV, the folder of the
+# This script finds a suitable Python, which then runs scripts/install.py. Environment variables: VENV, the folder of the
 # installation (default: .venv), and PYTHON, the Python to use, including its torch if it has one.
 set -eu
 

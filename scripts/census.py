@@ -4,8 +4,8 @@
 
 Prints, as JSON: the lines of each package; the import cycles; the modules that run between a worker's crash and the
 start of its successor; the modules that run between ``kubectl apply`` and the creation of the pods; and the path of a
-job through ``plan()``. The last three come from real runs, with etcd, an API server and torch workers, so they need
-the test bed (``make testbed``). With ``--static``, only the first two are measured.
+job through ``plan()``. The last three come from real runs with etcd, an API server and workers, so they need the test
+bed (``make testbed``). With ``--static``, only the first two are measured.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _profile(frame, event, arg):
 sys.setprofile(_profile)
 threading.setprofile(_profile)
 """
-"""Installed as ``sitecustomize`` in every Python process of a run; ``sys.monitoring`` is missing before Python 3.12."""
+"""The ``sitecustomize`` of all Python processes of a run; it cannot use ``sys.monitoring``, new in Python 3.12."""
 
 _PROGRAM: Final = """
 import os, signal, sys, time
@@ -81,12 +81,12 @@ with open(sys.argv[1], "a") as file:
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     os.kill(os.getpid(), signal.SIGKILL)
 """
-"""A worker that is killed in its first round; it appends the time of each of its starts to a file."""
+"""A worker that appends the time of each start to a file, and kills itself in its first round."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The lines that all processes of a traced run have written."""
+    """The trace of a run; ``lines`` has the lines that all its processes have written."""
 
     lines: tuple[str, ...]
 
@@ -101,7 +101,7 @@ class Trace:
         return sorted(found)
 
     def plans(self) -> list[tuple[list[str], list[str]]]:
-        """Return, for each call of ``plan()``, the files in the order of their use, and the names of a job's parts.
+        """Return, for each call of ``plan()``, the files in the order of their use, and the names of the job's parts.
 
         The names are those of local variables whose value has a type of the project, or is a collection of such values:
         the job, its spec and status, pods, the parts of a plan. Numbers, times, texts, flags and enums do not count.
@@ -125,7 +125,7 @@ def lines_by_package() -> dict[str, Any]:
 
 
 def import_cycles() -> list[list[str]]:
-    """Return the groups of modules that import each other, directly or not; imports only for typing do not count."""
+    """Return the groups of modules that import each other, directly or indirectly; imports for typing do not count."""
     import grimp
 
     graph = grimp.build_graph("torchelastic", "elastic_operator", exclude_type_checking_imports=True)

@@ -1,12 +1,12 @@
 """Creates the virtual environment and installs the project into it, unless it is up to date.
 
 scripts/bootstrap.sh runs this with the Python of the environment, so only the standard library is used. A marker file
-in the environment is complete only after a complete installation. So an interrupted installation is repeated, and an
-environment without a marker is never changed.
+in the environment records the installed extra only after a complete installation. So an interrupted installation is
+repeated, and an environment without a marker is never changed.
 
 If the user chose the Python and it has torch, the environment also sees that Python's packages, and the pins of torch
-and its requirements are left out. `venv --system-site-packages` is not sufficient: if that Python is itself of a
-virtual environment, it shows the packages of the base Python.
+and its requirements are left out. `venv --system-site-packages` is not sufficient: if that Python belongs to a
+virtual environment, the new one would see the packages of the base Python instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WITHOUT_TORCH_DOWNLOAD_GB, WITHOUT_TORCH_DISK_GB = 0.14, 0.6
 
 
 class Refusal(Exception):  # noqa: N818 - the input is wrong
-    """Raised if nothing was installed; the message says what to change."""
+    """Nothing was installed because of the user's input or environment; the message says what to change."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Marker:
     """The marker of an environment.
 
     Attributes:
-        python: its Python.
+        python: the path of the Python that created the environment.
         torch: the version of that Python's torch, if it is used; otherwise empty.
         extra: the completely installed extra, local or dev; empty if there is none.
         key: the :func:`requirements_key` of the installation.
@@ -103,7 +103,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def needed_by(name: str) -> set[str]:
-    """Return a distribution and its direct and indirect requirements that this Python has."""
+    """Return the names of a distribution and of its direct and indirect requirements, if this Python has them."""
     found: set[str] = set()
     seen: set[str] = set()
     waiting = [name]
@@ -132,7 +132,7 @@ def pins_without(names: set[str]) -> str:
 
 
 def check_room(environment: Path, download: float, disk: float) -> list[str]:
-    """Return the flags that pip needs so that the disk space is sufficient.
+    """Return the flags with which the disk space is sufficient for pip.
 
     Raises:
         Refusal: the disk space is not sufficient.
@@ -181,7 +181,7 @@ def install(environment: Path, marker: Marker, extra: str, flags: list[str]) -> 
         subprocess.run([python, "-m", "ensurepip"], stdout=subprocess.DEVNULL, check=True)
     installer = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install", *flags]
     if marker.torch:
-        installer.append("--quiet")  # otherwise it lists each existing package
+        installer.append("--quiet")  # otherwise pip lists each existing package
     command = [*map(str, installer), "--constraint", str(constraints), "--editable", f"{ROOT}[{extra}]"]
     quiet = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore", "TMPDIR": str(temporary)}
     try:
@@ -213,8 +213,8 @@ def bring_about(environment: Path, extra: str, *, chosen: bool) -> int:
     """Create or update the environment.
 
     Args:
-        environment: its path.
-        extra: local or dev.
+        environment: the path of the environment.
+        extra: the extra to install, local or dev.
         chosen: whether the user chose this Python.
 
     Returns:

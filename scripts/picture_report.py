@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/picture_report.py        (writes docs/report.png; takes as long as `make demo`)
 
-It runs ``elasticjob demo`` and ``elasticjob report``, and opens the page in a browser (`chromium` on the PATH). Run it
-on an idle machine, because readers will expect the times that it shows.
+The script runs ``elasticjob demo`` and ``elasticjob report``, and opens the report in a browser (`chromium` or
+`google-chrome` on the PATH). Run the script on an idle machine, because readers will expect the times in the image.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 from playwright.sync_api import sync_playwright
 
 LARGEST: Final = 200_000
-"""The maximum size in bytes, so that the README loads quickly."""
+"""The maximum size of the image in bytes, which keeps the README quick to load."""
 WIDTH: Final = 960
 SHARPNESS: Final = 1.4
 """Pixels of the image per pixel of the page."""

@@ -2,10 +2,10 @@
 
     .venv/bin/python scripts/record_demo.py        (writes docs/demo.svg; takes as long as `make demo`)
 
-It runs ``elasticjob demo`` and keeps each frame of the live view. Periods in which only progress changes are shortened,
-as the clock in the frames shows. The SVG has no scripts: the frames are stacked vertically and move past a window, each
-line is stored once, and text remains text. Run it on an idle machine, because readers will expect the times that it
-shows.
+The script runs ``elasticjob demo`` and keeps each frame of the live view. It shortens periods in which only progress
+changes; the clock in the frames shows the real time. The SVG has no scripts: the frames are stacked vertically and move
+past a window, each line is stored once, and text remains text. Run the script on an idle machine, because readers will
+expect the times in the recording.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ COLUMNS: Final = 80
 ROWS: Final = 30
 PROMPT: Final = "$ make demo"
 LARGEST: Final = 400_000
-"""The maximum size in bytes, so that the README loads quickly."""
+"""The maximum size of the SVG in bytes, which keeps the README quick to load."""
 CALM_FRAMES: Final = 6
 """The maximum number of frames of a period in which only progress changes."""
 SHORTEST, LONGEST, LAST = 0.15, 1.0, 10.0
-"""The minimum and maximum seconds of a frame, and the seconds of the last one."""
+"""The minimum and maximum seconds of a frame, and the seconds of the last frame."""
 
 CELL: Final = 8.4
 LINE: Final = 18
@@ -69,17 +69,17 @@ fill:#d6dbe3;white-space:pre}
 """
 
 Line = tuple[tuple[str, str, str], ...]
-"""Parts of a line: the text, the classes of its style, the class of its background."""
+"""The parts of a line, each with its text, the classes of its style, and the class of its background."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame.
+    """A frame of the recording.
 
     Attributes:
-        at: its time in seconds.
-        lines: its lines.
-        happening: equal for all frames between which only progress has changed.
+        at: the time of the frame in seconds since the Unix epoch.
+        lines: the lines of the frame.
+        happening: a value that is equal for frames between which only progress has changed.
     """
 
     at: float

@@ -1,5 +1,5 @@
 """The programs of the measured workers.
 
-They are in their own folder because Python imports modules from the folder of a program first, and ``operator.py``
-of the benchmarks would hide the standard library's.
+The programs have a folder of their own, because Python first imports modules from the folder of a program. In the
+folder of the benchmarks, ``operator.py`` would hide the standard library's.
 """

@@ -1,6 +1,7 @@
 """The worker of the metrics benchmark.
 
-Arguments: ``names NUMBER`` to create this many gauges and wait, or ``cost FILE STEPS`` to measure and write JSON.
+With the arguments ``names NUMBER``, it creates this number of gauges and waits. With ``cost FILE STEPS``, it measures
+and writes the results to the file as JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 GROUP: Final = "my_app"
 KINDS: Final = ("loss", "samples", "step.ms")
-"""A gauge, a counter and a histogram."""
+"""The names of a gauge, a counter and a histogram."""
 
 CALLS: Final = 20_000
 FLOOD: Final = 100_000
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def calls(call: Callable[[], None]) -> dict[str, float]:
-    """Return the seconds of one call, which include the reading of the clock."""
+    """Return the median and the 99th percentile of the seconds of a call, which include reading the clock."""
     clock = time.perf_counter_ns
     took = []
     for _ in range(CALLS):
@@ -70,7 +71,7 @@ def flood() -> float:
 
 
 def train(steps: int, *, on: Callable[[], None], off: Callable[[], None]) -> tuple[list[float], list[float]]:
-    """Return the seconds of each step with metrics and of each step without; they alternate."""
+    """Return the seconds of each step with metrics and of each step without; the two kinds alternate."""
     import torch
     from torch import nn
 

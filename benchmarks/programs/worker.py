@@ -1,7 +1,8 @@
 """The worker of the recovery benchmark and of the soak: does an all-reduce every few milliseconds.
 
-It reports its first all-reduce, and then one in every BENCHMARK_EVERY seconds (0: none), as a line of JSON to the named
-pipe BENCHMARK_REPORTS. All times are from the monotonic clock, which all processes of a machine share.
+It writes a line of JSON to the named pipe BENCHMARK_REPORTS after its first all-reduce, and then once in every
+BENCHMARK_EVERY seconds (0: never again). All times are from the monotonic clock, which all processes of a machine
+share.
 """
 
 import time
@@ -17,7 +18,7 @@ import torch.distributed as dist  # noqa: E402
 
 IMPORTED = time.monotonic()
 STEP = 0.005
-"""Seconds between all-reduces, so that they leave the processors to the recovery."""
+"""Seconds between all-reduces; the pauses leave the processors to the recovery."""
 
 
 def main() -> None:

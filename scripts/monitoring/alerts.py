@@ -1,4 +1,4 @@
-"""The alerts. Each has a page in docs/runbooks that describes the diagnosis and the remedy."""
+"""The alerts. A page in docs/runbooks describes the diagnosis and the remedy of each alert."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from scripts.monitoring.promql import JOB, TRAINING, WALL, grown, total
 
 RUNBOOKS: Final = "docs/runbooks"
-"""The folder of the pages. A value of the chart replaces it."""
+"""The folder of the runbooks' pages; a value of the chart replaces it."""
 OPERATOR_JOB: Final = "elastic_operator_job"
 WORKER_FAILED: Final = 'restarts_total{cause="worker_failed"}'
 POD_FAILED: Final = 'restarts_total{cause="pod_failed"}'
@@ -20,11 +20,11 @@ class Severity(enum.StrEnum):
     """The urgency of an alert."""
 
     CRITICAL = "critical"
-    """Needs action now."""
+    """The alert needs action now."""
     WARNING = "warning"
-    """Needs action today."""
+    """The alert needs action today."""
     INFO = "info"
-    """Needs no urgent action."""
+    """The alert needs no urgent action."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,10 @@ class Alert:
     """One alert.
 
     Attributes:
-        name: its name, and that of its page.
+        name: the name of the alert and of its page.
         expr: the query; each of its results is one alert.
-        lasting: how long a result must exist before the alert fires.
-        severity: its urgency.
+        lasting: the time for which a result must exist before the alert fires.
+        severity: the urgency.
         summary: the problem in one line.
         about: the meaning, in sentences; Prometheus inserts the labels and the value.
     """
@@ -58,13 +58,13 @@ def _of_jobs(series: str) -> str:
 
 
 def _nearly(budget: str, spent: str, field: str) -> str:
-    """Return the query for the jobs that have used a budget and have at most a fifth of it left, or one."""
+    """Return the query for the jobs that have used part of a budget and have at most a fifth of it, or 1, left."""
     left = f"{_of_jobs(budget)} - {_of_jobs(spent)} <= clamp_min(0.2 * {_of_jobs(budget)}, 1) and {_of_jobs(spent)} > 0"
     return f'label_replace({left}, "budget", "{field}", "", "")'
 
 
 def _restarted(which: str) -> str:
-    """Return the query for the restarts of each job in 15 minutes, for the matched causes."""
+    """Return the query for the number of restarts of each job in 15 minutes, by causes that a matcher selects."""
     restarts = grown(f"{OPERATOR_JOB}_restarts_total", jobs=which, by=f"{JOB}, cause", window="15m", step="1m")
     return f"sum by ({JOB}) ({restarts})"
 

@@ -17,7 +17,7 @@ RULES: Final = ROOT / "charts" / "alerts" / "elasticjobs.yaml"
 
 
 def files() -> dict[Path, str]:
-    """Return the contents by path."""
+    """Return the contents of the files, by path."""
     return {
         DASHBOARDS / "fleet.json": document(FLEET_PAGE, job_page=JOB_PAGE.uid),
         DASHBOARDS / "job.json": document(JOB_PAGE, job_page=JOB_PAGE.uid),

@@ -30,7 +30,7 @@ RATES: Final = f"max by ({JOB}, state) (rate({WALL}{S}[{RATE}]))"
 RESTARTS: Final = grown(f"{OPERATOR_JOB}_restarts_total", jobs=THESE, by=f"{JOB}, cause")
 RECOVERY: Final = "torchelastic_recovery_duration_seconds"
 HOW_THEY_STAND: Final = "Running|Waiting|Suspended|Invalid|Succeeded|Failed"
-"""Conditions that usually exclude each other."""
+"""A regular expression of conditions that usually exclude each other."""
 
 
 def _jobs_that_are(condition: str) -> str:

@@ -1,4 +1,4 @@
-"""Generates Grafana's JSON of a page."""
+"""Generates Grafana's JSON document of a page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SOURCE: Final = model.DataSourceRef(type_val="prometheus", uid="${datasource}")
 HEIGHTS: Final = {Look.NUMBER: 4, Look.TABLE: 9}
 HEIGHT: Final = 8
 NAMESPACE, JOB = "Namespace", "Job"
-"""Columns of a table of jobs."""
+"""The titles of columns of a table of jobs."""
 HOLDS: Final = "Holds"
 """The title of a column that only filters the rows; it is not shown."""
 _YES: Final = model.ValueMappingResult(text="yes", color="blue")

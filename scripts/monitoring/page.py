@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Unit(enum.StrEnum):
-    """Units, by Grafana's names."""
+    """The units of values; each value is Grafana's name of the unit."""
 
     NUMBER = "none"
     SECONDS = "s"
@@ -41,10 +41,10 @@ class Look(enum.Enum):
     NUMBER = enum.auto()
     LINES = enum.auto()
     STEPS = enum.auto()
-    """Lines with steps."""
+    """Lines that change in steps."""
     STACK = enum.auto()
     TIMELINE = enum.auto()
-    """The times at which a value was 1 and 0."""
+    """Bars that show when a value was 1 and when 0."""
     BARS = enum.auto()
     """One bar for the last value of each series."""
     TABLE = enum.auto()
@@ -57,7 +57,7 @@ class Query:
     Attributes:
         expr: the query; Grafana replaces names that begin with a $.
         legend: the name of each series, from its labels; in a table, the title of the column.
-        needs: what must exist so that it has a result.
+        needs: what must exist so that the query has a result.
     """
 
     expr: str
@@ -70,17 +70,17 @@ class Panel:
     """One panel.
 
     Attributes:
-        title: its title.
-        about: its description, in sentences.
-        unit: the unit of its values.
-        queries: the queries that it shows.
-        look: its kind.
+        title: the title.
+        about: the description, in sentences.
+        unit: the unit of the values.
+        queries: the queries whose results the panel shows.
+        look: the kind of panel.
         width: the width in columns; a page has 24.
         decimals: the number of decimals; None for as many as fit.
-        repeat: a variable; the panel is repeated for each of its values.
+        repeat: the name of a variable, for each of whose values the panel is repeated; empty for none.
         good: the threshold from which a number is green; below it, the number is orange; None for no colours.
-        bad: the threshold from which a number is orange, if higher is worse.
-        units: the units of a table's columns that have their own, by title.
+        bad: the threshold from which a number is orange, if higher is worse; None for no colours.
+        units: pairs of a table column's title and its unit, for columns with another unit.
     """
 
     title: str
@@ -101,8 +101,8 @@ class Row:
     """Panels that belong together.
 
     Attributes:
-        title: its title.
-        panels: in reading order.
+        title: the title.
+        panels: the panels, in reading order.
     """
 
     title: str
@@ -114,12 +114,12 @@ class Variable:
     """A selection at the top of a page, in addition to the data source.
 
     Attributes:
-        name: its name in queries.
-        label: its displayed name.
-        values: the query for its values; empty for free text.
+        name: the name in queries.
+        label: the displayed name.
+        values: the query for the possible values; empty for free text.
         regex: a regular expression whose first group selects the value from each result.
         many: whether several or all values can be selected.
-        about: its description.
+        about: the description.
     """
 
     name: str
@@ -135,8 +135,8 @@ class Mark:
     """An event, as a vertical line in all panels.
 
     Attributes:
-        name: the event.
-        query: has results at the times of the event.
+        name: the name of the event.
+        query: the query that has results at the times of the event.
         colour: the colour of the line.
     """
 
@@ -150,13 +150,13 @@ class Page:
     """A dashboard.
 
     Attributes:
-        uid: its id in URLs.
-        title: its name.
-        about: its description.
-        variables: its selections.
-        marks: the events that it marks.
-        rows: its panels.
-        since: the beginning of its default time range.
+        uid: the dashboard's id in URLs.
+        title: the title.
+        about: the description.
+        variables: the selections at the top.
+        marks: the events that are marked in all panels.
+        rows: the rows of panels.
+        since: the beginning of the default time range.
     """
 
     uid: str
@@ -169,6 +169,6 @@ class Page:
 
     @property
     def panels(self) -> Iterator[Panel]:
-        """All panels."""
+        """All panels, in reading order."""
         for row in self.rows:
             yield from row.panels
