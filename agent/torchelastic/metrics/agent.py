@@ -31,7 +31,7 @@ WorkerStateName = Literal["unknown", "init", "healthy", "unhealthy", "stopped", 
 
 
 class AgentMetrics:
-    """Records the metrics of an agent for the configured handlers of the group, and for /metrics if it is served.
+    """Records the metrics of an agent for the handlers of the group ``torchelastic``, and for /metrics if it is served.
 
     Args:
         job: namespace and name of the job, added as labels to all series of :meth:`page`; None for no labels.
@@ -50,7 +50,7 @@ class AgentMetrics:
         self._without_workers_since = 0.0
 
     def page(self, *beside: Collector) -> CollectorRegistry:
-        """Start recording the agent's series; return a registry of these, the run's totals, and other collectors.
+        """Start recording the agent's series; return a registry of the series, the run's totals and other collectors.
 
         Args:
             beside: the other collectors; families of the same name are merged. A collector that raises is left out

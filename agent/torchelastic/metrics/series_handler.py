@@ -106,9 +106,8 @@ class SeriesHandler(MetricHandler):
         # Reentrant, because a signal handler or a log handler may also record values.
         self._lock = threading.RLock()
         self._sinks: dict[tuple[str, str], Callable[[float], None]] = {}
-        self._waiting: list[MetricData] | None = (
-            None  # while a new name gets its words: the values that signal handlers record
-        )
+        # While a new name gets its words, this list takes the values that signal handlers record.
+        self._waiting: list[MetricData] | None = None
         self._told: set[str] = set()
 
     def emit(self, metric_data: MetricData) -> None:

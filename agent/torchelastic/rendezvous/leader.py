@@ -90,7 +90,7 @@ class Leader:
         self._server = server
         self._history = history
         self._took_expired_at = election.took_expired_at
-        self._connections_work = election.last_connected is not None  # whether the network allows them
+        self._connections_work = election.last_connected is not None  # whether the network allows connections
         self._tasks: asyncio.TaskGroup | None = None
         self._listed = 0
         self._said = ""

@@ -291,7 +291,7 @@ class RendezvousNode:
     async def is_current(self, round: int, *, timeout: float = 5.0) -> bool:  # noqa: ASYNC109 - bounds the waits
         """Return whether this node is a member of a round that is still current, according to the store.
 
-        If the store is unreachable, the round is current while a connected peer answers, or if it has one member.
+        If the store is unreachable, the round is current if a connected peer answers, or this node is the only member.
         """
         accepted = self.round
         if accepted is None or accepted.number != round or self.node not in accepted.nodes or self._is_over():

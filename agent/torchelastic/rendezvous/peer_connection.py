@@ -84,7 +84,7 @@ class PeerServer:
         listener: the listening socket, which the server closes.
 
     Attributes:
-        observer: the object that is notified of connections; None for no object.
+        observer: the object that is notified of connections; None if there is none.
     """
 
     def __init__(self, *, run: str, node: str, listener: socket.socket) -> None:

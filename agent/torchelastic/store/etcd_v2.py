@@ -8,9 +8,9 @@ value              text that starts with a stamp of the write and the id of the 
 revision           etcd's index. A renewal increments the index of the key, but no watch reports it; an entry keeps the
                    revision at which this client first saw the entry's stamp
 compare-and-swap   reads the key, then compares the text, which no renewal changes
-lease              exists only in the clients that granted it. Its keys have its time to live. Renewing it renews
-                   each key. Granting or revoking a lease finds other clients' keys by the id in the text
-watch              one request for each change, which waits for it; without a change, a request for etcd's index
+lease              exists only in the clients that granted it. Its keys have the time to live of the lease. Renewing
+                   the lease renews each key. Granting or revoking it finds other clients' keys by the id in the text
+watch              one request for each change, which waits for the change; if none comes, a request for etcd's index
 =================  ====================================================================================================
 
 python-etcd only builds the requests and parses the answers, because its own client blocks and repeats failed requests.

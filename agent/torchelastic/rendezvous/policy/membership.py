@@ -174,8 +174,8 @@ class Membership:
         self.patient_until, self.remembered, self.gave_way = patient_until, remembered, gave_way
         self.size = self._wanted_size(run)
         members = self.ranks.keys()
-        # Members may still be reconnecting to the store. If none has returned, a leader that is
-        # not a member has already waited for them, before it took the lead.
+        # Members may still be reconnecting to the store. If none has returned, a leader that is not a member has waited
+        # for them before it took the lead.
         waits = now < patient_until and (run.node in members or not members.isdisjoint(self.peers))
         self.awaited = members - self.peers.keys() - self.left - self.dead if waits else set()
 
