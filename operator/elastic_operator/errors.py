@@ -14,7 +14,7 @@ class ElasticJobError(Exception):
 
 
 class BadInput(ElasticJobError):  # noqa: N818 - it names the cause, not the mechanism
-    """The user's input is wrong; exit code 2."""
+    """The user's input is wrong; the command exits with code 2."""
 
 
 class NotFound(ElasticJobError):  # noqa: N818

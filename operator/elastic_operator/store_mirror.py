@@ -1,4 +1,4 @@
-"""A copy of a run's keys in the store. It lists the keys, watches them, and lists them again after an outage.
+"""Mirrors a run's keys in the store: lists the keys, watches them, and lists them again after an outage.
 
 During an outage of the store, the mirror keeps the last known values, and ``readable`` is false. Like the leading
 agent, the mirror renews the run's lease.
@@ -43,20 +43,20 @@ def store_at(endpoint: str) -> StoreSettings:
 class StoreMirror:
     """The keys of one run.
 
-    It calls ``changed()`` after a change of an attribute other than ``history``, ``time_breakdown`` and the progress of
-    the program, and ``away(message)`` if the store cannot be reached, the connection breaks, or the address is unknown.
+    The mirror calls ``changed()`` when an attribute changes, except for ``history``, ``time_breakdown`` and the
+    progress of the program in ``nodes``. It calls ``away(message)`` when it cannot connect or the connection breaks.
 
     Args:
         run_id: the run's id.
         changed: called after changes, see above.
         away: called with a message, see above.
-        run_lease: seconds after which the store deletes a run that no agent and no operator follows.
+        run_lease: seconds after which the store deletes a run whose lease no agent and no operator renews.
 
     Attributes:
         readable: whether the following attributes are current.
-        round: the current round.
-        outcome: how the run ended; None if it has not.
-        size: the desired size.
+        round: the current round; None if no round is known.
+        outcome: how the run ended; None if it has not ended.
+        size: the desired size; None if the store has none.
         time_breakdown: the run's time breakdown, which the leader writes every few seconds.
         history: the run's rounds.
         nodes: the registered nodes by node id.
@@ -76,7 +76,7 @@ class StoreMirror:
         self._keys = protocol.RunKeys.of(run_id)
         self._changed = changed
         self._away = away
-        self._store: Store | None = None  # set while it is connected, even if it does not respond
+        self._store: Store | None = None  # set while connected, even if the store does not respond
         self.readable = False
         self.round: protocol.RoundRecord | None = None
         self.outcome: protocol.OutcomeRecord | None = None
@@ -90,8 +90,8 @@ class StoreMirror:
         """Follow the store until cancelled.
 
         Args:
-            settings: called before each attempt to connect; may raise SettingsError or StoreError.
-            available: set while the store should be available; None if that is unknown.
+            settings: called for the settings before each attempt to connect; may raise SettingsError or StoreError.
+            available: an event that is set while the store should be available; None if that is unknown.
         """
         task = asyncio.current_task()
         backoff = Backoff()
@@ -121,7 +121,7 @@ class StoreMirror:
             await backoff.wait()
 
     async def write_size(self, size: protocol.SizeRecord) -> None:
-        """Write the desired size if the store is connected; otherwise, ``changed()`` follows the next connection.
+        """Write the desired size if the mirror is connected; if it is not, ``changed()`` is called once it is.
 
         Raises:
             StoreError: the store is unavailable, or refused the request.
@@ -130,7 +130,7 @@ class StoreMirror:
             await self._lease(self._store).put(self._keys.size, protocol.encode(size))
 
     async def forget_run(self) -> None:
-        """Delete the run's keys from a store that outlives the run.
+        """Delete the run's keys from a store that outlives the run, if the mirror is connected.
 
         Raises:
             StoreError: the store is unavailable, or refused the request.
@@ -156,7 +156,7 @@ class StoreMirror:
     def _take(self, listing: Listing) -> None:
         if not self.nodes or self.outcome is not None:
             self.round = self.outcome = None
-        # Otherwise the store has lost the round, and the nodes are about to restore it.
+        # If the store has lost the round of known nodes, the nodes are about to restore it.
         self.size = self.time_breakdown = self.history = None
         self.nodes = {}
         for entry in listing.entries:

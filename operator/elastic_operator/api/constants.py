@@ -1,4 +1,4 @@
-"""All names that the operator uses: labels, annotations, pod names, condition types and reasons.
+"""The names that the operator uses: labels, annotations, pod names, condition types and reasons.
 
 The names that the operator shares with the agents are in :mod:`torchelastic.protocol`.
 """
@@ -13,11 +13,11 @@ from elastic_operator.api.spec import GROUP
 LABEL_JOB: Final = f"{GROUP}/job"
 """On all objects of a job: the job's name."""
 LABEL_ROLE: Final = f"{GROUP}/role"
-"""On all objects of a job: the role of the object, such as :data:`ROLE_WORKER`; scaling selects only workers."""
+"""On all objects of a job: the role of the object, such as :data:`ROLE_WORKER`."""
 LABEL_INDEX: Final = f"{GROUP}/index"
-"""On worker pods: the index."""
+"""On worker pods: the pod's index in the job."""
 LABEL_JOB_UID: Final = f"{GROUP}/job-uid"
-"""On a job's own etcd: the job's UID, so that the service of a new job never selects the etcd of an old one."""
+"""On the objects of a job's own etcd: the job's UID, so that a new job's service never selects an old job's etcd."""
 ROLE_WORKER: Final = "worker"
 ROLE_ETCD: Final = "etcd"
 ROLE_REPORT: Final = "report"
@@ -25,13 +25,13 @@ ROLE_REPORT: Final = "report"
 ANNOTATION_FAILURES: Final = f"{GROUP}/failures"
 """On worker pods: the number of consecutive failures of earlier pods with this index."""
 ANNOTATION_FAILED: Final = f"{GROUP}/failed"
-"""On worker pods that replace failed pods: when the last of these failed."""
+"""On worker pods that replace failed pods: the time of the last failure."""
 ANNOTATION_SIZE: Final = f"{GROUP}/size"
-"""On worker pods: the desired size at the creation of the pod, as in TORCHELASTIC_SIZE."""
+"""On worker pods: the desired size at the creation of the pod, in the form of TORCHELASTIC_SIZE."""
 ANNOTATION_PROTOCOL: Final = f"{GROUP}/protocol-version"
 """On worker pods: the protocol version of the operator that created the pod."""
 ANNOTATION_METRICS_PORT: Final = f"{GROUP}/metrics-port"
-"""On worker pods: the port of the agent's /metrics; written later if the agent chooses a free port."""
+"""On worker pods: the port of the agent's /metrics; added later if the agent chooses a free port."""
 
 MANAGED_BY: Final = "elastic-operator"
 """The operator's name in labels and events."""
@@ -47,11 +47,11 @@ class ConditionType(enum.StrEnum):
     """Types of conditions."""
 
     RUNNING = "Running"
-    """At least the minimum number of pods trains."""
+    """The job trains with at least the minimum number of pods."""
     WAITING = "Waiting"
     """Fewer pods than the minimum are ready; the message names the missing pods and the reasons."""
     DEGRADED = "Degraded"
-    """The job has trained, and now has fewer pods than desired."""
+    """The job has trained, and now has fewer ready pods than desired."""
     INVALID = "Invalid"
     """The spec is invalid; the operator creates nothing until it changes."""
     SUSPENDED = "Suspended"
@@ -71,7 +71,7 @@ class ConditionType(enum.StrEnum):
 
 
 class Reason(enum.StrEnum):
-    """The reasons of conditions and events. Runs on this machine add the reasons from UNSUPPORTED_FIELDS on."""
+    """Reasons of conditions and events. Only runs on this machine use UNSUPPORTED_FIELDS and the reasons below it."""
 
     TRAINING = "Training"
     STARTING = "Starting"
@@ -79,7 +79,7 @@ class Reason(enum.StrEnum):
     BELOW_MINIMUM = "BelowMinimum"
     BELOW_DESIRED = "BelowDesired"
     STORE_UNREADABLE = "StoreUnreadable"
-    """It is unknown whether the run has ended, so no pod is created."""
+    """The store cannot be read to find out whether the run has ended, so no pod is created."""
     NOT_STARTED = "NotStarted"
     ENOUGH_PODS = "EnoughPods"
     ALL_PODS = "AllPods"
@@ -88,7 +88,7 @@ class Reason(enum.StrEnum):
     REFUSED = "Refused"
     """The cluster rejects the pods or the etcd of this spec, or the running job rejects a change of its manifest."""
     RESOURCES_BLOCKED = "ResourcesBlocked"
-    """The cluster does not accept objects for now, because of a quota, a policy or a permission."""
+    """The cluster does not accept objects for now, because of a quota, a policy or a missing permission."""
     RUN_SUCCEEDED = "RunSucceeded"
     RUN_FAILED = "RunFailed"
     """The agents ended the run: the program failed too often, or too few nodes joined."""
@@ -111,7 +111,7 @@ class Reason(enum.StrEnum):
     BUDGET_REJECTED = "BudgetRejected"
     BUDGET_CREATED = "BudgetCreated"
     NOT_REQUESTED = "NotRequested"
-    """The spec no longer requests it."""
+    """The spec no longer requests a disruption budget."""
     POD_FAILURES = "PodFailures"
     """More pods failed than the backoff limit allows."""
     NO_AGENT = "NoAgent"
@@ -122,7 +122,7 @@ class Reason(enum.StrEnum):
     ROUND = "Round"
     """A new round has begun; the message says why."""
     WORKER_FAILED = "WorkerFailed"
-    """A worker failed, and the set of pods changed in the same round."""
+    """A worker failed, but the new round has another reason, such as a change of the pods."""
     PAUSED = "Paused"
     """Too few nodes are left to train."""
     SCALED = "Scaled"
@@ -132,8 +132,9 @@ class Reason(enum.StrEnum):
     STORE_UNREACHABLE = "StoreUnreachable"
     POD_DIED = "PodDied"
     POD_LEFT = "PodLeft"
+    """The agent of a pod was asked to leave."""
     POD_DELETED = "PodDeleted"
-    """A pod was deleted by another client; the message quotes its termination message."""
+    """A client other than the operator deleted a pod."""
     POD_DISRUPTED = "PodDisrupted"
     """A pod was preempted, evicted, not admitted, or lost with its node."""
     REPORT_NOT_KEPT = "ReportNotKept"
@@ -148,7 +149,7 @@ class Reason(enum.StrEnum):
     """An external etcd cannot be reached."""
     STORE_BACK = "StoreBack"
     APPLIED = "Applied"
-    """A change of the manifest's file was applied to the job."""
+    """A change of the manifest file was applied to the job."""
     NOT_RECORDED = "NotRecorded"
     """The run's folder is no longer writable."""
     INTERRUPTED = "Interrupted"
@@ -156,7 +157,7 @@ class Reason(enum.StrEnum):
 
 
 def hostname(job: str, index: int) -> str:
-    """Return the host name of the pods of an index."""
+    """Return the host name of a job's pods with this index."""
     return f"{job}-{index}"
 
 

@@ -1,9 +1,9 @@
-"""Reads values of unchecked JSON, and converts statuses and reports: camelCase keys and RFC 3339 times.
+"""Reads values of unchecked JSON, and converts statuses and reports to and from JSON.
 
 The functions that read a value of unchecked JSON always return the declared type, whatever the JSON contains.
 
-Times of a status are in whole seconds, as everywhere in Kubernetes. Times of a report and of a time breakdown are in
-milliseconds, because their durations have to add up.
+The JSON has camelCase keys and RFC 3339 times. The times of a status are in whole seconds, as is usual in Kubernetes.
+The times of a report and of a time breakdown are in milliseconds, because their durations must add up.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NAMES: Final = {
     "since": "lastTransitionTime",
     "counted_pod_uids": "countedPodUIDs",
 }
-"""Keys that are not the camelCase form of their field."""
+"""By field, the keys that are not the camelCase form of the field's name."""
 
 _FIELDS: Final = {key: name for name, key in _NAMES.items()}
 _SECONDS: Final = frozenset({"startTime", "activeSince", "completionTime", "lastTransitionTime", "time"})
@@ -141,12 +141,12 @@ def from_json(document: object, kind: type[_T]) -> _T:
 
 
 def rfc3339(seconds: float) -> str:
-    """Format seconds since the Unix epoch as whole seconds, rounded down and clamped to the years 1970 to 9999."""
+    """Format a Unix time in RFC 3339, rounded down to whole seconds and clamped to the years 1970 to 9999."""
     return f"{_EPOCH + timedelta(seconds=math.floor(_clamped(seconds))):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def moment(seconds: float) -> str:
-    """Format seconds since the Unix epoch as milliseconds, clamped to the years 1970 to 9999."""
+    """Format a Unix time in RFC 3339, rounded to milliseconds and clamped to the years 1970 to 9999."""
     time = _EPOCH + timedelta(milliseconds=round(_clamped(seconds) * 1000))
     return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
@@ -162,7 +162,7 @@ def _clamped(seconds: float) -> float:
 
 @functools.cache
 def _fields_of(kind: type) -> tuple[tuple[str, str], ...]:
-    """Return the fields of a dataclass or of a record of the protocol, with their keys; none of other types."""
+    """Return the fields of a dataclass or of a record of the protocol, with their keys; empty for other types."""
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(kind)]
     elif issubclass(kind, msgspec.Struct) and kind.__module__.startswith("torchelastic"):

@@ -1,22 +1,23 @@
 """The spec of an ElasticJob: typed, with every default filled in.
 
-The CRD (crds/elasticjob.yaml) defines what is allowed. These structs decode a manifest that is valid.
-:class:`AppliedSpec` is the part that a job's pods are made from; ``status.appliedSpec`` keeps a copy of it.
+The CRD (crds/elasticjob.yaml) defines which manifests are valid. The structs here decode a valid manifest.
+:class:`AppliedSpec` is the part from which a job's pods are created; ``status.appliedSpec`` keeps a copy of it.
 
 torchrun and ``torchelastic-run`` parse a command line by the same rules. The agent checks the flags. The operator only
 determines which flags are given, and rejects those that are reserved for it.
 
-The first controller, of the same group and version, was archived in 2022; its manifests have ``rdzvEndpoint`` and
-``replicaSpecs.Worker``. The CRD accepts both forms, but not a mixture. :func:`current_form` converts such manifests:
+The first controller for this group and version was archived in 2022. Its manifests have ``rdzvEndpoint`` and
+``replicaSpecs.Worker``. The CRD accepts the old and the current form, but not a mixture. :func:`current_form` converts
+the old form to the current one:
 
 * A pod ran the image's launcher with the controller's flags and the container's ``args``, which begin with more flags
-  of the launcher (``--nproc_per_node=1``). The operator now sets the launcher and those flags, so they are removed, and
-  so is a ``command`` that is a launcher. Any other command starts a launcher in its own way and is rejected.
+  of the launcher (``--nproc_per_node=1``). The operator now sets the launcher and the controller's flags, so a launcher
+  in ``command`` and these flags are removed. Any other command starts a launcher in its own way and is rejected.
 * A flag that corresponds to a field of the current spec becomes that field.
 * The container may have any name.
 * Names and restart policies inside the template, and its ``kind``, had no effect and are ignored.
 * ``replicas`` was the number of pods, and the default of each bound. (The default of the lower bound is now 1.)
-* With ``restartPolicy: Never`` the job failed when a pod did; otherwise the pod was replaced.
+* With ``restartPolicy: Never``, the job failed when a pod failed; otherwise the failed pod was replaced.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ class CleanPodPolicy(enum.StrEnum):
 
 
 class FailureAction(enum.StrEnum):
-    """The action for a failure."""
+    """What the operator or the agents do after a failure."""
 
     FAIL_JOB = "FailJob"
     IGNORE = "Ignore"
     """The worker or pod is replaced, and no budget is charged."""
     COUNT = "Count"
-    """The worker or pod is replaced, and its budget is charged; the default if no rule matches."""
+    """The worker or pod is replaced, and its budget is charged; this also applies if no rule matches."""
 
 
 class GangScheduler(enum.StrEnum):
@@ -80,7 +81,7 @@ class _Part(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
 
 
 class ExitCodes(_Part, frozen=True):
-    """A set of exit codes from 1 to 255; 128 + n stands for the signal n. With NotIn: all other codes."""
+    """A set of exit codes from 1 to 255: those in ``values`` or, with ``NotIn``, all others. 128 + n means signal n."""
 
     values: frozenset[int]
     operator: Literal["In", "NotIn"]
@@ -101,9 +102,9 @@ class FailureRule(_Part, frozen=True):
 
     Attributes:
         action: the action for the failure.
-        exit_codes: exit codes of worker programs. The agents apply this.
-        pod_reasons: reasons for which pods end, such as OOMKilled or Evicted. The operator applies this.
-        pod_conditions: conditions of pods that end. The operator applies this.
+        exit_codes: the exit codes of worker programs. The agents apply such a rule.
+        pod_reasons: the reasons for which pods end, such as OOMKilled or Evicted. The operator applies such a rule.
+        pod_conditions: the conditions of pods that end. The operator applies such a rule.
         exclude_node: whether later pods avoid the failed pod's node.
     """
 
@@ -163,12 +164,12 @@ class EtcdSpec(_Part, frozen=True):
     """The store of the job.
 
     Attributes:
-        endpoint: host:port of an existing etcd (several with commas); None to create one for the job.
+        endpoint: host:port of an existing etcd, several separated by commas; None to create an etcd for the job.
         tls_secret: the Secret with ``ca.crt``, and ``tls.crt`` and ``tls.key`` for client authentication; for
             ``endpoint`` only. None to trust the system's authorities.
         image: the image of the created etcd.
         resources: the resources of the created etcd, as in a container's spec.
-        storage: the storage of the created etcd, as in a volume claim; None to lose the data with the pod.
+        storage: the storage of the created etcd, as in a volume claim; None to keep the data only as long as the pod.
     """
 
     endpoint: str | None = None
@@ -190,7 +191,7 @@ class AppliedSpec(_Part, frozen=True, kw_only=True):
     Attributes:
         image: the image of the worker container; None if the template names it.
         command: the program of each worker; empty to pass ``args`` to torchelastic-run.
-        args: see ``command``.
+        args: the arguments of ``command``, or of torchelastic-run.
         env: additional environment variables, each as in a container's spec.
         nproc_per_node: workers in each pod: a number, or "auto", "cpu", "gpu".
         failure_policy: the rules for failures.
@@ -198,7 +199,7 @@ class AppliedSpec(_Part, frozen=True, kw_only=True):
         rendezvous: the settings of the rendezvous.
         etcd: the store.
         checkpoint: the volume for checkpoints.
-        grace_period: seconds between SIGTERM and SIGKILL for workers; None for the agent's own default.
+        grace_period: seconds between SIGTERM and SIGKILL for workers; None for the default.
         node_loss: seconds after which pods on a silent node count as lost.
         metrics_port: the port of the agents' /metrics; None for the operator's default.
         template: a pod template, as the user wrote it.
@@ -226,16 +227,16 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
     Attributes:
         min_replicas: the minimum number of pods for training.
         max_replicas: the maximum number of pods.
-        replicas: the desired number of pods; None until the operator has written one.
-        first_replicas: the number to begin with, from a manifest of the first controller; None for the maximum.
-        max_restarts: the maximum number of worker failures in the whole job.
-        backoff_limit: the maximum number of failed pods.
+        replicas: the desired number of pods; None until the user or the operator has set it.
+        first_replicas: the initial number of pods in a manifest of the first controller; None for the maximum.
+        max_restarts: the maximum number of charged worker failures in the whole job.
+        backoff_limit: the maximum number of charged pod failures.
         suspend: whether the job is suspended, so that it has no pods.
-        active_deadline: the maximum number of seconds that it runs, from its start or last resumption.
+        active_deadline: the maximum number of seconds that the job runs after its start or last resumption.
         ttl_after_finished: seconds from the end of the job to its deletion; None to keep it.
         clean_pod_policy: which pods of the finished job are deleted.
-        disruption_budget: whether evictions never leave fewer pods than the minimum.
-        objection: why a manifest of the first controller is not supported, in a sentence; None if it is.
+        disruption_budget: whether a PodDisruptionBudget forbids evictions that leave fewer pods than the minimum.
+        objection: why a manifest of the first controller is not supported, in a sentence; None if supported.
     """
 
     min_replicas: int
@@ -253,7 +254,7 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, spec: Json) -> Self:
-        """Decode a valid ``spec`` of the current form or of the first controller's.
+        """Decode a valid ``spec`` in the current form or in the form of the first controller.
 
         Raises:
             msgspec.ValidationError: a value has another type than the CRD allows.
@@ -279,11 +280,11 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
 
     @property
     def applied(self) -> AppliedSpec:
-        """The part from which pods are created."""
+        """The part of the spec from which pods are created."""
         return AppliedSpec(**{name: getattr(self, name) for name in AppliedSpec.__struct_fields__})
 
     def with_applied(self, applied: AppliedSpec | None) -> Self:
-        """Return the spec with the applied values in place of its own; itself if nothing is applied."""
+        """Return the spec with the values of the applied spec in place of its own; unchanged if ``applied`` is None."""
         if applied is None:
             return self
         values = {name: getattr(applied, name) for name in AppliedSpec.__struct_fields__}
@@ -349,7 +350,7 @@ _OPERATORS: Final = frozenset(
 """Flags of the launcher that the operator sets, or that are obsolete."""
 
 _FIELDS: Final = {"nproc-per-node": "nprocPerNode", "max-restarts": "maxRestarts"}
-"""Flags with a number that are fields of the spec now."""
+"""By flag of the launcher, the field of the spec that replaces the flag."""
 
 
 def current_form(spec: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -417,10 +418,10 @@ _KNOWN: Final = (
     | _FIELDS.keys()
     | {"help", "metrics-port", "node-name", "notice", "stop-grace", "termination-log", "version"}
 )
-"""Flags that the operator looks for. Launchers accept each unambiguous prefix of a flag."""
+"""Flags that the operator looks for. Launchers accept any unambiguous prefix of a flag."""
 
 _LONGEST_START: Final = 8
-"""Number of words at the start of a command in which a launcher is searched."""
+"""Maximum number of words of a launcher at the start of a command."""
 
 _LAUNCHER_MODULES: Final = frozenset(
     {"torch.distributed.launch", "torch.distributed.run", "torchelastic.distributed.launch", "torchelastic.run"}
@@ -431,7 +432,7 @@ _LAUNCHER: Final = re.compile(
 )
 _SHELLS: Final = frozenset({"ash", "bash", "dash", "ksh", "sh", "zsh"})
 _SCRIPT_FLAG: Final = re.compile(r"-[A-Za-z]*c")
-"""One word with a shell's flags, of which the last is -c; the script follows it."""
+"""A word of shell flags that ends in ``c``, such as ``-lc``; the script is the next word."""
 _COMMANDS: Final = re.compile(r"[;&|\n]|(?<!\$)[({]")  # a command in $( ) only produces output
 """A separator between the commands of a script. Quotes and escapes are not interpreted."""
 
@@ -444,12 +445,12 @@ _STARTS_LAUNCHER: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class LauncherFlag:
-    """A flag before the program.
+    """A flag that precedes the program in a launcher's arguments.
 
     Attributes:
-        name: the full name with inner dashes and without leading ones: nproc-per-node, m.
-        value: the value; empty for a switch, or if it is missing.
-        words: the words as given, one or two.
+        name: the full name without leading dashes and with ``-`` for ``_``, such as nproc-per-node or m.
+        value: the value; empty for a switch, or if the value is missing.
+        words: the flag as given, in one or two words.
     """
 
     name: str

@@ -1,9 +1,9 @@
-"""The status of an ElasticJob, the only state that one reconcile passes to the next, and the report of its run.
+"""The status of an ElasticJob, and the report of its run. One reconcile passes only the status to the next.
 
 The report is the part of a run that is kept when the job's store is deleted.
 
-On a cluster it is the key ``report.json`` of the ConfigMap ``<job>-report``, on this machine the file ``report.json``
-in the run's folder. It is written when the job finishes, and when it is suspended::
+On a cluster, the report is the key ``report.json`` of the ConfigMap ``<job>-report``. On this machine, it is the file
+``report.json`` in the run's folder. The report is written when the job finishes or is suspended::
 
     {
       "job": {"namespace", "name", "uid", "created", "completed", "state", "message"},
@@ -15,7 +15,7 @@ in the run's folder. It is written when the job finishes, and when it is suspend
     }
 
 A ``failure`` has the fields of :class:`torchelastic.protocol.FailureRecord`. Unknown values are left out. Times are in
-RFC 3339 with milliseconds, durations are in seconds.
+RFC 3339 with milliseconds; durations are in seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 REPORT_KEY: Final = "report.json"
-"""The key in the ConfigMap, and the name of the file."""
+"""The report's key in the ConfigMap, and the name of its file."""
 
 REPORT_LIMIT: Final = 900_000
 """Maximum size of a report in bytes; the limit of a ConfigMap is 1 MiB."""
@@ -51,11 +51,11 @@ class JobState(enum.StrEnum):
     """The state of a job in one word, as ``kubectl get`` shows it."""
 
     PENDING = "Pending"
-    """Some pods or the etcd do not exist yet, and nothing trains."""
+    """The job has not trained yet."""
     RUNNING = "Running"
-    """At least the minimum number of pods trains."""
+    """The job trains with at least the minimum number of pods."""
     WAITING = "Waiting"
-    """The job has trained, but now has fewer pods than the minimum."""
+    """The job has trained, but does not train now, for example because fewer pods than the minimum are ready."""
     SUSPENDED = "Suspended"
     """The pods are gone or terminating, and no pod is created until the job is resumed."""
     SUCCEEDED = "Succeeded"
@@ -73,7 +73,7 @@ class Condition:
 
     Attributes:
         type: one of the names in :mod:`elastic_operator.api.constants`.
-        status: whether it holds.
+        status: whether the condition holds.
         reason: one word in CamelCase.
         message: a sentence.
         since: when ``status`` last changed.
@@ -92,11 +92,11 @@ class LastFailure:
 
     Attributes:
         message: a sentence.
-        pod: the pod's name; empty if no pod failed.
+        pod: the name of the pod that failed, or in which the worker failed; empty if unknown.
         rank: the rank of the worker; None if no worker failed.
         exit_code: the exit code of the worker or the pod's agent; None after a signal, or if unknown.
-        signal: the name of the signal that ended it; empty for none.
-        time: when the operator noticed it.
+        signal: the name of the signal that ended the worker or agent; empty for none.
+        time: when the operator noticed the failure.
     """
 
     message: str = ""
@@ -112,28 +112,28 @@ class JobStatus:
     """The status of a job.
 
     Attributes:
-        state: one word.
+        state: the state of the job in one word.
         observed_generation: the generation of the spec that this status describes.
         replicas: the number of worker pods that have not ended and do not terminate, after the plan is carried out.
-        ready_replicas: the number of ready pods among these.
+        ready_replicas: the number of ready pods among ``replicas``.
         desired: the desired number of pods.
         round: the number of the current round.
         world_size: the number of workers in the current round.
         restarts: the number of worker failures that were charged.
-        uncharged_restarts: the number of other restarts of workers: membership changes, ignored failures.
+        uncharged_restarts: the number of restarts of workers after membership changes and ignored failures.
         pod_failures: the number of pod failures that were charged.
-        counted_pod_uids: UIDs of ended or terminating pods that are already counted or ignored.
+        counted_pod_uids: the UIDs of ended or terminating pods that must not be counted any more.
         size_generation: the generation of the last size that the agents received; 0 before the first pod was seen, and
-            while the job is suspended.
-        started: when the first round formed.
+            after a suspended job has stopped.
+        started: when the first round formed; None if none has formed.
         active: when the job was last allowed to have pods: its start or last resumption; None while it is suspended.
-        completed: when the job finished.
+        completed: when the job finished; None if it has not finished.
         last_failure: the last failure; None if there was none.
         excluded_nodes: nodes on which later pods are not scheduled.
-        applied_spec: the spec from which its pods are created, as of its start or last resumption; None before
-            it has pods, and once it is suspended and the last pod has ended.
+        applied_spec: the spec from which the pods are created, as of the job's start or last resumption; None before
+            the first valid spec, and after a suspended job has stopped.
         time_breakdown: the job's time breakdown up to its last suspension, resumption or end; None if unknown.
-        conditions: the conditions by type.
+        conditions: the conditions, at most one of each type.
     """
 
     state: JobState = JobState.PENDING
@@ -169,7 +169,7 @@ class JobStatus:
 
     @property
     def ready(self) -> str:
-        """The number of ready pods and of desired pods: 2/3."""
+        """The numbers of ready and of desired pods, such as ``2/3``."""
         return f"{self.ready_replicas}/{self.desired}"
 
     @property
@@ -206,7 +206,7 @@ def status_from_json(document: Mapping[str, Any] | None) -> JobStatus:
     """Return the status of an object; an empty one if it has none yet.
 
     Raises:
-        BadInput: the status is malformed; it is not ignored, because its counters would be lost.
+        BadInput: the status is malformed. It cannot be ignored, because its counters would be lost.
     """
     read = dict(document or {})
     if isinstance(conditions := read.get("conditions"), list):
@@ -228,13 +228,13 @@ class Report:
         name: the name of the job.
         uid: the UID of the job.
         created: when the job was created.
-        state: when the report was written: Succeeded, Failed or Suspended.
-        completed_at: when the job finished; None if it has not.
-        message: why it failed; empty if it has not.
+        state: the state of the job when the report was written: Succeeded, Failed or Suspended.
+        completed_at: when the job finished; None if it has not finished.
+        message: why the job failed; empty if it has not failed.
         time_breakdown: the time breakdown of the run; None if unknown.
         history: the rounds of the run.
         outcome: how the agents ended the run; None if they have not.
-        suspensions: the times when it was suspended, or stopped on this machine.
+        suspensions: the times when the job was suspended, or stopped on this machine.
     """
 
     namespace: str = ""
@@ -251,7 +251,7 @@ class Report:
 
 
 def encode_report(report: Report) -> bytes:
-    """Return the report as text of at most :data:`REPORT_LIMIT` bytes; its messages are shortened if necessary."""
+    """Return the report as JSON of at most :data:`REPORT_LIMIT` bytes; its texts are shortened if necessary."""
     whole = to_json(report)
     job = {key: whole.pop(key) for key in _OF_JOB if key in whole}
     history = whole.pop("history")
@@ -266,7 +266,7 @@ def encode_report(report: Report) -> bytes:
 
 
 def decode_report(text: str | bytes) -> Report:
-    """Return the report in a text.
+    """Return the report that :func:`encode_report` has encoded.
 
     Raises:
         BadInput: the text is not a report.
@@ -282,7 +282,7 @@ def decode_report(text: str | bytes) -> Report:
 
 
 def merged(kept: Report | None, report: Report) -> Report:
-    """Return a report merged with an earlier one, because the history is empty after a suspension.
+    """Return a report merged with an earlier one, because the store's history is empty after a suspension.
 
     Args:
         kept: the earlier report; None if there is none.

@@ -45,7 +45,7 @@ class Problem:
 
     Attributes:
         location: the path of the value.
-        message: what is wrong and what to change; follows ``spec.field: ``.
+        message: what is wrong and what to change, as the text after ``spec.field: ``.
     """
 
     location: Location
@@ -65,7 +65,7 @@ class Problem:
 
 
 def error_list(problems: Sequence[str | Problem]) -> str:
-    """Return the first problem as a sentence; if there are more, their number and a line for each."""
+    """Return the first problem as a sentence, and the number of further problems with a line for each."""
     first, *others = [str(problem) for problem in problems]
     if not others:
         return first
@@ -87,24 +87,24 @@ RESERVED: Final = frozenset(
     [value for name, value in vars(Env).items() if name.isupper()]
     + ["PET_RDZV_ENDPOINT", "PET_RDZV_ID", "PET_NNODES", "PET_NPROC_PER_NODE", "PET_MAX_RESTARTS"]
 )
-"""Variables that only the operator sets."""
+"""Environment variables that only the operator may set."""
 
 _UNSUPPORTED: Final = frozenset(
     {"PET_METRICS_PORT", "PET_NODE_NAME", "PET_RDZV_BACKEND", "PET_STANDALONE", "PET_TERMINATION_LOG"}
 )
-"""Variables that agents read, and that would break the operator's assumptions about agents."""
+"""Other variables of agents that a job may not set: they would break the operator's assumptions about agents."""
 
 _FLAGS_OF_OPERATOR: Final = {
     name.removeprefix("PET_").lower().replace("_", "-"): name
     for name in (RESERVED | _UNSUPPORTED) - {"PET_NPROC_PER_NODE"}
     if name.startswith("PET_")
 }
-"""The flags with the same effect, each with its variable. --nproc-per-node is not reserved."""
+"""The reserved flags, each with the variable of the same effect. --nproc-per-node is not reserved."""
 
 _INFORMATION_FLAGS: Final = frozenset({"h", "help", "version"})
 
 _LARGEST: Final = 512 << 10
-"""Maximum size of a spec in bytes: a job contains it twice, with the applied spec, and etcd accepts 1.5 MiB."""
+"""Maximum size of a spec in bytes: the status of a job repeats the applied spec, and etcd accepts 1.5 MiB."""
 
 AGENT_TIME: Final = 25.0
 """Seconds that a pod has in addition to notice and grace, to leave the store and to write final messages."""

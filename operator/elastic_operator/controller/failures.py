@@ -2,11 +2,11 @@
 
 The failure policy's rules on exit codes apply to workers, and the agents apply them. Its rules on pods apply here, to
 pods that failed and to pods that were disrupted. The status that counts a pod is written before the pod is deleted,
-and remembers its UID until it is gone: a crash between the two neither loses a failure nor counts it twice.
+and contains the pod's UID until the pod is gone. So a crash of the operator loses no failure and counts none twice.
 
-The outcome that the agents commit to the store defines how the job ends; their exit codes define it if the store
-cannot be read. The operator itself ends a job only if its agents cannot run: an image without an agent or with an
-incompatible one, bad input, too many failed pods or one that the failure policy makes fatal, and the deadline.
+The outcome that the agents commit to the store defines how the job ends. If no outcome is known, the agents' exit codes
+define it. The operator itself ends a job because of an image without a compatible agent, bad input, a failed pod that
+the failure policy makes fatal, too many failed pods, or the deadline.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class FailureCount:
     """The classified pods, and the counts of their failures.
 
     Attributes:
-        judged: all ended pods except the pending ones, in the order in which they ended.
-        ended: the judged pods that ended since the last status, and are counted.
+        judged: all ended and terminating pods except the pending ones, in the order in which they ended.
+        ended: the judged pods that the last written status does not count.
         pending: UIDs of pods that are charged or end the job unless the store shows that the run had ended before.
-        pod_failures: the job's number of pod failures, including these.
-        last_failure: the last failure, if the job has not finished.
+        pod_failures: the job's number of charged pod failures, including those in ``ended``.
+        last_failure: the last failure of a pod or a worker; None if there was none.
         excluded_nodes: nodes on which later pods are not scheduled, including the new ones.
-        newly_excluded: the newly excluded nodes, each with its pod.
-        may_be_fatal: whether the job fails once the pending pods are counted.
+        newly_excluded: the newly excluded nodes, each with the pod that failed on it.
+        may_be_fatal: whether the job would fail if the pending pods were counted.
         next_due: the latest time at which the next pending pod is counted; None without a pending pod.
     """
 
@@ -76,7 +76,7 @@ def count_failures(snapshot: Snapshot) -> FailureCount:
             judged.append(each)
             continue
         hopeless = each.end in (PodEnd.BAD_INPUT, PodEnd.INCOMPATIBLE)
-        # The run may have ended before the pod did.
+        # The run may have ended before the pod.
         must_wait = pod.phase.ended and snapshot.never_read and snapshot.store_may_tell(pod.ended or 0.0)
         if (each.charged or hopeless) and must_wait:
             pending.append(each)
@@ -120,14 +120,14 @@ def judge(pod: Pod, rules: Sequence[FailureRule]) -> EndedPod:
 def pod_end(pod: Pod) -> PodEnd:
     """Return the meaning of the end of an ended or terminating pod.
 
-    An agent's message that the run has ended takes precedence. Otherwise a deleted pod has not failed.
+    An agent's report that the run has ended takes precedence. Otherwise, a deleted pod has not failed.
     """
     code = ExitCode.SUCCEEDED if pod.exit_code is None and pod.phase is PodPhase.SUCCEEDED else pod.exit_code
     if pod.phase.ended and code == ExitCode.SUCCEEDED:
         return PodEnd.RUN_SUCCEEDED
     if pod.phase.ended and code == ExitCode.FAILED and isinstance(pod.message, TerminationMessage):
         return PodEnd.RUN_FAILED
-    # In these two cases the pod itself caused its termination.
+    # If the pod exceeded its own limits or deadline, it caused its termination itself.
     over_limit = pod.termination_cause is TerminationCause.OVER_LIMIT or _POD_DEADLINE in pod.reasons
     if over_limit and not pod.terminating:
         return PodEnd.FAILED
@@ -177,7 +177,7 @@ def failure_of(message: str, culprit: Pod | FailureRecord | None, now: float) ->
 
 
 def _last_failure(snapshot: Snapshot, ended: Sequence[EndedPod]) -> LastFailure | None:
-    """Return the last pod that is charged or could not reach the store, or the failure that caused the round."""
+    """Return the failure of the last counted pod, else of the worker that caused the round, else the former one."""
     status, round, now = snapshot.job.status, snapshot.observed.round, snapshot.now
     stranded = [each for each in ended if each.end is PodEnd.DISRUPTED and each.pod.termination_cause is None]
     for each in reversed([each for each in ended if each.charged] or stranded):
@@ -195,11 +195,11 @@ class Completion:
     """How the job ended.
 
     Attributes:
-        reason: one word.
-        failure: why it failed; None if it succeeded.
+        reason: the reason for the end, one word.
+        failure: why the job failed; None if it succeeded.
         counts_pods: whether failed pods or the deadline ended the job, so that the last failed pods are counted.
-        restarts: charged failures of workers, as far as known.
-        round: the last round, as far as known.
+        restarts: the number of charged worker failures, as far as known.
+        round: the number of the last round, as far as known.
     """
 
     reason: Reason
@@ -233,7 +233,7 @@ def _by_exit_codes(snapshot: Snapshot, failures: FailureCount) -> Completion | N
     if (failed := ends.get(PodEnd.RUN_FAILED)) is not None:
         return _failed(snapshot, Reason.RUN_FAILED, messages.last_message(failed), failed)
     incompatible = [pod for pod in snapshot.live if pod.incompatible_image is not None]
-    # Pods that cannot start do not show whether the run has ended: if the store is being read, it comes first.
+    # Pods that cannot start do not show whether the run has ended, so a store that may show it is read first.
     if incompatible and snapshot.never_read and snapshot.store_may_tell(0.0):
         incompatible = []
     if PodEnd.INCOMPATIBLE in ends:

@@ -137,7 +137,7 @@ def _spec_rejected(news: Mapping[str, str]) -> Iterator[JobEvent]:
 
 
 def _news(before: JobStatus, status: JobStatus) -> dict[str, str]:
-    """Return the messages of newly true conditions by type, including those with a new message."""
+    """Return, by type, the messages of the true conditions that are new or have a new message."""
     known = {condition.type: condition.message for condition in before.conditions if condition.status}
     return {
         each.type: each.message for each in status.conditions if each.status and known.get(each.type) != each.message
@@ -169,9 +169,9 @@ def _new_round(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
 
 
 def missing_pods(snapshot: Snapshot, status: JobStatus, planned: PlannedPods) -> tuple[str, str]:
-    """Return messages about missing pods, compared to the minimum and to the desired size, with the reasons.
+    """Return two messages about missing pods and the reasons: compared to the minimum, and to the desired number.
 
-    If the store must be read first, the first message says so instead.
+    If the store must be read first, the first message says only that.
     """
     ready, minimum = status.ready_replicas, snapshot.job.spec.min_replicas
     missing = _missing(snapshot, planned)
@@ -241,12 +241,12 @@ def _clauses(*parts: str) -> str:
 
 
 def _why_unread(observed: Observed) -> str:
-    """Return why the store cannot be read, perhaps because it cannot be created."""
+    """Return why the store cannot be read or cannot be created."""
     return clause(observed.blocked or observed.store_error or observed.etcd_error or "")
 
 
 def pod_death(pod: Pod) -> str:
-    """Describe how a pod ended, as a predicate of its name: "was killed by SIGKILL"."""
+    """Describe how a pod ended, as the words that follow its name: "was killed by SIGKILL"."""
     if pod.termination_cause is not None:
         return pod_disruption(pod)
     if (name := signal_name(pod.exit_code)) is not None:
@@ -264,7 +264,7 @@ def pod_death(pod: Pod) -> str:
 
 
 def pod_disruption(pod: Pod) -> str:
-    """Describe how a pod with a termination cause ended, as a predicate of its name: "was evicted: …"."""
+    """Describe how a pod with a termination cause ended, as the words that follow its name: "was evicted: …"."""
     node = f" {pod.node}" if pod.node else ""
     if pod.termination_cause is TerminationCause.NODE_LOST:
         return f"was lost with its node{node}"
@@ -273,7 +273,7 @@ def pod_disruption(pod: Pod) -> str:
     said = last_message(pod)
     if pod.termination_cause is TerminationCause.NOT_ADMITTED:
         return f"was not admitted by its node{node}{f': {clause(said)}' if said else ''}"
-    for reason in pod.reasons:  # the cluster may put it before its message
+    for reason in pod.reasons:  # the cluster may begin its message with the reason
         said = said.removeprefix(f"{reason}: ")
     preempted = any(reason.startswith("Preempt") for reason in pod.reasons)
     return f"was {'preempted' if preempted else 'evicted'}{f': {clause(said)}' if said else ''}"
@@ -306,7 +306,7 @@ def node_name(failure: FailureRecord) -> str:
 
 
 def count(number: int, thing: str) -> str:
-    """Return a number of things: "1 pod", "3 pods"."""
+    """Return a number with its noun: "1 pod", "3 pods"."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
@@ -316,7 +316,7 @@ def clause(quoted: str) -> str:
 
 
 def listed(things: Sequence[str]) -> str:
-    """Join items to "a, b and c"; a long list is shortened."""
+    """Join items, as in "a, b and c"; a long list is shortened."""
     shown = list(things)
     if len(shown) > _NAMES_SHOWN:
         shown = [*shown[: _NAMES_SHOWN - 1], f"{len(shown) - _NAMES_SHOWN + 1} more"]
@@ -326,7 +326,7 @@ def listed(things: Sequence[str]) -> str:
 
 
 def signal_name(exit_code: int | None) -> str | None:
-    """Return the signal of an exit code, such as SIGKILL for 137; None if it does not represent a signal."""
+    """Return the signal of an exit code, such as SIGKILL for 137; None if the code does not stand for a signal."""
     if exit_code is None or exit_code <= SIGNAL_BASE:
         return None
     try:

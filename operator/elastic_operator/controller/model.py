@@ -1,6 +1,7 @@
 """The input and the output of a plan: the job, its observed state, and the actions.
 
-Frozen dataclasses without I/O, clock or Kubernetes. Times are in seconds since the Unix epoch, durations in seconds.
+The frozen dataclasses here do not depend on I/O, a clock or Kubernetes. Times are in seconds since the Unix epoch,
+durations in seconds.
 
 Until the store has been read, the run may have ended unnoticed. So no pod is created for a run without pods, the store
 is not deleted, and no pod failure or deadline ends the job. A store that remains unreadable delays failures, deadlines
@@ -43,7 +44,7 @@ class PodPhase(enum.StrEnum):
 
 
 class TerminationCause(enum.StrEnum):
-    """Why a pod ended, if its agent did not cause that."""
+    """Why a pod ended, if its agent did not cause the end."""
 
     OUT_OF_MEMORY = "OutOfMemory"
     """The kernel killed the worker container for memory: a failure."""
@@ -90,11 +91,11 @@ class Pod:
         incompatible_image: why its image has no compatible agent; None if it has one.
         sidecars_running: whether its worker container has ended and another container still runs.
         node: its node; empty while it has none.
-        termination_cause: why it ended, if its agent did not cause that; None otherwise.
+        termination_cause: why it ended, if its agent did not cause the end; None otherwise.
         reasons: the reasons for its end in its status and in the status of its worker container.
         conditions: the conditions of its status by type: True, False or Unknown.
         metrics_port: the port of its agent's /metrics; 0 if unknown.
-        etcd_address: the address at which it looks for the job's own etcd; None if it does not.
+        etcd_address: the host of the etcd that its agent uses; None if unknown.
     """
 
     name: str
@@ -132,7 +133,7 @@ class PodEnd(enum.Enum):
     RUN_FAILED = enum.auto()
     """The agent reports, in a termination message, that the run failed."""
     BAD_INPUT = enum.auto()
-    """The settings of the agent are invalid; another agent would fail, too."""
+    """The settings of the agent are invalid; another pod would fail, too."""
     INCOMPATIBLE = enum.auto()
     """The image has no agent, or an agent with another protocol version; another pod would fail, too."""
     LEFT = enum.auto()
@@ -140,7 +141,7 @@ class PodEnd(enum.Enum):
     DISRUPTED = enum.auto()
     """The pod was evicted, not admitted, lost with its node, or could not reach the store: not its own failure."""
     FAILED = enum.auto()
-    """The pod ended by itself before the run did."""
+    """The pod ended before the run, in none of the ways above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ class EndedPod:
         pod: the pod.
         end: the meaning of its end.
         charged: whether it counts against the backoff limit.
-        rule: the rule of the failure policy that matches; None for none.
+        rule: the first rule of the failure policy that matches; None if none matches.
         position: the position of that rule, from 0.
     """
 
@@ -176,21 +177,21 @@ class Observed:
 
     Attributes:
         pods: its worker pods, in any state.
-        etcd: the store; an external one counts as ready.
-        store_read: whether the following keys are current; if not, they have the last known values, None for unknown.
+        etcd: the state of the store; an external store counts as ready.
+        store_read: whether the next five attributes are current; if not, they have their last known values, or None.
         round: the current round.
-        outcome: how the run ended.
+        outcome: how the run ended; None if it has not ended.
         size: the desired size in the store.
         time_breakdown: the run's time breakdown, as the leader wrote it last.
         history: the run's rounds, as the leader wrote them last.
         rejected: why the cluster will never accept the pods or the etcd of this spec; None if it accepts them.
-        blocked: why an object cannot be created at present; None if all were created.
+        blocked: why an object cannot be created at present; None if no object is blocked.
         etcd_blocked: whether the blocked object is the etcd pod: workers may occupy the resources that it needs.
         store_error: why an existing store cannot be used; None if it can, or if that is unknown.
         store_forbidden: whether the operator lacks a permission for the store, so that waiting does not help.
-        etcd_error: why the job's own etcd does not serve; None if unknown.
+        etcd_error: why the job's own etcd does not serve; None if it serves, or if that is unknown.
         disruption_budget_error: why the disruption budget could not be created; None if it exists or is not requested.
-        unreadable: why the job's spec cannot be read; then all other attributes have their defaults. None if it can.
+        unreadable: why the job's spec cannot be read, so that all other attributes have their defaults; else None.
     """
 
     pods: tuple[Pod, ...] = ()
@@ -219,7 +220,7 @@ class Job:
         name: the name, which is unique in the namespace.
         namespace: the namespace.
         uid: the UID, which is the run id of the agents.
-        generation: counts the changes of the spec.
+        generation: the generation of the spec, which grows with each change.
         spec: the user's spec.
         status: the status that the operator wrote last.
         created: when it was created.
@@ -249,11 +250,11 @@ class Snapshot:
         desired: the desired number of pods.
         live: the pods that neither have ended nor terminate.
         gone: the other pods: first those that are being deleted, then those that ended.
-        ended: the pods that ended and are kept, for their log or until a successor exists.
+        ended: the pods in ``gone`` that ended and are not being deleted.
         unfinished: the pods whose agent may still run; a terminating pod on a lost node does not count.
-        never_read: whether the run has never been read from its store.
-        outcome_unknown: whether the run may have ended without the operator knowing: the job had pods, has none, and
-            its store has not been read.
+        never_read: whether no round is known, and the store is not read although the operator may read it.
+        outcome_unknown: whether the run may have ended unnoticed: the job had pods, has no live pod now, and its store
+            is not read.
         store_wait: seconds to wait for the store before a decision about an event.
         was_suspended: whether the job has ever been suspended.
         applied: the applied spec that the status keeps; None if nothing is applied.
@@ -322,7 +323,7 @@ def _had_pods(job: Job, observed: Observed) -> bool:
     if status.size_generation > 0 or any(pod.uid not in status.counted_pod_uids for pod in observed.pods):
         return True
     errors = (observed.rejected, observed.blocked, observed.store_error)
-    # The operator may have restarted after it created pods. If it never saw any, it does not wait for a faulty store.
+    # The operator may have restarted after it created pods. If it never saw pods, it does not wait for a faulty store.
     return status.applied_spec is not None and observed.etcd is EtcdState.READY and errors == (None, None, None)
 
 
@@ -344,10 +345,10 @@ class NewPod:
         size: the desired size that it is started with.
         failures: the number of consecutive failures of earlier pods with this index.
         failed: when the last of them failed; None if none failed.
-        resume: the earlier state of the run for its agent; None for a new run.
+        resume: the earlier state of the run, for an agent that may find an empty store; None if not needed.
         excluded: nodes on which it must not run.
         due: when it may be created; seconds since the Unix epoch.
-        replaces: the last pod of the index, if it still exists.
+        replaces: the last pod of the index; None if there is none any more.
     """
 
     name: str
@@ -408,7 +409,7 @@ class Plan:
     Attributes:
         report: the report to write before the store is deleted; None for none. The report comes first, because the
             store is not read again after the status is written.
-        replicas: the number to write into ``spec.replicas``, once, if the user did not set it.
+        replicas: the number to write into ``spec.replicas``; None to leave that field unchanged.
         status: the new status; None if it would not change.
         events: the events to emit after the status is written.
         ended: the pods whose end the new status counts.

@@ -17,12 +17,13 @@ The pods of a job are created from the spec that was applied when the job was st
 the template would affect only later pods, and two kinds of pods would train together. The applied spec is fixed once a
 pod exists or training has begun. A change takes effect when the job is suspended and resumed.
 
-Annotations of the pods contain the first size. A later size is written to the store before a pod is changed, with the
-names of the draining pods, so that the agents form one round without them. The known sizes are observed in the store
-and on the pods; the highest generation counts.
+The annotations of a pod contain the size with which it was started. A later size is written to the store, with the
+names of the draining pods, before a pod is changed, so that the agents form one round without the draining pods. The
+known sizes are observed in the store and on the pods; the highest generation counts.
 
-A deleted pod is replaced at once, and so is a pod after its first failure. After each further failure, its index waits
-longer, until :data:`HEALTHY_TIME` passes without one. Annotations of the pods contain the number and time of failures.
+A deleted pod is replaced at once, and so is the first failed pod of an index. After each further failure, the index
+waits longer, until :data:`HEALTHY_TIME` passes without a failure. The annotations of a pod contain the number of
+earlier failures and the time of the last one.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ if TYPE_CHECKING:
 
 
 EXIT_PERIOD: Final = 30.0
-"""Seconds that agents have to exit by themselves after the run's end: a deleted pod loses its log."""
+"""Seconds that agents have to exit by themselves after the run's end, because a deleted pod loses its log."""
 
 LONGEST_BACK_OFF: Final = 60.0
-"""Maximum number of seconds that an index waits."""
+"""Maximum number of seconds by which repeated failures delay the creation of a pod's successor."""
 
 HEALTHY_TIME: Final = 60.0
 """Seconds without a failure, excluding back-off, after which the next failure of an index counts as the first."""
@@ -176,14 +177,14 @@ def _suspend(snapshot: model.Snapshot, failures: FailureCount, read_until: float
 def _clean_up(snapshot: model.Snapshot, status: JobStatus) -> model.Plan:
     """Return the plan of a finished job: it deletes the remaining objects and creates nothing.
 
-    Agents that know of the end may exit by themselves within :data:`EXIT_PERIOD`, and read it in the store until then.
+    Agents that know of the end may exit by themselves within :data:`EXIT_PERIOD`; their store is kept until then.
     ``cleanPodPolicy`` decides which ended pods are deleted. The job itself is deleted after its agents have exited.
-    The report is updated until the store is deleted, or has nothing new.
+    The report is updated until the store is deleted.
     """
     job, spec, observed, now = snapshot.job, snapshot.job.spec, snapshot.observed, snapshot.now
     completed = status.completed or 0.0
     exit_by = completed + EXIT_PERIOD
-    # A completion time in the future comes from another clock: it is unknown how long to wait.
+    # A completion time in the future comes from another clock, so the wait could be too long, and is skipped.
     exiting = completed <= now < exit_by
     waiting = exiting and bool(snapshot.unfinished)
     expires = None if spec.ttl_after_finished is None else completed + spec.ttl_after_finished
@@ -217,7 +218,7 @@ def _unless_the_same(before: JobStatus, status: JobStatus, staying: Iterable[mod
     """Return the status to write; None if it has no relevant change.
 
     The removal of UIDs of deleted pods can wait for the next write, and so can the first size generation. The removal
-    of the UID of an existing pod cannot wait: its failure would not be counted.
+    of the UID of an existing pod cannot wait: a later failure of that pod would not be counted.
     """
     remembered = status.counted_pod_uids <= before.counted_pod_uids and not any(
         pod.uid in before.counted_pod_uids for pod in staying
@@ -234,7 +235,7 @@ def _next_time(times: Iterable[float | None], now: float) -> float | None:
 def plan_pods(snapshot: model.Snapshot, failures: FailureCount, breakdown: TimeBreakdown | None) -> model.PlannedPods:
     """Plan the size of the job: announce it to the agents, delete surplus pods, fill empty indices.
 
-    If no pods can be created from the spec, the job does not change.
+    If the spec is invalid, the pods do not change.
 
     Args:
         snapshot: the input of the plan.
@@ -274,7 +275,7 @@ def plan_pods(snapshot: model.Snapshot, failures: FailureCount, breakdown: TimeB
 
 
 def pod_name(job: str, job_uid: str, index: int, replaces: str) -> str:
-    """Return the name of a pod: all operators that observe the same pods return the same new name.
+    """Return the name of a pod. All operators that observe the same pods choose the same name.
 
     Args:
         job: the job's name.
@@ -313,11 +314,11 @@ def _settle_size(snapshot: model.Snapshot) -> tuple[SizeRecord, SizeRecord | Non
         for each in known
         if each.generation == newest
     )
-    # A size may have been written to a store that cannot be read now: a new generation exceeds that, too.
+    # A store that cannot be read now may have a size with the status' generation, so no lower generation is used.
     generation = max(newest if agreed else max(newest + 1, job.generation), job.status.size_generation)
     size = msgspec.structs.replace(size, generation=generation)
     announced = stored.draining if agreed and stored is not None and stored.generation == newest else ()
-    # Until the agents have restored a store that lost its data, it does not show which of them are ready.
+    # Until the agents have restored a store that lost its data, the store does not show which of them are ready.
     is_lost = snapshot.observed.store_read and snapshot.observed.round is None and job.status.round > 0
     unready = [pod for pod in snapshot.live if not (pod.ready or (is_lost and pod.phase is model.PodPhase.RUNNING))]
     surplus = _surplus(snapshot.live, snapshot.desired, announced, {pod.uid for pod in unready})
@@ -333,8 +334,8 @@ def _surplus(
 ) -> tuple[model.Pod, ...]:
     """Return the pods to delete.
 
-    Pods that are announced as draining come first, because no round includes them; then the younger one of two pods
-    with the same index, which two operators may have created; then pods that are not ready, then the highest indices.
+    Pods that are announced as draining come first, because no round includes them; then all but one pod of each index,
+    because two operators may have created them; then pods that are not ready; then the highest indices.
     """
     surplus = [pod for pod in live if pod.name in announced]
     by_index: dict[int, model.Pod] = {}
@@ -366,10 +367,10 @@ def _missing_pods(
         by_index.setdefault(pod.index, []).append(pod)
     filled = {pod.index for pod in staying}
     number = max(snapshot.desired - len(staying), 0)
-    # Deleted pods with an index that is only needed now, because the job grows, were surplus.
+    # If an index is needed only because the job grows now, its deleted pod was surplus.
     grown = max(snapshot.desired - job.status.desired, 0)
     taken = {pod.name for pod in snapshot.observed.pods}.union(stored.draining if stored is not None else ())
-    # After a suspension names differ, because the last round may still name the former pods.
+    # After a suspension, names differ from the former names, because the last round may still contain those.
     active = snapshot.now if job.status.active is None else job.status.active
     first = rfc3339(active) if snapshot.was_suspended else ""
     missing: list[model.NewPod] = []

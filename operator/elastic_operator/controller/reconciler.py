@@ -1,7 +1,7 @@
-"""The reconcile loop: observes, plans and applies a job after each possible change.
+"""The reconcile loop: after each possible change of a job, it observes the job, makes a plan, and applies the plan.
 
-Each job is reconciled by one task at a time, all jobs concurrently. A reconcile that fails is repeated with exponential
-back-off. A job that is woken continuously is reconciled at a limited rate.
+Different jobs are reconciled concurrently, and each job by one task at a time. A reconcile that fails is repeated with
+exponential back-off. A job that is woken continuously is reconciled at a limited rate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Cluster(Protocol):
-    """The place where jobs run: a cluster or this machine. It wakes the reconciler when a job may have changed."""
+    """Where jobs run: a cluster or this machine. An implementation wakes the reconciler when a job may have changed."""
 
     async def observe(self, key: str) -> tuple[Job, Observed] | None:
         """Return the job and its observed state; None if the job does not exist.
@@ -38,8 +38,8 @@ class Cluster(Protocol):
     async def apply(self, job: Job, plan: Plan) -> float | None:
         """Carry out the plan in its order; return the seconds after which to reconcile again, or None.
 
-        The replicas and the status are written only to the observed version of the job; if that fails, nothing else
-        is done. If the size cannot be written, pods are still changed, and the error is raised afterwards.
+        The replicas and the status are written only to the observed version of the job; if that fails, the rest of
+        the plan is skipped. If the size cannot be written, pods are still changed, and the error is raised afterwards.
         Deleting a pod that is gone or was replaced, and creating a pod that exists, count as done.
 
         Raises:
@@ -59,8 +59,8 @@ class ReconcileSettings:
         max_delay: maximum number of seconds before a retry.
         resync_period: seconds between two resyncs of all jobs, because watches can fall silent.
         min_interval: seconds between two reconciles of one job: changes of its pods often come together.
-        max_share: maximum fraction of the time for observing and planning one job, which is slow for 1000 pods.
-        max_interval: maximum number of seconds between two reconciles of one job because of ``max_share``.
+        max_share: maximum fraction of the time for observing one job and planning it; both are slow for 1000 pods.
+        max_interval: maximum number of seconds by which ``max_share`` may separate two reconciles of one job.
     """
 
     base_delay: float = 0.1
@@ -77,7 +77,7 @@ class _Queued:
 
     Attributes:
         due: when to reconcile it next, a monotonic time; infinite for never.
-        timer: starts its reconcile.
+        timer: the timer that starts its reconcile; None if none is set.
         after: the earliest time of the next reconcile.
         busy: whether it is being reconciled.
         failures: the number of consecutive failed reconciles.
@@ -91,15 +91,15 @@ class _Queued:
 
 
 class Reconciler:
-    """Observes, plans and applies, job by job, until it is cancelled.
+    """Observes jobs, plans their changes and applies the plans, until it is cancelled.
 
     Args:
         cluster: where the jobs run.
-        clock: seconds since the Unix epoch.
+        clock: returns the seconds since the Unix epoch.
         list_keys: returns the keys of all jobs for a resync.
         settings: the settings of the reconciler.
-        waited: called for each reconcile with the seconds since it was due.
-        reconciled: called after each reconcile with the seconds that it took, and success, error or panic (a defect).
+        waited: called before each reconcile with the seconds since it was due.
+        reconciled: called after each reconcile with its seconds, and the result: success, error or panic (a defect).
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Reconciler:
 
     @property
     def depth(self) -> int:
-        """The number of jobs that are due and wait."""
+        """The number of jobs that are due, but whose reconcile has not begun."""
         now = time.monotonic()
         return sum(max(job.due, job.after) <= now for job in self._jobs.values())
 

@@ -43,7 +43,7 @@ def running_status(
     planned: PlannedPods,
     breakdown: TimeBreakdown | None,
 ) -> JobStatus:
-    """Return the status of a job that is neither suspended nor finished, with its time up to its last resumption."""
+    """Return the status of a job that is neither suspended nor finished; its time breakdown is ``breakdown``."""
     job, before, observed, round = snapshot.job, snapshot.job.status, snapshot.observed, snapshot.observed.round
     size_generation = before.size_generation
     # The first pods have the size once they exist, later pods when they are about to be created.
@@ -81,7 +81,7 @@ def suspended_status(snapshot: Snapshot, failures: FailureCount, *, unread: bool
     Args:
         snapshot: the input of the plan.
         failures: the pods that ended.
-        unread: whether its store must be read before it may be deleted.
+        unread: whether the job's store must be read before the store may be deleted.
     """
     job, before = snapshot.job, snapshot.job.status
     stopping = bool(snapshot.unfinished)
@@ -170,7 +170,7 @@ def running_conditions(snapshot: Snapshot, status: JobStatus, planned: PlannedPo
         ConditionType.DEGRADED: _degraded(observed, status, incomplete),
     }
     budget_ok = Reason.BUDGET_CREATED if snapshot.job.spec.disruption_budget else Reason.NOT_REQUESTED
-    # These are set when they first become true, and kept from then on.
+    # These conditions are absent until they first become true, and are kept from then on.
     rare: dict[str, tuple[Reason, str | None, Reason]] = {
         ConditionType.INVALID: (
             Reason.REFUSED if problem is None else Reason.SPEC_INVALID,
@@ -255,7 +255,7 @@ def finished_conditions(before: JobStatus, completion: Completion, now: float) -
 
 
 def with_times(before: JobStatus, values: Mapping[str, Value], now: float) -> tuple[Condition, ...]:
-    """Return the conditions, each with the time since which it has its status."""
+    """Return the conditions, each with the time of its last change between true and false."""
     since = {(condition.type, condition.status): condition.since for condition in before.conditions}
     return tuple(
         [
@@ -364,7 +364,7 @@ def _up_to(job: Job, observed: Observed, now: float, without_leader: RunState) -
 
 
 def _is_new(job: Job, latest: TimeBreakdown, now: float) -> bool:
-    """Return whether this is a plausible record of the job's last leader."""
+    """Return whether the leader's record is plausible, and newer than the time breakdown in the status."""
     known = job.status.time_breakdown
     plausible = latest.until <= now + _MAX_CLOCK_SKEW
     plausible = plausible and sum(latest.seconds.values()) <= now - job.created + _MAX_CLOCK_SKEW

@@ -1,4 +1,4 @@
-"""Carries out a plan: writes the job and its status, then its etcd, PodGroup, disruption budget and pods."""
+"""Carries out a plan: writes the report and the status of the job, then changes the objects that the job owns."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class CreateBackoff:
     """The rejections of the API server for a generation of the spec, and the time of the next attempt.
 
     Attributes:
-        rejected: why the objects will never be accepted.
-        blocked: why the last attempt was not accepted, although a later one may be.
+        rejected: why the objects will never be accepted; None if they may be.
+        blocked: why the objects were not accepted, although a later attempt may succeed; None if they were.
     """
 
     rejected: str | None = None
@@ -92,9 +92,9 @@ class Applier:
     """Carries out plans.
 
     Attributes:
-        api: the connection.
+        api: the connection to the API server.
         store: the known objects.
-        writer: creates, changes and deletes them.
+        writer: the writer that creates, changes and deletes objects.
         stores: the jobs' etcds.
         settings: the defaults for pods.
         status_written: called with the observed job and the plan after the status is written.
@@ -124,7 +124,7 @@ class Applier:
                 await self.writer.write_status(body, plan.status)
             except ClusterError as error:
                 if not isinstance(error, client.ApiError) or error.transient:
-                    self._tell(body, plan)  # it may have been written, and then the next plan has no events
+                    self._tell(body, plan)  # if the status was written anyway, the next plan has no events
                 raise
             self.status_written(job, plan)
         self._tell(body, plan)
@@ -142,7 +142,7 @@ class Applier:
         return False
 
     async def _keep_report(self, job: Job, report: Report, record: JobRecord) -> str | None:
-        """Write the report of a run, unless it has not changed; return why this must be tried again, or None."""
+        """Write the report of a run, unless it has not changed; return why the write must be repeated, or None."""
         digest = hashlib.blake2b(encode_report(report), digest_size=16).digest()
         if record.report == digest:
             return None
@@ -171,7 +171,7 @@ class Applier:
             job: the job with the applied spec.
             plan: the plan.
             record: the record of the job.
-            unkept: why the report could not be written yet, in which case the store is kept.
+            unkept: why the report could not be written yet, so that the store is kept; None if it was written.
         """
         errors: list[ClusterError] = []
 
@@ -206,7 +206,7 @@ class Applier:
         return left
 
     async def _ensure_etcd(self, job: Job, plan: Plan, record: JobRecord, unkept: str | None) -> str | None:
-        """Create or delete the job's own etcd; return the endpoint for pods, None if no pods can be created."""
+        """Create or delete the job's own etcd; return the endpoint for pods, or None if no pods can be created."""
         external = job.spec.etcd.endpoint
         if not plan.etcd:
             if unkept is not None:
@@ -270,7 +270,7 @@ class Applier:
         return True
 
     async def _ensure_pdb(self, job: Job, plan: Plan, record: JobRecord) -> None:
-        """Create, change or delete the job's disruption budget. Pods are created even if it is not accepted."""
+        """Create, change or delete the job's disruption budget. Pods are created even if the budget is rejected."""
         if job.deleting:
             return
         if plan.min_available is None:
@@ -307,7 +307,7 @@ class Applier:
                 await self.writer.delete(resource, about["namespace"], about["name"], about["uid"])
 
     async def _create_pods(self, job: Job, pods: Sequence[NewPod], endpoint: str, record: JobRecord) -> bool:
-        """Create pods in growing batches: if the first pod is not accepted, no other is tried.
+        """Create pods in growing batches: if the first pod is not accepted, no other pod is tried.
 
         Return whether pods are left after the time limit: the plan of the job may have changed by then.
         """

@@ -1,7 +1,7 @@
 """Kubernetes as a backend of the reconciler: observes jobs, and carries out plans.
 
-The observed state comes from the store of objects, the job's etcd and the job's record. Only for pods that are slow to
-start, the backend reads events from the API server.
+The observed state comes from the store of objects, the job's etcd and the job's record. The backend itself
+reads the API server only to find out why pods are slow to start.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _DELETION_TIMEOUT: Final = 60.0
 """Maximum number of seconds that a live kubelet needs to remove a pod without running containers."""
 _DELETED_TTL: Final = 900.0
 _LOOK_INTERVAL: Final = 15.0
-"""Seconds between two reads of the events of a pod that does not start, and a third of it before the first."""
+"""Seconds between reads of the events of pods that do not start; the first read follows after a third of this time."""
 _STARTERS: Final = frozenset({"kubelet", "attachdetach-controller"})
 """The components whose events say why a scheduled pod does not start."""
 
 
 @dataclass(slots=True)
 class JobRecord:
-    """What the operator keeps in memory of a job in addition to its status; losing it does no harm.
+    """The data of a job that the operator keeps only in memory; their loss does no harm.
 
     Attributes:
         key: the key of the job.
@@ -53,8 +53,8 @@ class JobRecord:
         pdb: the back-off for the PodDisruptionBudget.
         deleted: by index, the last state of the pods that are gone and not replaced yet, and a monotonic time at which
             they are forgotten.
-        startup: why slow pods do not start, by UID (by container name for the etcd pod), the one read last at the end.
-        look_at: when to read that next, a monotonic time; None if no pod is starting.
+        startup: why slow pods do not start, by UID (by container name for the etcd pod), in the order of the reads.
+        look_at: when to read the next pod's events, a monotonic time; None if no pod is starting.
         report: the digest of the last report that was written or rejected.
         requeue: seconds after which to observe the job again; None if that is not needed.
     """
@@ -80,7 +80,7 @@ class JobRecord:
         return self.creates.rejected, self.creates.blocked, self.pdb.blocked
 
     def requeue_after(self, delay: float) -> None:
-        """Observe the job again after these seconds at the latest."""
+        """Request another observation of the job after at most these seconds."""
         self.requeue = delay if self.requeue is None else min(self.requeue, delay)
 
 
@@ -91,7 +91,7 @@ class KubernetesBackend(Applier):
     _records: dict[str, JobRecord] = field(default_factory=dict, init=False)
 
     async def observe(self, key: str) -> tuple[Job, Observed] | None:
-        """Return the job and its observed state; None if there is no such job.
+        """Return the job and its observed state; None if there is no such job, or another controller manages it.
 
         Raises:
             BadInput: the job's status is invalid.
@@ -130,8 +130,8 @@ class KubernetesBackend(Applier):
     def pod_deleted(self, body: Json, last: Pod) -> None:
         """Remember a deleted pod until it is replaced.
 
-        A pod that was force-deleted, or had no node, may be gone at once. The plan needs it anyway: its successor
-        needs another name, because its agent may still run.
+        A pod that was force-deleted, or had no node, may be gone at once. The plan still needs this pod: its
+        successor needs another name, because its agent may still run.
         """
         owner = owner_of(body)
         if owner is None:
@@ -247,7 +247,7 @@ class KubernetesBackend(Applier):
         return startup_problem(events)
 
     def _with_diagnosis(self, pod: Pod, record: JobRecord) -> Pod:
-        """Return a pod, with the reason if it does not start, or as ended if its node is lost and it is overdue."""
+        """Return a pod with the reason why it does not start, or as ended if its deletion is overdue on a lost node."""
         if _is_starting(pod):
             return replace(pod, waiting=record.startup.get(pod.uid, ""))
         if pod.deletion_deadline is None or pod.phase is not PodPhase.PENDING:
@@ -259,7 +259,7 @@ class KubernetesBackend(Applier):
         return replace(pod, phase=PodPhase.FAILED, ended=pod.deletion_deadline)
 
     def _mirror(self, job: Job, key: str, pods: Sequence[Pod], etcd: ManagedEtcd | None) -> StoreMirror | None:
-        """Return the mirror of the job's etcd, which is followed as long as the etcd may change."""
+        """Return the mirror of the job's etcd, if any; start to follow the etcd as long as it may change."""
         # While a spec is applied, the store is needed, or must still be read to learn whether the run has ended.
         suspended = job.status.state is JobState.SUSPENDED and job.spec.suspend and job.status.applied_spec is None
         over = (job.status.state.finished or suspended) and all(pod.phase.ended for pod in pods)
@@ -273,7 +273,7 @@ class KubernetesBackend(Applier):
 
 
 def job_of(body: Json, spec: ElasticJobSpec | None = None) -> Job:
-    """Convert a job.
+    """Convert the object of a job.
 
     Args:
         body: the object.
@@ -341,7 +341,7 @@ def _serving(job: Job, mirror: StoreMirror | None) -> Collection[str] | None:
 
 
 def _ready(pod: Pod, serving: Collection[str] | None, not_ready: str | None) -> Pod:
-    """Return a pod that is ready only if its agent serves, with the reason if it is not."""
+    """Return the pod as ready only if its agent serves; otherwise with the reason why it is not ready."""
     if pod.ready and serving is not None and pod.name not in serving:
         pod = replace(pod, ready=False)
     if not_ready is None or pod.ready or pod.phase is not PodPhase.RUNNING:

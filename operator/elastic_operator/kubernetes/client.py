@@ -38,14 +38,14 @@ READ_TIMEOUT: Final = 30.0
 """Seconds without data after which a stream counts as broken."""
 _CONNECTIONS: Final = 96
 _MAX_ERROR_BYTES: Final = 1 << 20
-"""An error that a pod sends through the API server's proxy may have any length."""
+"""Maximum size of an error, because a pod may send one of any length through the API server's proxy."""
 _PAGE_SIZE: Final = 500
 """Objects per page of a list: all pods of a large cluster at once would fill the memory."""
 _NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _USER_AGENT: Final = "elastic-operator"
 NETWORK_ERRORS: Final = (aiohttp.ClientError, OSError, TimeoutError)
 _POLICIES: Final = ('admission webhook "', "ValidatingAdmissionPolicy '")
-"""Names of admission policies in the API server's messages; a policy may reject with any status."""
+"""Texts before the name of an admission policy in an error message; a policy may reject with any HTTP status."""
 _WEBHOOK_FAILED: Final = "failed calling webhook "
 _JSON: Final = "application/json"
 _MERGE_PATCH: Final = "application/merge-patch+json"
@@ -60,8 +60,8 @@ class Resource:
     Attributes:
         group: the API group; empty for the core group.
         version: the API version.
-        plural: its name in a path.
-        kind: its name in an object.
+        plural: the kind's name in a path.
+        kind: the kind's name in an object.
     """
 
     group: str
@@ -129,7 +129,7 @@ class ApiError(ClusterError):
 
     @property
     def conflict(self) -> bool:
-        """Whether the object exists already, or has changed since it was read."""
+        """Whether an object of this name exists, or the object has changed since it was read."""
         return self.status == 409
 
     @property
@@ -180,7 +180,7 @@ _HINTS: Final[tuple[tuple[str, str], ...]] = (
 
 
 def with_hint(message: str) -> str:
-    """Add a hint to an error message, if there is one."""
+    """Return an error message with the hint for it, if there is one."""
     hint = next((hint for pattern, hint in _HINTS if re.search(pattern, message)), "")
     return f"{message.removesuffix('.')}; {hint}" if hint else message
 
@@ -194,7 +194,7 @@ def backoff(first: float, longest: float) -> Iterator[float]:
 
 
 class Api:
-    """A connection to an API server; an async context manager. All methods raise ClusterError if it is unreachable.
+    """A client of an API server; an async context manager. Methods raise ClusterError if the server is unreachable.
 
     Attributes:
         namespace: the namespace of the kubeconfig's context, or of this pod.
@@ -215,7 +215,7 @@ class Api:
     async def from_kubeconfig(
         cls, path: str | None = None, context: str | None = None, environ: Mapping[str, str] = os.environ
     ) -> Self:
-        """Connect as kubectl does.
+        """Create a client with the kubeconfig that kubectl would use.
 
         Args:
             path: the kubeconfig; None for those that KUBECONFIG names, or ``~/.kube/config``.
@@ -240,7 +240,7 @@ class Api:
 
     @classmethod
     async def in_cluster(cls) -> Self:
-        """Use the pod's service account.
+        """Create a client with the pod's service account.
 
         Raises:
             BadInput: this is not a pod, or its service account's token is not mounted.
@@ -312,7 +312,7 @@ class Api:
     async def pages(
         self, resource: Resource, namespace: str | None, *, labels: str = ""
     ) -> AsyncGenerator[tuple[Sequence[Json], str], None]:
-        """List the objects of a namespace (None: of all) page by page, each with the resource version of the list.
+        """Yield the objects of a namespace (None: of all) in pages, each with the resource version of the list.
 
         Raises:
             ApiError: 410 if reading took so long that the list has expired.
@@ -357,10 +357,10 @@ class Api:
         """Delete an object, and in the background the objects that it owns.
 
         Args:
-            resource: its kind.
+            resource: the kind of the object.
             namespace: the namespace of the object.
             name: the name of the object.
-            uid: a precondition.
+            uid: the UID that the object must have; None for any.
             grace: the grace period of the pod in seconds; None for the pod's own.
         """
         body: dict[str, Any] = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
@@ -373,7 +373,7 @@ class Api:
     async def stream(
         self, path: str, query: Mapping[str, str], *, verb: str = "", silence: float | None = READ_TIMEOUT
     ) -> AsyncGenerator[bytes, None]:
-        """Yield a response in parts; raise ClusterError after ``silence`` seconds without data, never if None."""
+        """Yield a response in parts; raise ClusterError after ``silence`` seconds without data (None: no limit)."""
         limit = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT, sock_read=silence)
         try:
             response = await self._request("GET", path, query, None, _JSON, limit, verb)
@@ -480,7 +480,7 @@ def _kubeconfigs(given: str | None, environ: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def _logged_errors() -> Iterator[list[str]]:
-    """Collect the log messages of the official client, which does not fail without credentials."""
+    """Collect the errors that the official client logs: without credentials, it logs an error but raises none."""
     messages: list[str] = []
     logger, handler = logging.getLogger("kubernetes.aio.config"), logging.Handler(logging.ERROR)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

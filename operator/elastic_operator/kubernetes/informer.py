@@ -51,9 +51,9 @@ _LONGEST_WATCH: Final = 300.0
 """Seconds after which a watch is opened again: it may have fallen silent."""
 _POD_GROUPS_INTERVAL: Final = 300.0
 _WATCH_INTERVAL: Final = 0.5
-"""Minimum seconds between two watches of the same kind: a proxy may end each of them at once."""
+"""Minimum number of seconds between the starts of two watches of the same path: a proxy may end watches at once."""
 _CONCURRENT_LISTS: Final = 4
-"""A page of large pods takes 50 MB, and all kinds of all namespaces are listed at once."""
+"""Maximum number of concurrent lists: a page of large pods takes 50 MB, and each kind in each namespace has a list."""
 _BATCH: Final = 100
 """Number of listed objects after which other tasks may run."""
 
@@ -66,10 +66,10 @@ class Informer:
         store: the store to keep up to date.
         namespaces: the namespaces to watch; empty for all.
         base_delay: seconds before the first retry of a list.
-        handle_signals: called each time after kopf has started and set its own signal handlers.
+        handle_signals: called after each start of kopf, which sets its own signal handlers.
 
     Attributes:
-        synced: set after the store contains all objects that may be listed.
+        synced: an event that is set once the store contains all objects that may be listed.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Informer:
     async def _list_pod_groups_again(self) -> NoReturn:
         """List PodGroups regularly: not every cluster has these kinds, so they are not watched.
 
-        Others may delete them, for example together with their definition when a scheduler is reinstalled.
+        Other clients may delete PodGroups, for example with their definition when a scheduler is reinstalled.
         """
         while True:
             await asyncio.sleep(_POD_GROUPS_INTERVAL)
@@ -186,7 +186,7 @@ class Informer:
     def _report(self, namespace: str | None, error: ClusterError) -> None:
         """Log a problem once, not at every attempt.
 
-        An API server responds with 429 for about a second after a CRD was installed: this is logged as information.
+        For about a second after a CRD is installed, an API server responds with 429: this is logged as information.
         """
         status = error.status if isinstance(error, client.ApiError) else 0
         problem = f"the objects cannot be listed: {error}"
@@ -228,7 +228,7 @@ class Informer:
             await asyncio.sleep(delay)
 
     async def _run_kopf(self) -> str:
-        """Watch until kopf ends; return why."""
+        """Watch until kopf ends; return why it ended."""
         namespaces = [each for each in self._namespaces if each is not None]
         registry = kopf.OperatorRegistry()
         for resource in _WATCHED:
@@ -298,7 +298,7 @@ class Informer:
 
 
 class WatchSession:
-    """The part of aiohttp's session that kopf uses; lists go to ``on_list``, and kopf gets an empty list.
+    """The part of aiohttp's session that kopf uses; ``on_list`` makes the lists, and kopf gets empty lists.
 
     A request after :meth:`close` opens the session again: kopf closes its session before its watches, and a watch
     without a session would wait for another login forever.
@@ -306,7 +306,7 @@ class WatchSession:
     Args:
         info: the API server, and the credentials.
         on_list: lists a kind in a namespace (None: in all) and returns the resource version.
-        on_watch: called with the reason if a watch could not be opened, and with "" if one was opened.
+        on_watch: called with the reason when a watch cannot be opened, and with "" when one is opened.
     """
 
     closed: Final = False
@@ -325,7 +325,7 @@ class WatchSession:
         self._next_watch: dict[str, float] = {}
 
     async def request(self, *, url: str, **how: Any) -> aiohttp.ClientResponse | _EmptyList:  # noqa: ANN401 - aiohttp's
-        """Send a request, except for a list."""
+        """Send a request; instead of a request for a list, call ``on_list``."""
         parts = urlsplit(url)
         if "watch=" in parts.query:
             await self._throttle(parts.path)

@@ -1,7 +1,7 @@
 """Follows the etcds of all jobs: one mirror for each job that has, or had, pods.
 
-A mirror outlives its job until all pods of the job are gone, because only then the job's keys may be deleted from an
-external etcd.
+A mirror outlives its job until all pods of the job are gone. Only then may the job's keys be deleted from an external
+etcd.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ KEY: Final = "tls.key"
 
 @dataclass(slots=True)
 class Credentials:
-    """Paths of credentials, in files in memory that exist only in this process.
+    """Paths of TLS credentials. The files are in memory, and exist only in this process.
 
     Attributes:
         authority: the CA certificate of the server; None for the system's.
         certificate: the client's certificate.
-        key: its private key.
+        key: the client's private key.
     """
 
     authority: str | None = None
@@ -53,7 +53,7 @@ class Credentials:
 
     @classmethod
     def of(cls, secret: Json) -> Credentials:
-        """Read a Secret.
+        """Read the credentials in a Secret.
 
         Raises:
             StoreRefused: the Secret has no usable credentials.
@@ -111,11 +111,11 @@ class Credentials:
 _log: Final = logging.getLogger(__name__)
 
 WRITE_TIMEOUT: Final = 1.0
-"""Seconds for writing a size, so that a hanging store does not delay pods any longer."""
+"""Maximum number of seconds for writing a size, so that a hanging store does not delay pods for longer."""
 _REPORT_INTERVAL: Final = 30.0
 _RESTART_DELAY: Final = 10.0
 _CLEANUP_TIMEOUT: Final = 5.0
-"""Seconds for deleting a run's keys, which otherwise expire within a day."""
+"""Maximum number of seconds for deleting a run's keys, which otherwise expire within a day."""
 
 
 @dataclass(slots=True)
@@ -125,10 +125,10 @@ class _Followed:
     Attributes:
         key: the key of the job.
         lasts: whether the etcd outlives the job.
-        up: set while a connection may succeed.
-        away_since: when it became unreachable, a monotonic time.
-        error: why it is unreachable, after that was reported.
-        reported: when that was reported, a monotonic time.
+        up: an event that is set while a connection may succeed.
+        away_since: when the etcd became unreachable, a monotonic time; None while it is reachable.
+        error: the last reported reason why the etcd is unreachable; None if none was reported.
+        reported: when ``error`` was reported, a monotonic time.
     """
 
     key: str
@@ -148,11 +148,11 @@ class JobStores:
     """The followed etcds; an async context manager.
 
     Args:
-        api: reads Secrets with credentials.
+        api: the client that reads Secrets with credentials.
         changed: called with a job's key when something in its etcd has changed.
         secret_namespaces: the namespaces in which the operator may read Secrets.
         patience: seconds before an unreachable external etcd is reported.
-        managed_patience: the same for a job's own etcd; within a minute, Kubernetes notices a failed node.
+        managed_patience: the same for a job's own etcd: Kubernetes notices a failed node within a minute.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class JobStores:
     def follow(
         self, uid: str, key: str, endpoint: str, *, lasts: bool, up: bool, secret: str | None = None
     ) -> StoreMirror:
-        """Follow a job's etcd, unless it is followed already.
+        """Follow a job's etcd, or change its settings if it is followed; return its mirror.
 
         Args:
             uid: the UID of the job.
@@ -225,13 +225,13 @@ class JobStores:
         return tuple(uid for uid, followed in self._followed.items() if followed.key == key)
 
     def leave(self, uid: str) -> None:
-        """Stop following, and delete the run's keys from an external etcd."""
+        """Stop following a job's etcd; delete the run's keys if the etcd is external."""
         followed = self._followed.pop(uid, None)
         if followed is not None:
             self._tasks.create_task(self._leave(followed))
 
     async def write_size(self, uid: str, size: SizeRecord) -> None:
-        """Write the desired size, unless the store is unreachable: the job is reconciled when it can be read again.
+        """Write the desired size if the store is reachable; if not, the job is reconciled once the store can be read.
 
         Raises:
             StoreError: the write failed, and must be tried again.
@@ -246,7 +246,7 @@ class JobStores:
             raise StoreError(f"it has not answered within {WRITE_TIMEOUT} s") from None
 
     def forbidden(self, namespace: str, name: str) -> str | None:
-        """Return why a Secret is not read; None if it may be read."""
+        """Return why the operator may not read a Secret; None if it may."""
         if namespace in self._secret_namespaces:
             return None
         return (
@@ -259,7 +259,7 @@ class JobStores:
 
         Raises:
             StoreRefused: there is no such Secret, or it has no usable credentials.
-            StoreUnavailable: it cannot be read now.
+            StoreUnavailable: the Secret cannot be read now.
         """
         try:
             secret = await self._api.get(SECRETS, namespace, name)

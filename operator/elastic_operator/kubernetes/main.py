@@ -44,18 +44,18 @@ class OperatorSettings:
 
     Attributes:
         namespaces: the namespaces of the jobs; empty for all.
-        etcd_secrets_namespaces: the namespaces in which it may read the Secrets with credentials for etcd.
+        etcd_secrets_namespaces: the namespaces in which the operator may read Secrets with credentials for etcd.
         pods: defaults for the pods of all jobs.
         listen: the host and the port of /healthz, /readyz and /metrics; without a host, all addresses.
-        leader_elect: whether it acts only while it holds the lease, so that several copies may run.
+        leader_elect: whether this copy acts only while it holds the lease, so that several copies may run.
         lease_namespace: the namespace of the lease; None for the operator's own namespace.
         lease_name: the name of the lease.
-        kubeconfig: a file; None for the pod's service account or, with a context, for the usual file.
+        kubeconfig: the path of a kubeconfig; None for the pod's service account or, with a context, the default path.
         context: the context in the kubeconfig; None for its current one.
         log_format: the format of each line: ``text`` or ``json``.
-        log_level: the least severe messages that are logged: ``debug``, ``info``, ``warning`` or ``error``.
+        log_level: the lowest level of the messages that are logged: ``debug``, ``info``, ``warning`` or ``error``.
         identity: the unique name of this copy in the lease and in events.
-        in_pod: whether it runs in a pod with a service account.
+        in_pod: whether to use the service account of the pod in which the operator runs.
     """
 
     namespaces: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class OperatorSettings:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports an error in one sentence."""
+    """Prints an error as one sentence, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"elastic-operator: {message}; see `elastic-operator --help`\n")
@@ -217,7 +217,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """Formats a line as a JSON object: time, level, logger, message, traceback."""
+    """Formats a line as a JSON object with the keys time, level, logger, message and, if there is one, traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -248,8 +248,8 @@ def set_up_log(log_format: str, level: str) -> None:
 
 
 _GC_THRESHOLDS: Final = (20_000, 10, 10)
-"""Thresholds of the garbage collector. With the defaults, it takes a fifth of the CPU time, because the operator keeps
-many objects of the cluster for a long time."""
+"""Thresholds of the garbage collector. With the default values, it takes a fifth of the CPU time, because the operator
+keeps many objects of the cluster for a long time."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger(__name__)
 
 _TIMEOUT: Final = 3.0
-"""Seconds for a request while the lease is not held, and for its release: a dead connection may go unnoticed."""
+"""Seconds for an attempt to acquire the lease, and for its release: a dead connection may go unnoticed."""
 
 
 @contextlib.asynccontextmanager
@@ -92,7 +92,7 @@ class Manager:
     Args:
         settings: the settings of the process.
         api: the open connection.
-        handle_signals: called after kopf has set its own signal handlers.
+        handle_signals: called after each start of kopf, which sets its own signal handlers.
     """
 
     def __init__(self, settings: OperatorSettings, api: Api, handle_signals: Callable[[], None] = lambda: None) -> None:
@@ -106,7 +106,7 @@ class Manager:
         api.on_request = self._metrics.requested
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until ``stop`` is set.
+        """Run until ``stop`` is set.
 
         Raises:
             BadInput: a setting is invalid.
@@ -190,7 +190,8 @@ class Manager:
 class LeaderElector:
     """Competes for a lease. After a crash of the leader, a standby leads within ``lease_duration + 2 * poll_period``.
 
-    A lease has expired if this copy has seen no renewal for the lease's duration, because clocks of machines differ.
+    A lease counts as expired if this copy has seen no renewal for the lease's duration. The times in the lease are
+    ignored, because the clocks of machines differ.
 
     Attributes:
         api: the connection.
@@ -200,7 +201,7 @@ class LeaderElector:
         lease_duration: seconds after which a lease that was not renewed has expired; a whole number.
         retry_period: seconds between renewals by the leader.
         renew_deadline: seconds without a renewal after which the leader stops; less than ``lease_duration``.
-        poll_period: seconds between checks of a standby, and between attempts after a failed renewal.
+        poll_period: seconds between checks by a standby, and between attempts after a failed renewal.
         is_leader: whether this copy is the leader.
     """
 
@@ -245,7 +246,7 @@ class LeaderElector:
                 await asyncio.sleep(self.poll_period)
 
     async def _hold(self, limit: float) -> str | None:
-        """Acquire or renew the lease, if that is possible now; return its holder, None if that is unknown."""
+        """Acquire or renew the lease, if that is possible now; return its holder, or None if the holder is unknown."""
         problem = ""
         try:
             async with asyncio.timeout(limit):

@@ -26,18 +26,18 @@ class Cause(enum.StrEnum):
     """Why workers, or a pod, were restarted."""
 
     WORKER_FAILED = "worker_failed"
-    """Workers, after a failure that counts."""
+    """Workers were restarted after a charged failure."""
     FREE = "free"
-    """Workers, for another reason: a change of the members, or a failure that the failure policy ignores."""
+    """Workers were restarted after a change of the members, or after a failure that the failure policy ignores."""
     POD_DIED = "pod_died"
     POD_OUT_OF_MEMORY = "pod_out_of_memory"
     POD_DISRUPTED = "pod_disrupted"
-    """A pod that was preempted, drained or evicted."""
+    """A pod was preempted, drained or evicted."""
     NODE_LOST = "node_lost"
     NOT_ADMITTED = "not_admitted"
-    """A pod that its node did not admit."""
+    """A pod was not admitted by its node."""
     POD_LEFT = "pod_left"
-    """A pod that a user deleted, or whose agent was asked to leave."""
+    """A pod was deleted by a user, or its agent was asked to leave."""
 
 
 _BY_TERMINATION: Final[Mapping[TerminationCause | None, Cause]] = {
@@ -61,7 +61,7 @@ _JOB_FAMILIES: Final = {
 
 
 class JobCollector(Collector):
-    """Exports the number of jobs by condition and, only on the leader so that sums are correct, metrics of each job.
+    """Exports the number of jobs by condition, and metrics of each job: only on the leader, so that sums are correct.
 
     Args:
         bodies: returns all jobs.
@@ -126,7 +126,7 @@ class OperatorMetrics:
 
     Attributes:
         registry: the registry of the series.
-        waits: the times that jobs waited in the queue.
+        waits: the histogram of the seconds that jobs waited in the queue.
     """
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class OperatorMetrics:
             self._pods.inc()
 
     def status_written(self, job: Job, plan: Plan) -> None:
-        """Count the restarts for which a written status accounts, and the time until the job trained first.
+        """Count the restarts that a new status adds, and record the time until the job trained for the first time.
 
         Args:
             job: the job with the former status.

@@ -33,7 +33,7 @@ _OWN_LIMITS: Final = ("exceeds the limit", "exceeds the total limit", "exceeded 
 
 @dataclass(frozen=True, slots=True)
 class ContainerState:
-    """The state of a container; one of ``waiting``, ``running`` and ``terminated`` is set.
+    """The state of a container; exactly one of ``waiting``, ``running`` and ``terminated`` is set.
 
     Attributes:
         ready: whether it runs and its readiness probe, if any, succeeds.
@@ -136,7 +136,7 @@ _STARTING_REASONS: Final = frozenset({"", "ContainerCreating", "PodInitializing"
 _PULL: Final = frozenset({"ErrImagePull", "ImagePullBackOff", "ImageInspectError", "RegistryUnavailable"})
 _BACK_OFF: Final = re.compile(r'Back-off pulling image "[^"]*"(: ErrImagePull)?(: |$)')
 _PREEMPTION: Final = re.compile(r"\s*(no new claims to deallocate, )?preemption: .*", re.DOTALL)
-"""The scheduler repeats its message for the pods that it might preempt."""
+"""The part of the scheduler's message that repeats the message for the pods that it might preempt."""
 _REMOTE: Final = re.compile(r"rpc error: code = \w+ desc = ")
 _START_FAILURES: Final = frozenset({"StartError", "ContainerCannotRun", "CreateContainerError", "RunContainerError"})
 """Reasons for a container whose command cannot be executed."""
@@ -170,7 +170,7 @@ def why_waiting(pod: Json, name: str = WORKER) -> str:
 
 
 def last_message(pod: Json, worker: ContainerState) -> TerminationMessage | str | None:
-    """Return the termination message of an ended worker, or other information about its end."""
+    """Return the termination message of an ended worker, or other information about its end; None if there is none."""
     # An agent does not know why it received SIGTERM.
     if (is_over_its_limit(pod) and worker.exit_code != 0) or (worker.exit_code == ExitCode.LEFT and _end_of_pod(pod)):
         return _end_of_pod(pod)
@@ -216,7 +216,7 @@ def in_a_line(message: str) -> str:
 
 
 def _why_not_scheduled(pod: Json) -> str:
-    """Return why a pod has no node yet; empty if it was just created."""
+    """Return why a pod has no node yet; empty if it has a node, or if the reason is unknown."""
     gates = tuple(text(gate, "name") for gate in mappings(pod, "spec", "schedulingGates"))
     if gates:
         return f"it is not scheduled before its scheduling gates are removed: {', '.join(gates)}"
@@ -239,7 +239,7 @@ class _MessageHeader(msgspec.Struct):
 
 
 def _protocol_of(message: str) -> int | None:
-    """Return the protocol version of the agent that left a message; None if it is not an agent's."""
+    """Return the protocol version of the agent that left a message; None if no agent left it."""
     try:
         return msgspec.json.decode(message.encode(errors="replace"), type=_MessageHeader).protocol
     except (msgspec.DecodeError, RecursionError):
@@ -309,8 +309,8 @@ _NOT_ADMITTED: Final = frozenset(
         "UnexpectedAdmissionError",
     }
 )
-"""The kubelet's reasons for rejecting a pod, in addition to ``OutOf<resource>``. Other reasons, such as
-SysctlForbidden, would be the same on the next node."""
+"""The kubelet's reasons for rejecting a pod, in addition to ``OutOf<resource>``. For other reasons,
+such as SysctlForbidden, the next node would reject the pod, too."""
 
 MAX_PORT: Final = 65535
 

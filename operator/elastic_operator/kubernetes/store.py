@@ -1,9 +1,9 @@
 """The operator's cache of objects: plain JSON, trimmed, indexed by UID and by owning job.
 
-Lists, watches and the operator's own writes feed it in any order. An older version never overwrites a newer one. A
-tombstone remembers the version at which an object was deleted, so that a late update does not restore it.
+Lists, watches and the operator's own writes feed the cache in any order. An older version never overwrites a newer one.
+A tombstone remembers the version at which an object was deleted, so that a late update does not restore the object.
 
-Resource versions are compared as numbers, which Kubernetes guarantees since 1.35. Earlier servers allow it, too.
+Kubernetes guarantees since 1.35 that resource versions can be compared as numbers. They can on earlier servers, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TOMBSTONE_TTL: Final = 900.0
 class Store:
     """The known objects of some kinds, by UID, and by owner and UID.
 
-    The owner's key of an object is its namespace and the UID of its owner; that of a job is its namespace and name.
+    The owner key of an object is its namespace and its owner's UID; the owner key of a job is its namespace and name.
 
     Args:
         changed: called with the key of a job when the job, or an object that it owns, has changed.
@@ -89,7 +89,7 @@ class Store:
             return
         if before is not None and version <= version_of(before):
             return
-        self._tombstones.pop(uid, None)  # the object exists, and had lost the watched label
+        self._tombstones.pop(uid, None)  # the object exists: it had only lost the watched label
         after = _trimmed(resource, body)
         self._objects[resource][uid] = after
         if resource == PODS:
@@ -105,13 +105,13 @@ class Store:
         """Remove an object.
 
         Args:
-            resource: its kind.
-            body: its last state, with the version of its deletion; without a version it never comes back.
+            resource: the kind of the object.
+            body: its last state, with the version of its deletion; without a version, no update restores the object.
         """
         self._mark_deleted(resource, body, version_of(body) or math.inf)
 
     def keep_only(self, resource: Resource, uids: Collection[str], version: int, namespace: str | None = None) -> None:
-        """Remove the objects that a list lacks, unless they were created since.
+        """Remove the objects that a list lacks, unless they are newer than the list.
 
         Args:
             resource: the kind that was listed.
@@ -166,7 +166,7 @@ def version_of(body: Json) -> int:
 
 
 def owner_of(body: Json) -> Json | None:
-    """Return the reference to the job that controls an object."""
+    """Return the reference to the job that controls an object; None if there is none."""
     for reference in body["metadata"].get("ownerReferences") or ():
         is_job = reference.get("kind") == KIND and str(reference.get("apiVersion")).startswith(f"{GROUP}/")
         if is_job and reference.get("controller"):
@@ -196,8 +196,8 @@ class ManagedEtcd:
     """The etcd that is created for a job.
 
     Attributes:
-        endpoint: host:port; None if it has no address yet.
-        blocked: why its pod cannot be created for now.
+        endpoint: host:port; None if the etcd has no address yet.
+        blocked: why its pod cannot be created for now; None if it can.
     """
 
     state: EtcdState
@@ -208,7 +208,7 @@ class ManagedEtcd:
 
 
 def managed_etcd(store: Store, job: Job) -> ManagedEtcd:
-    """Return the job's own etcd; ABSENT if a part is missing or being deleted."""
+    """Return the job's own etcd; its state is ABSENT if a part is missing or being deleted."""
     name = etcd_name(job.name)
     service, deployment = (
         next((each for each in store.owned_by(kind, job.namespace, job.uid) if each["metadata"]["name"] == name), None)
@@ -231,6 +231,6 @@ def etcd_state(service: Json | None, deployment: Json | None) -> EtcdState:
 
 
 def etcd_blocked(deployment: Json | None) -> str | None:
-    """Return why the pod of a job's own etcd cannot be created for now, such as a quota."""
+    """Return why the pod of a job's own etcd cannot be created for now, for example a quota; None if it can."""
     condition = true_condition(deployment, "ReplicaFailure")
     return with_hint(text(condition, "message") or text(condition, "reason")) or None

@@ -33,8 +33,8 @@ _FORBIDDEN: Final = re.compile(r"^\S+( \"[^\"]*\")? is forbidden: ")
 _MAX_PER_NAMESPACE: Final = 64
 """Maximum number of concurrent writes of objects that the jobs of a namespace own."""
 _MAX_OF_JOBS: Final = 16
-"""Maximum number of concurrent writes of these jobs and their reports. The sum is less than the number of connections,
-so that a slow webhook in one namespace does not delay others."""
+"""Maximum number of concurrent writes of the jobs of a namespace and their reports. The sum of both limits is less than
+the number of connections, so that a slow webhook in one namespace does not delay other namespaces."""
 _MAX_PENDING: Final = 2000
 _CONCURRENT_EVENTS: Final = 4
 _EVENT_TRIES: Final = 8
@@ -54,13 +54,13 @@ class Blocked(ClusterError):  # noqa: N818
 class Writer:
     """Writes through the store of objects; an async context manager.
 
-    Events are recorded in the background, and the end of the block waits for pending events. The name of an
-    event is a hash of its content and of the job's version: an event that is recorded twice exists once, so a failed
-    attempt can be repeated.
+    Events are recorded in the background; the exit of the context waits at most two seconds for pending events. The
+    name of an event contains a hash of its content and of the job's version. So an event that is recorded twice exists
+    once, and a failed attempt can be repeated.
 
     Args:
         api: the connection.
-        store: receives the responses.
+        store: the store of objects, which receives the responses.
         identity: the name of this copy of the operator.
         created: called with the kind of each created object.
     """
@@ -92,10 +92,10 @@ class Writer:
             await asyncio.gather(*late, return_exceptions=True)
 
     def event(self, job: Json, event: JobEvent) -> None:
-        """Record an event of a job soon.
+        """Record an event of a job in the background.
 
         Args:
-            job: the job in the version of the event.
+            job: the version of the job to which the event belongs.
             event: what happened.
         """
         if len(self._pending) >= _MAX_PENDING:
@@ -121,7 +121,7 @@ class Writer:
         """Create an object that a job owns, unless it exists.
 
         Args:
-            resource: its kind.
+            resource: the kind of the object.
             job: the owner.
             wanted: the object, or a function that returns it, which is called when the write begins.
 
@@ -143,7 +143,7 @@ class Writer:
         self._store.put(resource, made)
 
     async def apply(self, resource: client.Resource, job: Job, uid: str, body: Json) -> bool:
-        """Apply an object that a job owns; return False if it no longer exists. Raises as :meth:`create`."""
+        """Apply an object that a job owns; return False if it no longer exists. Raises the errors of :meth:`create`."""
         name = body["metadata"]["name"]
         this_one = {**body, "metadata": {**body["metadata"], "uid": uid}}
         answer = self._api.apply(resource, job.namespace, name, this_one)
@@ -217,9 +217,10 @@ class Writer:
         self._store.put(client.ELASTIC_JOBS, after)
 
     async def keep_report(self, job: Job, report: Report) -> None:
-        """Write the report of a run into a ConfigMap, merged with the report that exists.
+        """Write the report of a run into a ConfigMap, merged with an existing report.
 
-        The ConfigMap belongs to the job, and keeps the report after the job's etcd is gone. Raises as :meth:`create`.
+        The ConfigMap belongs to the job, and keeps the report after the job's etcd is gone. Raises the errors of
+        :meth:`create`.
         """
         name = report_name(job.name)
         wanted: dict[str, Any] = {
@@ -298,7 +299,7 @@ def _check_owner(found: Json, resource: client.Resource, job: Job) -> None:
 
 
 def raise_worst(results: Iterable[object]) -> None:
-    """Raise the most important error: first permanent errors, then temporary ones."""
+    """Raise the most important error, if there is one: rejections come first, then blocks, then other errors."""
     errors = [result for result in results if isinstance(result, BaseException)]
     for kind in (Rejected, Blocked, BaseException):
         for error in errors:

@@ -1,11 +1,11 @@
 """The objects that a job owns, except for its worker pods: etcd, the PodGroup and the PodDisruptionBudget.
 
-The owner reference, by which Kubernetes removes an object with its job, does not set ``blockOwnerDeletion``, which may
-require a permission for the job's finalizers.
+Because of an owner reference, Kubernetes removes each object with its job. The reference does not set
+``blockOwnerDeletion``, because that may require a permission for the job's finalizers.
 
 The etcd of a job without an endpoint is a Deployment with one replica, behind a Service. The loss of its data is
-harmless, because the agents write their records again. So etcd writes to the disk of its node without fsync. It syncs
-only data on a volume (``spec.etcd.storage``).
+harmless, because the agents write their records again. So etcd writes to the disk of its node without fsync. Only data
+on a volume (``spec.etcd.storage``) is synced.
 
 A PodGroup defines how many pods a scheduler starts together or not at all. Two kinds are supported: the PodGroups of
 Kubernetes' scheduler plugins and of Volcano. Neither is part of Kubernetes.
@@ -38,7 +38,7 @@ class PodSettings:
     Attributes:
         etcd_image: the image of the etcd that is created for a job; it has ``etcd`` on its PATH.
         agent_metrics_port: the port of the agents' /metrics; 0 for any free port, which is then annotated on the pod.
-            On the host's network any free port is used.
+            Pods on the host's network use any free port.
     """
 
     etcd_image: str = ETCD_IMAGE
@@ -66,7 +66,7 @@ def common_labels(job: Job, role: str) -> dict[str, str]:
 
 
 def own_metadata(job: Job, name: str, role: str) -> dict[str, Any]:
-    """Return the metadata of an object."""
+    """Return the metadata of an object that a job owns."""
     return {
         "name": name,
         "namespace": job.namespace,
@@ -93,8 +93,8 @@ class _Gang:
 
     Attributes:
         api_version: the API version of its PodGroups.
-        scheduler: its name.
-        product: the product to install.
+        scheduler: the name of the scheduler.
+        product: the name of the product to install.
         mark: where a pod names its PodGroup: ``labels`` or ``annotations``, and the key.
     """
 
@@ -129,7 +129,7 @@ def gang_marks(job: Job, kind: str) -> dict[str, str]:
 
 
 def scheduler_of(policy: SchedulingSpec) -> str | None:
-    """Return the scheduler of a job's pods; None for that of the template, or of the cluster."""
+    """Return the scheduler of a job's pods; None for the scheduler of the template or of the cluster."""
     return policy.scheduler_name or (_GANGS[policy.gang].scheduler if policy.gang is not None else None)
 
 
@@ -174,8 +174,8 @@ def disruption_budget(job: Job, min_available: int) -> dict[str, Any]:
 
 
 RESTRICTED: Final[Json] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-"""A container's security context. With :data:`SECCOMP` this is the pod security standard ``restricted``, except for
-a user that is not root: only the author of an image knows that."""
+"""The security context of a container. Together with :data:`SECCOMP`, it satisfies the pod security standard
+``restricted``, except that it does not forbid root: only the author of an image knows whether the image needs root."""
 
 SECCOMP: Final[Json] = {"seccompProfile": {"type": "RuntimeDefault"}}
 """A pod's security context."""
@@ -191,7 +191,7 @@ def extended(given: object, more: Sequence[object]) -> object:
 
 
 def tolerate_silent_node(pod: dict[str, Any], seconds: int) -> None:
-    """Let Kubernetes evict a pod this number of seconds after its node becomes silent; the default is five minutes.
+    """Let Kubernetes evict a pod this number of seconds after its node becomes silent, instead of five minutes.
 
     The user's own tolerations of these taints take precedence.
     """
@@ -220,8 +220,8 @@ _PORT_NAME: Final = "client"
 _FOLDER: Final = "/var/lib/etcd"
 _RESOURCES: Final[Json] = {"requests": {"cpu": "100m", "memory": "64Mi"}}
 _TEMPLATE_FIELDS: Final = ("imagePullSecrets", "priorityClassName", "tolerations")
-"""Fields of the template without which some clusters do not accept or run a pod. Node selectors and affinities are
-left out: etcd does not need the nodes of workers."""
+"""Fields that etcd's pod copies from the template, because some clusters do not accept or run a pod without them. Node
+selectors and affinities are not copied: etcd does not need the nodes of workers."""
 
 
 def etcd_name(job_name: str) -> str:
@@ -235,11 +235,11 @@ def etcd_endpoint(cluster_ip: str) -> str:
 
 
 def etcd_service(job: Job, *, cluster_ip: str | None) -> dict[str, Any]:
-    """Return the service.
+    """Return the Service of a job's own etcd.
 
     Args:
         job: the owner.
-        cluster_ip: the address that live pods use already; None for any.
+        cluster_ip: the address that live pods use; None for any address.
     """
     spec: dict[str, Any] = {
         "type": "ClusterIP",
@@ -252,7 +252,7 @@ def etcd_service(job: Job, *, cluster_ip: str | None) -> dict[str, Any]:
 
 
 def etcd_deployment(job: Job, settings: PodSettings) -> dict[str, Any]:
-    """Return the deployment."""
+    """Return the Deployment of a job's own etcd."""
     storage = job.spec.etcd.storage
     claim = {"metadata": {"labels": _labels(job)}, "spec": storage}
     volume: Json = {"emptyDir": {}} if storage is None else {"ephemeral": {"volumeClaimTemplate": claim}}
@@ -295,7 +295,7 @@ def _container(job: Job, settings: PodSettings) -> dict[str, Any]:
             f"--data-dir={_FOLDER}/{'data' if keeps_data else '$(POD_IP)'}",
             f"--listen-client-urls=http://0.0.0.0{client}",
             f"--advertise-client-urls=http://{etcd_name(job.name)}.{job.namespace}{client}",
-            # Only clients that lost the connection for a moment need its history.
+            # Only clients that lost the connection for a moment need the history of the keys.
             "--auto-compaction-mode=periodic",
             "--auto-compaction-retention=10m",
             f"--quota-backend-bytes={1 << 30}",
@@ -315,7 +315,7 @@ def _container(job: Job, settings: PodSettings) -> dict[str, Any]:
 
 
 _WITHOUT_FSYNC: Final = [
-    # As a variable: etcd 3.4 has no such flag, and ignores the variable.
+    # A variable, because etcd 3.4 has no such flag and would reject it, but ignores the variable.
     {"name": "ETCD_UNSAFE_NO_FSYNC", "value": "true"},
     # Unsynced data must not be read after a power failure. So each address of the pod has its own folder, because a pod
     # gets a new address after a restart of its node.

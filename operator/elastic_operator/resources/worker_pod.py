@@ -1,18 +1,19 @@
-"""A worker's pod: the job's template, completed with the agent, its environment, and defaults that it may override.
+"""A worker's pod: the job's template, completed with the agent, its environment, and defaults.
 
-Defaults: memory on /dev/shm (a container gets 64 MiB otherwise); an empty folder on /tmp, so that the root file system
-may be read-only; annotations for a Prometheus without an operator; no environment variables of services, which can
-prevent containers in large namespaces from starting; no token for the API server; the rights of an ordinary process; a
-grace period in which workers can save; a short toleration of silent nodes. There is no probe: the store shows at once
-whether an agent serves, and no Service sends requests to these pods.
+The template may override these defaults: memory on /dev/shm (a container gets 64 MiB otherwise); an empty folder on
+/tmp, so that the root file system may be read-only; annotations for a Prometheus that no Prometheus operator manages;
+no environment variables of services, which can prevent containers in large namespaces from starting; no token for the
+API server; no privilege escalation or capabilities; a grace period in which workers can save; a short toleration of
+silent nodes. There is no probe: the store shows at once whether an agent serves, and no Service sends requests to these
+pods.
 
 Agents on this machine get the same command line and the same environment.
 
-An agent that is asked to leave gives its workers *notice*, so that they save, and then *grace* between SIGTERM and
-SIGKILL. The sum of both is below the pod's termination grace period. If the template does not set that period, it is
-the sum of notice, grace and :data:`AGENT_TIME`. If it does, a quarter of it (at most :data:`AGENT_TIME`) is reserved
-for the agent itself; of the rest, grace gets its default but at most half, and notice the remainder. The user's values
-take precedence.
+An agent that is asked to leave gives its workers the time *notice* to save, and then the time *grace* between SIGTERM
+and SIGKILL. The sum of both is below the pod's termination grace period. If the template does not set that period, the
+period is the sum of notice, grace and :data:`AGENT_TIME`. If the template sets the period, a quarter of it (at most
+:data:`AGENT_TIME`) is reserved for the agent itself; of the rest, grace gets its default but at most half, and notice
+the remainder. The user's values for notice and grace take precedence.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ def completed_mapping(given: Json, defaults: Json) -> dict[str, Any]:
 def mount(
     pod: dict[str, Any], container: dict[str, Any], folder: str, name: str, source: Json, *, read_only: bool = False
 ) -> None:
-    """Mount a volume in a container of a pod's spec, unless the folder is mounted already.
+    """Mount a volume in a container of a pod's spec, unless the template mounts a volume there.
 
-    The volume's name gets a number if the template uses it.
+    If another volume of the pod has the name, a number is added to it.
     """
     if posixpath.normpath(folder) in mounted_folders(container):
         return
@@ -83,12 +84,12 @@ def restricted(context: object) -> object:
 
 
 _NAME: Final = "metadata.name"
-"""The field that identifies a node; the label with its host name may differ."""
+"""The field that identifies a node; the node's label with its host name may differ from its name."""
 
 
 def _exclude(pod: dict[str, Any], nodes: Collection[str]) -> None:
     """Exclude nodes, in addition to the pod's own node affinity."""
-    # The API server accepts one value in each requirement.
+    # The API server accepts only one value in each requirement on a field.
     demands = [{"key": _NAME, "operator": "NotIn", "values": [node]} for node in sorted(nodes)]
     part: Any = pod
     for step in ("affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution"):
@@ -117,7 +118,7 @@ def worker_pod(job: Job, new: NewPod, settings: owned.PodSettings, *, store: str
         job: the job of the pod.
         new: the pod of the plan.
         settings: the defaults for pods.
-        store: host:port of the store, several with commas.
+        store: host:port of the store, several separated by commas.
     """
     template = copy.deepcopy(dict(job.spec.template))
     return {
@@ -251,7 +252,7 @@ GRACE: Final = 5.0
 """The default grace in seconds."""
 
 _LONGEST_NOTICE: Final = 24 * 3600.0
-"""The agent's own limit."""
+"""Maximum notice that an agent accepts, in seconds."""
 
 _LONGEST: Final = 7 * 24 * 3600.0
 
@@ -267,12 +268,12 @@ def agent_arguments(spec: AppliedSpec) -> tuple[str, ...]:
 def agent_variables(
     job: Job, pod: NewPod, *, store: str, checkpoints: str, termination_log: str, metrics_port: int
 ) -> dict[str, str]:
-    """Return the operator's variables for a pod's agent, without the address of its node and the user's variables.
+    """Return the operator's variables for a pod's agent, except for the address of its node.
 
     Args:
-        job: the owner.
+        job: the job of the pod.
         pod: the pod of the plan.
-        store: host:port of the store, several with commas.
+        store: host:port of the store, several separated by commas.
         checkpoints: the folder for the program's checkpoints.
         termination_log: the file for the agent's termination message.
         metrics_port: the port of the agent's /metrics; 0 for any free port.
@@ -313,7 +314,7 @@ def agent_variables(
 
 @functools.lru_cache(maxsize=256)
 def _exit_codes(rules: tuple[FailureRule, ...], action: FailureAction) -> str:
-    """Return the workers' exit codes with this action in the failure policy: 3,64,137."""
+    """Return the workers' exit codes to which the failure policy assigns this action, such as ``3,64-66,137``."""
     of_workers = [(rule.exit_codes, rule.action) for rule in rules if rule.exit_codes is not None]
     codes = [code for code in range(1, 256) if next((act for of, act in of_workers if code in of), None) is action]
     firsts = [code for code in codes if code - 1 not in codes]
