@@ -1,4 +1,4 @@
-"""The launchers that are compared: torchelastic-run, and torchrun with settings that favour it."""
+"""The launchers that are compared: torchelastic-run, and torchrun with favourable and with default settings."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _LOW_PRIORITY: Final = ("kube-scheduler", "kube-controller-manager")
 time that the API server, its etcd and the operator leave. In a real cluster, they and the kubelets have their own
 machines, and their work follows the measured work."""
 _NO_NODE_LOSS: Final = ("--node-monitor-grace-period=1h",)
-"""kwok has a low priority, so its node heartbeats may be late."""
+"""kwok has a low priority, so the heartbeats of its nodes may be late."""
 _NICE: Final = 19
 _SIDE_BY_SIDE: Final = 16
 _LEASE: Final = 3600.0

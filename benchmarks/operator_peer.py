@@ -34,7 +34,7 @@ _NAMESPACE: Final = "kubeflow"
 _SECRET: Final = "training-operator-webhook-cert"
 _WEBHOOK: Final = "validator.training-operator.kubeflow.org"
 _CERTIFICATES: Final = Path("/tmp/k8s-webhook-server/serving-certs")
-"""The folder from which the binary reads its certificates; in a cluster, the Secret is mounted there."""
+"""The folder from which the binary reads its certificates; in a cluster, the Secret is mounted at this path."""
 _LIMIT: Final = 120.0
 _REST: Final = 1.0
 

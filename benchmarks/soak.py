@@ -61,7 +61,7 @@ class Soak:
 
     @property
     def passed(self) -> bool:
-        """Whether there are no complaints."""
+        """Whether the soak ended without a failure, a needless restart or a leak."""
         return not (self.failed or self.needless or self.leaked)
 
     def complaint(self) -> str:
@@ -160,7 +160,7 @@ async def _leaked(group: Agents, before: Counter[str]) -> dict[str, int]:
 
 
 def main() -> int:
-    """Inflict the faults and print; fail if there are complaints."""
+    """Inflict the faults and print the results; fail if the soak did not pass."""
     flags = parser("soak", __doc__, limit=60.0)
     text = "number of faults (default: %(default)s)"
     flags.add_argument("--faults", type=at_least(1), default=200, metavar="N", help=text)

@@ -88,7 +88,7 @@ class Frame:
 
 
 class RecordingView(LiveView):
-    """A live view that keeps its frames and prints nothing."""
+    """A live view that keeps its frames instead of showing them, and prints the current step."""
 
     def __init__(self) -> None:
         self.console = Console(

@@ -106,11 +106,11 @@ class AgentMetrics:
         self._put(f"workers.{role}.remaining_restarts", remaining, series.REMAINING_RESTARTS, role=role)
 
     def recovered(self, seconds: float, reason: RoundReason) -> None:
-        """Record a restart of this node's workers, and the seconds since its reason was noticed."""
+        """Record a restart of this node's workers, and the seconds since the reason for it was noticed."""
         self._put(f"recovery.{reason}.duration.ms", seconds * 1000, series.RECOVERY, cause=str(reason))
 
     def run_ended(self, role: str, *, succeeded: bool, restarts: int, max_restarts: int) -> None:
-        """Record the end of the run, and how many failures were charged to its restart budget."""
+        """Record the end of the run, and how many failures were charged to the restart budget."""
         self._put(f"workers.{role}.run_total", 1, series.RUNS, role=role)
         for name, outcome, happened in (("success", "success", succeeded), ("failed", "failure", not succeeded)):
             for ending, retries, value in (

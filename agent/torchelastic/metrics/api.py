@@ -67,7 +67,7 @@ class MetricHandler(abc.ABC):
 
 
 class NullMetricHandler(MetricHandler):
-    """Drops values. If it is configured for a group, the default handler does not receive the group's values."""
+    """Drops values. If a group has this handler, the default handler does not receive the group's values."""
 
     def emit(self, metric_data: MetricData) -> None:
         """Do nothing."""
@@ -190,7 +190,7 @@ class MetricRegistry:
         return self._used.setdefault((group, name), self._declared.get((group, name), default))
 
     def add(self, group: str, name: str, value: float) -> None:
-        """Pass a value with the current time to the handlers of its group."""
+        """Pass a value with the current time to the handlers of the group."""
         routes = self._routes
         handlers = routes.get(group, routes[None])
         if handlers:

@@ -100,7 +100,7 @@ class RendezvousHandler(abc.ABC):
         return "none"
 
     def num_nodes_waiting(self) -> int:
-        """Return the number of nodes that wait for the next rendezvous. The agent polls it while workers run."""
+        """Return the number of nodes that wait for the next rendezvous. An agent polls this while workers run."""
         return 0
 
     def is_closed(self) -> bool:

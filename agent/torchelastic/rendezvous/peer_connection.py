@@ -183,7 +183,7 @@ async def hold_connection(address: str, *, run: str, node: str, peer: str, obser
 
 
 async def probe(address: str, *, run: str, node: str, peer: str, timeout: float = PROBE_TIMEOUT) -> Verdict:  # noqa: ASYNC109
-    """Connect to a peer's server; return whether it is alive, dead, or silent (no answer in time)."""
+    """Connect to a peer's server; return whether the peer is alive, dead, or silent (no answer in time)."""
     verdict, streams = await _greet(address, _Greeting(run=run_digest(run), node=node), peer, timeout)
     if streams is not None:
         await _close(streams[1])

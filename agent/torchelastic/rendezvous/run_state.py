@@ -147,7 +147,7 @@ class RunStateWatch:
 
     @property
     def size(self) -> SizeRecord | None:
-        """The size that the operator requests; None if it is not in the store."""
+        """The size that the operator requests; None if the store has none."""
         size: SizeRecord | None = self._known[self.keys.size].record
         return size
 

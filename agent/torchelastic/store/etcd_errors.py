@@ -34,7 +34,7 @@ class WrongApi(StoreRefused):
 
 
 class NotAuthorized(StoreRefused):
-    """The user has no access to these keys."""
+    """The user has no access to the requested keys."""
 
 
 class TokenRefused(StoreRefused):

@@ -202,7 +202,7 @@ class EtcdV2Store:
     # Keys
 
     def _entry(self, key: str, node: _Node) -> Entry:
-        """Return the entry, with the revision at which this client first saw its stamp."""
+        """Return the entry, with the revision at which this client first saw the entry's stamp."""
         seen = self._revisions.setdefault(key, {})
         revision = seen.setdefault(node.stamp or str(node.modified), node.modified)
         if len(seen) > _STAMPS_KEPT:

@@ -321,7 +321,7 @@ class EtcdV3Store:
 
     @contextlib.asynccontextmanager
     async def _stream(self, server: str, body: bytes) -> AsyncGenerator[_Stream, None]:
-        """Begin a watch and yield its messages."""
+        """Begin a watch, and yield the stream of its messages."""
         async with contextlib.AsyncExitStack() as stack:
 
             async def begin(endpoint: str) -> aiohttp.ClientResponse:

@@ -116,7 +116,7 @@ class Membership:
 
     @property
     def incomplete(self) -> bool:
-        """Whether a member has no key although it is not known to be gone."""
+        """Whether a member without a key may still be alive."""
         return not (self.ranks.keys().isdisjoint(self.silent) and self.ranks.keys().isdisjoint(self.awaited))
 
     def is_silent(self, node: str) -> bool:
