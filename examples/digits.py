@@ -50,9 +50,9 @@ PEAK_LEARNING_RATE = 0.05
 class ElasticSampler(Sampler[list[int]]):
     """Distribute global batches to any number of ranks, beginning at any step.
 
-    The samples have one endless order, with a new shuffle for each epoch. A step takes the next ``batch`` samples, and
-    rank r of R takes every R-th of them, beginning at the r-th. No sample is lost or repeated if training continues in
-    the middle of an epoch with another number of ranks.
+    The samples have one endless order, with a new shuffle for each epoch. A step takes the next ``batch`` samples; of
+    these samples, rank r of R takes the samples r, r + R, r + 2 R, and so on. No sample is lost or repeated if training
+    continues in the middle of an epoch with another number of ranks.
     """
 
     def __init__(self, samples: int, batch: int, steps: range, rank: int, world_size: int) -> None:
@@ -118,7 +118,7 @@ def newest(folder: Path) -> dict[str, Any] | None:
 
 
 def restore(folder: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the newest checkpoint of all ranks on each rank.
+    """Find the newest checkpoint of all ranks, and load this checkpoint on each rank.
 
     Returns:
         The step at which training continues; 0 if there is no checkpoint.
@@ -140,7 +140,7 @@ def restore(folder: Path | None, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """Return the data sets for training and for the test: images with values from 0 to 1, and their digits."""
+    """Return the data sets for training and testing: images with values from 0 to 1, and their digits."""
     digits = load_digits()
     images, labels = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(digits.target)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))

@@ -45,7 +45,7 @@ class AgentProcess:
     Args:
         arguments: the arguments of ``torchelastic-run``.
         env: variables in addition to the test's environment.
-        cwd: its working directory.
+        cwd: the agent's working directory.
         within: a command to which the agent's command line is appended.
     """
 

@@ -87,7 +87,7 @@ def that_is_suspended(job: Job, **fields: Any) -> Job:
 def size(
     wanted: int = 2, *, generation: int = 1, minimum: int = 1, maximum: int = 4, draining: tuple[str, ...] = ()
 ) -> SizeRecord:
-    """Return the desired size of a run, as pods get it and as it is in the store."""
+    """Return the desired size of a run, in the form that pods get and the store contains."""
     return SizeRecord(min=minimum, max=maximum, generation=generation, desired=wanted, draining=draining)
 
 
@@ -201,7 +201,7 @@ def termination_message(message: str, reason: str = "WorkerFailed") -> Terminati
 
 
 def _pod(index: int, phase: PodPhase, *, after: Pod | None = None, **more: Any) -> Pod:
-    """Return a pod, which replaces the pod ``after``."""
+    """Return a pod; if ``after`` is given, the pod replaces that one."""
     name = pod_name(NAME, UID, index, after.uid if after else "")
     fields = {"uid": f"uid-of-{name}", "created": NOW - 20, "size": size(), **more}
     return Pod(name=name, index=index, phase=phase, **fields)

@@ -72,7 +72,7 @@ def pod(index: int, suffix: str, *, state: dict[str, Any] | None = None, **about
     Args:
         index: the index of the pod.
         suffix: the suffix of its name.
-        state: the state of its container ``worker``; None if it runs.
+        state: the state of its container ``worker``; None if the container runs.
         about: fields of its status.
     """
     state = {"running": {"startedAt": at(2)}} if state is None else state

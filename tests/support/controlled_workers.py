@@ -64,8 +64,8 @@ class ControlledWorker:
     """One worker.
 
     Attributes:
-        pid: its process id in its own PID namespace.
-        env: its environment.
+        pid: the process id of the worker in its PID namespace.
+        env: the environment of the worker.
     """
 
     pid: int
@@ -87,7 +87,7 @@ class ControlledWorker:
 
     @property
     def node(self) -> str:
-        """The name of its agent."""
+        """The name of the worker's agent."""
         return self.env["OF_NODE"]
 
     def send(self, source: str) -> None:

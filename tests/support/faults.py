@@ -1,7 +1,7 @@
 """Fault scripts for the rendezvous: nodes join and leave, connections break, etcd fails.
 
-A script depends only on its seed, so that a failure can be reproduced. It acts on real nodes and a real etcd; every
-guarantee of the rendezvous is checked while it runs.
+A script depends only on its seed, so that a failure can be reproduced. The script acts on real nodes and a real etcd,
+and every guarantee of the rendezvous is checked meanwhile.
 """
 
 from __future__ import annotations

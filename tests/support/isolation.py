@@ -25,7 +25,7 @@ def first_process() -> tuple[str, ...]:
 
 
 def network(interface: str, address: str) -> tuple[str, ...]:
-    """Return a command that executes its arguments in a network with loopback and an interface of this address."""
+    """Return a command that executes its arguments in a network namespace with an interface of this address."""
     other = f"{interface}-peer"
     lines = (
         "ip link set lo up",

@@ -40,7 +40,7 @@ _NAMESPACES = Resource("", "v1", "namespaces", "Namespace")
 
 
 def discovered(path: str) -> dict[str, Any] | None:
-    """Return the answer to a discovery request, as kopf sends it, or None for another path."""
+    """Return the answer to a discovery request of kopf; None for any other path."""
     groups = {resource.group: resource.version for resource in WATCHED if resource.group}
     if path == "/api":
         return {"versions": ["v1"]}

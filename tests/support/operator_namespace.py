@@ -53,7 +53,7 @@ class OperatorNamespace:
         Args:
             folder: the folder of its log.
             flags: more flags.
-            kubeconfig: its access to the API server; None for that of an administrator.
+            kubeconfig: the operator's kubeconfig; None for that of an administrator.
             more: further arguments of OperatorProcess.
         """
         only_here = (f"--namespace={self.name}", f"--lease-namespace={self.name}")

@@ -32,7 +32,7 @@ class OperatorProcess(Daemon):
 
     Args:
         folder: the folder of its log.
-        kubeconfig: its access to the API server.
+        kubeconfig: the kubeconfig of the replica.
         args: more flags.
         name: the name of its log.
         wait: whether to begin the block only when the replica is ready.

@@ -33,8 +33,8 @@ class Sample:
     """One series in an answer of Prometheus.
 
     Attributes:
-        labels: its labels, with its name as __name__.
-        value: its value now, or at the requested time.
+        labels: the labels of the series, with its name as __name__.
+        value: the value now, or at the requested time.
     """
 
     labels: Mapping[str, str]
@@ -61,10 +61,10 @@ def prometheus_command(
     """Write a Prometheus configuration, and return the command line.
 
     Args:
-        folder: the folder of its configuration and its data.
-        port: its port on loopback.
+        folder: the folder for the configuration and the data.
+        port: the port of Prometheus on loopback.
         scrape: the scrape_configs.
-        rules: the files with its rules.
+        rules: the files with rules.
     """
     configuration = folder / "prometheus.yml"
     intervals = {"scrape_interval": f"{EVERY * 1000:.0f}ms", "evaluation_interval": "1s"}
@@ -83,8 +83,8 @@ class Prometheus:
     """A Prometheus on loopback.
 
     Args:
-        folder: the folder of its data, its configuration and its log, which is not removed.
-        port: its port.
+        folder: the folder for the data, the configuration and the log; it is not removed.
+        port: the port of Prometheus.
         session: the session for requests to Prometheus.
     """
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 NODES: Final = ("node-0", "node-1", "node-2")
 DECIDED_BY_OPERATOR: Final = (Reason.POD_FAILURES, Reason.POD_FAILURE_POLICY, Reason.DEADLINE_EXCEEDED)
-"""The reasons with which the operator itself finishes a job; it counts failed pods in these cases."""
+"""The reasons with which the operator itself finishes a job, and for which it still counts failed pods."""
 
 
 class OperatorKilledError(Exception):

@@ -81,7 +81,7 @@ class TcpProxy:
 
     @property
     def endpoint(self) -> str:
-        """The address on which it listens: host:port."""
+        """The address on which the proxy listens: host:port."""
         assert self._server is not None
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 

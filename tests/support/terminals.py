@@ -26,7 +26,7 @@ def environment(home: Path) -> dict[str, str]:
 
 @contextlib.asynccontextmanager
 async def typed(home: Path, *argv: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a command in a second terminal; it is killed after the block."""
+    """Run a command beside the job, and kill the command after the block."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "elastic_operator.cli.main", *argv),

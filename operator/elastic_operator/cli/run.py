@@ -1,7 +1,7 @@
 """``elasticjob run`` and ``elasticjob demo``: one job on this machine, from its manifest to its exit code.
 
-The name lock, the control socket, the etcd and the pods of a run exist only during :func:`run_job`. If it is killed,
-the kernel kills etcd and the pods (:mod:`elastic_operator.local.pdeathsig`).
+The name lock, the control socket, the etcd and the pods of a run exist only during :func:`run_job`. If the process is
+killed, the kernel kills etcd and the pods (:mod:`elastic_operator.local.pdeathsig`).
 
 The demo scales a job up, kills a worker and an agent, and scales the job back. It measures the time from the beginning
 of a step to the first line that rank 0 prints in the next round. ``examples/digits.py`` prints its first line after it
@@ -188,7 +188,7 @@ class _Demo:
         self.rows: list[tuple[str, ...]] = [("STEP", "ROUND", "WORKERS", "TRAINS AFTER", "")]
 
     def on_snapshot(self, job: JobView) -> None:
-        """Keep and show the new state of the job."""
+        """Store and show the new state of the job."""
         self._job = job
         self._view.on_snapshot(job)
 

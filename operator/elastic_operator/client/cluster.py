@@ -40,7 +40,7 @@ _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _UNKNOWN_KIND: Final = "could not find the requested resource"
 _SEE_LIST: Final = "`elasticjob get` with the same flags lists the existing jobs"
 _POLL_INTERVAL: Final = 1.0
-"""Seconds between two checks whether the objects of a deleted job are gone."""
+"""Seconds between two checks for the objects of a deleted job."""
 
 
 def _blocking(

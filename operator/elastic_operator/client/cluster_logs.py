@@ -1,7 +1,7 @@
 """``elasticjob logs`` on a cluster.
 
-An agent forwards the output of its workers, each line with its rank in front. It also logs when a round begins and
-which ranks it has started::
+An agent forwards the output of its workers, with the rank in front of each line. The agent also logs when a round
+begins and which ranks it has started::
 
     10:15:02 [digits-0-x4k2p] round 2: digits-1-bbbbb left
     10:15:02 [digits-0-x4k2p] round 2: started rank 0 of a world of 1
@@ -11,8 +11,8 @@ Lines that workers of the previous round print between these two lines are assig
 first such message have round 0, because the kubelet drops the oldest part of a long log.
 
 All logs of the job's pods are read first, because only the logs show which round is the latest and which ranks each
-pod had in it. To follow the logs, each is read on from where the last read ended: a broken stream is resumed, and the
-log of a replacement pod is read from its first line.
+pod had in this round. With ``--follow``, each log is read further from where the last read ended: a broken stream is
+resumed, and the log of a replacement pod is read from its first line.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class ClusterLogs:
     Args:
         api: an open connection.
         job: the job's object.
-        selector: which lines to print.
+        selector: the selection of the lines to print.
         write: receives whole lines.
         tell: receives sentences for the user.
     """

@@ -1,7 +1,7 @@
 """Access to the jobs on this machine.
 
 The state of a run that is alive is read from its control socket (:mod:`elastic_operator.local.control`); the state of a
-run that has ended or was killed is read from its directory. A name is a job's name or a run's id. Logs are files:
+run that has ended or was killed is read from its directory. A ``name`` is a job's name or a run's id. Logs are files:
 workers write ``<pod>/round_N/rank_R/output.log`` (or ``stdout.log`` and ``stderr.log``), agents ``<pod>/agent.log``.
 """
 
@@ -103,7 +103,7 @@ class LocalJobs:
         return True
 
     def report(self, name: str) -> tuple[bytes, str]:
-        """Return the report of a job, and how its run ended: as in EndView, or "killed", or empty if it is alive.
+        """Return the report of a job, and how its run ended: as in EndView, or "killed", or empty if the run is alive.
 
         Raises:
             NotFound: there is no report, or no run has that name.
@@ -295,7 +295,7 @@ def follow_logs(
 
     Args:
         logs: the directory of the run's logs.
-        selector: which logs to write.
+        selector: the selection of the logs to write.
         write: receives pieces of output.
         alive: returns whether the run continues; if not, the files no longer grow.
         tell: receives a sentence when another round begins.

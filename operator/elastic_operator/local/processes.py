@@ -296,9 +296,9 @@ class EtcdProcess:
     """An etcd process that is restarted when it exits, as long as :meth:`run` runs.
 
     Args:
-        binary: the program.
+        binary: the path of etcd.
         directory: the directory for its data (``etcd``, removed at the end) and its output (``etcd.log``).
-        environ: its environment; variables that configure etcd are removed.
+        environ: the environment of etcd; variables that configure etcd are removed.
         changed: called after each change of the state.
         tell: receives events.
 
@@ -414,7 +414,7 @@ class EtcdProcess:
             *(f"--listen-client-urls={client}", f"--advertise-client-urls={client}"),
             *(f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"),
             *(f"--initial-cluster=local={peer}", "--unsafe-no-fsync"),
-            *("--heartbeat-interval=20", "--election-timeout=200"),  # a single member elects itself
+            *("--heartbeat-interval=20", "--election-timeout=200"),  # safe, because a single member elects itself
             *("--logger=zap", "--log-level=warn", f"--log-outputs={self._log}"),
         )
 

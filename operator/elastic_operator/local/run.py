@@ -298,7 +298,7 @@ class LocalRun:
         )
 
     async def apply(self, job: Job, plan: Plan) -> None:
-        """Carry out the plan in its order; only request a reconcile if the job has changed since it was observed.
+        """Carry out the plan, or only request a reconcile if the job has changed since it was observed.
 
         Raises:
             ClusterError: the size could not be written; the rest of the plan was carried out.

@@ -1,6 +1,6 @@
 """The directory of a run, which remains after the run has ended.
 
-The path is ``<home>/runs/<job>-<UTC time>-<4 characters>/``. It contains::
+The path is ``<home>/runs/<job>-<UTC time>-<4 characters>/``. The directory contains::
 
 job.json       the latest snapshot of the run (elastic_operator.views.job_view)
 manifest.yaml  the last applied manifest

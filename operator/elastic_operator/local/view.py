@@ -67,7 +67,7 @@ def own_command(argv0: str, environ: Mapping[str, str]) -> str:
     if "VIRTUAL_ENV" not in environ and shutil.which("elasticjob", path=environ.get("PATH")):
         return "elasticjob"
     if path.name == "elasticjob" and path.is_file():
-        return formatting.shell_path(str(path.absolute()))  # the user may type it outside of the environment
+        return formatting.shell_path(str(path.absolute()))  # the command may be typed outside of the environment
     return f"{formatting.shell_path(sys.executable)} -m elastic_operator.cli.main"
 
 

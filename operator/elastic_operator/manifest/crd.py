@@ -1,7 +1,7 @@
 """Check manifests on this machine, as an API server with strict field validation does on a cluster.
 
 ``crds/elasticjob.yaml``, which the package contains as ``elasticjob.yaml``, is the only definition of the spec and the
-status: it has the defaults, the schema and the CEL rules. jsonschema checks the schema, with additional keywords of
+status, with the defaults, the schema and the CEL rules. jsonschema checks the schema, with additional keywords of
 Kubernetes, and celpy evaluates the rules. Of the metadata, only the types are checked.
 """
 
@@ -216,7 +216,7 @@ def _broken_rules(value: object, schema: Schema, old: object, location: Location
     """Yield a problem for each CEL rule that is broken, here or below, by a valid value with its defaults.
 
     A rule sees the declared fields of its value as ``self``. A rule that names ``oldSelf`` compares it with the value
-    before the change, and is skipped if that is missing. With ``optionalOldSelf: true``, a rule is never skipped, and
+    before the change, and is skipped if there is none. With ``optionalOldSelf: true``, a rule is never skipped, and
     ``oldSelf`` is an optional value with ``hasValue()`` and ``value()``. List items have no value before the change.
     """
     if value is None:

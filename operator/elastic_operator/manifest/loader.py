@@ -119,7 +119,7 @@ class ElasticJobManifest:
     """An ElasticJob that has passed every check.
 
     Attributes:
-        source: the file that it comes from.
+        source: the file that the job comes from.
         job: the whole object, with the namespace and the defaults filled in.
         spec: the typed form of its spec.
     """

@@ -42,7 +42,7 @@ STATES: Final[Mapping[str, str]] = {
 _SUMMARY: Final = 240
 """Number of characters of a message that are visible before it is expanded."""
 _PAGE_WIDTH: Final = 880
-"""The assumed width of the timeline in pixels, from which it is decided which labels fit."""
+"""The assumed width of the timeline in pixels, which determines the labels that fit."""
 _TICKS: Final = 5
 _UNPRINTABLE: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
@@ -101,7 +101,7 @@ class Failure(NamedTuple):
 class Facts:
     """The content of a page. Positions in its timeline are in percent from the left and in pixels from the top.
 
-    ``begin`` and ``end`` are in seconds since the Unix epoch; ``top`` and ``base`` are for the most workers and for 0.
+    ``begin`` and ``end`` are in seconds since the Unix epoch. ``top`` is :meth:`y` of the most workers, ``base`` of 0.
     """
 
     report: Report

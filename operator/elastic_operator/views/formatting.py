@@ -92,7 +92,7 @@ def activity(pod: PodView) -> tuple[str, bool | None]:
 
 
 def rank_list(ranks: Sequence[int] | None) -> str:
-    """Format sorted ranks as ranges: 0-3, 7; a dash if there are none or they are unknown."""
+    """Format sorted ranks as ranges: 0-3, 7; a dash stands for no or unknown ranks."""
     runs = itertools.groupby(enumerate(ranks or ()), key=lambda entry: entry[1] - entry[0])
     spans = [[rank for _, rank in run] for _, run in runs]
     return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans) or "-"

@@ -28,7 +28,7 @@ class PodView(_View, frozen=True):
     """A pod; on this machine a process. Times are in seconds since the Unix epoch.
 
     Attributes:
-        pid: process ID of its agent, on this machine.
+        pid: process ID of the pod's agent, on this machine.
         exit_code: the exit code of the agent, 128 + n for signal n.
         message: the agent's termination message.
         ranks: the ranks of its workers in the current round; None if unknown.
@@ -210,7 +210,7 @@ class JobView(_View, frozen=True, dict=True):
 
     @property
     def deadline(self) -> float | None:
-        """When ``activeDeadlineSeconds`` expires, in seconds since the Unix epoch; None if it is not running."""
+        """When ``activeDeadlineSeconds`` expires, in seconds since the Unix epoch; None if no deadline applies."""
         allowed, since = self.spec.get("activeDeadlineSeconds"), self.status.active
         if self.status.finished or since is None or not isinstance(allowed, int):
             return None

@@ -111,7 +111,7 @@ class MetricsPage:
         return min((value for _, value in self._samples.get(name, ())), default=default)
 
     def by_label(self, name: str, label: str, **only: str) -> dict[str, float]:
-        """Return the values of this name whose labels include ``only``, by the value of a label."""
+        """Return the values of this name whose labels include ``only``, by the value of the label ``label``."""
         return {
             labels.get(label, ""): value
             for labels, value in self._samples.get(name, ())
@@ -119,7 +119,7 @@ class MetricsPage:
         }
 
     def tallies(self, name: str, label: str, **only: str) -> dict[str, Tally]:
-        """Return the histograms of this name whose labels include ``only``, by the value of a label."""
+        """Return the histograms of this name whose labels include ``only``, by the value of the label ``label``."""
         sums, counts = (self.by_label(f"{name}_{part}", label, **only) for part in ("sum", "count"))
         return {key: Tally(sums[key], int(counts[key])) for key in sums.keys() & counts.keys()}
 

@@ -84,7 +84,7 @@ class Cluster(abc.ABC):
 
         Args:
             argv: the command, such as kubectl, helm or elasticjob with arguments.
-            stdin: its input.
+            stdin: the input of the command; None for no input.
             env: more variables.
             check: whether the command must succeed.
             timeout: seconds after which the command is killed with all its processes.

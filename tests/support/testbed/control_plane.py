@@ -3,9 +3,9 @@
 It starts in seconds. Objects are validated, stored, watched, garbage-collected and given service accounts as in any
 cluster; pods stay Pending, because there is no kubelet.
 
-All its files are in one folder: certificates, kubeconfig, logs. The user's kubeconfig is neither read
-nor written. The data are removed at the end, so etcd writes them without ``fsync``, and all processes are killed;
-they are also killed after ``kill -9`` of the tests (:mod:`elastic_operator.local.pdeathsig`).
+All files of the control plane are in one folder: certificates, kubeconfig, logs. The user's kubeconfig is neither read
+nor written. At the end, the data are removed, so etcd does not need ``fsync``, and all processes are killed, even if
+the tests end with ``kill -9`` (:mod:`elastic_operator.local.pdeathsig`).
 """
 
 from __future__ import annotations

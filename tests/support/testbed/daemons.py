@@ -46,7 +46,7 @@ class Daemon:
     Args:
         argv: the program and its arguments.
         folder: the folder of its log.
-        environ: its complete environment.
+        environ: the complete environment of the process.
         name: the name of its log; by default, the name of the program.
     """
 

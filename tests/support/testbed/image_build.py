@@ -1,7 +1,7 @@
 """Build an image from its Dockerfile with buildah, which needs no service and no image registry.
 
 Layers are kept in a storage below the cache folder, one for each image, so that only changed layers are built.
-CUDA's libraries are omitted from images (:mod:`tests.support.testbed.cuda_stubs`).
+In images, stubs replace CUDA's libraries (:mod:`tests.support.testbed.cuda_stubs`).
 Each stage gets a name in the storage, so that unused layers can be removed. When the pinned versions change, the
 storage is replaced.
 """
@@ -46,7 +46,7 @@ def build(dockerfile: Path, *, image: str, folder: Path, archive: Path) -> None:
 
     Args:
         dockerfile: the Dockerfile, in the project's root.
-        image: its full name, with its tag.
+        image: the full name of the image, with its tag.
         folder: the folder of this image's storage.
         archive: the OCI archive to write.
 

@@ -139,7 +139,7 @@ class Kept:
         self._records: dict[str, list[str]] = json.loads(file.read_text()) if file.exists() else {}
 
     def has(self, name: str, archive: Path, there: Mapping[str, str]) -> bool:
-        """Return whether the image of this archive is still present."""
+        """Return whether the image of this archive is still present; ``there`` has the digests of present images."""
         return name in there and self._records.get(name) == [*_state(archive), there[name]]
 
     def add(self, name: str, archive: Path, there: Mapping[str, str]) -> None:

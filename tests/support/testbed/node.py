@@ -1,8 +1,8 @@
 """A real Kubernetes with one real node, which runs pods, in its own namespaces.
 
-It runs etcd, API server, controller manager, scheduler, containerd, kubelet, kube-proxy and CoreDNS, and is ready in
-seconds. It needs root on Linux, and changes nothing on the machine: it has its own network, mounts, processes and
-control groups, nothing is installed, and files are written only to its folder and to the cache folder.
+The node runs etcd, API server, controller manager, scheduler, containerd, kubelet, kube-proxy and CoreDNS, and is ready
+in seconds. It needs root on Linux, and changes nothing on the machine: the node has its own network, mounts, processes
+and control groups, nothing is installed, and files are written only to the node's folder and to the cache folder.
 
 =====================  ===============================================================================
 module                 content

@@ -4,10 +4,10 @@ A node's processes run below that folder, in a cgroup namespace that shows nothi
 their groups there.
 
 **Version 1** (a hierarchy for each controller): the folder is created below the group of the tests.
-**Version 2** (one hierarchy): it is created at the top, because a group with processes cannot give its children
+**Version 2** (one hierarchy): the folder is created at the top, because a group with processes cannot give its children
 controllers. The controllers that groups at the top lack are enabled while the node runs. The node's
 first process moves itself into a group below (``init``) for the same reason.
-If both are mounted, version 1 is used, because it has the controllers.
+If both versions are mounted, version 1 is used, because it has the controllers.
 
 The folders are recorded first, so that a later run can remove them after a ``kill -9``.
 """

@@ -1,4 +1,4 @@
-"""Run a command inside a node's namespaces, forward signals to it, and exit as it exits.
+"""Run a command inside a node's namespaces, forward signals to the command, and exit like the command.
 
 A bare interpreter (``python -I -S``) runs this file, with the process id of its parent, that of the
 node's first process, a folder, and the command. The command is killed when this process exits, and this

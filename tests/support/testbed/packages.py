@@ -44,7 +44,7 @@ SETS: Final[dict[SetName, tuple[str, ...]]] = {
 fonts."""
 
 _ALONE: Final[frozenset[SetName]] = frozenset({"prometheus"})
-"""Sets without dependencies, which only services and web pages of the packages need."""
+"""Sets that omit dependencies, because only the packages' services and web pages need the dependencies."""
 
 _ON_EVERY_DEBIAN: Final = ("?essential", "apt")
 """Packages that every Debian has; they and their dependencies, such as the C library, are not unpacked."""
