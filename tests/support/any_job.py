@@ -222,7 +222,7 @@ STATUSES = st.builds(
 
 
 def edges(schema: Manifest) -> Iterator[Manifest]:
-    """Yield specs that are valid except for one field, which is at or beyond a bound of its schema, unusual, or absent.
+    """Yield valid specs, and copies with one field that is at or beyond a bound of its schema, unusual, or absent.
 
     Args:
         schema: the schema of the spec.

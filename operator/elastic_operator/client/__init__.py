@@ -30,7 +30,7 @@ class ScrapedJob(NamedTuple):
 
 
 def still_running(name: str, state: str) -> str:
-    """Return the message that there is no report yet because the job is in this state."""
+    """Return the message for a job in this state, which has no report yet."""
     return (
         f"the job {name} is still {state}: its report is written when it has ended or is suspended; "
         f"`elasticjob top {name}` shows how it trains"

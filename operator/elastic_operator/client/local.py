@@ -235,7 +235,7 @@ async def _fetch(pod: PodView) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class LogFile:
-    """The output of one worker in one round, or of an agent, whose round is 0 and rank -1."""
+    """The log file of one worker in one round, or of an agent, which has the round 0 and the rank -1."""
 
     round: int
     rank: int
@@ -297,7 +297,7 @@ def follow_logs(
         logs: the directory of the run's logs.
         selector: the selection of the logs to write.
         write: receives pieces of output.
-        alive: returns whether the run continues; if not, the files no longer grow.
+        alive: returns whether the run is alive, so that the files may still grow.
         tell: receives a sentence when another round begins.
     """
     reader = _LogReader(selector, write)
@@ -330,7 +330,7 @@ class _LogReader:
         self._partial: dict[LogFile, bytes] = {}
 
     def read(self, file: LogFile, *, tail: int | None = None) -> None:
-        """Write the new part of a file; at the first read of a file, only the last ``tail`` lines."""
+        """Write the new part of a file; at the first read, write only the last ``tail`` lines if ``tail`` is given."""
         with file.path.open("rb") as content:
             if file not in self._offsets and tail is not None:
                 last = deque(content, maxlen=tail)

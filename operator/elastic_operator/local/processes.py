@@ -341,7 +341,7 @@ class EtcdProcess:
         return f"127.0.0.1:{self._port}" if self._port else ""
 
     async def run(self) -> None:
-        """Start etcd, restart it each time it exits, and stop it on cancellation.
+        """Start etcd, restart etcd whenever its process exits, and stop etcd on cancellation.
 
         Raises:
             BadInput: the first process did not become ready.

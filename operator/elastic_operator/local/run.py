@@ -68,7 +68,7 @@ def begin_end(end: asyncio.Future[EndView], how: str, message: str = "") -> None
 
 
 def on_signals(action: Callable[[], object]) -> None:
-    """Make this action the only handler of SIGINT, SIGTERM and SIGHUP until the event loop is closed."""
+    """Make this action the only handler of SIGINT, SIGTERM and SIGHUP, unless the process ignores the signal."""
     for number in _SIGNALS:
         # A program must keep ignoring SIGHUP if nohup started it, and SIGINT if a shell started it in the background.
         if signal.getsignal(number) is not signal.SIG_IGN:

@@ -131,7 +131,7 @@ def all_runs(home: Path) -> list[RunDir]:
 
 
 def lock_name(home: Path, job: str) -> TextIO:
-    """Lock the name of a job until the returned file is closed; the caller writes the name of its run to the file.
+    """Lock the name of a job until the returned file is closed; the caller writes the id of its run to the file.
 
     Raises:
         BadInput: a run that is alive holds the lock, or the home directory cannot be written.

@@ -113,7 +113,7 @@ def paths(job: JobView) -> list[tuple[str, str]]:
 
 
 def event_text(event: EventView) -> str:
-    """Return the message of an event in one line."""
+    """Return the message of an event in one line, or the reason if there is no message."""
     return formatting.printed(event.message.replace("\n", " ")) or event.reason
 
 
@@ -259,7 +259,7 @@ def render(
 
 
 def _grid(rows: Sequence[Sequence[RenderableType]]) -> RenderableType:
-    """Return a blank line and a table, whose cells are wrapped if the terminal is too narrow."""
+    """Return a blank line and a table, whose cells are wrapped on a narrow terminal; nothing if there are no rows."""
     if not rows:
         return Group()
     table = Table.grid(padding=(0, 2, 0, 0))

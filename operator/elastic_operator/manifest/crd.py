@@ -77,7 +77,7 @@ def _whole_schema() -> Schema:
 
 
 def apply_defaults(manifest: Json) -> dict[str, Any]:
-    """Return a copy of the manifest with the CRD's defaults and without nulls."""
+    """Return a copy of the manifest with the CRD's defaults and without nulls in declared fields."""
     job = copy.deepcopy(dict(manifest))
     _default(job, _whole_schema())
     return job

@@ -213,7 +213,7 @@ def load_checked(path: Path) -> ElasticJobManifest:
 
 
 def with_defaults(manifest: Manifest, data: Json) -> ElasticJobManifest:
-    """Return the job of a file; ``data`` is its object, which has passed every check."""
+    """Return the job of a file with defaults; ``data`` is the job's object, which has passed every check."""
     job = crd.apply_defaults(data)
     if not job["metadata"].get("namespace"):
         job["metadata"]["namespace"] = DEFAULT_NAMESPACE

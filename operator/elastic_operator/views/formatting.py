@@ -68,7 +68,7 @@ def percent(ratio: float) -> str:
 
 
 def printed(line: str) -> str:
-    """Return the visible part of a line: the text after the last carriage return, without escape sequences."""
+    """Return what a terminal shows of a line: the text after the last carriage return, without control sequences."""
     visible = _ESCAPES.sub("", line).rstrip("\r\n").rpartition("\r")[2]
     return _CONTROLS.sub("", visible.expandtabs(4)).rstrip()
 

@@ -30,7 +30,7 @@ class PodView(_View, frozen=True):
     Attributes:
         pid: process ID of the pod's agent, on this machine.
         exit_code: the exit code of the agent, 128 + n for signal n.
-        message: the agent's termination message.
+        message: the agent's termination message, or another explanation of the pod's end.
         ranks: the ranks of its workers in the current round; None if unknown.
         log_dir: directory of its logs, on this machine.
         note: additional information, such as why the pod has not started.
@@ -79,7 +79,7 @@ class PodView(_View, frozen=True):
 
 
 class EventView(_View, frozen=True):
-    """An event; ``time`` is in seconds since the Unix epoch."""
+    """An event; ``time`` is in seconds since the Unix epoch, and ``count`` is the number of occurrences."""
 
     time: float
     reason: str = ""
@@ -119,7 +119,7 @@ class RunView(_View, frozen=True):
 
 
 class EtcdView(_View, frozen=True):
-    """The etcd of a job on this machine; ``pid`` is None if the etcd is not a process of the run."""
+    """The etcd of a job on this machine; ``pid`` is None if the run has no etcd process."""
 
     pid: int | None = None
     endpoint: str | None = None

@@ -142,7 +142,7 @@ class Reading:
         pages: the pages of its agents.
         now: the moment, in seconds since the Unix epoch.
         rates: the rates of the previous reading; they are updated with this reading.
-        notes: sentences about what is missing.
+        notes: sentences about missing metrics.
 
     Attributes:
         seconds: the job's time by run state.

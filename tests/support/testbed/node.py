@@ -150,8 +150,8 @@ class Node(Cluster):
         Args:
             argv: the program and its arguments.
             env: more variables.
-            stdin: as in subprocess.
-            stderr: as in subprocess; stdout is a pipe.
+            stdin: the standard input, as in subprocess.
+            stderr: the standard error, as in subprocess; the standard output is a pipe.
 
         Returns:
             A process that forwards signals, and exits like the command.
