@@ -48,8 +48,8 @@ class StoreMirror:
 
     Args:
         run_id: the run's id.
-        changed: called after changes, see above.
-        away: called with a message, see above.
+        changed: called without arguments after a change.
+        away: called with the reason why the store is away, as a sentence.
         run_lease: seconds after which the store deletes a run whose lease no agent and no operator renews.
 
     Attributes:

@@ -53,7 +53,7 @@ class ConditionType(enum.StrEnum):
     DEGRADED = "Degraded"
     """The job has trained, and now has fewer ready pods than desired."""
     INVALID = "Invalid"
-    """The spec is invalid; the operator creates nothing until it changes."""
+    """The spec is invalid; the operator creates nothing until the spec changes."""
     SUSPENDED = "Suspended"
     """No pod of the job runs, because the user has suspended the job."""
     RESTART_REQUIRED = "RestartRequired"

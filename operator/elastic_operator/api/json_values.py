@@ -2,8 +2,8 @@
 
 The functions that read a value of unchecked JSON always return the declared type, whatever the JSON contains.
 
-The JSON has camelCase keys and RFC 3339 times. The times of a status are in whole seconds, as is usual in Kubernetes.
-The times of a report and of a time breakdown are in milliseconds, because their durations must add up.
+Statuses and reports have camelCase keys and RFC 3339 times. The times of a status are in whole seconds, as is usual in
+Kubernetes. The times of a report and of a time breakdown are in milliseconds, because their durations must add up.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ WORKER: Final = "worker"
 """The name of the job's own container in the template."""
 
 MANAGER: Final = f"{GROUP}/elastic-operator"
-"""The value of ``spec.managedBy`` for jobs of this operator, and its default."""
+"""The value of ``spec.managedBy`` for jobs of this operator, and the default of this field."""
 
 NEVER: Final = "Never"
 """The restart policy of every pod: only the operator replaces pods."""
@@ -180,7 +180,7 @@ class EtcdSpec(_Part, frozen=True):
 
 
 class CheckpointSpec(_Part, frozen=True):
-    """The volume for the program's checkpoints: any volume source; None for an emptyDir, deleted with its pod."""
+    """The volume for the program's checkpoints: any volume source; None for an emptyDir, which ends with its pod."""
 
     volume: dict[str, Any] | None = None
 

@@ -53,7 +53,7 @@ class Problem:
 
     @property
     def path(self) -> str:
-        """The location as text: ``spec.args[0]``, ``metadata.labels[app.kubernetes.io/name]``."""
+        """The location as text, such as ``spec.args[0]`` or ``metadata.labels[app.kubernetes.io/name]``."""
         path = ""
         for step in self.location:
             is_plain = isinstance(step, str) and _PLAIN_KEY.fullmatch(step)

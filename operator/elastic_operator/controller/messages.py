@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from elastic_operator.controller.failures import FailureCount
 
 MESSAGE_LIMIT: Final = 8192
-"""Maximum length of a condition's message in characters; the CRD allows a few more."""
+"""Maximum number of characters of a condition's or failure's message; the CRD allows at least twice as many."""
 
 SIGNAL_BASE: Final = 128
 """An exit code of 128 + n stands for the signal n."""
@@ -311,7 +311,7 @@ def count(number: int, thing: str) -> str:
 
 
 def clause(quoted: str) -> str:
-    """Return a quoted message as part of a sentence: on one line, without a full stop, and not too long."""
+    """Return a quoted message as part of a sentence: on one line, without a full stop, and of limited length."""
     return shorten(" ".join(quoted.split()).rstrip("."), _QUOTE_LIMIT)
 
 

@@ -146,7 +146,7 @@ class PodEnd(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class EndedPod:
-    """A pod that has ended or terminates, and the consequences.
+    """A pod that has ended or terminates, and the consequences of its end.
 
     Attributes:
         pod: the pod.
@@ -186,7 +186,7 @@ class Observed:
         history: the run's rounds, as the leader wrote them last.
         rejected: why the cluster will never accept the pods or the etcd of this spec; None if it accepts them.
         blocked: why an object cannot be created at present; None if no object is blocked.
-        etcd_blocked: whether the blocked object is the etcd pod: workers may occupy the resources that it needs.
+        etcd_blocked: whether the blocked object is the etcd pod: workers may occupy the resources that this pod needs.
         store_error: why an existing store cannot be used; None if it can, or if that is unknown.
         store_forbidden: whether the operator lacks a permission for the store, so that waiting does not help.
         etcd_error: why the job's own etcd does not serve; None if it serves, or if that is unknown.
@@ -368,7 +368,7 @@ class PlannedPods:
 
     Attributes:
         staying: the live pods that stay.
-        gone: UIDs of pods that have ended, terminate, or are deleted now; without those whose failure is pending.
+        gone: UIDs of pods that have ended, terminate, or are deleted now, except those whose failure is pending.
         created: the pods that are created now.
         remove: the pods that are deleted now.
         missing: the pods that are created now or later.
@@ -415,7 +415,7 @@ class Plan:
         ended: the pods whose end the new status counts.
         etcd: whether the managed etcd should exist.
         min_member: the size of the gang's PodGroup; None for no PodGroup.
-        min_available: the minimum of the PodDisruptionBudget; None for no budget.
+        min_available: the ``minAvailable`` of the PodDisruptionBudget; None for no budget.
         size: the size to write into the store before any pod is changed; None if the store has it.
         remove: pods to delete.
         create: pods to create.

@@ -126,14 +126,14 @@ def _run(snapshot: model.Snapshot, failures: FailureCount) -> model.Plan:
     spec, before, observed = snapshot.job.spec, snapshot.job.status, snapshot.observed
     valid, breakdown = snapshot.job.problem is None, before.time_breakdown
     if valid and before.active is None and snapshot.was_suspended:
-        breakdown = statuses.breakdown_at_change(snapshot.job, observed, snapshot.now)  # it is resumed
+        breakdown = statuses.breakdown_at_change(snapshot.job, observed, snapshot.now)  # the job is resumed
     planned = plan_pods(snapshot, failures, breakdown)
     status = statuses.running_status(snapshot, failures, planned, breakdown)
     has_objects = valid or bool(snapshot.live)
     times = [failures.next_due, *(new.due for new in planned.missing)]
     if status.active is not None and spec.active_deadline is not None:
         deadline = status.active + spec.active_deadline
-        times += [deadline, deadline + model.PATIENCE]  # then the deadline counts even if the store could not be read
+        times += [deadline, deadline + model.PATIENCE]  # after PATIENCE, an unread store does not extend it
     return model.Plan(
         replicas=snapshot.desired if valid and spec.replicas is None else None,
         status=_unless_the_same(before, status, planned.staying),
@@ -178,7 +178,8 @@ def _clean_up(snapshot: model.Snapshot, status: JobStatus) -> model.Plan:
     """Return the plan of a finished job: it deletes the remaining objects and creates nothing.
 
     Agents that know of the end may exit by themselves within :data:`EXIT_PERIOD`; their store is kept until then.
-    ``cleanPodPolicy`` decides which ended pods are deleted. The job itself is deleted after its agents have exited.
+    ``cleanPodPolicy`` decides which pods are deleted. The job itself is deleted after its agents have exited, if its
+    ``ttlSecondsAfterFinished`` have passed.
     The report is updated until the store is deleted.
     """
     job, spec, observed, now = snapshot.job, snapshot.job.spec, snapshot.observed, snapshot.now
@@ -396,7 +397,7 @@ def _successor(new: model.NewPod, last: model.Pod, now: float, *, wanted: bool) 
         return replace(new, failures=before, failed=last.failed if before else None, replaces=last)
     failures = before + 1
     failed = began if last.ended is None else ended
-    if failed > now:  # this clock is wrong
+    if failed > now:  # the operator's clock is wrong
         return replace(new, failures=failures, failed=now, due=now, replaces=last)
     return replace(new, failures=failures, failed=failed, due=failed + back_off(failures), replaces=last)
 

@@ -34,7 +34,7 @@ _STOPPING_TIME: Final = 60.0
 because no agent existed for most of it."""
 
 Value = tuple[bool, Reason, str]
-"""The value of a condition: whether it holds, the reason, and the message."""
+"""The value of a condition: whether the condition holds, the reason, and the message."""
 
 
 def running_status(
@@ -130,7 +130,7 @@ def finished_status(snapshot: Snapshot, failures: FailureCount, completion: Comp
 
 
 def unreadable_status(job: Job, problem: str, now: float) -> JobStatus:
-    """Return the status of a job whose spec cannot be read: only its condition Invalid changes."""
+    """Return the status of a job whose spec cannot be read: only the condition Invalid and the generation change."""
     before = job.status
     others = tuple(each for each in before.conditions if each.type != ConditionType.INVALID)
     invalid = with_times(before, {ConditionType.INVALID: (True, Reason.SPEC_INVALID, problem)}, now)
@@ -341,13 +341,13 @@ def report_of(job: Job, status: JobStatus, observed: Observed) -> Report:
 
 
 def _up_to(job: Job, observed: Observed, now: float, without_leader: RunState) -> TimeBreakdown | None:
-    """Return the known time breakdown, extended by the time since then.
+    """Return the known time breakdown, extended to the present; None if the added time cannot be assigned to a state.
 
     Args:
         job: the job with the status that was written last.
         observed: the observed state of the job.
         now: seconds since the Unix epoch.
-        without_leader: the state of the job since then, if it had no leader.
+        without_leader: the state to which the added time is assigned if the job had no leader.
     """
     known, latest, before = job.status.time_breakdown, observed.time_breakdown, job.status
     if latest is not None and _is_new(job, latest, now):
@@ -372,7 +372,7 @@ def _is_new(job: Job, latest: TimeBreakdown, now: float) -> bool:
 
 
 def _filled(known: TimeBreakdown | None, state: RunState, created: float, now: float) -> TimeBreakdown:
-    """Return a time breakdown up to now, rounded to milliseconds: the missing time is added to this state."""
+    """Return a time breakdown up to now, rounded to milliseconds: the missing time is added to ``state``."""
     breakdown = TimeBreakdown() if known is None else known
     seconds = {each: round(spent, 3) for each, spent in breakdown.seconds.items()}
     missing = round(now - created - sum(seconds.values()), 3)

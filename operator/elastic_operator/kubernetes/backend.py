@@ -211,7 +211,7 @@ class KubernetesBackend(Applier):
         )
 
     async def _diagnose(self, job: Job, record: JobRecord, etcd: ManagedEtcd | None) -> None:
-        """Read why a pod does not start, including the job's etcd pod: one pod at a time."""
+        """Read, for one of the pods that do not start, the reason; the job's etcd pod may be one of them."""
         slow = [pod.uid for pod in self.store.pods(job.namespace, job.uid) if _is_starting(pod)]
         if etcd is not None and etcd.state is EtcdState.STARTING and etcd.blocked is None:
             slow.insert(0, ETCD)
@@ -259,7 +259,7 @@ class KubernetesBackend(Applier):
         return replace(pod, phase=PodPhase.FAILED, ended=pod.deletion_deadline)
 
     def _mirror(self, job: Job, key: str, pods: Sequence[Pod], etcd: ManagedEtcd | None) -> StoreMirror | None:
-        """Return the mirror of the job's etcd, if any; start to follow the etcd as long as it may change."""
+        """Return the mirror of the job's etcd, if there is one; follow the etcd if its keys may still change."""
         # While a spec is applied, the store is needed, or must still be read to learn whether the run has ended.
         suspended = job.status.state is JobState.SUSPENDED and job.spec.suspend and job.status.applied_spec is None
         over = (job.status.state.finished or suspended) and all(pod.phase.ended for pod in pods)

@@ -48,7 +48,7 @@ _RESTART_DELAY: Final = 3.0
 _STOP_TIMEOUT: Final = 10.0
 _REQUEST_BACKOFF: Final = (1.0, 1.0, 2.0, 3.0, 5.0)
 _LONGEST_WATCH: Final = 300.0
-"""Seconds after which a watch is opened again: it may have fallen silent."""
+"""Seconds after which a watch is opened again, because the watch may have fallen silent."""
 _POD_GROUPS_INTERVAL: Final = 300.0
 _WATCH_INTERVAL: Final = 0.5
 """Minimum number of seconds between the starts of two watches of the same path: a proxy may end watches at once."""
@@ -96,7 +96,7 @@ class Informer:
 
     @property
     def problem(self) -> str:
-        """Why the store is not in sync, as a sentence."""
+        """Why the store is not in sync, as a sentence; empty if it is in sync."""
         listing = "not all objects have been listed yet"
         return "" if self.synced.is_set() else next(iter(self._problems.values()), listing)
 

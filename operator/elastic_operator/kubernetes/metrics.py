@@ -61,7 +61,7 @@ _JOB_FAMILIES: Final = {
 
 
 class JobCollector(Collector):
-    """Exports the number of jobs by condition, and metrics of each job: only on the leader, so that sums are correct.
+    """Exports the number of jobs by condition. Only the leader exports metrics of each job, so that sums are correct.
 
     Args:
         bodies: returns all jobs.

@@ -383,7 +383,7 @@ def termination_cause_of(
         return TerminationCause.NOT_ADMITTED
     if reason in _ENDED_BY_NODE:
         return TerminationCause.OVER_LIMIT if is_over_its_limit(pod) else TerminationCause.DISRUPTED
-    # An old kernel kills a single process only; then the agent restarts it, or says what happened.
+    # An old kernel kills only one process. If the agent survives, it restarts its workers or reports what happened.
     if text(worker.terminated, "reason") == OUT_OF_MEMORY and not isinstance(message, TerminationMessage):
         return TerminationCause.OUT_OF_MEMORY
     return None

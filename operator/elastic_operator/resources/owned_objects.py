@@ -158,7 +158,7 @@ def not_installed(gang: GangScheduler) -> str:
 
 
 def disruption_budget(job: Job, min_available: int) -> dict[str, Any]:
-    """Return the PodDisruptionBudget object: drains and other evictions never leave fewer workers than this."""
+    """Return the PodDisruptionBudget object: drains and other evictions leave at least ``min_available`` workers."""
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
