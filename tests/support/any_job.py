@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # The numbers are those that kubectl and elasticjob send: both send 3.0 in YAML as 3.
 
 Manifest = dict[str, Any]
-OperatorNamespace = tuple[str | int, ...]
+FieldPath = tuple[str | int, ...]
 
 
 ODD_QUANTITIES = (
@@ -128,7 +128,7 @@ BARE: Manifest = {"minReplicas": 1, "maxReplicas": 10_000, "image": "a", "args":
 
 _ABSENT: Any = object()
 _EXIT_CODES = ("failurePolicy", "rules", 0, "onExitCodes")
-ODD_AT: dict[OperatorNamespace, tuple[Any, ...]] = {
+ODD_AT: dict[FieldPath, tuple[Any, ...]] = {
     ("minReplicas",): (1, 3, 4),
     ("replicas",): (1, 3, 4),
     ("maxReplicas",): (1, 2, 10_000),
@@ -229,15 +229,15 @@ def edges(schema: Manifest) -> Iterator[Manifest]:
     """
     for right in (FULL, BARE, FORMER_FULL, FORMER_FIXED):
         yield right
-        for ns in _places(right):
-            for value in (*_bounds(_schema_at(schema, ns)), *ODD_AT.get(ns, ()), *_OF_ANY_TYPE, _ABSENT):
-                yield _with(right, ns, value)
-            if isinstance(_at(right, ns), dict):
-                yield _with(right, (*ns, "unknown"), 1)
-    for ns in [ns for ns in ODD_AT if ns[:-1] in {(), *_places(FULL)} and ns not in {*_places(FULL)}]:
-        for value in ODD_AT[ns]:
+        for path in _places(right):
+            for value in (*_bounds(_schema_at(schema, path)), *ODD_AT.get(path, ()), *_OF_ANY_TYPE, _ABSENT):
+                yield _with(right, path, value)
+            if isinstance(_at(right, path), dict):
+                yield _with(right, (*path, "unknown"), 1)
+    for path in [path for path in ODD_AT if path[:-1] in {(), *_places(FULL)} and path not in {*_places(FULL)}]:
+        for value in ODD_AT[path]:
             if value is not _ABSENT:
-                yield _with(FULL, ns, value)
+                yield _with(FULL, path, value)
 
 
 def odd_metadata() -> Iterator[Manifest]:
@@ -270,30 +270,30 @@ def _bounds(schema: Manifest) -> Iterator[Any]:
         yield from ({f"k{number}": "1" for number in range(schema["maxProperties"] + more)} for more in (0, 1))
 
 
-def _schema_at(schema: Manifest, ns: OperatorNamespace) -> Manifest:
+def _schema_at(schema: Manifest, path: FieldPath) -> Manifest:
     """Return the schema at a path, or an empty schema inside opaque values."""
-    for step in ns:
+    for step in path:
         below = schema.get("items") if isinstance(step, int) else schema.get("properties", {}).get(step)
         schema = below or schema.get("additionalProperties") or {}
     return schema
 
 
-def _at(value: Any, ns: OperatorNamespace) -> Any:
-    for step in ns:
+def _at(value: Any, path: FieldPath) -> Any:
+    for step in path:
         value = value[step]
     return value
 
 
-def _with(value: Manifest, ns: OperatorNamespace, new: object) -> Manifest:
+def _with(value: Manifest, path: FieldPath, new: object) -> Manifest:
     """Return a copy of a value with another value at this path, or without the path."""
     made = copy.deepcopy(value)
-    container = _at(made, ns[:-1])
+    container = _at(made, path[:-1])
     if new is not _ABSENT:
-        container[ns[-1]] = copy.deepcopy(new)
+        container[path[-1]] = copy.deepcopy(new)
     elif isinstance(container, list):
-        del container[ns[-1]]
+        del container[path[-1]]
     else:
-        container.pop(ns[-1], None)
+        container.pop(path[-1], None)
     return made
 
 
@@ -306,17 +306,17 @@ def specs(draw: st.DrawFn, schema: Manifest) -> Manifest:
     """
     spec = draw(st.sampled_from((FULL, BARE, FORMER_FULL, FORMER_FIXED)))
     for _ in range(draw(st.integers(0, 6))):
-        places = [*_places(spec), *(ns for ns in ODD_AT if len(ns) == 1)]
-        ns = draw(st.sampled_from(places))
-        bounds = [value for value in _bounds(_schema_at(schema, ns)) if len(repr(value)) < _DRAWN]
-        values = (_ABSENT, *ODD_AT.get(ns, ()), *bounds)
+        places = [*_places(spec), *(path for path in ODD_AT if len(path) == 1)]
+        path = draw(st.sampled_from(places))
+        bounds = [value for value in _bounds(_schema_at(schema, path)) if len(repr(value)) < _DRAWN]
+        values = (_ABSENT, *ODD_AT.get(path, ()), *bounds)
         if draw(st.integers(0, 4)) == 0:
             values = (*values, *_OF_ANY_TYPE, {"foo": 1})
-        spec = _with(spec, ns, draw(st.sampled_from(values)))
+        spec = _with(spec, path, draw(st.sampled_from(values)))
     return spec
 
 
-def _places(value: object, at: OperatorNamespace = ()) -> Iterator[OperatorNamespace]:
+def _places(value: object, at: FieldPath = ()) -> Iterator[FieldPath]:
     """Yield every path below a value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for step, below in items:
