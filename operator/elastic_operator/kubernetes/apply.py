@@ -298,7 +298,7 @@ class Applier:
         about = mapping(existing[0], "metadata")
         outdated = not about.get("deletionTimestamp") and not _contains(existing[0].get("spec"), wanted["spec"])
         if outdated and not await self.writer.apply(resource, job, about["uid"], wanted):
-            await self.writer.create(resource, job, wanted)  # it has been deleted
+            await self.writer.create(resource, job, wanted)  # the object has been deleted
 
     async def _delete_owned(self, resource: client.Resource, job: Job) -> None:
         for body in self.store.owned_by(resource, job.namespace, job.uid):

@@ -40,7 +40,7 @@ _CONNECTIONS: Final = 96
 _MAX_ERROR_BYTES: Final = 1 << 20
 """Maximum size of an error, because a pod may send one of any length through the API server's proxy."""
 _PAGE_SIZE: Final = 500
-"""Objects per page of a list: all pods of a large cluster at once would fill the memory."""
+"""Objects per page of a list, because all pods of a large cluster at once would fill the memory."""
 _NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _USER_AGENT: Final = "elastic-operator"
 NETWORK_ERRORS: Final = (aiohttp.ClientError, OSError, TimeoutError)

@@ -183,7 +183,7 @@ def _owner_key(resource: Resource, body: Json) -> tuple[str, str] | None:
 
 
 def _trimmed(resource: Resource, body: Json) -> Json:
-    """Drop the parts that take most memory: a pod is kept as :class:`Pod`."""
+    """Return the object without the parts that take most memory; a pod's state is kept as a :class:`Pod`."""
     about = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
     if resource != PODS:
         return {**body, "metadata": about}

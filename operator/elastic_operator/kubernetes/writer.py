@@ -175,7 +175,7 @@ class Writer:
             gone = await self._is_gone(resource, namespace, name, uid) if error.conflict else error.not_found
             if not gone:
                 raise
-        about = mapping(left, "metadata")  # some kinds return a Status, which has none
+        about = mapping(left, "metadata")  # for some kinds, this is a Status without them
         if about.get("deletionGracePeriodSeconds") or about.get("finalizers"):
             self._store.put(resource, left)
         else:

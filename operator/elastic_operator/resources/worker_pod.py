@@ -74,10 +74,10 @@ def mount(
 
 
 def restricted(context: object) -> object:
-    """Return a container's security context with defaults for what it leaves out."""
+    """Return a container's security context, completed with the defaults in :data:`owned_objects.RESTRICTED`."""
     defaults = dict(owned.RESTRICTED)
     asked = mapping(context)
-    # The API server rejects these together with the default.
+    # The API server rejects such containers together with ``allowPrivilegeEscalation: false``.
     if asked.get("privileged") is True or "CAP_SYS_ADMIN" in listing(asked, "capabilities", "add"):
         del defaults["allowPrivilegeEscalation"]
     return completed(context, defaults)
@@ -332,7 +332,7 @@ def ending_of(spec: AppliedSpec) -> tuple[int, dict[str, str]]:
         grace, variables["PET_STOP_GRACE"] = float(spec.grace_period), f"{spec.grace_period}"
     period = integer(spec.template, "spec", "terminationGracePeriodSeconds")
     if period is None or period < 0:
-        # Not below the agent's defaults: a flag of the same name may belong to the program.
+        # The period covers at least the agent's defaults, because a flag that was found may belong to the program.
         return math.ceil(max(notice or 0.0, NOTICE) + max(grace or 0.0, GRACE) + AGENT_TIME), variables
     left = period - min(AGENT_TIME, period / 4)
     if grace is None:
