@@ -152,8 +152,6 @@ class Reason(enum.StrEnum):
     """A change of the manifest file was applied to the job."""
     NOT_RECORDED = "NotRecorded"
     """The run's folder is no longer writable."""
-    INTERRUPTED = "Interrupted"
-    DELETED = "Deleted"
 
 
 def hostname(job: str, index: int) -> str:
