@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from torchelastic.agent.failures import WorkerExit
     from torchelastic.agent.workers.pool import WorkerGroup, Workers
+    from torchelastic.agent.workers.processes import Child
     from torchelastic.config.settings import AgentSettings
     from torchelastic.metrics.agent import AgentMetrics
     from torchelastic.protocol import RoundRecord
@@ -62,14 +63,15 @@ LEAVE_TIMEOUT: Final = 0.5
 class WorkerEnded:
     """A worker of a round has exited."""
 
-    round: int
+    round: RoundRecord
     exit: WorkerExit
 
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """Work that is due: a failure has waited long enough for its cause, or the process of the TCPStore has exited."""
+    """Work for a round is due: a failure has waited long enough for its cause, or the TCPStore's process has exited."""
 
+    round: RoundRecord
     work: Callable[[], Coroutine[Any, Any, None]]
 
 
@@ -261,9 +263,11 @@ class Agent:
                         beginning = self._begin_round(event, workers)
                         takes_part = self._node_id in event.record.nodes
                         await (self._unless_signalled(beginning) if takes_part else beginning)
+                case WorkerEnded(round=round) | Deferred(round=round) if self._is_past(round):
+                    pass
                 case WorkerEnded():
                     await self._unless_signalled(self._worker_ended(event))
-                case Deferred(work):
+                case Deferred(work=work):
                     await self._unless_signalled(work())
                 case NoticeRecord() as notice:
                     self._socket.take_notice(notice)
@@ -356,30 +360,25 @@ class Agent:
         self, began: RoundStarted, workers: Workers, environments: Sequence[Mapping[str, str]]
     ) -> WorkerGroup:
         """Start the round's workers, and its TCPStore if this node serves it."""
-        round = began.record.number
+        round = began.record
         group = await workers.start(
-            round,
+            round.number,
             [{**environment, CHANNEL: self._socket.path} for environment in environments],
             lambda exit_: self._events.put_nowait(WorkerEnded(round, exit_)),
             began.store,
         )
         if group.store is not None:
-            ended = Deferred(partial(self._store_server_ended, group))
-            # The TCPStore of a past round ends after its workers.
-            group.store.ended.add_done_callback(
-                lambda _: self._events.put_nowait(ended) if self._group is group else None
-            )
+            ended = Deferred(round, partial(self._store_server_ended, group.store))
+            group.store.ended.add_done_callback(lambda _: self._events.put_nowait(ended))
         return group
 
     async def _worker_ended(self, ended: WorkerEnded) -> None:
-        if self._is_past(ended.round):
-            return
         taken_in = asyncio.get_running_loop().time() - ended.exit.ended
         self._metrics.took("LocalElasticAgent._monitor_workers", taken_in, succeeded=True)
         if ended.exit.exit_code == 0:
             self._worker_succeeded(ended)
             return
-        failure = failure_of_worker(ended.exit, ended.round, self._node_id, self._settings)
+        failure = failure_of_worker(ended.exit, ended.round.number, self._node_id, self._settings)
         logger.warning("%s", in_full(failure))
         self._metrics.worker_state(self._settings.role, "unhealthy")
         self._failures.append(failure)
@@ -388,14 +387,14 @@ class Agent:
             self._history.enter(RunState.STOPPING)
             spent = self._round is not None and self._round.restarts >= self._settings.rendezvous.max_restarts
             patience = REPORT_WINDOW if spent else CAUSE_WINDOW  # another failure may explain this one
-            overdue = Deferred(partial(self._blame, ended.round))
+            overdue = Deferred(ended.round, self._blame)
             asyncio.get_running_loop().call_later(patience, self._events.put_nowait, overdue)
         if failure.kind is FailureKind.PROGRAM or len(self._failures) == len(self._unfinished):
-            await self._blame(ended.round)
+            await self._blame()
 
-    async def _blame(self, round: int) -> None:
+    async def _blame(self) -> None:
         """Report the failure that is the most likely root cause, and stop the other workers."""
-        if self._failures and not self._is_past(round):
+        if self._failures:
             await self._report_failure(root_cause(enumerate(self._failures)))
 
     async def _report_failure(self, failure: FailureRecord) -> None:
@@ -403,22 +402,21 @@ class Agent:
         self._metrics.waits()
         await self._stop_workers(self._settings.stop_timeout)
 
-    def _is_past(self, round: int) -> bool:
-        return self._group is None or self._round is None or round != self._round.number
+    def _is_past(self, round: RoundRecord) -> bool:
+        """Return whether the workers of a round were stopped; a later round may have the same number."""
+        return self._group is None or round is not self._round
 
     def _worker_succeeded(self, ended: WorkerEnded) -> None:
         self._socket.forget(ended.exit.local_rank)
         self._unfinished.discard(ended.exit.local_rank)
         done = not self._unfinished
-        self._node.report(ended.round, phase=NodePhase.DONE if done else NodePhase.FINISHING)
+        self._node.report(ended.round.number, phase=NodePhase.DONE if done else NodePhase.FINISHING)
         if done:
             self._metrics.worker_state(self._settings.role, "succeeded")
 
-    async def _store_server_ended(self, group: WorkerGroup) -> None:
-        if self._group is not group or group.store is None:
-            return
+    async def _store_server_ended(self, process: Child) -> None:
         end, kind = "died", FailureKind.COMMUNICATION
-        if group.store.out_of_memory:
+        if process.out_of_memory:
             end, kind = f"was {OUT_OF_MEMORY}", FailureKind.PROGRAM
         await self._round_failed(f"the process that serves the round's TCPStore {end}", kind)
 
@@ -466,7 +464,7 @@ class Agent:
                 self._socket.take_notice(notice)
             case RequestsChanged():
                 self._socket.report()
-            case WorkerEnded() as ended if self._is_past(ended.round):
+            case WorkerEnded(round=round) | Deferred(round=round) if self._is_past(round):
                 pass
             case WorkerEnded() as ended if ended.exit.exit_code == 0:
                 self._worker_succeeded(ended)
