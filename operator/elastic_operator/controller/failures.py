@@ -19,7 +19,15 @@ from elastic_operator.api.spec import FailureAction, FailureRule
 from elastic_operator.api.status import LastFailure
 from elastic_operator.controller import messages
 from elastic_operator.controller.model import PATIENCE, EndedPod, Pod, PodEnd, PodPhase, Snapshot, TerminationCause
-from torchelastic.protocol import ExitCode, FailureRecord, OutcomeState, RoundReason, TerminationMessage, shorten
+from torchelastic.protocol import (
+    ExitCode,
+    FailureRecord,
+    OutcomeState,
+    RoundReason,
+    TerminationMessage,
+    name_of,
+    shorten,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -162,7 +170,7 @@ def failure_of(message: str, culprit: Pod | FailureRecord | None, now: float) ->
             code = init_code if code is None else code
             signal = messages.signal_name(code)
         case FailureRecord(rank=rank, exit_code=code):
-            pod = messages.node_name(culprit)
+            pod = name_of(culprit.node)
             signal = messages.signal_name(messages.SIGNAL_BASE - code if code < 0 else None)
         case None:
             return LastFailure(message, time=now)

@@ -22,7 +22,7 @@ from elastic_operator.controller.model import (
     Snapshot,
     TerminationCause,
 )
-from torchelastic.protocol import ExitCode, FailureRecord, RoundReason, TerminationMessage, shorten
+from torchelastic.protocol import ExitCode, FailureRecord, RoundReason, TerminationMessage, name_of, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -290,19 +290,14 @@ def last_message(pod: Pod) -> str:
 
 def worker_failure(failure: FailureRecord) -> str:
     """Describe a worker's failure: "rank 3 on digits-2 exited with ValueError: …"."""
-    who = f"rank {failure.rank} on {node_name(failure)}"
+    who = f"rank {failure.rank} on {name_of(failure.node)}"
     if failure.message.startswith("killed by "):  # such as "killed by SIGKILL: out of memory"
         return f"{who} was {failure.message}"
     if failure.message.startswith("the process that "):  # a process of the agent, on which its workers depend
-        return f"on {node_name(failure)} {failure.message}"
+        return f"on {name_of(failure.node)} {failure.message}"
     if (name := signal_name(SIGNAL_BASE - failure.exit_code if failure.exit_code < 0 else None)) is not None:
         return f"{who} was killed by {name}"
     return f"{who} exited with {failure.message or f'code {failure.exit_code}'}"
-
-
-def node_name(failure: FailureRecord) -> str:
-    """Return the name of the pod in which a worker failed."""
-    return failure.node.rpartition(".")[0] or failure.node
 
 
 def count(number: int, thing: str) -> str:

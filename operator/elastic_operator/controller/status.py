@@ -18,7 +18,16 @@ import msgspec
 from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.status import Condition, JobState, JobStatus, Report
 from elastic_operator.controller import messages
-from torchelastic.protocol import COUNT_LIMIT, HistoryRecord, NodeEnd, RoundRecord, RunState, TimeBreakdown, shorten
+from torchelastic.protocol import (
+    COUNT_LIMIT,
+    HistoryRecord,
+    NodeEnd,
+    RoundRecord,
+    RunState,
+    TimeBreakdown,
+    name_of,
+    shorten,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -156,7 +165,7 @@ def _counted(snapshot: Snapshot, failures: FailureCount, gone: frozenset[str]) -
 def _world_size(round: RoundRecord, staying: Iterable[Pod]) -> int:
     """Return the number of workers in a round; 0 if all its pods are gone, for example after a suspension."""
     names = {pod.name for pod in staying}
-    return round.world_size if any(node.rpartition(".")[0] in names for node in round.nodes) else 0
+    return round.world_size if any(name_of(node) in names for node in round.nodes) else 0
 
 
 def running_conditions(snapshot: Snapshot, status: JobStatus, planned: PlannedPods) -> tuple[Condition, ...]:

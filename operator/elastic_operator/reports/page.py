@@ -22,7 +22,7 @@ from markupsafe import Markup
 from elastic_operator.controller import messages
 from elastic_operator.views import formatting
 from elastic_operator.views.top import goodput
-from torchelastic.protocol import FailureRecord, PastRound, RoundReason, RunState, shorten
+from torchelastic.protocol import FailureRecord, PastRound, RoundReason, RunState, name_of, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -205,7 +205,7 @@ def _of_worker(failure: FailureRecord, time: float, lost: float | None, *, final
         time=time,
         round=failure.round,
         message=failure.message,
-        pod=messages.node_name(failure),
+        pod=name_of(failure.node),
         rank=failure.rank,
         what=signal or f"exit code {code}",
         lost=lost,
