@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,7 @@ class Cluster:
         self.etcd_state: dict[str, Any] = STARTING
         self.requests: list[str] = []
         self.status = 200
+        self.delay = 0.0
         self.now = 100.0
         self.store = Store(changed=lambda _key: None)
         self.job: Job = job_of(cluster_objects.job())
@@ -83,6 +85,7 @@ class Cluster:
         self.store.put(ELASTIC_JOBS, cluster_objects.job())
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        self.now += self.delay
         if request.path.endswith("/events"):
             uid = request.query["fieldSelector"].removeprefix("involvedObject.uid=")
             self.requests.append(uid)
@@ -162,6 +165,19 @@ async def test_the_events_of_slow_pods_are_read_one_pod_at_a_time(cluster: Clust
     cluster.pod(0)
     await observe(cluster, backend)
     assert cluster.requeue == 5.0, "the first observation comes sooner than later ones"
+
+
+async def test_reads_of_events_take_at_most_a_tenth_of_the_time(cluster: Cluster, backend: KubernetesBackend) -> None:
+    uid = cluster.pod(0)
+    cluster.delay = 3.0
+    read_at = []
+    while len(read_at) < 3:
+        await observe(cluster, backend)
+        if len(cluster.requests) > len(read_at):
+            read_at.append(cluster.now)
+        cluster.now += cluster.requeue or 0.0
+    assert cluster.requests == [uid] * 3
+    assert [later - earlier for earlier, later in itertools.pairwise(read_at)] == [pytest.approx(33, abs=5)] * 2
 
 
 async def test_an_etcd_that_is_not_ready_is_diagnosed(cluster: Cluster, backend: KubernetesBackend) -> None:

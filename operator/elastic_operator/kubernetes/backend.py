@@ -38,6 +38,8 @@ _DELETION_TIMEOUT: Final = 60.0
 _DELETED_TTL: Final = 900.0
 _LOOK_INTERVAL: Final = 15.0
 """Seconds between reads of the events of pods that do not start; the first read follows after a third of this time."""
+_LOOK_SHARE: Final = 0.1
+"""Maximum fraction of the time for these reads: for each, an API server scans all events of a namespace."""
 _STARTERS: Final = frozenset({"kubelet", "attachdetach-controller"})
 """The components whose events say why a scheduled pod does not start."""
 
@@ -89,6 +91,7 @@ class KubernetesBackend(Applier):
     """Observes the jobs of a cluster, and carries out plans."""
 
     _records: dict[str, JobRecord] = field(default_factory=dict, init=False)
+    _next_look: float = field(default=0.0, init=False)
 
     async def observe(self, key: str) -> tuple[Job, Observed] | None:
         """Return the job and its observed state; None if there is no such job, or another controller manages it.
@@ -220,10 +223,10 @@ class KubernetesBackend(Applier):
         if not slow:
             record.look_at = None
             return
-        if record.look_at is None:
+        if record.look_at is None or record.look_at <= now < self._next_look:
             record.look_at = now + _LOOK_INTERVAL / 3
         elif record.look_at <= now:
-            record.look_at = now + _LOOK_INTERVAL
+            record.look_at = self._next_look = now + _LOOK_INTERVAL
             uid = next((uid for uid in slow if uid not in why), next(iter(why), ""))
             message = why.pop(uid, "")
             try:
@@ -231,6 +234,7 @@ class KubernetesBackend(Applier):
             except ClusterError as error:
                 _log.debug("%s: why its pods do not start cannot be read: %s", record.key, error)
             why[uid] = message
+            self._next_look = time.monotonic() + (time.monotonic() - now) / _LOOK_SHARE
         record.requeue_after(record.look_at - now)
 
     async def _why_etcd_waits(self, job: Job) -> str:
