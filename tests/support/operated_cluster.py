@@ -11,7 +11,7 @@ from elastic_operator.controller.reconciler import Reconciler
 from elastic_operator.kubernetes.backend import KubernetesBackend
 from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, Api
 from elastic_operator.kubernetes.job_store import JobStores
-from elastic_operator.kubernetes.store import Store
+from elastic_operator.kubernetes.object_cache import ObjectCache
 from elastic_operator.kubernetes.writer import Writer
 from elastic_operator.resources.owned_objects import PodSettings, etcd_name
 from tests.support.object_server import MADE, NAMESPACE, ObjectServer
@@ -38,7 +38,7 @@ class OperatedCluster:
     Attributes:
         server: the API server.
         api: the operator's connection.
-        store: the operator's cache of objects.
+        cache: the operator's cache of objects.
         backend: the backend of its reconciler.
     """
 
@@ -50,12 +50,12 @@ class OperatedCluster:
         async with contextlib.AsyncExitStack() as stack:
             self.server = await stack.enter_async_context(ObjectServer())
             api = self.api = await stack.enter_async_context(Api(self.server.configuration))
-            store = self.store = Store(changed=self._on_change, pod_deleted=self._on_pod_deleted)
-            writer = await stack.enter_async_context(Writer(api, store))
+            cache = self.cache = ObjectCache(changed=self._on_change, pod_deleted=self._on_pod_deleted)
+            writer = await stack.enter_async_context(Writer(api, cache))
             stores = JobStores(api, self._on_change, patience=_ETCD_PATIENCE, managed_patience=_ETCD_PATIENCE)
             self.backend = KubernetesBackend(
                 api=api,
-                store=store,
+                cache=cache,
                 writer=writer,
                 stores=await stack.enter_async_context(stores),
                 settings=PodSettings(),
@@ -76,7 +76,7 @@ class OperatedCluster:
 
     def change(self, resource: Resource, name: str, **body: Any) -> None:
         """Change an object on the server and in the operator's cache."""
-        self.store.put(resource, self.server.put(resource, name, **body))
+        self.cache.put(resource, self.server.put(resource, name, **body))
 
     def run_pods(self) -> None:
         """Make all pods run."""

@@ -176,7 +176,7 @@ async def test_an_event_is_recorded_once_if_the_answer_to_a_status_write_is_lost
             raise ClusterError("no answer")
         answer = await original(self, *args)
         if loses:
-            cluster.store.put(ELASTIC_JOBS, answer)  # a watch delivers the object, too
+            cluster.cache.put(ELASTIC_JOBS, answer)  # a watch delivers the object, too
             raise ClusterError("no answer")
         return answer
 
@@ -222,7 +222,7 @@ async def test_an_address_in_use_by_another_service_is_reported(cluster: Operate
     cluster.server.fault = failing("POST", SERVICES, 422, taken, times=inf)
     service = cluster.server.get(SERVICES, etcd_name(NAME))
     cluster.server.pop(SERVICES, etcd_name(NAME))
-    cluster.store.remove(SERVICES, service)
+    cluster.cache.remove(SERVICES, service)
     await cluster.wait_for(lambda: "delete these pods" in str(cluster.status.get("conditions")))
     assert not cluster.holds("Invalid")
 

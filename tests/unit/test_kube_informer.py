@@ -14,7 +14,7 @@ from aiohttp import web
 
 from elastic_operator.kubernetes.client import PODS, VOLCANO_GROUPS, Api
 from elastic_operator.kubernetes.informer import Informer, WatchSession
-from elastic_operator.kubernetes.store import Store
+from elastic_operator.kubernetes.object_cache import ObjectCache
 from tests.support.object_server import WATCHED, answering, discovered
 
 if TYPE_CHECKING:
@@ -120,16 +120,16 @@ def server() -> Server:
 
 
 @contextlib.asynccontextmanager
-async def running_informer(server: Server, *namespaces: str) -> AsyncIterator[tuple[Informer, Store]]:
+async def running_informer(server: Server, *namespaces: str) -> AsyncIterator[tuple[Informer, ObjectCache]]:
     """Run an informer within the block."""
     changes = asyncio.Event()
-    store = Store(changed=lambda _key: changes.set())
+    cache = ObjectCache(changed=lambda _key: changes.set())
     async with answering(server.answer) as configuration, Api(configuration) as api:
-        informer = Informer(api, store, namespaces=namespaces, base_delay=0.02)
+        informer = Informer(api, cache, namespaces=namespaces, base_delay=0.02)
         running = asyncio.create_task(informer.run())
         try:
             async with asyncio.timeout(PATIENCE):
-                yield informer, store
+                yield informer, cache
         finally:
             running.cancel()
             server.closing.set()
@@ -147,14 +147,14 @@ async def test_each_kind_is_listed_once_and_then_watched_despite_errors(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.pods = ["a", "b"]
-    async with running_informer(server) as (informer, store):
+    async with running_informer(server) as (informer, cache):
         await informer.synced.wait()
-        assert (store.count(PODS), store.keys, informer.problem) == (2, ("team/digits",), "")
+        assert (cache.count(PODS), cache.keys, informer.problem) == (2, ("team/digits",), "")
         server.changes.put_nowait({"type": "ADDED", "object": {"metadata": {"name": "odd"}}})
         server.changes.put_nowait({"type": "DELETED", "object": an_object("b", "team", 10)})
         server.changes.put_nowait({"type": "ADDED", "object": an_object("c", "team", 11)})
         server.changes.put_nowait({"type": "ADDED", "object": an_object("d", "team", 12)})
-        await until(lambda: store.count(PODS) == 3)
+        await until(lambda: cache.count(PODS) == 3)
         assert sorted(server.lists) == sorted([*(each.plural for each in WATCHED), "podgroups", "podgroups"])
     assert caplog.text.count("an unexpected error while a change was handled") == 1
 
@@ -182,10 +182,10 @@ async def test_after_a_failed_watch_each_kind_is_watched_exactly_once(
 
 async def test_the_deletion_of_a_pod_group_is_noticed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_operator.kubernetes.informer._POD_GROUPS_INTERVAL", 0.05)
-    async with running_informer(server) as (informer, store):
+    async with running_informer(server) as (informer, cache):
         await informer.synced.wait()
-        store.put(VOLCANO_GROUPS, an_object("digits", "team"))
-        await until(lambda: store.count(VOLCANO_GROUPS) == 0)
+        cache.put(VOLCANO_GROUPS, an_object("digits", "team"))
+        await until(lambda: cache.count(VOLCANO_GROUPS) == 0)
         assert server.lists.count("elasticjobs") == 1
 
 

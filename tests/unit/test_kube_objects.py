@@ -14,8 +14,8 @@ from elastic_operator.controller import messages
 from elastic_operator.controller.model import EtcdState, NewPod, Pod, PodPhase, TerminationCause
 from elastic_operator.errors import BadInput
 from elastic_operator.kubernetes.backend import job_of
+from elastic_operator.kubernetes.object_cache import etcd_blocked, etcd_state
 from elastic_operator.kubernetes.pod_status import pod_of
-from elastic_operator.kubernetes.store import etcd_blocked, etcd_state
 from elastic_operator.manifest.crd import apply_defaults
 from elastic_operator.resources.owned_objects import AGENT_METRICS_PORT, PodSettings
 from elastic_operator.resources.worker_pod import worker_pod

@@ -14,8 +14,8 @@ from elastic_operator.controller.model import Job, Observed, Plan, PodEnd, PodPh
 from elastic_operator.kubernetes.backend import KubernetesBackend, job_of, startup_problem
 from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, PODS, SERVICES, Api, ApiError
 from elastic_operator.kubernetes.job_store import JobStores
+from elastic_operator.kubernetes.object_cache import ObjectCache
 from elastic_operator.kubernetes.pod_status import pod_of
-from elastic_operator.kubernetes.store import Store
 from elastic_operator.kubernetes.writer import Writer
 from elastic_operator.resources.owned_objects import PodSettings, etcd_deployment, etcd_service
 from tests.support import cluster_objects
@@ -78,11 +78,11 @@ class Cluster:
         self.status = 200
         self.delay = 0.0
         self.now = 100.0
-        self.store = Store(changed=lambda _key: None)
+        self.cache = ObjectCache(changed=lambda _key: None)
         self.job: Job = job_of(cluster_objects.job())
         self.requeue: float | None = None
         self.versions = iter(range(1, 1000))
-        self.store.put(ELASTIC_JOBS, cluster_objects.job())
+        self.cache.put(ELASTIC_JOBS, cluster_objects.job())
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         self.now += self.delay
@@ -103,7 +103,7 @@ class Cluster:
         pod = cluster_objects.pod(index, f"p{index}", state=state)
         pod["metadata"]["resourceVersion"] = str(next(self.versions))
         pod["metadata"]["ownerReferences"][0]["apiVersion"] = ELASTIC_JOBS.api_version
-        self.store.put(PODS, pod)
+        self.cache.put(PODS, pod)
         return str(pod["metadata"]["uid"])
 
     def start_etcd(self) -> None:
@@ -113,7 +113,7 @@ class Cluster:
             (DEPLOYMENTS, etcd_deployment(self.job, PodSettings())),
         ):
             body["metadata"] |= {"uid": kind.plural, "resourceVersion": "1"}
-            self.store.put(kind, body)
+            self.cache.put(kind, body)
 
 
 @pytest.fixture
@@ -132,8 +132,8 @@ async def backend(cluster: Cluster) -> AsyncIterator[KubernetesBackend]:
         Api(configuration) as api,
         JobStores(api, lambda _key: None) as stores,
     ):
-        writer = Writer(api, cluster.store)
-        yield KubernetesBackend(api=api, store=cluster.store, writer=writer, stores=stores, settings=PodSettings())
+        writer = Writer(api, cluster.cache)
+        yield KubernetesBackend(api=api, cache=cluster.cache, writer=writer, stores=stores, settings=PodSettings())
 
 
 async def observe(cluster: Cluster, backend: KubernetesBackend) -> Observed:

@@ -10,7 +10,7 @@ import pytest
 
 from elastic_operator.api.status import JobState, Report, decode_report
 from elastic_operator.kubernetes.client import CONFIG_MAPS, DEPLOYMENTS, PODS, Api
-from elastic_operator.kubernetes.store import Store
+from elastic_operator.kubernetes.object_cache import ObjectCache
 from elastic_operator.kubernetes.writer import Blocked, Writer
 from tests.support.builders import NAME, NOW, UID, a_job
 from tests.support.object_server import MADE, NAMESPACE, ObjectServer
@@ -48,7 +48,7 @@ def stored_report(server: ObjectServer) -> Report:
 
 
 async def store_report(api: Api, report: Report) -> None:
-    writer = Writer(api, Store(changed=lambda _key: None))
+    writer = Writer(api, ObjectCache(changed=lambda _key: None))
     await writer.keep_report(replace(a_job(), namespace=NAMESPACE), report)
 
 

@@ -13,7 +13,7 @@ from elastic_operator.api.constants import Reason
 from elastic_operator.api.status import JobStatus
 from elastic_operator.controller.model import JobEvent
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, SERVICES, Api, ApiError
-from elastic_operator.kubernetes.store import Store
+from elastic_operator.kubernetes.object_cache import ObjectCache
 from elastic_operator.kubernetes.writer import Writer, event_object
 from tests.support import cluster_objects
 from tests.support.builders import UID
@@ -42,26 +42,26 @@ async def api(server: ObjectServer) -> AsyncIterator[Api]:
 async def test_a_conflict_on_deletion_does_not_mean_that_the_object_is_gone(
     server: ObjectServer, api: Api, resource: Resource
 ) -> None:
-    store = Store(changed=lambda _key: None)
+    cache = ObjectCache(changed=lambda _key: None)
     owner = {"apiVersion": ELASTIC_JOBS.api_version, "kind": "ElasticJob", "name": "digits", "uid": UID}
     about = {"uid": UID, "ownerReferences": [{**owner, "controller": True}]}
-    store.put(resource, server.put(resource, "digits", metadata=about))
+    cache.put(resource, server.put(resource, "digits", metadata=about))
     conflict = 409, "Conflict", "the object has been modified"
     server.fault = lambda method, _path: conflict if method == "DELETE" else None
-    writer = Writer(api, store)
+    writer = Writer(api, cache)
     with pytest.raises(ApiError, match="has been modified"):
         await writer.delete(resource, NAMESPACE, "digits", UID)
-    assert len(store.owned_by(resource, NAMESPACE, UID)) == 1
+    assert len(cache.owned_by(resource, NAMESPACE, UID)) == 1
 
     server.put(resource, "digits", metadata={"uid": "a successor's"})
     await writer.delete(resource, NAMESPACE, "digits", UID)
-    assert store.owned_by(resource, NAMESPACE, UID) == ()
+    assert cache.owned_by(resource, NAMESPACE, UID) == ()
 
 
 @pytest.mark.parametrize("resource", [PODS, ELASTIC_JOBS], ids=lambda resource: resource.plural)
 async def test_a_successor_of_the_same_name_is_not_deleted(server: ObjectServer, api: Api, resource: Resource) -> None:
     server.put(resource, "digits", metadata={"uid": "a successor's"})
-    await Writer(api, Store(changed=lambda _key: None)).delete(resource, NAMESPACE, "digits", UID)
+    await Writer(api, ObjectCache(changed=lambda _key: None)).delete(resource, NAMESPACE, "digits", UID)
     assert server.count_requests("DELETE", resource) == 1
     assert server.get(resource, "digits")["metadata"]["uid"] == "a successor's"
 
@@ -78,7 +78,7 @@ async def test_slow_writes_in_a_namespace_leave_connections_to_others() -> None:
         return web.json_response({**a_job(), "kind": "Status"})
 
     async with answering(answer) as configuration, Api(configuration) as api:
-        writer = Writer(api, Store(changed=lambda _key: None))
+        writer = Writer(api, ObjectCache(changed=lambda _key: None))
         statuses = (writer.write_status(a_job(), JobStatus()) for _ in range(100))
         deletions = (writer.delete(PODS, NAMESPACE, "digits", UID) for _ in range(100))
         await asyncio.gather(*statuses, *deletions)

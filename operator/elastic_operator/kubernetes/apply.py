@@ -17,8 +17,8 @@ from elastic_operator.controller import messages
 from elastic_operator.controller.model import EtcdState, Job, JobEvent, NewPod, Plan, PodPhase, with_applied_spec
 from elastic_operator.errors import ClusterError
 from elastic_operator.kubernetes import client
+from elastic_operator.kubernetes.object_cache import ObjectCache, managed_etcd
 from elastic_operator.kubernetes.pod_status import MAX_PORT
-from elastic_operator.kubernetes.store import Store, managed_etcd
 from elastic_operator.kubernetes.writer import Blocked, Rejected, Writer, raise_worst
 from elastic_operator.resources import owned_objects as owned
 from elastic_operator.resources.worker_pod import worker_pod
@@ -93,7 +93,7 @@ class Applier:
 
     Attributes:
         api: the connection to the API server.
-        store: the known objects.
+        cache: the known objects.
         writer: the writer that creates, changes and deletes objects.
         stores: the jobs' etcds.
         settings: the defaults for pods.
@@ -101,7 +101,7 @@ class Applier:
     """
 
     api: client.Api
-    store: Store
+    cache: ObjectCache
     writer: Writer
     stores: JobStores
     settings: owned.PodSettings
@@ -211,7 +211,7 @@ class Applier:
         if not plan.etcd:
             if unkept is not None:
                 raise ClusterError(f"the run's report could not be written yet, so its store is kept: {unkept}")
-            if external is None or all(pod.phase.ended for pod in self.store.pods(job.namespace, job.uid)):
+            if external is None or all(pod.phase.ended for pod in self.cache.pods(job.namespace, job.uid)):
                 self.stores.leave(job.uid)
             for kind in (client.DEPLOYMENTS, client.SERVICES):
                 await self._delete_owned(kind, job)
@@ -221,7 +221,7 @@ class Applier:
             return None
         if external is not None:
             return external
-        etcd = managed_etcd(self.store, job)
+        etcd = managed_etcd(self.cache, job)
         if etcd.state is EtcdState.ABSENT and record.creates.wait > 0:
             return None
         missing = []
@@ -230,14 +230,14 @@ class Applier:
         if etcd.service is None:
             missing.append(self._create_service(job))
         raise_worst(await asyncio.gather(*missing, return_exceptions=True))
-        endpoint = managed_etcd(self.store, job).endpoint
+        endpoint = managed_etcd(self.cache, job).endpoint
         if endpoint is None:
             raise ClusterError(f"the Service {owned.etcd_name(job.name)} has no address yet")
         return endpoint
 
     async def _create_service(self, job: Job) -> None:
         """Create the service of the job's etcd, at the address that live pods use."""
-        pods = self.store.pods(job.namespace, job.uid)
+        pods = self.cache.pods(job.namespace, job.uid)
         addresses = (pod.etcd_address for pod in pods if not pod.phase.ended and not pod.terminating)
         known = next(filter(None, addresses), None)
         try:
@@ -256,7 +256,7 @@ class Applier:
             return not job.deleting
         gang = job.spec.scheduling.gang if plan.min_member is not None else None
         if gang is not None and record.creates.wait > 0:
-            return bool(self.store.owned_by(client.POD_GROUPS[gang], job.namespace, job.uid))
+            return bool(self.cache.owned_by(client.POD_GROUPS[gang], job.namespace, job.uid))
         for other, resource in client.POD_GROUPS.items():
             if other is not gang:
                 await self._delete_owned(resource, job)
@@ -291,7 +291,7 @@ class Applier:
         record.pdb.succeed()
 
     async def _ensure(self, resource: client.Resource, job: Job, wanted: Json) -> None:
-        existing = self.store.owned_by(resource, job.namespace, job.uid)
+        existing = self.cache.owned_by(resource, job.namespace, job.uid)
         if not existing:
             await self.writer.create(resource, job, wanted)
             return
@@ -301,7 +301,7 @@ class Applier:
             await self.writer.create(resource, job, wanted)  # the object has been deleted
 
     async def _delete_owned(self, resource: client.Resource, job: Job) -> None:
-        for body in self.store.owned_by(resource, job.namespace, job.uid):
+        for body in self.cache.owned_by(resource, job.namespace, job.uid):
             about = mapping(body, "metadata")
             if not about.get("deletionTimestamp"):
                 await self.writer.delete(resource, about["namespace"], about["name"], about["uid"])
@@ -332,7 +332,7 @@ class Applier:
         ports = {node.name: node.metrics for node in nodes if 0 < node.metrics <= MAX_PORT}
         writes = [
             self.writer.annotate(client.PODS, job.namespace, pod.name, pod.uid, owned.metrics_notes(job, port))
-            for pod in self.store.pods(job.namespace, job.uid)
+            for pod in self.cache.pods(job.namespace, job.uid)
             if pod.phase is PodPhase.RUNNING and not pod.terminating
             if (port := ports.get(pod.name, pod.metrics_port)) != pod.metrics_port
         ]

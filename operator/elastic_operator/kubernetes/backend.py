@@ -1,6 +1,6 @@
 """Kubernetes as a backend of the reconciler: observes jobs, and carries out plans.
 
-The observed state comes from the store of objects, the job's etcd and the job's record. The backend itself
+The observed state comes from the cache of objects, the job's etcd and the job's record. The backend itself
 reads the API server only to find out why pods are slow to start.
 """
 
@@ -23,7 +23,7 @@ from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kubernetes import pod_status
 from elastic_operator.kubernetes.apply import Applier, CreateBackoff
 from elastic_operator.kubernetes.client import EVENTS, PODS, with_hint
-from elastic_operator.kubernetes.store import ManagedEtcd, managed_etcd, owner_of
+from elastic_operator.kubernetes.object_cache import ManagedEtcd, managed_etcd, owner_of
 from elastic_operator.resources.owned_objects import ETCD
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class KubernetesBackend(Applier):
         Raises:
             BadInput: the job's status is invalid.
         """
-        body = self.store.job(key)
+        body = self.cache.job(key)
         self._forget_former(key, body)
         if body is None or text(body, "spec", "managedBy") not in ("", MANAGER):
             return None
@@ -140,7 +140,7 @@ class KubernetesBackend(Applier):
         if owner is None:
             return
         key = f"{body['metadata']['namespace']}/{owner['name']}"
-        job = self.store.job(key)
+        job = self.cache.job(key)
         if job is None or job["metadata"]["uid"] != owner["uid"]:
             return
         phase = last.phase if last.phase.ended else PodPhase.FAILED
@@ -160,23 +160,23 @@ class KubernetesBackend(Applier):
         """Forget former jobs with this key, and their runs once none of their pods is left."""
         current = body["metadata"]["uid"] if body is not None else None
         for uid in self.stores.uids_of(key):
-            if uid != current and not self.store.owned_by(PODS, key.partition("/")[0], uid):
+            if uid != current and not self.cache.owned_by(PODS, key.partition("/")[0], uid):
                 self.stores.leave(uid)
         if (record := self._records.get(key)) is not None and record.uid != current:
             del self._records[key]
 
     async def _observe(self, job: Job, record: JobRecord) -> Observed:
         applied = with_applied_spec(job)
-        managed = managed_etcd(self.store, job) if applied.spec.etcd.endpoint is None else None
+        managed = managed_etcd(self.cache, job) if applied.spec.etcd.endpoint is None else None
         await self._diagnose(job, record, managed)
         # From here on, nothing is awaited, so that the state is consistent.
         etcd_error = None
         if managed is not None:
-            managed = managed_etcd(self.store, job)
+            managed = managed_etcd(self.cache, job)
             why = managed.blocked and f"its pod cannot be created for now: {managed.blocked}"
             if managed.state is EtcdState.STARTING and (why := why or record.startup.get(ETCD)):
                 etcd_error = f"its etcd does not serve yet: {why}"
-        pods = [self._with_diagnosis(pod, record) for pod in self.store.pods(job.namespace, job.uid)]
+        pods = [self._with_diagnosis(pod, record) for pod in self.cache.pods(job.namespace, job.uid)]
         secret = applied.spec.etcd.tls_secret
         forbidden = self.stores.forbidden(job.namespace, secret) if secret is not None else None
         mirror = self._mirror(applied, record.key, pods, managed) if forbidden is None else None
@@ -215,7 +215,7 @@ class KubernetesBackend(Applier):
 
     async def _diagnose(self, job: Job, record: JobRecord, etcd: ManagedEtcd | None) -> None:
         """Read, for one of the pods that do not start, the reason; the job's etcd pod may be one of them."""
-        slow = [pod.uid for pod in self.store.pods(job.namespace, job.uid) if _is_starting(pod)]
+        slow = [pod.uid for pod in self.cache.pods(job.namespace, job.uid) if _is_starting(pod)]
         if etcd is not None and etcd.state is EtcdState.STARTING and etcd.blocked is None:
             slow.insert(0, ETCD)
         why = record.startup = {uid: message for uid, message in record.startup.items() if uid in slow}

@@ -1,7 +1,7 @@
-"""The informer: lists and watches the objects that the operator needs, and keeps a store up to date.
+"""The informer: lists and watches the objects that the operator needs, and keeps the cache up to date.
 
 kopf watches. Its handlers only observe and return nothing, because kopf writes return values into the object.
-All other features of kopf are off: events, peering, finalizers, annotations. Lists go into the store, in pages. kopf
+All other features of kopf are off: events, peering, finalizers, annotations. Lists go into the cache, in pages. kopf
 itself gets an empty list with the resource version from which it watches. Otherwise it would keep a task and a copy of
 every object, which would take most of the operator's memory.
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from elastic_operator.api.spec import Json
-    from elastic_operator.kubernetes.store import Store
+    from elastic_operator.kubernetes.object_cache import ObjectCache
 
 _log: Final = logging.getLogger(__name__)
 
@@ -59,30 +59,30 @@ _BATCH: Final = 100
 
 
 class Informer:
-    """Keeps a store up to date.
+    """Keeps the cache of objects up to date.
 
     Args:
         api: the connection.
-        store: the store to keep up to date.
+        cache: the cache to keep up to date.
         namespaces: the namespaces to watch; empty for all.
         base_delay: seconds before the first retry of a list.
         handle_signals: called after each start of kopf, which sets its own signal handlers.
 
     Attributes:
-        synced: an event that is set once the store contains all objects that may be listed.
+        synced: an event that is set once the cache contains all objects that may be listed.
     """
 
     def __init__(
         self,
         api: client.Api,
-        store: Store,
+        cache: ObjectCache,
         *,
         namespaces: Sequence[str] = (),
         base_delay: float = 0.2,
         handle_signals: Callable[[], None] = lambda: None,
     ) -> None:
         self._api = api
-        self._store = store
+        self._cache = cache
         self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
         self._base_delay = base_delay
         self._handle_signals = handle_signals
@@ -96,7 +96,7 @@ class Informer:
 
     @property
     def problem(self) -> str:
-        """Why the store is not in sync, as a sentence; empty if it is in sync."""
+        """Why the cache is not in sync, as a sentence; empty if it is in sync."""
         listing = "not all objects have been listed yet"
         return "" if self.synced.is_set() else next(iter(self._problems.values()), listing)
 
@@ -113,20 +113,20 @@ class Informer:
                 await asyncio.sleep(_RESTART_DELAY)
 
     async def list(self, resource: client.Resource, namespace: str | None) -> str:
-        """List a kind into the store, with retries until it succeeds; return the resource version of the list.
+        """List a kind into the cache, with retries until it succeeds; return the resource version of the list.
 
         Raises:
             ApiError: the cluster does not define the kind.
         """
         for delay in client.backoff(self._base_delay, _MAX_DELAY):
             try:
-                if resource == client.ELASTIC_JOBS:  # a job must not be stored before its pods
+                if resource == client.ELASTIC_JOBS:  # a job must not be in the cache before its pods
                     others = {(each, namespace) for each in _WATCHED if each != client.ELASTIC_JOBS}
                     while not others <= self._listed:
                         self._progress.clear()
                         await self._progress.wait()
                     await self._list_pod_groups(namespace)
-                version = await self._list_into_store(resource, namespace, _WATCHED[resource])
+                version = await self._list_into_cache(resource, namespace, _WATCHED[resource])
             except ClusterError as error:
                 if isinstance(error, client.ApiError) and error.not_found:
                     raise
@@ -140,10 +140,10 @@ class Informer:
     async def _list_pod_groups(self, namespace: str | None) -> None:
         for group in client.POD_GROUPS.values():
             try:
-                await self._list_into_store(group, namespace, LABEL_JOB)
+                await self._list_into_cache(group, namespace, LABEL_JOB)
             except client.ApiError as error:
                 if error.not_found:
-                    self._store.keep_only(group, (), sys.maxsize, namespace)
+                    self._cache.keep_only(group, (), sys.maxsize, namespace)
                 elif error.status != 403:
                     raise
 
@@ -160,18 +160,18 @@ class Informer:
                 except ClusterError as error:
                     _log.info("the PodGroups could not be listed again: %s", error)
 
-    async def _list_into_store(self, resource: client.Resource, namespace: str | None, labels: str) -> str:
+    async def _list_into_cache(self, resource: client.Resource, namespace: str | None, labels: str) -> str:
         uids: set[str] = set()
         version = ""
         async with self._list_slots, contextlib.aclosing(self._api.pages(resource, namespace, labels=labels)) as pages:
             async for items, version in pages:  # noqa: B007 - the version is that of the last page
                 for number, body in enumerate(items, start=1):
-                    self._store.put(resource, body)
+                    self._cache.put(resource, body)
                     uids.add(body["metadata"]["uid"])
                     if not number % _BATCH:
                         await asyncio.sleep(0)
                 del items  # or two pages would fill the memory
-        self._store.keep_only(resource, uids, int(version), namespace)
+        self._cache.keep_only(resource, uids, int(version), namespace)
         return version
 
     def _has_listed(self, resource: client.Resource, namespace: str | None) -> None:
@@ -284,7 +284,7 @@ class Informer:
     def _handler(self, resource: client.Resource) -> Callable[..., Awaitable[None]]:
         async def handle(event: Mapping[str, Any], **_: object) -> None:
             try:
-                (self._store.remove if event["type"] == "DELETED" else self._store.put)(resource, event["object"])
+                (self._cache.remove if event["type"] == "DELETED" else self._cache.put)(resource, event["object"])
             except Exception:  # noqa: BLE001 - kopf's own log is off
                 _log.exception("an unexpected error while a change was handled")
 

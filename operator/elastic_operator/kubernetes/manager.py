@@ -27,7 +27,7 @@ from elastic_operator.kubernetes.client import ELASTIC_JOBS, LEASES, PODS, Api, 
 from elastic_operator.kubernetes.informer import Informer
 from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.kubernetes.metrics import JobCollector, OperatorMetrics
-from elastic_operator.kubernetes.store import Store
+from elastic_operator.kubernetes.object_cache import ObjectCache
 from elastic_operator.kubernetes.writer import Writer
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ class Manager:
         self._settings = settings
         self._api = api
         self._metrics = OperatorMetrics()
-        self._store = Store(changed=self._on_change, pod_deleted=self._on_pod_deleted)
-        self._informer = Informer(api, self._store, namespaces=settings.namespaces, handle_signals=handle_signals)
+        self._cache = ObjectCache(changed=self._on_change, pod_deleted=self._on_pod_deleted)
+        self._informer = Informer(api, self._cache, namespaces=settings.namespaces, handle_signals=handle_signals)
         self._reconciler: Reconciler | None = None
         self._backend: KubernetesBackend | None = None
         api.on_request = self._metrics.requested
@@ -139,12 +139,12 @@ class Manager:
     async def _reconcile(self) -> None:
         settings = self._settings
         async with (
-            Writer(self._api, self._store, settings.identity, self._metrics.created) as writer,
+            Writer(self._api, self._cache, settings.identity, self._metrics.created) as writer,
             JobStores(self._api, self._on_change, secret_namespaces=settings.etcd_secrets_namespaces) as stores,
         ):
             self._backend = KubernetesBackend(
                 api=self._api,
-                store=self._store,
+                cache=self._cache,
                 writer=writer,
                 stores=stores,
                 settings=settings.pods,
@@ -152,7 +152,7 @@ class Manager:
             )
             self._reconciler = Reconciler(
                 self._backend,
-                list_keys=lambda: self._store.keys,
+                list_keys=lambda: self._cache.keys,
                 waited=self._metrics.waits.observe,
                 reconciled=self._metrics.reconciled,
             )
@@ -170,7 +170,7 @@ class Manager:
             self._backend.pod_deleted(body, last)
 
     def _register_metrics(self) -> None:
-        metrics, store = self._metrics, self._store
+        metrics, cache = self._metrics, self._cache
         metrics.gauge("elastic_operator_leader", "Whether this copy is the leader.", lambda: float(self._is_leader()))
         metrics.gauge(
             "elastic_operator_queue_depth",
@@ -178,9 +178,9 @@ class Manager:
             lambda: self._reconciler.depth if self._reconciler else 0,
         )
         for resource in (ELASTIC_JOBS, PODS):
-            count = functools.partial(store.count, resource)
+            count = functools.partial(cache.count, resource)
             metrics.gauge(f"elastic_operator_{resource.plural}", f"Known {resource.kind} objects.", count)
-        metrics.registry.register(JobCollector(lambda: filter(None, map(store.job, store.keys)), self._is_leader))
+        metrics.registry.register(JobCollector(lambda: filter(None, map(cache.job, cache.keys)), self._is_leader))
 
     def _is_leader(self) -> bool:
         return self._reconciler is not None

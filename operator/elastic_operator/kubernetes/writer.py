@@ -1,4 +1,4 @@
-"""Writes to the API server; responses update the store of objects at once, before the watches report the changes."""
+"""Writes to the API server; responses update the cache of objects at once, before the watches report the changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic_operator.api.json_values import mapping, rfc3339, text
 from elastic_operator.api.status import REPORT_KEY, Report, decode_report, encode_report, merged, status_to_json
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kubernetes import client
-from elastic_operator.kubernetes.store import Store, owner_of
+from elastic_operator.kubernetes.object_cache import ObjectCache, owner_of
 from elastic_operator.resources.owned_objects import own_metadata
 from torchelastic.protocol import shorten
 
@@ -52,7 +52,7 @@ class Blocked(ClusterError):  # noqa: N818
 
 
 class Writer:
-    """Writes through the store of objects; an async context manager.
+    """Writes through the cache of objects; an async context manager.
 
     Events are recorded in the background; the exit of the context waits at most two seconds for pending events. The
     name of an event contains a hash of its content and of the job's version. So an event that is recorded twice exists
@@ -60,7 +60,7 @@ class Writer:
 
     Args:
         api: the connection.
-        store: the store of objects, which receives the responses.
+        cache: the cache of objects, which receives the responses.
         identity: the name of this copy of the operator.
         created: called with the kind of each created object.
     """
@@ -68,12 +68,12 @@ class Writer:
     def __init__(
         self,
         api: client.Api,
-        store: Store,
+        cache: ObjectCache,
         identity: str = "elastic-operator",
         created: Callable[[client.Resource], None] = lambda _resource: None,
     ) -> None:
         self._api = api
-        self._store = store
+        self._cache = cache
         self._identity = identity
         self._created = created
         self._event_slots = asyncio.Semaphore(_CONCURRENT_EVENTS)
@@ -140,7 +140,7 @@ class Writer:
             made = await self._existing(resource, job, body["metadata"]["name"])
         else:
             self._created(resource)
-        self._store.put(resource, made)
+        self._cache.put(resource, made)
 
     async def apply(self, resource: client.Resource, job: Job, uid: str, body: Json) -> bool:
         """Apply an object that a job owns; return False if it no longer exists. Raises the errors of :meth:`create`."""
@@ -177,9 +177,9 @@ class Writer:
                 raise
         about = mapping(left, "metadata")  # for some kinds, this is a Status without them
         if about.get("deletionGracePeriodSeconds") or about.get("finalizers"):
-            self._store.put(resource, left)
+            self._cache.put(resource, left)
         else:
-            self._store.remove(resource, left if about.get("uid") else {"metadata": {"uid": uid}})
+            self._cache.remove(resource, left if about.get("uid") else {"metadata": {"uid": uid}})
 
     async def write_replicas(self, body: Json, replicas: int) -> Json:
         """Write ``spec.replicas`` of a job; return the new job.
@@ -196,7 +196,7 @@ class Writer:
         # The response is only the scale; nothing else in the job has changed.
         changed = {**about, "resourceVersion": version, "generation": about["generation"] + 1}
         after = {**body, "metadata": changed, "spec": {**body["spec"], "replicas": replicas}}
-        self._store.put(client.ELASTIC_JOBS, after)
+        self._cache.put(client.ELASTIC_JOBS, after)
         return after
 
     async def write_status(self, body: Json, status: JobStatus) -> None:
@@ -214,7 +214,7 @@ class Writer:
         }
         async with self._job_slots[about["namespace"]]:
             after = await self._api.replace(client.ELASTIC_JOBS, about["namespace"], about["name"], document, "status")
-        self._store.put(client.ELASTIC_JOBS, after)
+        self._cache.put(client.ELASTIC_JOBS, after)
 
     async def keep_report(self, job: Job, report: Report) -> None:
         """Write the report of a run into a ConfigMap, merged with an existing report.
@@ -261,13 +261,13 @@ class Writer:
         """Store the response to a change of an object; return False if the object is gone."""
         try:
             async with self._slots[namespace]:
-                self._store.put(resource, await answer)
+                self._cache.put(resource, await answer)
         except client.ApiError as error:
             # A wrong UID is reported as a conflict, or as invalid.
             perhaps = error.not_found or ((error.conflict or error.invalid) and uid in error.message)
             if not perhaps or not await self._is_gone(resource, namespace, name, uid):
                 raise _classified(error) from None
-            self._store.remove(resource, {"metadata": {"uid": uid}})
+            self._cache.remove(resource, {"metadata": {"uid": uid}})
             return False
         return True
 

@@ -29,14 +29,14 @@ _TOMBSTONE_TTL: Final = 900.0
 """Seconds for which the deletion of an object is remembered."""
 
 
-class Store:
+class ObjectCache:
     """The known objects of some kinds, by UID, and by owner and UID.
 
     The owner key of an object is its namespace and its owner's UID; the owner key of a job is its namespace and name.
 
     Args:
         changed: called with the key of a job when the job, or an object that it owns, has changed.
-        pod_deleted: called with the metadata and the last known state of a pod that is gone.
+        pod_deleted: called with the metadata and the last known state of a deleted pod.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Store:
         return tuple(map("/".join, self._by_owner[ELASTIC_JOBS]))
 
     def job(self, key: str) -> Json | None:
-        """Return the job with this key, ``namespace/name``; the later one if there are two."""
+        """Return the job with this key, ``namespace/name``; the later one if two have it."""
         namespace, _, name = key.partition("/")
         jobs = self._by_owner[ELASTIC_JOBS].get((namespace, name), {})
         return max(jobs.values(), key=version_of, default=None)
@@ -80,7 +80,7 @@ class Store:
         return len(self._objects[resource])
 
     def put(self, resource: Resource, body: Json) -> None:
-        """Store a state of an object, unless a newer one is known."""
+        """Put a state of an object into the cache, unless a newer one is known."""
         uid = body["metadata"]["uid"]
         before = self._objects[resource].get(uid)
         tombstone = self._tombstones.get(uid)
@@ -207,11 +207,11 @@ class ManagedEtcd:
     deployment: Json | None
 
 
-def managed_etcd(store: Store, job: Job) -> ManagedEtcd:
+def managed_etcd(cache: ObjectCache, job: Job) -> ManagedEtcd:
     """Return the job's own etcd; its state is ABSENT if a part is missing or being deleted."""
     name = etcd_name(job.name)
     service, deployment = (
-        next((each for each in store.owned_by(kind, job.namespace, job.uid) if each["metadata"]["name"] == name), None)
+        next((each for each in cache.owned_by(kind, job.namespace, job.uid) if each["metadata"]["name"] == name), None)
         for kind in (SERVICES, DEPLOYMENTS)
     )
     address = text(service, "spec", "clusterIP")
