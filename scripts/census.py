@@ -162,7 +162,7 @@ async def apply_path() -> tuple[list[str], dict[str, int]]:
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
         async with ControlPlane(here) as cluster:
-            await cluster.define((ROOT / "crds/elasticjob.yaml").read_text())
+            await cluster.apply_crd((ROOT / "crds/elasticjob.yaml").read_text())
             async with OperatorProcess(here, cluster.kubeconfig, environ=_traced(here)):
                 begin = asyncio.get_running_loop().time()
                 await cluster.kubectl("apply", "--filename", str(ROOT / "examples/digits.yaml"))

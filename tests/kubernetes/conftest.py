@@ -38,7 +38,7 @@ async def control_plane(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterat
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def cluster_with_crd(control_plane: Cluster) -> AsyncIterator[Cluster]:
     """The shared Kubernetes without nodes, with the CRD of ElasticJobs."""
-    await control_plane.define(DEFINITION.read_text())
+    await control_plane.apply_crd(DEFINITION.read_text())
     yield control_plane
     await control_plane.kubectl("delete", "--filename", str(DEFINITION))
 

@@ -64,7 +64,7 @@ async def with_crd(own_control_plane: ControlPlane) -> AsyncIterator[None]:
 
 
 async def create_crd(plane: ControlPlane) -> None:
-    await plane.define(Path(DEFINITION).read_text())
+    await plane.apply_crd(Path(DEFINITION).read_text())
 
 
 def waits_for(status: Json) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.controlled_workers import ControlledRun
-from tests.support.ports import cut, links_to
+from tests.support.ports import accepted_connections, cut
 from tests.support.workers import poll_until
 from torchelastic.protocol import LeaderRecord, decode
 
@@ -63,11 +63,11 @@ async def test_cut_connections_and_expired_leases_lose_no_node_and_a_killed_lead
 
         # The connections between healthy agents are cut.
         pid = agents[leading].pid
-        await poll_until(lambda: len(links_to(pid, port)) == 2)
-        before = links_to(pid, port)
+        await poll_until(lambda: len(accepted_connections(pid, port)) == 2)
+        before = accepted_connections(pid, port)
         for descriptor in before.values():
             cut(pid, descriptor)
-        await poll_until(lambda: len(links_to(pid, port).keys() - before.keys()) == 2)
+        await poll_until(lambda: len(accepted_connections(pid, port).keys() - before.keys()) == 2)
 
         # All leases are revoked, although all agents run.
         assert await end_leases(etcd, run.keys.nodes) == 3

@@ -12,13 +12,13 @@ NAMESPACE = "team"
 JOB_UID = "0b0c7a52-8f0e-4c61-9a4e-6f0d5b0a9a11"
 
 
-def at(seconds: float) -> str:
+def timestamp(seconds: float) -> str:
     """Return the time this many seconds after the start, as Kubernetes writes it."""
     return datetime.fromtimestamp(START + seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def status(**changes: Any) -> dict[str, Any]:
-    """Return the status of a job of three pods, one of which has just been created."""
+    """Return the status of a job with three pods, one of which has just been created."""
     return {
         "state": "Running",
         "observedGeneration": 1,
@@ -31,7 +31,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "worldSize": 2,
         "restarts": 1,
         "podFailures": 1,
-        "startTime": at(3),
+        "startTime": timestamp(3),
         "lastFailure": {"message": "rank 1 on digits-1-bbbbb was killed by SIGKILL"},
         "conditions": [
             {
@@ -39,7 +39,7 @@ def status(**changes: Any) -> dict[str, Any]:
                 "status": "True",
                 "reason": "Training",
                 "message": "2 workers train in round 4.",
-                "lastTransitionTime": at(4),
+                "lastTransitionTime": timestamp(4),
                 "observedGeneration": 1,
             }
         ],
@@ -47,7 +47,7 @@ def status(**changes: Any) -> dict[str, Any]:
 
 
 def job(name: str = "digits", **changes: Any) -> dict[str, Any]:
-    """Return the job; ``spec`` and ``status`` are merged with the defaults; ``status=None`` omits the status."""
+    """Return the ElasticJob. ``spec`` and ``status`` override default fields; ``status=None`` omits the status."""
     spec = {"minReplicas": 2, "maxReplicas": 3, "replicas": 3, "image": "elastic-agent:dev", "args": ["digits.py"]}
     status_changes = changes.pop("status", {})
     whole = {
@@ -58,7 +58,7 @@ def job(name: str = "digits", **changes: Any) -> dict[str, Any]:
             "namespace": NAMESPACE,
             "uid": JOB_UID,
             "generation": 1,
-            "creationTimestamp": at(0),
+            "creationTimestamp": timestamp(0),
             "managedFields": [{"manager": "kubectl"}],
         },
         "spec": spec | changes.pop("spec", {}),
@@ -66,16 +66,16 @@ def job(name: str = "digits", **changes: Any) -> dict[str, Any]:
     return whole | ({} if status_changes is None else {"status": status(**status_changes)}) | changes
 
 
-def pod(index: int, suffix: str, *, state: dict[str, Any] | None = None, **about: Any) -> dict[str, Any]:
+def pod(index: int, suffix: str, *, state: dict[str, Any] | None = None, **status_fields: Any) -> dict[str, Any]:
     """Return a worker pod of the job ``digits``.
 
     Args:
         index: the index of the pod.
         suffix: the suffix of its name.
         state: the state of its container ``worker``; None if the container runs.
-        about: fields of its status.
+        status_fields: fields of its status.
     """
-    state = {"running": {"startedAt": at(2)}} if state is None else state
+    state = {"running": {"startedAt": timestamp(2)}} if state is None else state
     phase = "Running" if "running" in state else "Failed" if "terminated" in state else "Pending"
     worker = {"name": "worker", "image": "elastic-agent:dev", "ready": "running" in state, "state": state}
     return {
@@ -85,7 +85,7 @@ def pod(index: int, suffix: str, *, state: dict[str, Any] | None = None, **about
             "name": f"digits-{index}-{suffix}",
             "namespace": NAMESPACE,
             "uid": f"uid-{suffix}",
-            "creationTimestamp": at(1),
+            "creationTimestamp": timestamp(1),
             "labels": {
                 "elastic.pytorch.org/job": "digits",
                 "elastic.pytorch.org/role": "worker",
@@ -94,13 +94,13 @@ def pod(index: int, suffix: str, *, state: dict[str, Any] | None = None, **about
             "ownerReferences": [{"kind": "ElasticJob", "name": "digits", "uid": JOB_UID, "controller": True}],
         },
         "spec": {"nodeName": "node-a", "containers": [{"name": "worker", "image": "elastic-agent:dev"}]},
-        "status": {"phase": phase, "podIP": f"10.1.0.{index}", "containerStatuses": [worker], **about},
+        "status": {"phase": phase, "podIP": f"10.1.0.{index}", "containerStatuses": [worker], **status_fields},
     }
 
 
-def died(code: int, message: str, *, after: float = 68) -> dict[str, Any]:
+def terminated_state(code: int, message: str, *, after: float = 68) -> dict[str, Any]:
     """Return the state of a terminated container."""
-    return {"terminated": {"exitCode": code, "reason": "Error", "message": message, "finishedAt": at(after)}}
+    return {"terminated": {"exitCode": code, "reason": "Error", "message": message, "finishedAt": timestamp(after)}}
 
 
 def event(after: float, message: str, **changes: Any) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def event(after: float, message: str, **changes: Any) -> dict[str, Any]:
         "type": "Normal",
         "reason": "Round",
         "message": message,
-        "firstTimestamp": at(after),
-        "lastTimestamp": at(after),
+        "firstTimestamp": timestamp(after),
+        "lastTimestamp": timestamp(after),
         "count": 1,
     } | changes

@@ -52,7 +52,7 @@ async def pod_groups_defined(cluster: Cluster, resource: Resource) -> AsyncItera
     }
     text = json.dumps(definition)
     try:
-        await cluster.define(text)
+        await cluster.apply_crd(text)
         yield
     finally:
         await cluster.kubectl("delete", "-f", "-", stdin=text)

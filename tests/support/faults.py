@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Self
 
 from tests.support.nodes import NodeFactory, TestNode
-from tests.support.ports import cut, links_to
+from tests.support.ports import accepted_connections, cut
 from tests.support.tcp_proxy import TcpProxy
 from torchelastic.errors import StoreUnavailable
 from torchelastic.protocol import OutcomeRecord
@@ -240,7 +240,7 @@ class FaultRun:
                     await self._etcd_away(step)
             case FaultKind.CUT_LINKS:
                 if member is not None and member.node is not None:
-                    for link in links_to(os.getpid(), member.node.inner.server.port).values():
+                    for link in accepted_connections(os.getpid(), member.node.inner.server.port).values():
                         cut(os.getpid(), link)
             case FaultKind.CUT_LINE:
                 if member is not None:

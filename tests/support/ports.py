@@ -1,4 +1,4 @@
-"""Free ports of this machine, and TCP sockets of processes, whose connections a test can cut."""
+"""Find free ports, list the TCP sockets of a process, and close its connections."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STATES = {"0A": True, "01": False}
 
 
 def free_range(count: int) -> PortRange:
-    """Return consecutive free ports below those that the kernel assigns; no other test process gets them."""
+    """Return consecutive free ports below the ephemeral port range; no other test process gets them."""
     process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     begin = 20000 + 1000 * (process % 10)
     for first in range(begin, begin + 1000 - count, count):
@@ -72,7 +72,7 @@ def sockets(pid: int) -> Iterator[Socket]:
                 yield Socket(descriptors[name], address, int(port, 16), int(remote, 16), _STATES[fields[3]])
 
 
-def links_to(pid: int, port: int) -> dict[int, int]:
+def accepted_connections(pid: int, port: int) -> dict[int, int]:
     """Return the connections that a process has accepted on a port: its descriptors by the port of the peer."""
     return {each.remote_port: each.descriptor for each in sockets(pid) if each.port == port and not each.listens}
 

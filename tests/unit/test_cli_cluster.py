@@ -17,7 +17,7 @@ from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS
 from elastic_operator.views.formatting import description
 from elastic_operator.views.top import MAX_PAGE
 from tests.support.agent_pages import LEADS, agent_page
-from tests.support.cluster_objects import JOB_UID, START, at, died, event, job, pod
+from tests.support.cluster_objects import JOB_UID, START, event, job, pod, terminated_state, timestamp
 from tests.support.fake_api_server import FakeApiServer
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ def test_a_description_has_pods_events_and_conditions() -> None:
     pods = [
         pod(0, "aaaaa"),
         pod(1, "bbbbb", state={"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}),
-        pod(2, "ccccc", state=died(3, words)),
+        pod(2, "ccccc", state=terminated_state(3, words)),
     ]
     events = [event(50, "later\nin two lines", type="Warning", count=3), event(3, "training started with 3 pods")]
     lines = description(view_of(job(), pods, events), NOW)
@@ -364,7 +364,7 @@ async def test_metrics_are_read_through_the_api_server(server: FakeApiServer, te
 async def test_without_permission_to_read_metrics_the_status_is_shown(
     server: FakeApiServer, terminal: Terminal
 ) -> None:
-    before = {"asOf": at(20), "seconds": {"training": 5.0, "suspended": 15.0}}
+    before = {"asOf": timestamp(20), "seconds": {"training": 5.0, "suspended": 15.0}}
     server.add(job(status={"timeBreakdown": before}))
     for index, suffix in enumerate(("aaaaa", "bbbbb")):
         server.add(serving(index, suffix))

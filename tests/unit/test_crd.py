@@ -133,7 +133,7 @@ def test_the_local_check_supports_every_keyword_of_the_definition() -> None:
 def test_the_typed_spec_has_each_field_of_the_spec() -> None:
     typed = set(ElasticJobSpec.__struct_encode_fields__)
     declared = FIELDS[".spec"]["properties"].keys() - {"managedBy", "rdzvEndpoint", "replicaSpecs", "RunPolicy"}
-    assert declared == typed - {"firstReplicas", "objection"}
+    assert declared == typed - {"firstReplicas", "unsupportedReason"}
 
 
 # Valid manifests
@@ -214,7 +214,7 @@ REFUSED: list[tuple[Any, str]] = [
     (job(env=[{"name": "A", "value": True}]), "spec.env[0].value: true is not a string; put it into quotes"),
     (
         job(env=[{"name": "A"}, {"name": "A"}]),
-        'spec.env[1]: {"name": "A"} is in this list twice; remove one of the two',
+        'spec.env[1]: {"name": "A"} is in this list twice; remove one of the entries',
     ),
     (
         job(etcd={"resources": {"limits": {"cpu": 0.5}}}),
@@ -264,7 +264,7 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (
         rule(onExitCodes={"operator": "In", "values": [3, 3]}),
-        "spec.failurePolicy.rules[0].onExitCodes.values[1]: 3 is in this list twice; remove one of the two",
+        "spec.failurePolicy.rules[0].onExitCodes.values[1]: 3 is in this list twice; remove one of the entries",
     ),
     (job(schedulingPolicy={"queue": "q"}), "spec.schedulingPolicy.queue: applies only to Volcano's PodGroup"),
     (

@@ -14,7 +14,7 @@ from elastic_operator.client import LogSelector, cluster_logs
 from elastic_operator.client.cluster import connect
 from elastic_operator.client.cluster_logs import AGENT, ClusterLogs, PodLog
 from elastic_operator.errors import NotFound
-from tests.support.cluster_objects import died, job, pod
+from tests.support.cluster_objects import job, pod, terminated_state
 from tests.support.fake_api_server import FakeApiServer
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ async def finish(server: FakeApiServer, *pods: str) -> None:
     for name in pods:
         await server.end(name)
         index, suffix = name.split("-")[1:]
-        server.add(pod(int(index), suffix, state=died(0, "")))
+        server.add(pod(int(index), suffix, state=terminated_state(0, "")))
 
 
 async def test_following_continues_with_new_rounds_and_pods_until_the_job_ends(
@@ -197,7 +197,7 @@ async def test_following_continues_with_new_rounds_and_pods_until_the_job_ends(
     await server.print(B, "[rank 0] four\n")
     await following.until("four")
     await server.end(B)
-    server.add(pod(1, "bbbbb", state=died(1, "")))
+    server.add(pod(1, "bbbbb", state=terminated_state(1, "")))
     server.remove("uid-bbbbb")
     server.add(pod(1, "ccccc", state={"waiting": {"reason": "ContainerCreating"}}))
     await server.print(C, begun(C, 3, 1) + "[rank 1] cinco\n")

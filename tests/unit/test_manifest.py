@@ -131,7 +131,7 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
     (
         "a key twice",
         f"{HEAD}kind: Pod\n",
-        "job.yaml:4: kind is given twice (first in line 2); remove one",
+        "job.yaml:4: kind is set twice (first in line 2); remove one",
     ),
     ("a wrong tag", "a: !!int b\n", "job.yaml:1: 'b' cannot be read; put it into quotes, without a tag"),
     ("an alias of itself", "a: &a\n  b: *a\n", "job.yaml: is nested too deeply"),

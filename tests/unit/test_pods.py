@@ -1,4 +1,4 @@
-"""The command, environment and validation of a worker's pod."""
+"""The command and environment of a worker pod, and the validation of a job's spec."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ from elastic_operator.api.spec import (
 )
 from elastic_operator.api.validation import problem_of
 from elastic_operator.controller.model import NewPod
-from elastic_operator.resources.worker_pod import agent_arguments, agent_variables, ending_of, resolved
+from elastic_operator.resources.worker_pod import (
+    agent_arguments,
+    agent_variables,
+    expand_references,
+    termination_settings,
+)
 from tests.support.builders import UID, a_job, size
 from torchelastic.config.main import parse
 from torchelastic.config.settings import AgentSettings, ProgramKind
@@ -58,7 +63,7 @@ def test_agent_parses_its_command(tmp_path: Path) -> None:
     assert (settings.program.kind, settings.program.argv) == (ProgramKind.SCRIPT, (str(script), "--epochs", "10"))
 
 
-def test_args_without_a_command_may_be_launcher_flags() -> None:
+def test_args_without_a_command_may_contain_launcher_flags() -> None:
     job = a_job(args=("--nproc-per-node=5", "-m", "json.tool", "--nnodes"))
     settings = parsed_by_the_agent(job)
 
@@ -155,12 +160,12 @@ def test_grace_period_is_passed_to_the_agents(tmp_path: Path, period: int | None
     assert settings.stop_grace == grace
     assert problem_of(msgspec.structs.replace(job.spec, image="i")) is None
     if period is None:
-        assert settings.rendezvous.notice + grace < ending_of(job.spec)[0]
+        assert settings.rendezvous.notice + grace < termination_settings(job.spec)[0]
     else:
         assert settings.rendezvous.notice == max(0, period - min(25, period / 4) - grace)
 
 
-def template(**container: object) -> dict[str, object]:
+def container_template(**container: object) -> dict[str, object]:
     containers = [{"name": "sidecar", "args": ["no"]}, {"name": "worker", **container}]
     return {"spec": {"containers": containers}}
 
@@ -184,7 +189,7 @@ def test_template_may_be_empty_or_repeat_the_operators_values(shape: dict[str, o
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"minimum": 3, "maximum": 2}, "spec.minReplicas must be at least 1 and not larger than spec.maxReplicas"),
         (
@@ -192,8 +197,8 @@ def test_template_may_be_empty_or_repeat_the_operators_values(shape: dict[str, o
             'spec.etcd.endpoint: "a:99999" has the port 99999; a port is a number from 1 to 65535',
         ),
         (
-            {"env": ({"name": "A"},), "template": template(env=[{"name": "A"}])},
-            "the environment variable A is given twice; remove one of the two",
+            {"env": ({"name": "A"},), "template": container_template(env=[{"name": "A"}])},
+            "the environment variable A is set twice; remove one of the entries",
         ),
         (
             {"env": ({"name": "PET_MAX_RESTARTS", "value": "1"},)},
@@ -212,7 +217,7 @@ def test_template_may_be_empty_or_repeat_the_operators_values(shape: dict[str, o
             "the flag --max-restarts in args is reserved for the operator; use spec.maxRestarts instead",
         ),
         (
-            {"template": template(image="i", args=["--tee", "3", "--rdzv_endpoint", "other:2379", "x.py"])},
+            {"template": container_template(image="i", args=["--tee", "3", "--rdzv_endpoint", "other:2379", "x.py"])},
             "the flag --rdzv_endpoint in args is reserved for the operator; use spec.etcd instead",
         ),
         (
@@ -238,36 +243,36 @@ def test_template_may_be_empty_or_repeat_the_operators_values(shape: dict[str, o
             )
         ),
         (
-            {"args": ("x.py",), "template": template(args=["y.py"])},
-            "spec.args and args of the template's container worker are both given; remove one of the two",
+            {"args": ("x.py",), "template": container_template(args=["y.py"])},
+            "spec.args and args of the container `worker` in spec.template are both set; set only one of them",
         ),
         (
-            {"image": "a", "template": template(image="b")},
-            "spec.image and image of the template's container worker are both given; remove one of the two",
+            {"image": "a", "template": container_template(image="b")},
+            "spec.image and image of the container `worker` in spec.template are both set; set only one of them",
         ),
         *(
             (
                 {"grace_period": grace, "template": pod_template(terminationGracePeriodSeconds=period)},
                 (
-                    f"spec.gracePeriodSeconds is {grace}, but terminationGracePeriodSeconds of the template gives the "
-                    f"whole pod {period}; remove that, or make it {least} or more"
+                    f"spec.template.spec.terminationGracePeriodSeconds is {period}, which is too short because "
+                    f"spec.gracePeriodSeconds is {grace}; set it to at least {least}, or remove it"
                 ),
             )
             for grace, period, least in ((300, 10, 325), (300, 324, 325), (60, 79, 80))
         ),
-        ({"objection": "it is too old"}, "it is too old"),
+        ({"unsupported_reason": "it is too old"}, "it is too old"),
         (
-            {"args": ("x.py",), "template": template()},
-            "neither spec.image nor the template's container worker names an image; give one of the two",
+            {"args": ("x.py",), "template": container_template()},
+            "neither spec.image nor the container `worker` in spec.template sets an image; set one of them",
         ),
         (
-            {"template": template(image="i")},
-            "neither spec.args nor the template's container worker names a program; give args in one of the two",
+            {"template": container_template(image="i")},
+            "neither spec.args nor the container `worker` in spec.template sets args; set args in one of them",
         ),
     ],
 )
-def test_invalid_spec_is_rejected(fields: dict[str, object], words: str) -> None:
-    assert problem_of(a_job(**fields).spec) == words  # type: ignore[arg-type]
+def test_invalid_spec_is_rejected(fields: dict[str, object], message: str) -> None:
+    assert problem_of(a_job(**fields).spec) == message  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -282,7 +287,7 @@ def test_invalid_spec_is_rejected(fields: dict[str, object], words: str) -> None
     ],
 )
 def test_command_that_starts_a_launcher_is_rejected(command: tuple[str, ...]) -> None:
-    for fields in ({"command": command}, {"template": template(image="i", command=[*command])}):
+    for fields in ({"command": command}, {"template": container_template(image="i", command=[*command])}):
         assert str(problem_of(a_job(**fields).spec)).startswith(
             f'the command "{command[0]}" starts a launcher such as torchrun, but each pod runs the launcher itself'
         )
@@ -291,42 +296,45 @@ def test_command_that_starts_a_launcher_is_rejected(command: tuple[str, ...]) ->
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         (
             pod_template(restartPolicy="OnFailure"),
-            'restartPolicy of the template is "OnFailure", but pods are replaced and never restarted; remove it',
-        ),
-        (
-            template(restartPolicy="Always"),
             (
-                'restartPolicy of the template\'s container worker is "Always", but pods are replaced and never '
-                "restarted; remove it"
+                'spec.template.spec.restartPolicy is "OnFailure", but the operator replaces failed pods and does not '
+                "restart them; remove the field"
             ),
         ),
         (
-            template(env={"A": "1"}),
-            'env of the template\'s container worker must be a list of names with values, and not {"A": "1"}',
+            container_template(restartPolicy="Always"),
+            (
+                'restartPolicy of the container `worker` in spec.template is "Always", but the operator replaces '
+                "failed pods and does not restart them; remove the field"
+            ),
         ),
         (
-            template(args="train.py"),
-            'args of the template\'s container worker must be a list of texts, and not "train.py"',
+            container_template(env={"A": "1"}),
+            'env of the container `worker` in spec.template must be a list of name-value pairs, not {"A": "1"}',
         ),
         (
-            template(command=["sleep", 1]),
-            'command of the template\'s container worker must be a list of texts, and not ["sleep", 1]',
+            container_template(args="train.py"),
+            'args of the container `worker` in spec.template must be a list of strings, not "train.py"',
+        ),
+        (
+            container_template(command=["sleep", 1]),
+            'command of the container `worker` in spec.template must be a list of strings, not ["sleep", 1]',
         ),
     ],
 )
-def test_invalid_template_is_rejected(given: dict[str, object], words: str) -> None:
-    assert problem_of(a_job(image="i", template=given).spec) == words
+def test_invalid_template_is_rejected(given: dict[str, object], message: str) -> None:
+    assert problem_of(a_job(image="i", template=given).spec) == message
 
 
-def test_flags_and_variables_beside_the_fields_are_valid() -> None:
+def test_flags_and_variables_in_addition_to_the_fields_are_valid() -> None:
     longest = {"name": "DATA", "value": "x" * (131_071 - 5)}
     env = ({"name": "PET_LOG_DIR", "value": "/logs"}, {"name": "A", "valueFrom": {"fieldRef": {}}}, longest)
 
-    assert problem_of(a_job(command=("a",), args=("b",), env=env, template=template(image="c")).spec) is None
+    assert problem_of(a_job(command=("a",), args=("b",), env=env, template=container_template(image="c")).spec) is None
     for args in (
         ("--stop-grace=4", "--rdzv-conf=lease=3", "x.py"),
         ("x.py", "--stop-grace=4", "--standalone", "--max-restarts=3"),
@@ -349,11 +357,11 @@ def test_flags_take_precedence_over_fields(tmp_path: Path) -> None:
     assert (settings.workers, settings.stop_grace, settings.final_exit_codes) == (4, 90, {4})
     assert settings.rendezvous.ports is not None
     assert settings.rendezvous.ports.first == 1024
-    assert ending_of(job.spec)[0] == 145
+    assert termination_settings(job.spec)[0] == 145
 
 
-def test_references_are_resolved_as_by_a_kubelet() -> None:
-    arguments = ("run", "$(A)-$(B)", "$(NOBODY)", "$$(A)", "$A")
+def test_variable_references_are_expanded_as_in_a_kubelet() -> None:
+    arguments = ("run", "$(A)-$(B)", "$(UNDEFINED)", "$$(A)", "$A")
     entries = [
         {"name": "B", "value": "<$(A)>"},
         {"name": "EARLY", "value": "$(LATE)"},
@@ -361,26 +369,26 @@ def test_references_are_resolved_as_by_a_kubelet() -> None:
         {"name": "EMPTY"},
         {"name": "SECRET", "valueFrom": {"secretKeyRef": {}}},
     ]
-    resolved_arguments, variables = resolved(arguments, {"A": "1"}, entries)
+    resolved_arguments, variables = expand_references(arguments, {"A": "1"}, entries)
 
-    assert resolved_arguments == ("run", "1-<1>", "$(NOBODY)", "$(A)", "$A")
+    assert resolved_arguments == ("run", "1-<1>", "$(UNDEFINED)", "$(A)", "$A")
     assert variables == {"A": "1", "B": "<1>", "EARLY": "$(LATE)", "LATE": "x", "EMPTY": ""}
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         *(
-            ({"args": (flag, "x.py")}, f"the flag {flag} in args makes the agent print a text and exit; remove it")
+            ({"args": (flag, "x.py")}, f"the flag {flag} in args makes the agent print information and exit instead of")
             for flag in ("--help", "--version", "-h")
         ),
         ({"args": tuple(["x" * 100_000] * 6)}, "the spec is larger than 512 KiB"),
         *(
-            ({"checkpoint": CheckpointSpec(volume)}, "which is not a source of a volume")
+            ({"checkpoint": CheckpointSpec(volume)}, "which is not a volume source")
             for volume in ({"persistentVolumeClaim": None}, {"name": "x"}, {"hostPath": "/x"})
         ),
     ],
 )
-def test_program_that_cannot_start_is_rejected(fields: dict[str, object], words: str) -> None:
+def test_spec_that_cannot_run_is_rejected(fields: dict[str, object], message: str) -> None:
     problem = problem_of(a_job(**{"image": "i", "args": ("x.py",), **fields}).spec)  # type: ignore[arg-type]
-    assert words in str(problem)
+    assert message in str(problem)

@@ -7,7 +7,7 @@ torchrun and ``torchelastic-run`` parse a command line by the same rules. The ag
 determines which flags are given, and rejects those that are reserved for it.
 
 The first controller for this group and version was archived in 2022. Its manifests have ``rdzvEndpoint`` and
-``replicaSpecs.Worker``. The CRD accepts the old and the current form, but not a mixture. :func:`current_form` converts
+``replicaSpecs.Worker``. The CRD accepts the old and the current form, but not a mixture. :func:`current_spec` converts
 the old form to the current one:
 
 * A pod ran the image's launcher with the controller's flags and the container's ``args``, which begin with more flags
@@ -236,7 +236,7 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
         ttl_after_finished: seconds from the end of the job to its deletion; None to keep it.
         clean_pod_policy: which pods of the finished job are deleted.
         disruption_budget: whether a PodDisruptionBudget forbids evictions that leave fewer pods than the minimum.
-        objection: why a manifest of the first controller is not supported, in a sentence; None if supported.
+        unsupported_reason: why a manifest of the first controller is not supported, in a sentence; None if supported.
     """
 
     min_replicas: int
@@ -250,7 +250,7 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
     ttl_after_finished: int | None = msgspec.field(default=None, name="ttlSecondsAfterFinished")
     clean_pod_policy: CleanPodPolicy = CleanPodPolicy.RUNNING
     disruption_budget: bool = False
-    objection: str | None = None
+    unsupported_reason: str | None = None
 
     @classmethod
     def of(cls, spec: Json) -> Self:
@@ -259,7 +259,7 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
         Raises:
             msgspec.ValidationError: a value has another type than the CRD allows.
         """
-        current = {key: value for key, value in current_form(spec).items() if value is not None}
+        current = {key: value for key, value in current_spec(spec).items() if value is not None}
         if "maxRestarts" in current:
             current = {"backoffLimit": current["maxRestarts"], **current}
         for key in ("command", "args", "env", "etcd", "checkpoint", "rendezvous", "schedulingPolicy", "failurePolicy"):
@@ -288,8 +288,8 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
         if applied is None:
             return self
         values = {name: getattr(applied, name) for name in AppliedSpec.__struct_fields__}
-        # A spec with an objection is never applied.
-        return msgspec.structs.replace(self, objection=None, **values)
+        # An unsupported spec is never applied.
+        return msgspec.structs.replace(self, unsupported_reason=None, **values)
 
 
 # The CRD leaves the template opaque, so any value in it may have an unexpected type.
@@ -353,10 +353,10 @@ _FIELDS: Final = {"nproc-per-node": "nprocPerNode", "max-restarts": "maxRestarts
 """By flag of the launcher, the field of the spec that replaces the flag."""
 
 
-def current_form(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+def current_spec(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     """Convert a valid spec to the current form; return it unchanged if it already has that form.
 
-    If the spec is not supported, the field ``objection`` says why, in a sentence.
+    If the spec is not supported, the field ``unsupportedReason`` of the result contains the reason, in a sentence.
     """
     if "replicaSpecs" not in spec:
         return spec
@@ -383,15 +383,15 @@ def current_form(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _of_launcher(own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the job's own container in the current form, and the spec's fields for its flags, or an objection."""
+    """Return the job's own container in the current form, and the spec's fields for its flags or a reason."""
     current = {**own, "name": WORKER}
     command, args = ([str(word) for word in listing(own, key)] for key in ("command", "args"))
     before = after_launcher(command) if command else ()
     if before is None:
         return current, {
-            "objection": f"the container {text(own, 'name')} of spec.replicaSpecs.Worker has the command "
-            f"{shown(command)}, to which the first controller passed the launcher's flags; here each pod runs "
-            "the launcher itself: remove the command, and name the program in args"
+            "unsupportedReason": f"the container {text(own, 'name')} of spec.replicaSpecs.Worker has the command "
+            f"{shown(command)}, to which the first controller passed the launcher's flags; this operator "
+            "runs the launcher itself: remove the command, and put the program into args"
         }
     current.pop("command", None)
     words = [*before, *args]

@@ -45,7 +45,7 @@ class Problem:
 
     Attributes:
         location: the path of the value.
-        message: what is wrong and what to change, as the text after ``spec.field: ``.
+        message: what is wrong and what to change, as the words after ``spec.field: ``.
     """
 
     location: Location
@@ -53,7 +53,7 @@ class Problem:
 
     @property
     def path(self) -> str:
-        """The location as text, such as ``spec.args[0]`` or ``metadata.labels[app.kubernetes.io/name]``."""
+        """The location as a string, such as ``spec.args[0]`` or ``metadata.labels[app.kubernetes.io/name]``."""
         path = ""
         for step in self.location:
             is_plain = isinstance(step, str) and _PLAIN_KEY.fullmatch(step)
@@ -101,6 +101,8 @@ _FLAGS_OF_OPERATOR: Final = {
 }
 """The reserved flags, each with the variable of the same effect. --nproc-per-node is not reserved."""
 
+_CONTAINER: Final = f"the container `{WORKER}` in spec.template"
+
 _INFORMATION_FLAGS: Final = frozenset({"h", "help", "version"})
 
 _LARGEST: Final = 512 << 10
@@ -116,8 +118,8 @@ def problem_of(spec: ElasticJobSpec) -> str | None:
 
 
 def _problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
-    if spec.objection is not None:
-        yield spec.objection
+    if spec.unsupported_reason is not None:
+        yield spec.unsupported_reason
     if not 1 <= spec.min_replicas <= spec.max_replicas:
         yield "spec.minReplicas must be at least 1 and not larger than spec.maxReplicas"
     if spec.etcd.endpoint is not None:
@@ -140,22 +142,25 @@ def _program_problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
     """Yield the problems of the image, the command and its arguments."""
     for name, value in (("image", spec.image), ("command", spec.command), ("args", spec.args)):
         if value and worker.get(name):
-            yield f"spec.{name} and {name} of the template's container {WORKER} are both given; remove one of the two"
+            yield f"spec.{name} and {name} of {_CONTAINER} are both set; set only one of them"
     command, args = program_of(spec)
     if command and starts_launcher((*command, *args)):
         yield (
             f"the command {shown(command[0])} starts a launcher such as torchrun, but each pod runs the launcher "
-            "itself; remove command, and give the launcher's flags and the program in args"
+            "itself; remove command, and put the launcher's flags and the program into args"
         )
     if not command and program_is_launcher(args):
         yield (
-            "the program in args starts a launcher, but each pod runs the launcher itself; give only the launcher's "
-            "flags and the program"
+            "the program in args starts a launcher, but each pod runs the launcher itself; put only the launcher's "
+            "flags and the program into args"
         )
     for flag in () if command else launcher_flags(args):
         written = flag.words[0].partition("=")[0]
         if flag.name in _INFORMATION_FLAGS:
-            yield f"the flag {written} in args makes the agent print a text and exit; remove it"
+            yield (
+                f"the flag {written} in args makes the agent print information and exit instead of running the "
+                "program; remove it"
+            )
         if flag.name in _FLAGS_OF_OPERATOR:
             yield f"the flag {written} in args is reserved for the operator; {_instead(_FLAGS_OF_OPERATOR[flag.name])}"
 
@@ -168,7 +173,7 @@ def _variable_problems(spec: ElasticJobSpec) -> Iterator[str]:
         if name in RESERVED or name in _UNSUPPORTED:
             yield f"the environment variable {name} is reserved for the operator; {_instead(name)}"
         if name in seen:
-            yield f"the environment variable {name} is given twice; remove one of the two"
+            yield f"the environment variable {name} is set twice; remove one of the entries"
         seen.add(name)
 
 
@@ -182,19 +187,23 @@ def _template_problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
     for source, value in (spec.checkpoint.volume or {}).items():
         if not isinstance(value, dict):  # the API server would treat it as an emptyDir
             yield (
-                f"spec.checkpoint.volume has {shown(source)} with {shown(value)}, which is not a source of a volume, "
+                f"spec.checkpoint.volume has {shown(source)} with {shown(value)}, which is not a volume source, "
                 "such as persistentVolumeClaim with its claimName"
             )
-    for name, kind, things in (("env", dict, "names with values"), ("command", str, "texts"), ("args", str, "texts")):
+    checks = (("env", dict, "name-value pairs"), ("command", str, "strings"), ("args", str, "strings"))
+    for name, kind, things in checks:
         value = worker.get(name)
         if value is not None and not (isinstance(value, list) and all(isinstance(item, kind) for item in value)):
-            yield f"{name} of the template's container {WORKER} must be a list of {things}, and not {shown(value)}"
+            yield f"{name} of {_CONTAINER} must be a list of {things}, not {shown(value)}"
     pod = mapping(spec.template, "spec")
-    for where, restarts in (("template", pod), (f"template's container {WORKER}", worker)):
-        if restarts.get("restartPolicy") not in (None, NEVER):
+    for field, value in (
+        ("spec.template.spec.restartPolicy", pod.get("restartPolicy")),
+        (f"restartPolicy of {_CONTAINER}", worker.get("restartPolicy")),
+    ):
+        if value not in (None, NEVER):
             yield (
-                f"restartPolicy of the {where} is {shown(restarts['restartPolicy'])}, but pods are replaced and never "
-                "restarted; remove it"
+                f"{field} is {shown(value)}, but the operator replaces failed pods and does not restart them; remove "
+                "the field"
             )
     period, grace = integer(pod, "terminationGracePeriodSeconds"), spec.grace_period
     if (
@@ -203,11 +212,11 @@ def _template_problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
         and period < (least := math.ceil(min(grace * 4 / 3, grace + AGENT_TIME)))
     ):
         yield (
-            f"spec.gracePeriodSeconds is {grace}, but terminationGracePeriodSeconds of the template gives the whole "
-            f"pod {period}; remove that, or make it {least} or more"
+            f"spec.template.spec.terminationGracePeriodSeconds is {period}, which is too short because "
+            f"spec.gracePeriodSeconds is {grace}; set it to at least {least}, or remove it"
         )
     # Without a template, the CRD requires an image and a program.
     if spec.template and not (spec.image or worker.get("image")):
-        yield f"neither spec.image nor the template's container {WORKER} names an image; give one of the two"
+        yield f"neither spec.image nor {_CONTAINER} sets an image; set one of them"
     if spec.template and not any(program_of(spec)):
-        yield f"neither spec.args nor the template's container {WORKER} names a program; give args in one of the two"
+        yield f"neither spec.args nor {_CONTAINER} sets args; set args in one of them"

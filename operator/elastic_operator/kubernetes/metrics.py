@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.json_values import integer, mapping, mappings, text
-from elastic_operator.api.spec import MANAGER, Json, current_form
+from elastic_operator.api.spec import MANAGER, Json, current_spec
 from elastic_operator.api.status import JobState
 from elastic_operator.controller.model import Job, Plan, PodEnd, TerminationCause
 from elastic_operator.kubernetes.client import PODS, Resource
@@ -100,7 +100,7 @@ def _series(body: Json) -> Iterator[tuple[str, tuple[str, ...], int | None]]:
     spec, status = mapping(body, "spec"), mapping(body, "status")
     if text(spec, "managedBy") not in ("", MANAGER):
         return
-    spec = current_form(spec)
+    spec = current_spec(spec)
     job = text(body, "metadata", "namespace"), text(body, "metadata", "name")
     yield "desired_pods", job, integer(status, "desired")
     yield "ready_pods", job, integer(status, "readyReplicas") or 0

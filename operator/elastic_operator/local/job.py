@@ -22,7 +22,7 @@ from elastic_operator.api.spec import (
     ElasticJobSpec,
     FailurePolicy,
     SchedulingSpec,
-    current_form,
+    current_spec,
 )
 from elastic_operator.api.status import status_to_json
 from elastic_operator.api.validation import Problem, error_list, problem_of
@@ -165,7 +165,7 @@ def supported(spec: ElasticJobSpec) -> ElasticJobSpec:
 
 def unsupported_fields(spec: Json) -> Iterator[str]:
     """Yield the paths, below ``spec``, of the given fields that have no effect on this machine."""
-    spec = current_form(spec)
+    spec = current_spec(spec)
     yield from _values_from("env", spec.get("env"))
     yield from (path for path, neutral in _NO_EFFECT.items() if at(spec, *path.split(".")) not in (None, {}, neutral))
     for position, rule in enumerate(mappings(spec.get("failurePolicy"), "rules")):

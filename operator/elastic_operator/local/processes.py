@@ -32,7 +32,7 @@ from elastic_operator.api.spec import user_env
 from elastic_operator.controller.model import EtcdState, Job, JobEvent, NewPod, Pod, PodPhase
 from elastic_operator.errors import BadInput
 from elastic_operator.local.pdeathsig import with_pdeathsig
-from elastic_operator.resources.worker_pod import agent_arguments, agent_variables, resolved
+from elastic_operator.resources.worker_pod import agent_arguments, agent_variables, expand_references
 from torchelastic.errors import MalformedRecord
 from torchelastic.protocol import TERMINATION_MESSAGE_LIMIT, Env, ExitCode, SizeRecord, TerminationMessage, decode
 
@@ -96,7 +96,7 @@ def pod_command(
         metrics_port=0,
     )
     variables[Env.NODE_ADDRESS] = _LOOPBACK
-    arguments, variables = resolved(agent_arguments(job.spec), variables, user_env(job.spec))
+    arguments, variables = expand_references(agent_arguments(job.spec), variables, user_env(job.spec))
     inherited = {name: value for name, value in environ.items() if not name.startswith(_NOT_INHERITED)}
     env = {**inherited, **variables, "PET_LOG_DIR": str(logs)}
     return PodCommand((*_LAUNCHER, *arguments), env, base, checkpoints, logs)

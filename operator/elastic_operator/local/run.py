@@ -31,7 +31,7 @@ from elastic_operator.local.job import LiveJob, unsupported_fields
 from elastic_operator.local.processes import EtcdProcess, PodCommand, PodProcess, pod_command, tail
 from elastic_operator.local.run_dir import RunDir, replace_file
 from elastic_operator.manifest.loader import ElasticJobManifest, Manifest, load
-from elastic_operator.resources.worker_pod import ending_of
+from elastic_operator.resources.worker_pod import termination_settings
 from elastic_operator.store_mirror import StoreMirror, store_at
 from elastic_operator.views.job_view import EndView, EtcdView, EventView, JobView, PodView, ProgressView, RunView
 from torchelastic.errors import StoreError
@@ -366,7 +366,7 @@ class LocalRun:
                 return
 
     def _grace_period(self) -> float:
-        return ending_of(self._live.job.spec)[0]
+        return termination_settings(self._live.job.spec)[0]
 
     # -- the store
 

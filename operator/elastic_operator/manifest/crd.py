@@ -187,7 +187,7 @@ def _unique(_: object, keys: object, items: object, _schema: object) -> _Errors:
         else:
             continue
         if (exactly := json.dumps(identity)) in seen:
-            yield ValidationError(f"{shown(identity)} is in this list twice; remove one of the two", path=[index])
+            yield ValidationError(f"{shown(identity)} is in this list twice; remove one of the entries", path=[index])
         seen.add(exactly)
 
 

@@ -51,7 +51,7 @@ class _Loader(yaml.SafeLoader):
             if key in lines:
                 raise self.bad_input(
                     key_node,
-                    f"{key} is given twice (first in line {lines[key]}); remove one of the two",
+                    f"{key} is set twice (first in line {lines[key]}); remove one of the entries",
                 )
             lines[key] = line
         self.flatten_mapping(node)

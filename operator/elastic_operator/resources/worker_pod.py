@@ -174,7 +174,7 @@ def _spec(job: Job, new: NewPod, settings: owned.PodSettings, store: str, given:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": owned.SECCOMP,
-        "terminationGracePeriodSeconds": ending_of(job.spec)[0],
+        "terminationGracePeriodSeconds": termination_settings(job.spec)[0],
     }
     pod = completed(given, defaults)
     if not isinstance(pod, dict):
@@ -308,7 +308,7 @@ def agent_variables(
         Env.PROTOCOL: str(PROTOCOL_VERSION),
         Env.METRICS_PORT: str(metrics_port),
         **{variable: value for variable, value in optional.items() if value},
-        **ending_of(spec)[1],
+        **termination_settings(spec)[1],
     }
 
 
@@ -324,7 +324,7 @@ def _exit_codes(rules: tuple[FailureRule, ...], action: FailureAction) -> str:
     )
 
 
-def ending_of(spec: AppliedSpec) -> tuple[int, dict[str, str]]:
+def termination_settings(spec: AppliedSpec) -> tuple[int, dict[str, str]]:
     """Return the termination grace period of a job's pods in seconds, and the variables for their agents."""
     variables: dict[str, str] = {}
     notice, grace = _given_time(spec, "notice"), _given_time(spec, "stop-grace")
@@ -356,13 +356,13 @@ def _given_time(spec: AppliedSpec, flag: str) -> float | None:
     return min(seconds, _LONGEST) if 0 <= seconds < math.inf else None
 
 
-def resolved(
+def expand_references(
     arguments: Iterable[str], variables: Mapping[str, str], entries: Iterable[Json]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the arguments and all literal variables with their references resolved, as a kubelet resolves them.
+    """Return the arguments and all literal variables with their references expanded, as by a kubelet.
 
-    ``$(NAME)`` stands for a variable that was defined before, ``$$`` for a dollar sign; unknown references stay as they
-    are. Entries with ``valueFrom`` are left out, because only a cluster can resolve them.
+    ``$(NAME)`` is the value of a variable that was defined before, ``$$`` a dollar sign. Unknown references are kept.
+    Entries with ``valueFrom`` are omitted, because only a cluster knows their values.
 
     Args:
         arguments: the arguments of the agent.

@@ -16,17 +16,17 @@ from tests.support.testbed.cache import Missing
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-Bed = Literal[
+Part = Literal[
     "control_plane", "node", "etcds", "oldest_etcd", "oldest_torch", "prometheus", "browser", "simulated_nodes"
 ]
 
 EXHAUSTIVE: Final = os.environ.get("TORCHELASTIC_EXHAUSTIVE", "") not in {"", "0"}
 """Whether to run every test, as ``make test-exhaustive`` does."""
 
-ONLY_EXHAUSTIVE: Final[frozenset[Bed]] = frozenset({"oldest_etcd", "oldest_torch", "simulated_nodes"})
-"""Beds that only exhaustive runs use."""
+ONLY_EXHAUSTIVE: Final[frozenset[Part]] = frozenset({"oldest_etcd", "oldest_torch", "simulated_nodes"})
+"""Parts that only exhaustive runs use."""
 
-BEDS: Final[Mapping[Bed, str]] = {
+PARTS: Final[Mapping[Part, str]] = {
     "control_plane": "a real API server",
     "node": "a real kubelet",
     "etcds": "etcd 3.7",
@@ -36,18 +36,18 @@ BEDS: Final[Mapping[Bed, str]] = {
     "browser": "a real browser",
     "simulated_nodes": "simulated nodes (kwok)",
 }
-"""The description of each bed; a test that needs a bed has the bed's name as a mark."""
+"""The description of each part; a test that needs a part has the part's name as a mark."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A part of the test bed that is prepared once.
+    """A step of the preparation, which is done once.
 
     Attributes:
-        what: the description of the part.
+        what: the description of what the step prepares.
         lane: the lane of the step; "compiler" and "downloads" run concurrently, "last" after both.
-        is_ready: returns whether the part already exists.
-        make: prepares the part, or raises Missing.
+        is_ready: returns whether it already exists.
+        make: prepares it, or raises Missing.
     """
 
     what: str
@@ -56,23 +56,23 @@ class Step:
     make: Callable[[], object]
 
 
-def prepare(beds: Collection[Bed], say: Callable[[str], None]) -> dict[Bed, Missing]:
-    """Prepare beds.
+def prepare(parts: Collection[Part], say: Callable[[str], None]) -> dict[Part, Missing]:
+    """Prepare parts of the test bed.
 
     Args:
-        beds: the names of the beds.
+        parts: the names of the parts.
         say: called with each line about the progress.
 
     Returns:
-        The unavailable beds, each with its first missing part.
+        The unavailable parts, each with its first missing part.
     """
-    missing: dict[Bed, Missing] = {}
-    needed: dict[Bed, list[Step]] = {}
-    for bed in (bed for bed in BEDS if bed in beds):
+    missing: dict[Part, Missing] = {}
+    needed: dict[Part, list[Step]] = {}
+    for part in (part for part in PARTS if part in parts):
         try:
-            needed[bed] = list(_needs(bed))
+            needed[part] = list(_needs(part))
         except Missing as why:
-            missing[bed] = why
+            missing[part] = why
     todo = {step.what: step for steps in needed.values() for step in steps if not step.is_ready()}
     not_made: dict[str, Missing] = {}
 
@@ -89,19 +89,19 @@ def prepare(beds: Collection[Bed], say: Callable[[str], None]) -> dict[Bed, Miss
     with ThreadPoolExecutor() as threads:
         list(threads.map(make, ("compiler", "downloads")))
     make("last")
-    for bed, steps in needed.items():
+    for part, steps in needed.items():
         if lacking := [not_made[step.what] for step in steps if step.what in not_made]:
-            missing[bed] = lacking[0]
+            missing[part] = lacking[0]
     return missing
 
 
-def _needs(bed: Bed) -> Iterator[Step]:
-    """Yield the steps that prepare a bed.
+def _needs(part: Part) -> Iterator[Step]:
+    """Yield the steps that prepare a part.
 
     Raises:
-        Missing: a part is certainly unavailable.
+        Missing: the part is certainly unavailable.
     """
-    match bed:
+    match part:
         case "etcds":
             yield from _programs("etcd")
         case "oldest_etcd":
@@ -118,12 +118,12 @@ def _needs(bed: Bed) -> Iterator[Step]:
         case "simulated_nodes":
             yield from _programs("kwok")
         case "control_plane" | "node":
-            if bed == "node":
+            if part == "node":
                 from tests.support.testbed import node
 
                 node.check_machine()
             yield from _programs("kube-apiserver", "etcd", "helm")
-            if bed == "node":
+            if part == "node":
                 yield from _programs("coredns")
                 yield _packages("node", "the node")
                 yield _packages("build", "building images")
@@ -170,13 +170,13 @@ def _images() -> Iterator[Step]:
         )
 
 
-def must_not_miss() -> bool:
-    """Return whether an unavailable bed is a failure, as in CI."""
+def fail_if_unavailable() -> bool:
+    """Return whether an unavailable part is a failure, as in CI."""
     return os.environ.get("CI", "").lower() in {"1", "true"}
 
 
 def unavailable(why: Missing | str) -> NoReturn:
     """Skip the running test because a part is missing; with CI=true, fail the test."""
-    if must_not_miss():
+    if fail_if_unavailable():
         pytest.fail(str(why))
     pytest.skip(str(why))

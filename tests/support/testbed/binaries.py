@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 GO_MODULES: Final = Path(__file__).parent / "go"
 OLDEST_GO: Final = "1.26"
-OFTEN_THERE: Final = "/usr/local/go/bin"
-"""The folder into which Go's own archive is usually unpacked, and which sudo's PATH lacks."""
+DEFAULT_GO_BIN: Final = "/usr/local/go/bin"
+"""The default folder of Go's programs. It is not on the PATH of sudo."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,12 +168,12 @@ def built_folder(project: Project) -> Path:
 
 
 def _build(project: Project, folder: Path) -> None:
-    """Build a project's programs into the folder, which appears when all programs are built."""
+    """Build a project's programs. The folder is created only after all programs are built."""
     go = compiler(project)
     programs = ", ".join(project.packages)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for killed in folder.parent.glob(f".{project.name}-*"):
-        shutil.rmtree(killed)
+    for leftover in folder.parent.glob(f".{project.name}-*"):
+        shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as unfinished:
         out = Path(unfinished) / "out"
         out.mkdir()
@@ -182,11 +182,12 @@ def _build(project: Project, folder: Path) -> None:
         command += ["-ldflags", " ".join(linker_flags(project)), "-o", target, *project.packages.values()]
         done = subprocess.run(command, cwd=project.folder, env=_environ(), capture_output=True, text=True, check=False)
         if done.returncode:
-            said = "\n".join(done.stderr.splitlines()[-20:])
+            output = "\n".join(done.stderr.splitlines()[-20:])
             raise Missing(
                 f"{programs} {project.version}",
-                "Go could not build them. The first time, Go's module proxy must be reachable, 5 GB free in the "
-                f"cache folder, and 3 GB free in the folder that `go env GOMODCACHE` names. Go said:\n{said}",
+                "Go could not build them. The first build needs access to Go's module proxy, 5 GB of free space in "
+                "the cache folder, and 3 GB in the folder that `go env GOMODCACHE` prints. Output of `go build`:\n"
+                f"{output}",
             )
         if folder.exists():  # from an incomplete build
             shutil.rmtree(folder)
@@ -200,7 +201,7 @@ def compiler(project: Project) -> str:
         Missing: there is no recent Go.
     """
     wanted = f"Go {OLDEST_GO} or later"
-    go = shutil.which("go") or shutil.which("go", path=OFTEN_THERE)
+    go = shutil.which("go") or shutil.which("go", path=DEFAULT_GO_BIN)
     if go is None:
         raise Missing(wanted, f"install it (https://go.dev/dl/) so that `go` is on the PATH; it builds {project.name}")
     # Run in the module's folder, because Go then uses, and may download, the version that go.mod requires.
@@ -210,7 +211,7 @@ def compiler(project: Project) -> str:
     found = re.match(r"go(\d+)\.(\d+)", asked.stdout)
     if found is None or tuple(map(int, found.groups())) < tuple(map(int, OLDEST_GO.split("."))):
         version = asked.stdout.strip() or asked.stderr.strip()
-        raise Missing(wanted, f"{go} is too old for this ({version}); install a newer one (https://go.dev/dl/)")
+        raise Missing(wanted, f"{go} is too old ({version}); install a newer one (https://go.dev/dl/)")
     return go
 
 
@@ -227,11 +228,11 @@ def _environ() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in dropped} | {
         "CGO_ENABLED": "0",
         "GOWORK": "off",
-        "GOCACHE": str(_compiled()),
+        "GOCACHE": str(_build_cache()),
     }
 
 
-def _compiled() -> Path:
+def _build_cache() -> Path:
     """Return Go's build cache: GOCACHE if it is set, otherwise a folder that is removed after the builds."""
     return Path(os.environ.get("GOCACHE") or cache_folder() / "go-build")
 

@@ -1,4 +1,4 @@
-"""The operations of tests on a cluster of the test bed: a control plane without nodes, or a node."""
+"""Operations that tests perform on a cluster: a control plane without nodes, or a cluster with one node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tests.support.testbed.installation import Site
 
-LIMIT = 180.0
+DEFAULT_TIMEOUT = 180.0
 """The default time limit of a command in seconds."""
 
 
@@ -33,7 +33,7 @@ class Result:
     returncode: int
 
 
-class CommandFailed(AssertionError):  # noqa: N818 - the name is the reason
+class CommandFailed(AssertionError):  # noqa: N818 - an assertion of the test failed, so there is no suffix Error
     """A required command failed, or took too long."""
 
     def __init__(self, argv: Sequence[str], how: str, output: str) -> None:
@@ -68,8 +68,8 @@ class Cluster(abc.ABC):
     def check(self) -> None:
         """Check that the cluster runs; raise an error with the reason if it does not."""
 
-    def entering(self) -> tuple[str, ...]:
-        """Return the start of a command line that runs a command where the cluster can be reached."""
+    def command_prefix(self) -> tuple[str, ...]:
+        """Return the prefix of a command line that runs a command with access to the cluster's network."""
         return ()
 
     async def run(
@@ -78,9 +78,9 @@ class Cluster(abc.ABC):
         stdin: str | None = None,
         env: Mapping[str, str] | None = None,
         check: bool = True,
-        timeout: float = LIMIT,  # noqa: ASYNC109 - as in subprocess
+        timeout: float = DEFAULT_TIMEOUT,  # noqa: ASYNC109 - as in subprocess
     ) -> Result:
-        """Run a command of a user of this cluster.
+        """Run a command as a user of this cluster.
 
         Args:
             argv: the command, such as kubectl, helm or elasticjob with arguments.
@@ -90,10 +90,10 @@ class Cluster(abc.ABC):
             timeout: seconds after which the command is killed with all its processes.
 
         Raises:
-            CommandFailed: the command took too long, or failed although ``check`` is true.
+            CommandFailed: the command took too long, or failed and ``check`` is true.
         """
         process = await asyncio.create_subprocess_exec(
-            *self.entering(),
+            *self.command_prefix(),
             *argv,
             env={**self.environ, **(env or {})},
             stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
@@ -116,7 +116,7 @@ class Cluster(abc.ABC):
         result = Result(out.decode(errors="replace"), err.decode(errors="replace"), process.returncode)
         if check and result.returncode != 0:
             self.check()
-            raise CommandFailed(argv, f"ended with {result.returncode}", result.stdout + result.stderr)
+            raise CommandFailed(argv, f"exited with code {result.returncode}", result.stdout + result.stderr)
         return result
 
     async def kubectl(
@@ -124,17 +124,17 @@ class Cluster(abc.ABC):
         *arguments: str,
         stdin: str | None = None,
         check: bool = True,
-        timeout: float = LIMIT,  # noqa: ASYNC109 - as in subprocess
+        timeout: float = DEFAULT_TIMEOUT,  # noqa: ASYNC109 - as in subprocess
     ) -> Result:
         """Run kubectl; see :meth:`run`."""
         return await self.run("kubectl", *arguments, stdin=stdin, check=check, timeout=timeout)
 
-    async def define(self, text: str) -> None:
+    async def apply_crd(self, manifest: str) -> None:
         """Apply a CRD, and wait until it is established."""
-        await self.kubectl("apply", "--filename=-", stdin=text)
+        await self.kubectl("apply", "--filename=-", stdin=manifest)
         while True:
             wait = ("wait", "--for=condition=Established", "--filename=-", "--timeout=60s")
-            result = await self.kubectl(*wait, stdin=text, check=False)
+            result = await self.kubectl(*wait, stdin=manifest, check=False)
             if result.returncode == 0:
                 return
             # kubectl does not wait for a condition of an object that has no conditions yet.
@@ -142,7 +142,7 @@ class Cluster(abc.ABC):
 
     @contextlib.asynccontextmanager
     async def namespace(self, **labels: str) -> AsyncIterator[str]:
-        """Create a namespace in which pods can be created at once, and delete it after the block."""
+        """Create a namespace, wait for its default service account, and delete the namespace after the block."""
         name = f"test-{uuid.uuid4().hex[:12]}"
         await self.kubectl("create", "namespace", name)
         try:
@@ -154,7 +154,7 @@ class Cluster(abc.ABC):
             await self.kubectl("delete", "namespace", name, "--wait=false", check=False)
 
     async def kubeconfig_for(self, namespace: str, service_account: str) -> Path:
-        """Write a kubeconfig with a token of an existing service account for a day, and return the file's path."""
+        """Write a kubeconfig with a service account token that is valid for one day; return the file's path."""
         made = await self.kubectl("create", "token", service_account, f"--namespace={namespace}", "--duration=24h")
         with tempfile.NamedTemporaryFile(
             "w", dir=self.kubeconfig.parent, prefix=f"{service_account}-", suffix=".kubeconfig", delete=False

@@ -47,13 +47,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         later = [item for item in items if any(map(item.get_closest_marker, availability.ONLY_EXHAUSTIVE))]
         config.hook.pytest_deselected(items=later)
         items[:] = [item for item in items if item not in later]
-    by_bed = {bed: [item for item in items if item.get_closest_marker(bed)] for bed in availability.BEDS}
+    by_part = {part: [item for item in items if item.get_closest_marker(part)] for part in availability.PARTS}
     with _heard(config) as say:
-        missing = availability.prepare({bed for bed, wanted in by_bed.items() if wanted}, say)
-    if missing and availability.must_not_miss():
+        missing = availability.prepare({part for part, wanted in by_part.items() if wanted}, say)
+    if missing and availability.fail_if_unavailable():
         raise pytest.UsageError("; ".join(map(str, missing.values())))
-    for bed, why in missing.items():
-        for item in by_bed[bed]:
+    for part, why in missing.items():
+        for item in by_part[part]:
             item.add_marker(pytest.mark.skip(reason=str(why)))
     items.sort(key=_start_order)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from tests.support.testbed import image_base, image_build
-from tests.support.testbed.binaries import OFTEN_THERE, binary
+from tests.support.testbed.binaries import DEFAULT_GO_BIN, binary
 from tests.support.testbed.binaries import is_ready as is_built
 from tests.support.testbed.cache import Missing, cache_folder, locked
 
@@ -45,7 +45,7 @@ _PROGRAMS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
 
 def _pause() -> Path:
     """Compile the pause program, which keeps a pod's namespaces."""
-    go = shutil.which("go") or shutil.which("go", path=OFTEN_THERE)
+    go = shutil.which("go") or shutil.which("go", path=DEFAULT_GO_BIN)
     if go is None:
         raise Missing("Go", "install it (https://go.dev/dl/) so that `go` is on the PATH")
     program = _folder("pause") / "pause"

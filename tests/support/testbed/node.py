@@ -39,11 +39,11 @@ from typing import TYPE_CHECKING, Any, Self
 from tests.support.testbed import images, installation, node_cgroups, node_config, packages
 from tests.support.testbed.binaries import binary
 from tests.support.testbed.cache import Missing, cache_folder
-from tests.support.testbed.cluster import LIMIT, Cluster
+from tests.support.testbed.cluster import DEFAULT_TIMEOUT, Cluster
 from tests.support.testbed.images import Kept, full_name, listed
 from tests.support.testbed.installation import Site
 from tests.support.testbed.node_config import Bed
-from tests.support.testbed.node_enter import entering
+from tests.support.testbed.node_enter import command_prefix
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -130,13 +130,13 @@ class Node(Cluster):
         if select.select([stdout], [], [], 0)[0]:
             self._expect("nothing more")
 
-    def entering(self) -> tuple[str, ...]:
-        """Return the start of a command line that runs a command of this machine in the node.
+    def command_prefix(self) -> tuple[str, ...]:
+        """Return the prefix of a command line that runs a command of this machine in the node.
 
         The command sees the node's network and processes, and this machine's files.
         """
         self._running()
-        return entering(self._pid, os.getcwd())  # noqa: PTH109 - a word of a command line
+        return command_prefix(self._pid, os.getcwd())  # noqa: PTH109 - a word of a command line
 
     async def popen(
         self,
@@ -157,7 +157,7 @@ class Node(Cluster):
             A process that forwards signals, and exits like the command.
         """
         return await asyncio.create_subprocess_exec(
-            *self.entering(),
+            *self.command_prefix(),
             *argv,
             env={**self.environ, **(env or {})},
             stdin=stdin,
@@ -180,7 +180,7 @@ class Node(Cluster):
         if name in there:  # the CRI does not notice that a name has a new image
             await self._containerd("images", "delete", name)
         await self._containerd("images", "import", str(archive.resolve()), limit=_IMPORT_LIMIT)
-        async with asyncio.timeout(LIMIT):
+        async with asyncio.timeout(DEFAULT_TIMEOUT):
             while not _can_run(name, there := await self.images()):  # noqa: ASYNC110 - containerd has no event for this
                 await asyncio.sleep(_POLL)
         kept.add(name, archive, there)
@@ -278,7 +278,7 @@ class Node(Cluster):
             raise RuntimeError("this node does not run")
         return self._keeper
 
-    async def _containerd(self, *arguments: str, limit: float = LIMIT) -> str:
+    async def _containerd(self, *arguments: str, limit: float = DEFAULT_TIMEOUT) -> str:
         assert self._bed is not None
         control = ("ctr", "--namespace=k8s.io", *arguments)
         return (await self.run(*control, env=self._bed.environ, timeout=limit)).stdout

@@ -21,8 +21,8 @@ _HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, sign
 _CANNOT_EXECUTE = 126
 
 
-def entering(pid: int, folder: str) -> tuple[str, ...]:
-    """Return the start of a command line that runs a command in the namespaces of a process, in a folder."""
+def command_prefix(pid: int, folder: str) -> tuple[str, ...]:
+    """Return the prefix of a command line that runs a command in the namespaces of a process, in a folder."""
     return (sys.executable, "-I", "-S", __file__, str(os.getpid()), str(pid), folder)
 
 

@@ -1,4 +1,4 @@
-"""Manifests of the first ElasticJob controller keep their meaning."""
+"""Manifests of the archived pytorch/elastic controller are converted to the current spec."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_operator.api.spec import CleanPodPolicy, ElasticJobSpec, current_form, program_of, worker_container
+from elastic_operator.api.spec import CleanPodPolicy, ElasticJobSpec, current_spec, program_of, worker_container
 from elastic_operator.api.validation import problem_of
 from elastic_operator.controller.plan import plan
 from elastic_operator.kubernetes.backend import job_of
@@ -20,7 +20,7 @@ from tests.support.builders import NOW, a_job, a_world
 ARCHIVED = Path(__file__).parent / "manifests" / "archived.yaml"
 
 
-def archived(*args: object, spec: dict[str, Any] | None = None, **container: object) -> dict[str, Any]:
+def archived_spec(*args: object, spec: dict[str, Any] | None = None, **container: object) -> dict[str, Any]:
     """Return the spec of a manifest whose container has these arguments."""
     containers = [{"name": "elasticjob-worker", "image": "i", "args": [*args], **container}]
     worker = {"replicas": 2, "template": {"apiVersion": "v1", "kind": "Pod", "spec": {"containers": containers}}}
@@ -29,12 +29,12 @@ def archived(*args: object, spec: dict[str, Any] | None = None, **container: obj
 
 def with_worker(**worker: object) -> dict[str, Any]:
     """Return the spec of a manifest with these fields of its worker."""
-    spec = archived("train.py")
+    spec = archived_spec("train.py")
     return {**spec, "replicaSpecs": {"Worker": {**spec["replicaSpecs"]["Worker"], **worker}}}
 
 
 def with_pod(**template: object) -> ElasticJobSpec:
-    """Return the typed form of a manifest with this template."""
+    """Return the ElasticJobSpec of a manifest with this template."""
     return ElasticJobSpec.of(with_worker(template=template))
 
 
@@ -75,25 +75,25 @@ def test_archived_object_is_read_from_the_cluster() -> None:
 
 
 def test_current_spec_is_not_converted() -> None:
-    today = {"maxReplicas": 3, "image": "i", "args": ["--nnodes=2", "train.py"]}
-    assert current_form(today) is today
+    current = {"maxReplicas": 3, "image": "i", "args": ["--nnodes=2", "train.py"]}
+    assert current_spec(current) is current
 
 
 # Numbers
 
 
 def test_archived_replicas_are_the_default_maximum() -> None:
-    given = archived("train.py")
+    given = archived_spec("train.py")
     del given["maxReplicas"]
     assert ElasticJobSpec.of(given).max_replicas == 2
 
 
 def test_archived_replicas_are_written_to_the_spec() -> None:
-    spec = ElasticJobSpec.of(archived("train.py"))
+    spec = ElasticJobSpec.of(archived_spec("train.py"))
     assert spec.replicas is None
     job = replace(a_job(), spec=spec)
     assert plan(job, a_world(), now=NOW).replicas == 2
-    written = ElasticJobSpec.of(archived("train.py", spec={"replicas": 2}))
+    written = ElasticJobSpec.of(archived_spec("train.py", spec={"replicas": 2}))
     assert plan(replace(job, spec=written), a_world(), now=NOW).replicas is None
 
 
@@ -101,7 +101,7 @@ def test_archived_replicas_are_written_to_the_spec() -> None:
 
 
 @pytest.mark.parametrize(("policy", "limit"), [("Never", 0), ("ExitCode", 100), ("OnFailure", 100), ("Always", 100)])
-def test_restart_policy_never_sets_the_backoff_limit(policy: str, limit: int) -> None:
+def test_restart_policy_determines_the_backoff_limit(policy: str, limit: int) -> None:
     assert ElasticJobSpec.of(with_worker(restartPolicy=policy)).backoff_limit == limit
 
 
@@ -167,17 +167,17 @@ def test_the_container_may_have_any_name(names: tuple[str, ...], own: int) -> No
 def test_flags_that_the_operator_sets_are_removed(
     args: tuple[str, ...], left: tuple[str, ...], nproc: int | str
 ) -> None:
-    spec = ElasticJobSpec.of(archived(*args))
+    spec = ElasticJobSpec.of(archived_spec(*args))
     assert (program_of(spec), spec.nproc_per_node) == (((), left), nproc)
 
 
 def test_max_restarts_flag_becomes_the_field() -> None:
-    spec = ElasticJobSpec.of(archived("--max_restarts=3", "train.py"))
+    spec = ElasticJobSpec.of(archived_spec("--max_restarts=3", "train.py"))
     assert (spec.max_restarts, spec.backoff_limit, program_of(spec)) == (3, 3, ((), ("train.py",)))
 
 
-def test_flag_that_no_field_can_hold_is_rejected() -> None:
-    problem = problem_of(ElasticJobSpec.of(archived("--max_restarts=many", "x.py")))
+def test_invalid_max_restarts_flag_is_rejected() -> None:
+    problem = problem_of(ElasticJobSpec.of(archived_spec("--max_restarts=many", "x.py")))
     assert problem == "the flag --max_restarts in args is reserved for the operator; use spec.maxRestarts instead"
 
 
@@ -191,22 +191,22 @@ def test_flag_that_no_field_can_hold_is_rejected() -> None:
     ],
 )
 def test_launcher_in_the_command_is_removed(command: list[str]) -> None:
-    spec = ElasticJobSpec.of(archived("--nproc_per_node=1", "train.py", command=command))
+    spec = ElasticJobSpec.of(archived_spec("--nproc_per_node=1", "train.py", command=command))
     assert problem_of(spec) is None
     assert (program_of(spec), spec.nproc_per_node) == (((), ("train.py",)), 1)
 
 
 def test_program_may_follow_the_launcher_in_the_command() -> None:
     command = ["torchrun", "--nproc_per_node=2", "train.py"]
-    spec = ElasticJobSpec.of(archived("--epochs=3", command=command))
+    spec = ElasticJobSpec.of(archived_spec("--epochs=3", command=command))
     assert (program_of(spec), spec.nproc_per_node) == (((), ("train.py", "--epochs=3")), 2)
 
 
 @pytest.mark.parametrize("command", [["bash", "-c", 'exec torchrun "$@"'], ["/run.sh"], ["python", "train.py"]])
 def test_command_that_starts_a_launcher_indirectly_is_rejected(command: list[str]) -> None:
-    problem = problem_of(ElasticJobSpec.of(archived("train.py", command=command)))
+    problem = problem_of(ElasticJobSpec.of(archived_spec("train.py", command=command)))
     assert problem.startswith("the container elasticjob-worker of spec.replicaSpecs.Worker has the command [")
-    assert problem.endswith("remove the command, and name the program in args")
+    assert problem.endswith("remove the command, and put the program into args")
 
 
 # Any template
@@ -225,4 +225,4 @@ JSON = st.recursive(
 def test_any_template_is_converted_or_rejected(template: dict[str, Any]) -> None:
     spec = ElasticJobSpec.of(with_worker(template=template))
     assert problem_of(spec) is None or len(str(problem_of(spec))) > 20
-    assert current_form(current_form(with_worker(template=template))) == current_form(with_worker(template=template))
+    assert current_spec(current_spec(with_worker(template=template))) == current_spec(with_worker(template=template))

@@ -1,4 +1,4 @@
-"""The plan raises no exception for any input, and never creates more pods than allowed."""
+"""``plan()`` raises no exception for any input, and never creates more pods than the spec allows."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from torchelastic import protocol
 
 NUMBERS = st.integers(-2, 5) | st.integers(-(2**60), 2**60)
 SECONDS = st.floats(0, 4e9) | st.sampled_from([NOW - 1, NOW, NOW + 1])
-TEXTS = st.text(max_size=8)
-NAMES = TEXTS | st.builds(pod_name, st.just(NAME), st.just(UID), st.integers(0, 2), st.sampled_from(["", "a", "b"]))
+STRINGS = st.text(max_size=8)
+NAMES = STRINGS | st.builds(pod_name, st.just(NAME), st.just(UID), st.integers(0, 2), st.sampled_from(["", "a", "b"]))
 
 
-def any_of(kind: type, **given: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Return a strategy for objects of a class; a field has any value of its type, or a value of the given strategy."""
-    hints = get_type_hints(kind, {**vars(protocol), **vars(model), "protocol": protocol, "Mapping": Mapping})
-    return st.builds(kind, **{name: st.from_type(hint) for name, hint in hints.items()} | given)
+def instances_of(cls: type, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Return a strategy for instances of a class; ``fields`` has strategies for fields; others have any value."""
+    hints = get_type_hints(cls, {**vars(protocol), **vars(model), "protocol": protocol, "Mapping": Mapping})
+    return st.builds(cls, **{name: st.from_type(hint) for name, hint in hints.items()} | fields)
 
 
 RECORDS = ("SizeRecord", "FailureRecord", "TerminationMessage", "Member", "RoundRecord", "OutcomeRecord")
 for record in (*(getattr(protocol, name) for name in RECORDS), IncompatibleImage):
-    st.register_type_strategy(record, any_of(record))
-PODS = any_of(
+    st.register_type_strategy(record, instances_of(record))
+PODS = instances_of(
     Pod,
     name=NAMES,
     uid=st.sampled_from(["a", "b", "c", "d"]),
@@ -51,7 +51,7 @@ PODS = any_of(
     reasons=st.frozensets(st.sampled_from(["Evicted", "Error"])),
     conditions=st.dictionaries(st.just("DisruptionTarget"), st.sampled_from(["True", "False"])),
 )
-WORLDS = any_of(
+OBSERVATIONS = instances_of(
     Observed,
     pods=st.lists(PODS, max_size=6).map(tuple),
     time_breakdown=st.none(),
@@ -82,7 +82,7 @@ SPECS = st.builds(
 JOBS = st.builds(
     Job,
     name=st.just(NAME),
-    namespace=TEXTS,
+    namespace=STRINGS,
     uid=st.just(UID),
     generation=NUMBERS,
     spec=SPECS,
@@ -93,7 +93,7 @@ JOBS = st.builds(
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
-@given(job=JOBS, observed=WORLDS, now=SECONDS)
+@given(job=JOBS, observed=OBSERVATIONS, now=SECONDS)
 def test_plan_of_any_input(job: Job, observed: Observed, now: float) -> None:
     made = plan(job, observed, now)
 
