@@ -1,6 +1,6 @@
 """The errors of torchelastic, with one base class.
 
-Each message is a sentence that says what is wrong and, if possible, what to do.
+Each message is a sentence that states what is wrong and, if possible, what to do.
 """
 
 
@@ -28,7 +28,7 @@ class LeaseLost(StoreError):  # noqa: N818
     """The lease no longer exists: the store has deleted its keys, which must be written again under a new lease."""
 
 
-class NoPortFree(TorchElasticError):  # noqa: N818
+class NoFreePort(TorchElasticError):  # noqa: N818
     """No port on which this node may listen is free; another process may release one soon."""
 
 

@@ -303,8 +303,8 @@ class FailureRecord(_Record, frozen=True):
         kind: the class of the failure.
         message: the exception, the signal, or the exit code with the end of the worker's output.
         uptime: seconds from the start of the worker to its exit.
-        non_retryable: whether the program or ``--final-exit-codes`` declares that a retry is useless.
-        uncharged: whether ``--free-exit-codes`` exempts the failure from the restart budget.
+        non_retryable: whether the program or ``--non-retryable-exit-codes`` declares that a retry is useless.
+        uncharged: whether ``--uncharged-exit-codes`` exempts the failure from the restart budget.
     """
 
     round: Number
@@ -406,7 +406,7 @@ class NodeRecord(_VersionedRecord, frozen=True):
         uncharged_restarts: the highest number of uncharged restarts that the node has seen.
         failure: the worker failure in ``round`` that the node considers the root cause; None if there is none.
         metrics: port of the node's /metrics; 0 for none.
-        topology_key: the node's place, such as a host: nodes with the same key get consecutive ranks; empty for none.
+        topology_key: nodes with the same key, such as a host, get consecutive ranks; empty for none.
         notice: seconds of notice that the workers in ``round`` ask for before a planned change; 0 for none.
         saved: the serial of the last notice that all workers have answered.
         first_step_at: when the program began its first step in ``round``, in seconds since the Unix epoch; 0 if

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from torchelastic.agent.failures import ExitStatus
-from torchelastic.config.main import parse
+from torchelastic.config.parse import parse
 from torchelastic.errors import SettingsError, StartError
 from torchelastic.output import TIME_FORMAT, log_format
 from torchelastic.protocol import Env, ExitCode, TerminationMessage, encode_termination_message

@@ -29,7 +29,13 @@ PATIENT = "--rdzv-conf=crash_loop_limit=100"
 async def test_uncharged_exits_cost_no_restart_and_non_retryable_exits_end_the_run(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
-    flags = ("--nproc-per-node=2", "--max-restarts=0", "--free-exit-codes=70-79,137", "--final-exit-codes=3", PATIENT)
+    flags = (
+        "--nproc-per-node=2",
+        "--max-restarts=0",
+        "--uncharged-exit-codes=70-79,137",
+        "--non-retryable-exit-codes=3",
+        PATIENT,
+    )
     async with ControlledRun(tmp_path, etcd) as run, run.agent("one", *flags) as agent:
         [first, _] = await run.round(1, world=2)
         first.send("import os; os._exit(75)")

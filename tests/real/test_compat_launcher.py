@@ -421,7 +421,7 @@ async def test_failures_stops_and_unsupported_use_are_reported_in_one_sentence(t
         r"RunResult\(state=<WorkerState.STOPPED: 'STOPPED'>, return_values=\{\}, failures=\{\}\)",
         r"LookupError: nowhere to be found",
         r"RendezvousStateError: next_rendezvous\(\) must return .*'somewhere'",
-        r"SettingsError: WorkerSpec.heartbeat_timeout and final_exit_codes need",
+        r"SettingsError: WorkerSpec.heartbeat_timeout and non_retryable_exit_codes need",
         r"SettingsError: The function print or its arguments cannot be passed to a worker: TypeError: .*lock",
         r"RendezvousConnectionError: .*127\.0\.0\.1:1",
     ):

@@ -314,8 +314,8 @@ async def test_a_run_on_an_external_etcd_removes_its_keys_and_names_unsupported_
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ({"command": None, "args": ["no-such-script.py"]}, "There is no script no-such-script.py"),
-        ({"command": ["no-such-program"]}, "There is no command no-such-program"),
+        ({"command": None, "args": ["no-such-script.py"]}, "Script no-such-script.py was not found"),
+        ({"command": ["no-such-program"]}, "Command no-such-program was not found"),
         ({"command": None, "args": ["--nproc-per-node=many", "x.py"]}, "many"),
         ({"env": [{"name": "PET_RDZV_ID", "value": "mine"}]}, "PET_RDZV_ID is reserved for the operator"),
         ({"args": ["x.py", "a\0b"]}, "no process can be started with these arguments and variables"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.programs import by_hand, hand_command, output_of, run, script
-from torchelastic.config.main import program_of_command
+from torchelastic.config.parse import program_of_command
 from torchelastic.config.settings import Program, ProgramKind, StartMethod
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import pytest
 
 from torchelastic import machine
 from torchelastic.config.flags import FLAGS
-from torchelastic.config.main import parse
+from torchelastic.config.parse import parse
 from torchelastic.config.settings import (
     AgentSettings,
     Program,
@@ -85,7 +85,7 @@ def test_without_flags_one_worker_runs_on_one_node_without_etcd() -> None:
         store=None,
         node_name=socket.gethostname(),
         address="127.0.0.1",
-        place=machine.host_id(),
+        topology_key=machine.host_id(),
         program=Program(ProgramKind.SCRIPT, ("train.py",), StartMethod.FORK_SERVER),
         job=("", settings.rendezvous.run_id),
     )
@@ -99,8 +99,8 @@ def test_without_flags_one_worker_runs_on_one_node_without_etcd() -> None:
         ("--nnodes=2 --rdzv-id=7 --rdzv-endpoint=e", "rendezvous.size", SizeRecord(min=2, max=2, desired=2)),
         ("--nnodes=1:4 --rdzv-id=7 --rdzv-endpoint=e", "rendezvous.size", SizeRecord(min=1, max=4)),
         ("--nproc-per-node 3", "workers", 3),
-        ("--final-exit-codes=3,64-66", "final_exit_codes", frozenset({3, 64, 65, 66})),
-        ("--free-exit-codes=254-255,4", "free_exit_codes", frozenset({4, 254, 255})),
+        ("--non-retryable-exit-codes=3,64-66", "non_retryable_exit_codes", frozenset({3, 64, 65, 66})),
+        ("--uncharged-exit-codes=254-255,4", "uncharged_exit_codes", frozenset({4, 254, 255})),
         ("--rdzv-endpoint=localhost", "store.endpoints", ("localhost:2379",)),
         ("--rdzv-endpoint=a:1,b,c:3,a:1", "store.endpoints", ("a:1", "b:2379", "c:3")),
         ("--rdzv-endpoint=HTTP://a,http://b:1", "store.endpoints", ("a:2379", "b:1")),
@@ -127,7 +127,7 @@ def test_without_flags_one_worker_runs_on_one_node_without_etcd() -> None:
         ("--log-dir=/tmp/none/a", "logs.directory", Path("/tmp/none/a")),
         ("--nproc-per-node=3 --log-dir=. -r 3", "logs.redirects", dict.fromkeys(range(3), Streams.BOTH)),
         ("--nproc-per-node=3 --log-dir=. -t0:1,2:3", "logs.tee", {0: Streams.OUT, 2: Streams.BOTH}),
-        ("--place=rack-7", "place", "rack-7"),
+        ("--topology-key=rack-7", "topology_key", "rack-7"),
         # the operator's variables, and flags that override them
         (f'TORCHELASTIC_SIZE={{"min":1,"max":4,"generation":3}} {SEVERAL}', "rendezvous.size.generation", 3),
         ("TORCHELASTIC_UNIQUE_RUN=1", "rendezvous.unique_run", True),
@@ -153,7 +153,7 @@ def test_flags_and_variables_become_settings(given: str, setting: str, value: ob
 def test_auto_means_all_gpus_or_without_gpus_all_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = "CUDA_VISIBLE_DEVICES="
     assert run("--nproc-per-node=cpu").workers == run(f"--nproc-per-node=auto {hidden}").workers == machine.cpu_count()
-    assert sentence(f"--nproc-per-node=gpu {hidden}").startswith("--nproc-per-node gpu: no GPU is visible here")
+    assert sentence(f"--nproc-per-node=gpu {hidden}").startswith("--nproc-per-node gpu: no GPU is visible on this node")
     monkeypatch.setattr(machine, "gpu_count", lambda _: 4)
     assert (run("--nproc-per-node=auto").workers, run("--nproc-per-node=GPU").workers) == (4, 4)
 
@@ -195,13 +195,13 @@ def test_a_folder_with_a_main_module_is_a_program(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (["nosuch.py"], r"^There is no script nosuch.py \(looked up from /.*\)\.$"),
-        (["--no-python", "python", "nosuch.py"], r"^There is no script nosuch.py \(looked up from"),
-        (["--no-python", "no-such-program"], r"^There is no command no-such-program:"),
-        (["--no-python", "./train.py"], r"^There is no command ./train.py:"),
-        (["-m", "nosuch.module"], r"^There is no module nosuch.module \(looked up from"),
+        (["nosuch.py"], r"^Script nosuch.py was not found in /.*\.$"),
+        (["--no-python", "python", "nosuch.py"], r"^Script nosuch.py was not found in"),
+        (["--no-python", "no-such-program"], r"^Command no-such-program was not found:"),
+        (["--no-python", "./train.py"], r"^Command ./train.py was not found:"),
+        (["-m", "nosuch.module"], r"^Module nosuch.module was not found in"),
         (["pkg"], r"^pkg is a folder without a __main__.py: pass the path of a Python file in it\.$"),
-        (["x" * 5000], r"^There is no script xxxx"),
+        (["x" * 5000], r"^Script xxxx"),
         (["ls"], r"to run the command ls, put --no-python before it\.$"),
         (["--nproc-per-node=2"], "^The program is missing"),
         (["-m", "--no-python", "x"], "cannot be combined"),
@@ -267,8 +267,8 @@ def test_static_rendezvous_flags_are_ignored_with_one_warning(caplog: pytest.Log
             "A run of up to 2 nodes needs an etcd: set --rdzv-endpoint H",
         ),
         ("--nproc-per-node=1.5", "--nproc-per-node 1.5: must be a whole number from 1 to 10000, or auto, cpu or gpu."),
-        ("--rdzv-backend=c10d", "--rdzv-backend c10d: this agent does not support torch's own rendezvous; leave"),
-        ("--rdzv-backend=etcd-v4", "--rdzv-backend etcd-v4: unknown rendezvous; leave the"),
+        ("--rdzv-backend=c10d", "--rdzv-backend c10d: this agent does not support torch's own rendezvous; remove this"),
+        ("--rdzv-backend=etcd-v4", "--rdzv-backend etcd-v4: unknown rendezvous; remove this flag"),
         ("--rdzv-endpoint=::1", "put it into brackets: [::1]:2379"),
         ("--rdzv-endpoint=etcd:0", "a port is a number from 1 to 65535"),
         ("--rdzv-endpoint=http://etcd/v3", "is not an address"),
@@ -295,16 +295,22 @@ def test_static_rendezvous_flags_are_ignored_with_one_warning(caplog: pytest.Log
         (f"{SEVERAL} --rdzv-conf=password=hush", "--rdzv-conf password: password requires username."),
         (
             "--rdzv-endpoint=http://e --rdzv-conf=protocol=https",
-            "protocol=https: --rdzv-endpoint says http://; leave one",
+            "protocol=https: --rdzv-endpoint specifies http://; set only one",
         ),
         ("--stop-grace=inf", "--stop-grace inf: must be a time in seconds, 0 or more."),
         ("--heartbeat-timeout=0", "--heartbeat-timeout 0: must be a time in seconds, above 0."),
-        ("--final-exit-codes=0", "--final-exit-codes 0: must be exit codes from 1 to 255 with commas between them"),
-        ("--free-exit-codes=255-256", "--free-exit-codes 255-256: must be exit codes from 1 to 255 with commas"),
+        (
+            "--non-retryable-exit-codes=0",
+            "--non-retryable-exit-codes 0: must be exit codes from 1 to 255 with commas between them",
+        ),
+        (
+            "--uncharged-exit-codes=255-256",
+            "--uncharged-exit-codes 255-256: must be exit codes from 1 to 255 with commas",
+        ),
         ("--port-range=29400", "--port-range 29400: must be the first and the last of at least 16 ports from 1024"),
         ("--port-range=29400-29414", "--port-range 29400-29414: must be the first"),
         ("--port-range=1000-2000", "--port-range 1000-2000: must be the first"),
-        ("--place=", "--place needs a value: NAME."),
+        ("--topology-key=", "--topology-key needs a value: NAME."),
         ("--preload=torch;os", "--preload torch;os: must be names of modules with commas between them"),
         ("--max-restarts=3x", "--max-restarts 3x: must be a whole number from 0 to 1000000."),
         ("--max-restarts=" + "9" * 5000, "--max-restarts 9999"),
@@ -318,7 +324,7 @@ def test_static_rendezvous_flags_are_ignored_with_one_warning(caplog: pytest.Log
         ("-q", "There is no flag -q. "),
         ("--n=1", "There is no flag --n. Did you mean --nnodes?"),
         ("--help=1", "--help takes no value."),
-        ("--redirects=3", "--redirects 3: there is no folder for the files; name one with --log-dir."),
+        ("--redirects=3", "--redirects 3: there is no folder for the files; set --log-dir."),
         ("--log-dir=x -r=4", "-r 4: must be 0 (none), 1 (stdout), 2 (stderr) or 3 (both)"),
         ("--log-dir=x --tee=1:3", "--tee 1:3: there is no local rank 1: this node has 1 worker."),
         ("--log-dir=train.py/x", "--log-dir train.py/x: "),
@@ -368,7 +374,7 @@ def test_help_lists_every_flag_in_groups_and_version_prints_the_version(
 
 def test_parsing_imports_no_heavy_modules() -> None:
     program = (
-        "import sys, os; from torchelastic.config.main import parse; parse(['train.py'], {}); "
+        "import sys, os; from torchelastic.config.parse import parse; parse(['train.py'], {}); "
         "print([name for name in ('torch', 'aiohttp', 'argparse', 'prometheus_client') if name in sys.modules])"
     )
     output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchelastic.agent.failures import ExitStatus
-from torchelastic.errors import LeaseLost, NoPortFree, SettingsError, StoreRefused, StoreUnavailable
+from torchelastic.errors import LeaseLost, NoFreePort, SettingsError, StoreRefused, StoreUnavailable
 from torchelastic.protocol import ExitCode
 
 
@@ -16,7 +16,7 @@ from torchelastic.protocol import ExitCode
         (LeaseLost("gone"), ExitCode.STORE, "StoreUnavailable"),
         (StoreRefused("the certificate cannot be trusted"), ExitCode.BROKEN, "StoreRefused"),
         (ZeroDivisionError("division by zero"), ExitCode.BROKEN, "Defect"),
-        (NoPortFree("all are taken"), ExitCode.NO_PORT, "NoPortFree"),
+        (NoFreePort("all are taken"), ExitCode.NO_PORT, "NoPortFree"),
         (SettingsError("no such flag"), ExitCode.BAD_INPUT, "BadInput"),
         (None, ExitCode.BROKEN, "Defect"),
     ],

@@ -145,13 +145,13 @@ def test_unsupported_handler_parameters_are_refused(changes: dict[str, Any], wor
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: WorkerSpec(), "nothing to run"),
+        (lambda: WorkerSpec(), "entrypoint is not set"),
         (lambda: WorkerSpec(fn=print, entrypoint="python"), "both fn and entrypoint"),
         (lambda: WorkerSpec(fn=print, local_world_size=0), "at least one worker"),
         (lambda: LocalElasticAgent(WorkerSpec(fn=print), start_method="thread"), "fork-server or exec"),
         (lambda: LocalElasticAgent(WorkerSpec(fn=print, tee=4)), "0 .none., 1"),
         (lambda: LocalElasticAgent(WorkerSpec(fn=print, tee={1: 3})), "there is no local rank 1"),
-        (lambda: LocalElasticAgent(WorkerSpec(fn=print, redirects=3)), "name one with --log-dir"),
+        (lambda: LocalElasticAgent(WorkerSpec(fn=print, redirects=3)), "set --log-dir"),
     ],
 )
 def test_an_invalid_worker_spec_is_explained(make: Callable[[], object], words: str) -> None:

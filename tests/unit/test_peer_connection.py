@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.ports import free_range
 from torchelastic.config.settings import RendezvousSettings
-from torchelastic.errors import NoPortFree
+from torchelastic.errors import NoFreePort
 from torchelastic.protocol import NodeRecord, SizeRecord
 from torchelastic.rendezvous import peer_connection
 from torchelastic.rendezvous.node import RendezvousNode, listen
@@ -163,7 +163,7 @@ async def test_an_exhausted_port_range_is_explained_and_leaks_no_socket() -> Non
     size = SizeRecord(min=1, max=1)
     record = NodeRecord(name="a", address="127.0.0.1", workers=1, size=size)
     settings = RendezvousSettings(run_id="run", size=size, ports=ports)
-    with closing(listen("127.0.0.1", ports)), pytest.raises(NoPortFree) as caught:
+    with closing(listen("127.0.0.1", ports)), pytest.raises(NoFreePort) as caught:
         RendezvousNode(MemoryStore(), settings, node="a.1", record=record)
     assert str(caught.value).startswith(f"No port of --port-range {ports.first}-{ports.last} is free on this node: ")
     listen("127.0.0.1", ports).close()

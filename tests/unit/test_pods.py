@@ -29,7 +29,7 @@ from elastic_operator.resources.worker_pod import (
     termination_settings,
 )
 from tests.support.builders import UID, a_job, size
-from torchelastic.config.main import parse
+from torchelastic.config.parse import parse
 from torchelastic.config.settings import AgentSettings, ProgramKind
 from torchelastic.protocol import Env, ResumeRecord
 
@@ -128,7 +128,7 @@ def test_exit_code_rules_are_passed_to_the_agents(
 ) -> None:
     env = variables_of(a_job(failure_rules=rules))
 
-    assert (env.get("PET_FINAL_EXIT_CODES"), env.get("PET_FREE_EXIT_CODES")) == (final, free)
+    assert (env.get("PET_NON_RETRYABLE_EXIT_CODES"), env.get("PET_UNCHARGED_EXIT_CODES")) == (final, free)
 
 
 def test_agent_parses_failure_rules_rendezvous_settings_and_the_resume_record(tmp_path: Path) -> None:
@@ -140,8 +140,8 @@ def test_agent_parses_failure_rules_rendezvous_settings_and_the_resume_record(tm
     resumed = replace(POD, resume=ResumeRecord(round=12, restarts=3, uncharged_restarts=5))
     settings = parsed_by_the_agent(job, resumed)
 
-    assert settings.final_exit_codes == {3, 64, 65}
-    assert settings.free_exit_codes == {*range(1, 256)} - {1, 3, 64, 65}
+    assert settings.non_retryable_exit_codes == {3, 64, 65}
+    assert settings.uncharged_exit_codes == {*range(1, 256)} - {1, 3, 64, 65}
     rendezvous = settings.rendezvous
     assert (rendezvous.last_call_timeout, rendezvous.join_timeout, rendezvous.lease) == (30.0, 1200.0, 10.0)
     assert "PET_RDZV_CONF" not in variables_of(a_job())
@@ -347,14 +347,14 @@ def test_flags_and_variables_in_addition_to_the_fields_are_valid() -> None:
 
 def test_flags_take_precedence_over_fields(tmp_path: Path) -> None:
     (script := tmp_path / "train.py").touch()
-    flags = ("--nproc_per_node=4", "--stop-grace=90", "--port-range=1024-1040", "--final-exit-codes=4")
+    flags = ("--nproc_per_node=4", "--stop-grace=90", "--port-range=1024-1040", "--non-retryable-exit-codes=4")
     rules = (exit_rule(FAIL, 3),)
     ports = RendezvousSpec(ports=PortRange(2000, 2015))
     job = a_job(args=(*flags, str(script)), nproc_per_node=2, grace_period=3, rendezvous=ports, failure_rules=rules)
     settings = parsed_by_the_agent(job)
 
     assert problem_of(msgspec.structs.replace(job.spec, image="i")) is None
-    assert (settings.workers, settings.stop_grace, settings.final_exit_codes) == (4, 90, {4})
+    assert (settings.workers, settings.stop_grace, settings.non_retryable_exit_codes) == (4, 90, {4})
     assert settings.rendezvous.ports is not None
     assert settings.rendezvous.ports.first == 1024
     assert termination_settings(job.spec)[0] == 145

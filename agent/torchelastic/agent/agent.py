@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 from torchelastic.agent.failures import OUT_OF_MEMORY, ExitStatus, failure_of_node, failure_of_worker, in_full
 from torchelastic.agent.worker_socket import WorkerSocket
 from torchelastic.agent_socket import CHANNEL
-from torchelastic.errors import NoPortFree, SettingsError, StartError, StoreError
+from torchelastic.errors import NoFreePort, SettingsError, StartError, StoreError
 from torchelastic.output import STARTED
 from torchelastic.protocol import (
     ExitCode,
@@ -215,7 +215,7 @@ class Agent:
                 await self._signals.unless_first(workers.ready())
                 self._metrics.waits()
                 await self._signals.unless_first(stack.enter_async_context(node))
-            except (StoreError, NoPortFree, StartError, SettingsError) as error:
+            except (StoreError, NoFreePort, StartError, SettingsError) as error:
                 self._metrics.waited(succeeded=False)
                 return ExitStatus.by_error(error)
             except SignalledFirst:
@@ -239,7 +239,7 @@ class Agent:
             workers=settings.workers,
             size=settings.rendezvous.size,
             metrics=metrics_port,
-            topology_key=settings.place,
+            topology_key=settings.topology_key,
         )
         node = RendezvousNode(
             store,
@@ -507,6 +507,6 @@ class Agent:
 
 
 def _cannot_go_on(error: BaseException | None) -> ExitStatus:
-    if not isinstance(error, SettingsError | NoPortFree | StoreError):
+    if not isinstance(error, SettingsError | NoFreePort | StoreError):
         logger.error("the rendezvous failed unexpectedly", exc_info=error)
     return ExitStatus.by_error(error)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from torchelastic.errors import NoPortFree, SettingsError, StartError, StoreError, StoreRefused
+from torchelastic.errors import NoFreePort, SettingsError, StartError, StoreError, StoreRefused
 from torchelastic.protocol import (
     ExitCode,
     FailureKind,
@@ -280,7 +280,7 @@ def in_full(failure: FailureRecord) -> str:
 def failure_of_worker(worker: WorkerExit, round: int, node: str, settings: AgentSettings) -> FailureRecord:
     """Return the failure of a worker, as its node reports it."""
     code = worker.exit_code if worker.exit_code >= 0 else 128 - worker.exit_code  # as a shell shows it
-    final = worker.explanation.final or code in settings.final_exit_codes
+    final = worker.explanation.final or code in settings.non_retryable_exit_codes
     return FailureRecord(
         round=round,
         rank=worker.rank,
@@ -293,7 +293,7 @@ def failure_of_worker(worker: WorkerExit, round: int, node: str, settings: Agent
         message=worker.explanation.message,
         uptime=builtins.round(worker.uptime, 3),
         non_retryable=final,
-        uncharged=not final and code in settings.free_exit_codes,
+        uncharged=not final and code in settings.uncharged_exit_codes,
     )
 
 
@@ -335,7 +335,7 @@ class ExitStatus:
         match error:
             case SettingsError() | StartError():
                 return cls.because(ExitCode.BAD_INPUT, "BadInput", f"{error}")
-            case NoPortFree():
+            case NoFreePort():
                 return cls.because(ExitCode.NO_PORT, "NoPortFree", f"{error}")
             case StoreRefused():
                 return cls.because(ExitCode.BROKEN, "StoreRefused", f"{error}")

@@ -3,7 +3,8 @@
 Each flag can also be set by torchrun's variable ``PET_<NAME>``. The operator's variables
 (:class:`~torchelastic.protocol.Env`) and the keys of ``--rdzv-conf`` are parsed like flags.
 
-getopt parses the command line, because getopt stops at the program. argparse prints only the help: its import is slow.
+getopt parses the command line, because getopt stops at the first positional argument. argparse is used only to print
+the help, because its import is slow.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import getopt
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from torchelastic.config import parsing as of
-from torchelastic.config.parsing import Given
+from torchelastic.config import parsers
+from torchelastic.config.parsers import RawValue
 from torchelastic.errors import SettingsError
 from torchelastic.protocol import Env, ResumeRecord, SizeRecord
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 PROGRAM_NAME: Final = "torchelastic-run"
-_MANY: Final = 1_000_000
+_MAX_COUNT: Final = 1_000_000
+_TIME: Final = parsers.seconds(zero=True)
 _NODE_NAME_LIMIT: Final = 240
 """Maximum length of a node's name; it leaves space for the suffix of the node's id."""
 
@@ -41,7 +43,7 @@ class Flag:
 
     usage: str
     help: str
-    read: Callable[[Given], Any] = of.text
+    read: Callable[[RawValue], Any] = parsers.string
     short: str = ""
 
     @property
@@ -55,81 +57,85 @@ class Flag:
         return self.usage.partition(" ")[2]
 
 
-CONF: Final[Mapping[str, Callable[[Given], Any]]] = {
-    "join_timeout": of.seconds(),
-    "last_call_timeout": of.seconds(zero=True),
-    "lease": of.seconds(),
-    "join_debounce": of.seconds(zero=True),
-    "crash_loop_limit": of.integer(1, _MANY),
-    "crash_loop_seconds": of.seconds(zero=True),
-    "protocol": of.protocol,
-    "cacert": of.file,
-    "cert": of.file,
-    "key": of.file,
-    "tls": of.tls_folder,
-    "username": of.text,
-    "password": of.text,
+CONF: Final[Mapping[str, Callable[[RawValue], Any]]] = {
+    "join_timeout": parsers.seconds(),
+    "last_call_timeout": parsers.seconds(zero=True),
+    "lease": parsers.seconds(),
+    "join_debounce": parsers.seconds(zero=True),
+    "crash_loop_limit": parsers.integer(1, _MAX_COUNT),
+    "crash_loop_seconds": parsers.seconds(zero=True),
+    "protocol": parsers.protocol,
+    "cacert": parsers.file,
+    "cert": parsers.file,
+    "key": parsers.file,
+    "tls": parsers.tls_folder,
+    "username": parsers.string,
+    "password": parsers.string,
 }
 """The keys of ``--rdzv-conf``, with the parsers of their values."""
 
 CONF_ALIASES: Final = {"timeout": "join_timeout"}
-"""Keys of torch's handlers, with torchelastic's key of the same meaning, which takes precedence if both are given."""
+"""Keys of torch's handlers, with torchelastic's key of the same meaning, which takes precedence if both are set."""
 
 FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
     "Size": (
-        Flag("nnodes N|MIN:MAX", "number of nodes, or minimum and maximum, as in 1:4. Default: 1", of.nodes),
-        Flag("nproc-per-node N|auto|cpu|gpu", "workers on this node; auto: one per GPU, or else per CPU. Default: 1"),
+        Flag("nnodes N|MIN:MAX", "number of nodes, or minimum and maximum, as in 1:4. Default: 1", parsers.nodes),
+        Flag("nproc-per-node N|auto|cpu|gpu", "workers on this node; auto: one per GPU, else one per CPU. Default: 1"),
+        Flag("max-restarts N", "worker failures that the run survives. Default: 100", parsers.integer(0, _MAX_COUNT)),
         Flag(
-            "max-restarts N", "maximum number of charged worker failures in the run. Default: 100", of.integer(0, _MANY)
+            "non-retryable-exit-codes CODE[-CODE][,…]",
+            "codes that fail the run; 128 + n for signal n",
+            parsers.exit_codes,
         ),
-        Flag("final-exit-codes CODE[-CODE][,…]", "exit codes that fail the run; 128 + n for signal n", of.exit_codes),
-        Flag("free-exit-codes CODE[-CODE][,…]", "exit codes that --max-restarts does not count", of.exit_codes),
+        Flag(
+            "uncharged-exit-codes CODE[-CODE][,…]", "codes that do not count against --max-restarts", parsers.exit_codes
+        ),
     ),
     "Rendezvous": (
-        Flag("rdzv-endpoint HOST[:2379][,…]", "servers of one etcd, each with an optional http:// or https://"),
-        Flag("rdzv-id ID", "id of the run, which all its nodes have; required for several nodes, unique on the etcd"),
+        Flag("rdzv-endpoint HOST[:2379][,…]", "endpoints of one etcd cluster; http:// or https:// is optional"),
+        Flag("rdzv-id ID", "id of the run on all its nodes, unique in the etcd cluster; required for several nodes"),
         Flag("rdzv-conf KEY=VALUE[,…]", f"more settings of the rendezvous and of etcd: {', '.join(CONF)}"),
-        Flag("rdzv-backend NAME", "torchelastic, the default, or etcd, an alias; etcd-v3 or etcd-v2 to fix the API"),
-        Flag("standalone", "a run of this node alone, without etcd; the default without an endpoint", of.switch),
+        Flag("rdzv-backend NAME", "torchelastic (alias: etcd), or etcd-v3 or etcd-v2 to select etcd's API version"),
+        Flag("standalone", "run on this node only, without etcd. Default without --rdzv-endpoint", parsers.switch),
     ),
     "Program": (
-        Flag("module", "the program is a Python module, as in python -m", of.switch, short="m"),
+        Flag("module", "the program is a Python module, as in python -m", parsers.switch, short="m"),
         Flag(
             "no-python",
             "the program is a command; python FILE and python -m MODULE still use the fork server",
-            of.switch,
+            parsers.switch,
         ),
         Flag(
             "start-method METHOD",
-            "fork-server, the default (also forkserver, fork); exec (also spawn)",
-            of.start_method,
+            "fork-server (aliases: forkserver, fork) or exec (alias: spawn). Default: fork-server",
+            parsers.start_method,
         ),
-        Flag("preload MODULE[,…]", "modules that the fork server imports in addition to torch", of.modules),
-        Flag("heartbeat-timeout SECONDS", "a worker without a heartbeat for this time counts as hung", of.seconds()),
-        Flag("role NAME", "role of the workers, for logs and metrics. Default: default", of.name()),
+        Flag("preload MODULE[,…]", "modules that the fork server imports in addition to torch", parsers.modules),
+        Flag("heartbeat-timeout SECONDS", "time without a heartbeat after which a worker is hung", parsers.seconds()),
+        Flag("role NAME", "role of the workers, for logs and metrics. Default: default", parsers.name()),
     ),
     "Output": (
         Flag("log-dir DIR", "write the workers' output to files, round_N/rank_R/ below this folder"),
         Flag(
             "redirects STREAMS",
-            "streams for files only: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank: 0:1,1:3",
+            "streams to write only to files: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank: 0:1,1:3",
             short="r",
         ),
-        Flag("tee STREAMS", "streams for files and the console, in the same form", short="t"),
+        Flag("tee STREAMS", "streams to write to files and to the console, in the same format", short="t"),
     ),
     "Node": (
-        Flag("local-addr ADDR", "address for the other nodes; gloo and NCCL use its interface", of.address),
-        Flag("port-range FIRST-LAST", "at least 16 ports to listen on. Default: any free ports", of.ports),
-        Flag("node-name NAME", "name in logs and for the operator. Default: host name", of.name(_NODE_NAME_LIMIT)),
-        Flag("notice SECONDS", "time for workers to save before a planned change. Default: 30", of.seconds(zero=True)),
-        Flag("stop-timeout SECONDS", "from SIGTERM to SIGKILL when a round ends. Default: 0", of.seconds(zero=True)),
-        Flag("stop-grace SECONDS", "from SIGTERM to SIGKILL when this node leaves. Default: 5", of.seconds(zero=True)),
-        Flag("place NAME", "nodes with the same place get consecutive ranks. Default: the host", of.name()),
-        Flag("metrics-port PORT", "port of /metrics for Prometheus; 0 for any free port", of.integer(0, 65535)),
-        Flag("termination-log FILE", "file for the termination message, in JSON", of.path),
+        Flag("local-addr ADDR", "address for other nodes; gloo and NCCL use its network interface", parsers.address),
+        Flag("port-range FIRST-LAST", "at least 16 ports to listen on. Default: any free ports", parsers.ports),
+        Flag("node-name NAME", "name in logs and for the operator. Default: host name", parsers.name(_NODE_NAME_LIMIT)),
+        Flag("notice SECONDS", "time to save a checkpoint before a planned change. Default: 30", _TIME),
+        Flag("stop-timeout SECONDS", "from SIGTERM to SIGKILL between two rounds. Default: 0", _TIME),
+        Flag("stop-grace SECONDS", "from SIGTERM to SIGKILL when this node leaves the run. Default: 5", _TIME),
+        Flag("topology-key NAME", "nodes with the same key get consecutive ranks. Default: host id", parsers.name()),
+        Flag("metrics-port PORT", "port of /metrics for Prometheus; 0 for any free port", parsers.integer(0, 65535)),
+        Flag("termination-log FILE", "file for the termination message, in JSON", parsers.path),
     ),
     "Accepted for scripts written for torchrun": (
-        Flag("monitor-interval SECONDS", "ignored: the agent notices the end of a worker at once", of.seconds()),
+        Flag("monitor-interval SECONDS", "ignored: the agent notices the exit of a worker at once", parsers.seconds()),
         Flag("node-rank RANK", "ignored, with a warning: the nodes agree on their ranks"),
         Flag("master-addr ADDR", "ignored, with a warning: the nodes agree on an address"),
         Flag("master-port PORT", "ignored, with a warning: a free port is used"),
@@ -137,12 +143,12 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
 }
 """The flags by the heading under which ``--help`` shows them."""
 
-_FROM_OPERATOR: Final[Mapping[str, Callable[[Given], Any]]] = {
-    "size": of.record(SizeRecord),
-    "unique_run": of.switch,
-    "resume": of.record(ResumeRecord),
-    "job": of.job,
-    "job_created": of.seconds(zero=True),
+_FROM_OPERATOR: Final[Mapping[str, Callable[[RawValue], Any]]] = {
+    "size": parsers.record(SizeRecord),
+    "unique_run": parsers.switch,
+    "resume": parsers.record(ResumeRecord),
+    "job": parsers.job,
+    "job_created": parsers.seconds(zero=True),
 }
 """Parsers of the values that only the operator sets."""
 
@@ -171,10 +177,10 @@ _SPELLINGS: Final = {
 
 
 class CommandLine:
-    """The flags, variables and keys of ``--rdzv-conf`` that are given.
+    """The flags, variables and keys of ``--rdzv-conf`` that are set.
 
     Args:
-        given: the given texts by the name of the flag or key.
+        raw: the unparsed values by the name of the flag or key.
         program: the program and its arguments.
 
     Attributes:
@@ -184,10 +190,10 @@ class CommandLine:
         SettingsError: a value is invalid.
     """
 
-    def __init__(self, given: Mapping[str, Given], program: tuple[str, ...] = ()) -> None:
-        self.given = given
+    def __init__(self, raw: Mapping[str, RawValue], program: tuple[str, ...] = ()) -> None:
+        self.raw = raw
         self.program = program
-        self.values: Mapping[str, Any] = {name: _PARSERS[name](value) for name, value in given.items()}
+        self.values: Mapping[str, Any] = {name: _PARSERS[name](value) for name, value in raw.items()}
 
     def settings(self, kind: type) -> dict[str, Any]:
         """Return the values that are fields of this dataclass, by field."""
@@ -196,20 +202,20 @@ class CommandLine:
         return {name: value for name, value in found if name in fields}
 
 
-def from_variables(environ: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, Given]:
-    """Return the given texts by name; an empty variable, which a manifest may contain, is ignored."""
-    return {name: Given(each, environ[each]) for name, each in variables.items() if environ.get(each)}
+def from_variables(environ: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, RawValue]:
+    """Return the unparsed values by name; an empty variable, which a manifest may contain, is ignored."""
+    return {name: RawValue(each, environ[each]) for name, each in variables.items() if environ.get(each)}
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
-    """Return the command line, with values from the environment for flags that are not given.
+    """Return the command line, with values from the environment for flags that it does not contain.
 
     Raises:
         SettingsError: a flag does not exist, or its value is missing or invalid.
         SystemExit: after ``--help`` or ``--version``.
     """
-    torchruns = {name: f"PET_{name.upper().replace('-', '_')}" for name in _BY_NAME}
-    given = from_variables(environ, OPERATOR_VARIABLES) | from_variables(environ, torchruns)
+    torchrun_variables = {name: f"PET_{name.upper().replace('-', '_')}" for name in _BY_NAME}
+    raw = from_variables(environ, OPERATOR_VARIABLES) | from_variables(environ, torchrun_variables)
     short = [f"{written[1:]}{':' * bool(flag.metavar)}" for written, flag in _SPELLINGS.items() if len(written) == 2]
     long = [f"{written[2:]}{'=' * bool(flag.metavar)}" for written, flag in _SPELLINGS.items() if len(written) > 2]
     try:
@@ -223,19 +229,19 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
         elif known.metavar and not value:
             raise SettingsError(_explained(written))
         else:
-            given[known.name] = Given(written, value.removeprefix("=") or "1", between=" ")
-    if (conf := given.get("rdzv-conf")) is not None:
-        given |= read_conf(conf.source, _pairs(conf))
-    return CommandLine(given, tuple(program))
+            raw[known.name] = RawValue(written, value.removeprefix("=") or "1", between=" ")
+    if (conf := raw.get("rdzv-conf")) is not None:
+        raw |= read_conf(conf.source, _pairs(conf))
+    return CommandLine(raw, tuple(program))
 
 
-def read_conf(source: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Given]:
+def read_conf(source: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, RawValue]:
     """Return the values of ``--rdzv-conf`` by torchelastic's names of the keys.
 
     Raises:
-        SettingsError: there is no such key.
+        SettingsError: a key does not exist.
     """
-    conf: dict[str, Given] = {}
+    conf: dict[str, RawValue] = {}
     for written, value in pairs:
         name = written.replace("-", "_")
         key = CONF_ALIASES.get(name, name)
@@ -244,20 +250,20 @@ def read_conf(source: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Given]
             hint = _similar(name, known) or f"The keys are {', '.join(known)}."
             raise SettingsError(f'{source}: there is no key "{written}". {hint}')
         if key == name or key not in conf:
-            conf[key] = Given(f"{source} {written}", f"{value}")
+            conf[key] = RawValue(f"{source} {written}", f"{value}")
     return conf
 
 
-def _pairs(conf: Given) -> list[tuple[str, str]]:
+def _pairs(conf: RawValue) -> list[tuple[str, str]]:
     pairs = [pair.partition("=")[::2] for pair in conf.text.split(",") if pair.strip()]
     if not all(value.strip() for _, value in pairs):
         # Any part may be a password.
-        raise conf.refused("it takes KEY=VALUE pairs, separated by commas; a value cannot contain a comma", secret=True)
+        raise conf.error("it takes KEY=VALUE pairs, separated by commas; a value cannot contain a comma", secret=True)
     return [(key.strip(), value.strip()) for key, value in pairs]
 
 
 def _explained(written: str) -> str:
-    """Return the error message for a flag that does not exist or is given in the wrong way."""
+    """Return the error message for a flag that does not exist or is used incorrectly."""
     flag = _SPELLINGS.get(written)
     if flag is not None and flag.metavar:
         return f"{written} needs a value: {flag.metavar}."
@@ -287,9 +293,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Run PROGRAM in several workers on one or more nodes. Training continues when nodes join or leave, "
         "and when workers fail.",
         epilog="Each flag can also be set by the environment variable PET_<NAME>, as in PET_NNODES=1:4 or "
-        "PET_STANDALONE=1. The command line takes precedence. Underscores and dashes are equivalent. Everything after "
-        "PROGRAM belongs to it. Example: %(prog)s --nnodes 1:4 --nproc-per-node gpu --rdzv-endpoint etcd --rdzv-id "
-        "digits-7 train.py --lr 0.1",
+        "PET_STANDALONE=1. The command line takes precedence. Underscores and dashes are equivalent. All arguments "
+        "after PROGRAM are passed to it. Example: %(prog)s --nnodes 1:4 --nproc-per-node gpu --rdzv-endpoint etcd "
+        "--rdzv-id digits-7 train.py --lr 0.1",
     )
     version = importlib.metadata.version("elastic-operator")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version}", help="show the version and exit")

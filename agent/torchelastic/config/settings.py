@@ -1,4 +1,4 @@
-"""The settings of an agent. :mod:`torchelastic.config.main` parses them from the command line and the environment."""
+"""The settings of an agent. :mod:`torchelastic.config.parse` parses them from the command line and the environment."""
 
 from __future__ import annotations
 
@@ -99,15 +99,15 @@ class RendezvousSettings:
         run_id: the id of the run; nodes with the same id in the same store train together.
         size: the minimum, maximum and desired number of nodes.
         unique_run: whether the id is never reused; if so, an outcome in the store belongs to this run.
-        max_restarts: maximum number of charged worker failures in the whole run.
+        max_restarts: maximum number of worker failures in the run that count against the restart budget.
         last_call_timeout: seconds that the first round waits for nodes above the minimum.
         join_debounce: seconds during which joins are combined into one new round.
         join_timeout: seconds that a run below the minimum waits for nodes before it fails.
-        lease: seconds after which a silent node counts as lost.
+        lease: seconds without a renewal of its lease after which a node counts as lost.
         run_lease: seconds after which the store removes the keys of a run without nodes.
         crash_loop_limit: number of consecutive early failures of workers after which the run fails.
-        crash_loop_seconds: uptime in seconds below which a failure counts for ``crash_loop_limit``.
-        notice: maximum number of seconds for workers to save before a planned change.
+        crash_loop_seconds: uptime in seconds below which a failure counts toward ``crash_loop_limit``.
+        notice: maximum number of seconds for workers to save a checkpoint before a planned change.
         ports: the ports on which this node listens for other nodes and serves TCPStores; None for any port.
         resume: the state of the run before it was suspended.
     """
@@ -138,7 +138,7 @@ class NodeSettings:
         node_name: the name of this node for users and the operator.
         address: the address at which peers reach this node; also MASTER_ADDR if this node serves the TCPStore.
         interface: the network interface for gloo and NCCL; empty if they choose it themselves.
-        place: the node's topology key, such as a host: nodes with the same key get consecutive ranks; empty for none.
+        topology_key: nodes with the same key, such as a host, get consecutive ranks; empty for none.
     """
 
     rendezvous: RendezvousSettings
@@ -146,7 +146,7 @@ class NodeSettings:
     node_name: str
     address: str
     interface: str = ""
-    place: str = ""
+    topology_key: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,11 +158,11 @@ class AgentSettings(NodeSettings):
         workers: the number of workers.
         role: the role of the workers, as torchrun's --role.
         logs: the destinations of the workers' output.
-        stop_grace: seconds between SIGTERM and SIGKILL when this node leaves.
-        stop_timeout: seconds between SIGTERM and SIGKILL when a round ends.
+        stop_grace: seconds between SIGTERM and SIGKILL when this node leaves the run.
+        stop_timeout: seconds between SIGTERM and SIGKILL between two rounds.
         heartbeat_timeout: seconds without a heartbeat after which a worker counts as hung; None for no limit.
-        final_exit_codes: exit codes of workers after which the run fails at once; 128 + n for signal n.
-        free_exit_codes: exit codes of workers after which a restart is not charged; 128 + n for signal n.
+        non_retryable_exit_codes: exit codes of workers after which the run fails at once; 128 + n for signal n.
+        uncharged_exit_codes: exit codes of workers that do not count against the restart budget; 128 + n for signal n.
         metrics_port: the port of /metrics; 0 for any free port; None for no /metrics.
         termination_log: the file for the termination message.
         job: namespace and name of the job; without a job, an empty namespace and the run's id.
@@ -176,8 +176,8 @@ class AgentSettings(NodeSettings):
     stop_grace: float = 5.0
     stop_timeout: float = 0.0
     heartbeat_timeout: float | None = None
-    final_exit_codes: frozenset[int] = frozenset()
-    free_exit_codes: frozenset[int] = frozenset()
+    non_retryable_exit_codes: frozenset[int] = frozenset()
+    uncharged_exit_codes: frozenset[int] = frozenset()
     metrics_port: int | None = None
     termination_log: Path | None = None
     job: tuple[str, str] = ("", "")

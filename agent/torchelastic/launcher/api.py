@@ -38,28 +38,29 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class LaunchConfig:
-    """How a function is launched on this node.
+    """The configuration for launching a function or a command on this node.
 
     Attributes:
         min_nodes: the minimum number of nodes.
         max_nodes: the maximum number of nodes.
         nproc_per_node: number of workers on this node.
-        logs_specs: torch's object for the log folder; used if ``log_dir`` is not given.
+        logs_specs: torch's ``LogsSpecs`` for the log folder; used if ``log_dir`` is not set.
         run_id: the id of the run; nodes with the same id train together. Optional for one node.
         role: the role of the workers.
-        rdzv_endpoint: the address of the rendezvous, by default of an etcd; required for several nodes.
+        rdzv_endpoint: the address of the rendezvous: by default, the endpoints of an etcd. Required if the run has more
+            than one node.
         rdzv_backend: "torchelastic" (or "etcd"), or a backend of torch, such as "c10d" or "static".
         rdzv_configs: more settings of the rendezvous, with the keys of ``--rdzv-conf``.
         rdzv_timeout: seconds to wait for the minimum number of nodes; -1 to use ``rdzv_configs``.
-        max_restarts: the maximum number of charged worker failures in the run.
-        monitor_interval: seconds between two polls, with a backend of torch.
+        max_restarts: maximum number of worker failures in the run that count against the restart budget.
+        monitor_interval: seconds between polls; used only with torch's backends.
         start_method: see :class:`~torchelastic.agent.server.LocalElasticAgent`.
         metrics_cfg: the parameters of :func:`torchelastic.metrics.initialize_metrics`.
         local_addr: the address at which other nodes reach this node; None to detect it.
         log_dir: a folder for the workers' output; None for no files.
         redirects: see :class:`~torchelastic.agent.server.WorkerSpec`.
         tee: see :class:`~torchelastic.agent.server.WorkerSpec`.
-        shutdown_timeout: seconds between SIGTERM and SIGKILL when this node leaves.
+        shutdown_timeout: seconds between SIGTERM and SIGKILL when this node leaves the run.
     """
 
     min_nodes: int
@@ -90,7 +91,7 @@ class elastic_launch:  # noqa: N801 - torch's name
         self._config = config
         self._entrypoint = entrypoint
 
-    def __call__(self, *args: Any) -> dict[int, Any]:  # noqa: ANN401 - the arguments of the function
+    def __call__(self, *args: Any) -> dict[int, Any]:  # noqa: ANN401 - the function's own arguments
         """Launch the function or command with these arguments."""
         return launch_agent(self._config, self._entrypoint, args)
 
@@ -110,7 +111,7 @@ def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arg
     Raises:
         ChildFailedError: the run has failed; torch's exception, with the root cause as its first failure.
         RendezvousError: this node cannot join the run.
-        SettingsError: a setting is invalid; the message says what to change.
+        SettingsError: a setting is invalid; the message states what to change.
     """
     from torchelastic import metrics
 
@@ -140,7 +141,7 @@ def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arg
     except Exception:
         _shut_down(handler)
         raise
-    # After Ctrl-C, the handler is not shut down: a handler of torch would close the run, which continues elsewhere.
+    # No shutdown after Ctrl-C: torch's handlers would close the run, but the run continues on other nodes.
     _shut_down(handler)
     if result.is_failed():
         raise _child_failed(spec.get_entrypoint_name(), result.failures)

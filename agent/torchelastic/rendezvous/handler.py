@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.config.flags import OPERATOR_VARIABLES, CommandLine, from_variables, read_conf
-from torchelastic.config.main import read_node
-from torchelastic.config.parsing import Given
+from torchelastic.config.parse import read_node
+from torchelastic.config.parsers import RawValue
 from torchelastic.config.settings import NodeSettings
 from torchelastic.protocol import (
     FailureKind,
@@ -392,7 +392,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
                     address=settings.address,
                     workers=1,  # torch's agent does not report how many workers it has
                     size=settings.rendezvous.size,
-                    topology_key=settings.place,
+                    topology_key=settings.topology_key,
                 ),
             )
             await stack.enter_async_context(node)
@@ -437,8 +437,8 @@ def _settings_of(parameters: RendezvousParameters) -> NodeSettings:
     }
     # torchrun adds the rank for its own handlers.
     conf = read_conf("--rdzv-conf", [pair for pair in parameters.config.items() if pair[0] != "rank"])
-    given = {name: Given(f"--{name}", text, between=" ") for name, text in flags.items() if text}
-    line = CommandLine({**from_variables(os.environ, OPERATOR_VARIABLES), **given, **conf})
+    raw = {name: RawValue(f"--{name}", text, between=" ") for name, text in flags.items() if text}
+    line = CommandLine({**from_variables(os.environ, OPERATOR_VARIABLES), **raw, **conf})
     return NodeSettings(**read_node(line))
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import msgspec
 
-from torchelastic.errors import MalformedRecord, NoPortFree, StoreError
+from torchelastic.errors import MalformedRecord, NoFreePort, StoreError
 from torchelastic.protocol import (
     NodePhase,
     NodeRecord,
@@ -180,7 +180,7 @@ class RendezvousNode:
             the store refuses it.
 
     Raises:
-        NoPortFree: no port of the allowed range is free.
+        NoFreePort: no port of the allowed range is free.
     """
 
     def __init__(
@@ -484,7 +484,7 @@ def listen(host: str, ports: PortRange | None = None, *, after: int = 0) -> sock
 
     Raises:
         OSError: no socket can be created.
-        NoPortFree: none of these ports is free.
+        NoFreePort: none of these ports is free.
     """
     try:
         info = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -504,7 +504,7 @@ def _listening(
         except OSError as error:
             if ports is None or error.errno != errno.EADDRINUSE:
                 raise
-    raise NoPortFree(
+    raise NoFreePort(
         f"No port of --port-range {ports} is free on this node: give it a wider range, or see what else listens there "
         "(ss -tlnp); each agent on a host needs up to 5 of them at a time."
     )

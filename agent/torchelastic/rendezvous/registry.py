@@ -36,7 +36,7 @@ class RendezvousHandlerRegistry:
         """
         if (creator := self._creators.get(params.backend)) is not None:
             return creator(params)
-        from torchelastic.config.main import BACKENDS
+        from torchelastic.config.parse import BACKENDS
 
         if params.backend.replace("_", "-") in BACKENDS:
             from torchelastic.rendezvous.handler import ElasticRendezvousHandler

@@ -286,8 +286,8 @@ def agent_variables(
         "tls": None if spec.etcd.tls_secret is None else constants.ETCD_TLS_FOLDER,
     }
     optional = {
-        "PET_FINAL_EXIT_CODES": _exit_codes(spec.failure_policy.rules, FailureAction.FAIL_JOB),
-        "PET_FREE_EXIT_CODES": _exit_codes(spec.failure_policy.rules, FailureAction.IGNORE),
+        "PET_NON_RETRYABLE_EXIT_CODES": _exit_codes(spec.failure_policy.rules, FailureAction.FAIL_JOB),
+        "PET_UNCHARGED_EXIT_CODES": _exit_codes(spec.failure_policy.rules, FailureAction.IGNORE),
         "PET_PORT_RANGE": "" if rendezvous.ports is None else f"{rendezvous.ports.first}-{rendezvous.ports.last}",
         "PET_RDZV_CONF": ",".join(f"{key}={value}" for key, value in conf.items() if value is not None),
         Env.RESUME: "" if pod.resume is None else encode(pod.resume).decode(),

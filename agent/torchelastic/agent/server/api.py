@@ -1,4 +1,4 @@
-"""The specs and results of an agent for Python launchers, under torch's names."""
+"""The specification and the results of an agent's workers, with the class names of torch."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ class WorkerSpec:
         role: the role of the workers; the prefix of their output contains it unless it is the default role.
         local_world_size: the number of workers on this node.
         rdzv_handler: the rendezvous handler; None for a run of one node.
-        fn: the function that each worker calls; the older name of ``entrypoint``.
+        fn: the function that each worker calls; a deprecated alias of ``entrypoint``.
         entrypoint: the function, or a command. cloudpickle serializes the function and its arguments, so the function
             may be a lambda or defined in ``__main__``.
         args: the arguments, the same for all workers.
-        max_restarts: the maximum number of charged worker failures in the whole run, on all nodes.
-        monitor_interval: with a custom handler, seconds between two polls of workers and handler.
+        max_restarts: maximum number of worker failures in the run that count against the restart budget.
+        monitor_interval: with a custom handler, seconds between polls of workers and handler.
         master_port: with a custom handler, the port of the workers' TCPStore; None for any free port.
         master_addr: with a custom handler, the host of the workers' TCPStore; None for the address of the first node.
         local_addr: the address at which other nodes reach this node; None to detect it.
-        redirects: streams that go to files only: 0 none, 1 stdout, 2 stderr, 3 both; or such a number by local rank.
-        tee: streams that go to files and to the console, in the same form.
-        final_exit_codes: exit codes of workers after which the run fails at once, even if restarts are left.
+        redirects: streams that go to files only: 0 none, 1 stdout, 2 stderr, 3 both; or a mapping from local ranks to
+            these numbers.
+        tee: streams that go to files and to the console, in the same format.
+        non_retryable_exit_codes: exit codes of workers after which the run fails at once, even if restarts are left.
         heartbeat_timeout: seconds without a heartbeat after which a worker counts as hung; None for no limit.
 
     Raises:
-        SettingsError: a value is invalid; the message says what to change.
+        SettingsError: a value is invalid; the message states what to change.
     """
 
     role: str = DEFAULT_ROLE
@@ -61,15 +62,15 @@ class WorkerSpec:
     local_addr: str | None = None
     redirects: int | Mapping[int, int] = 0
     tee: int | Mapping[int, int] = 0
-    final_exit_codes: tuple[int, ...] = ()
+    non_retryable_exit_codes: tuple[int, ...] = ()
     heartbeat_timeout: float | None = None
 
     def __post_init__(self) -> None:
         if self.fn and self.entrypoint and self.fn != self.entrypoint:
-            raise SettingsError("WorkerSpec has both fn and entrypoint, which mean the same: leave out fn.")
+            raise SettingsError("WorkerSpec has both fn and entrypoint, which have the same meaning: remove fn.")
         self.entrypoint = self.entrypoint or self.fn or ""
         if not self.entrypoint:
-            raise SettingsError("WorkerSpec has nothing to run: give a function or a command as entrypoint.")
+            raise SettingsError("WorkerSpec.entrypoint is not set: set it to a function or a command.")
         if self.local_world_size < 1:
             raise SettingsError(f"WorkerSpec.local_world_size={self.local_world_size}: at least one worker is needed.")
 
@@ -135,7 +136,7 @@ class ProcessFailure:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How a run ended for this node.
+    """The result of a run on this node.
 
     Attributes:
         state: SUCCEEDED, FAILED, or STOPPED (this node has left the run, or was not needed).

@@ -26,9 +26,9 @@ from torchelastic.agent.agent import Agent, Signals
 from torchelastic.agent.function_call import call_of, read_results, write_call
 from torchelastic.agent.server.api import ProcessFailure, RunResult, WorkerSpec, WorkerState
 from torchelastic.agent.workers.pool import Workers
-from torchelastic.config import parsing
-from torchelastic.config.main import program_of_command, read_logs
-from torchelastic.config.parsing import Given
+from torchelastic.config import parsers
+from torchelastic.config.parse import program_of_command, read_logs
+from torchelastic.config.parsers import RawValue
 from torchelastic.config.settings import AgentSettings, Program, ProgramKind
 from torchelastic.errors import SettingsError
 from torchelastic.metrics.agent import AgentMetrics
@@ -63,8 +63,8 @@ class LocalElasticAgent:
         exit_barrier_timeout: with a custom handler, seconds to wait for the other nodes after the workers of this
             node have succeeded. Without a custom handler, there is no limit.
         log_dir: a folder for the workers' output; None for no files.
-        logs_specs: torch's object for the log folder; used if ``log_dir`` is not given.
-        shutdown_timeout: seconds between SIGTERM and SIGKILL when this node leaves.
+        logs_specs: torch's ``LogsSpecs`` for the log folder; used if ``log_dir`` is not set.
+        shutdown_timeout: seconds between SIGTERM and SIGKILL when this node leaves the run.
 
     Raises:
         SettingsError: a setting is invalid or unsupported; the message says what to change.
@@ -77,17 +77,17 @@ class LocalElasticAgent:
         exit_barrier_timeout: float = 300.0,
         log_dir: str | os.PathLike[str] | None = None,
         *,
-        logs_specs: Any = None,  # noqa: ANN401 - of torch's type, which is not imported here
+        logs_specs: Any = None,  # noqa: ANN401 - of torch's type, which this module does not import
         shutdown_timeout: float = 5.0,
     ) -> None:
         folder = log_dir or getattr(logs_specs, "root_log_dir", None)
         output = {"log-dir": folder, "redirects": _as_text(spec.redirects), "tee": _as_text(spec.tee)}
         self._spec = spec
-        self._start_method = parsing.start_method(Given("start_method", f"{start_method}"))
+        self._start_method = parsers.start_method(RawValue("start_method", f"{start_method}"))
         self._exit_barrier_timeout = exit_barrier_timeout
         self._shutdown_timeout = shutdown_timeout
         self._logs = read_logs(
-            {name: Given(name.replace("-", "_"), f"{value}") for name, value in output.items() if value is not None},
+            {name: RawValue(name.replace("-", "_"), f"{value}") for name, value in output.items() if value is not None},
             spec.local_world_size,
         )
         self._agent: _OurAgent | TorchAgent | None = None
@@ -141,7 +141,7 @@ class LocalElasticAgent:
             except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
                 settle(result.set_exception, error)
 
-        agent = self._agent = self._made(lambda: settle(result.set_result, RunResult(WorkerState.STOPPED)))
+        agent = self._agent = self._new_agent(lambda: settle(result.set_result, RunResult(WorkerState.STOPPED)))
         thread = threading.Thread(target=launch, name="torchelastic: agent", daemon=True)
         thread.start()
         if self._stopped:
@@ -149,7 +149,7 @@ class LocalElasticAgent:
         try:
             return result.result()
         except BaseException:
-            agent.stop()  # has no effect if the agent has ended
+            agent.stop()  # has no effect if the agent has exited
             raise
         finally:
             while not result.done():
@@ -159,7 +159,7 @@ class LocalElasticAgent:
                     agent.stop()
             thread.join(_JOIN_TIMEOUT)
 
-    def _made(self, stopped: Callable[[], None]) -> _OurAgent | TorchAgent:
+    def _new_agent(self, stopped: Callable[[], None]) -> _OurAgent | TorchAgent:
         spec = self._spec
         handler = spec.rdzv_handler or ElasticRendezvousHandler(RendezvousParameters("torchelastic", "", "", 1, 1))
         if not isinstance(handler, ElasticRendezvousHandler):
@@ -178,7 +178,7 @@ class LocalElasticAgent:
             logs=self._logs,
             stop_grace=self._shutdown_timeout,
             heartbeat_timeout=spec.heartbeat_timeout,
-            final_exit_codes=frozenset(spec.final_exit_codes),
+            non_retryable_exit_codes=frozenset(spec.non_retryable_exit_codes),
         )
         rules = dataclasses.replace(settings.rendezvous, max_restarts=spec.max_restarts)
         call = None if isinstance(spec.entrypoint, str) else call_of(spec.entrypoint, spec.args)
@@ -230,7 +230,7 @@ class _OurAgent(Agent):
             case ExitCode.SUCCEEDED:
                 return RunResult(WorkerState.SUCCEEDED, return_values=results)
             case ExitCode.FAILED if failure is not None:
-                now = int(time.time())  # equal for all, so that the first in the list counts as the earliest
+                now = int(time.time())  # equal for all, so that the first failure in the list counts as the earliest
                 failures = {
                     each.rank: ProcessFailure(
                         local_rank=each.local_rank,
@@ -252,7 +252,7 @@ class _OurAgent(Agent):
 
 
 def _as_text(streams: int | Mapping[int, int]) -> str:
-    """Return streams in the form of ``--redirects``."""
+    """Return streams in the format of ``--redirects``."""
     if not isinstance(streams, Mapping):
         return f"{int(streams)}"
     return ",".join(f"{rank}:{int(each)}" for rank, each in streams.items()) or "0"

@@ -56,10 +56,10 @@ class TorchAgent(LocalElasticAgent):
     def __init__(
         self, spec: WorkerSpec, logs: LogSettings, exit_barrier_timeout: float, stopped: Callable[[], None]
     ) -> None:
-        if spec.heartbeat_timeout is not None or spec.final_exit_codes:
+        if spec.heartbeat_timeout is not None or spec.non_retryable_exit_codes:
             raise SettingsError(
-                "WorkerSpec.heartbeat_timeout and final_exit_codes need the torchelastic rendezvous: leave them out, "
-                "or leave out rdzv_handler."
+                "WorkerSpec.heartbeat_timeout and non_retryable_exit_codes need the torchelastic rendezvous: remove "
+                "them, or remove rdzv_handler."
             )
         os.environ.setdefault(_NO_SHARED_STORE, "1")
         forward_torch()
@@ -94,7 +94,7 @@ class TorchAgent(LocalElasticAgent):
     def launch(self) -> RunResult:
         """Run the workers until they exit; raise an exception of the handler unchanged."""
         result: TorchResult | None = self.run()
-        if result is None:  # the handler does not need this node, or the agent was asked to stop
+        if result is None:  # the handler does not need this node, or stop() was called
             return RunResult(WorkerState.STOPPED)
         values = result.return_values
         return RunResult(
@@ -111,7 +111,7 @@ class TorchAgent(LocalElasticAgent):
 
     def _check(self) -> None:
         if self._stopping:
-            raise torch_rendezvous.RendezvousGracefulExitError("this agent was asked to stop")
+            raise torch_rendezvous.RendezvousGracefulExitError("LocalElasticAgent.stop() was called")
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._blocked = True  # no worker runs

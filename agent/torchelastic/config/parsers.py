@@ -1,6 +1,6 @@
 """Parsers for the values of flags and environment variables.
 
-Each parser takes a :class:`Given` and returns the value, or raises a SettingsError that names the flag or variable.
+Each parser takes a :class:`RawValue` and returns the value, or raises a SettingsError that names the flag or variable.
 """
 
 from __future__ import annotations
@@ -32,113 +32,113 @@ serve other nodes on the same host."""
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """The text of a value and its source.
+class RawValue:
+    """A value before it is parsed, and its source.
 
     Attributes:
         source: the flag or environment variable, as the user wrote it.
-        text: the text of the value.
-        between: the separator between source and text in messages.
+        text: the value as a string.
+        between: the separator between source and value in messages.
     """
 
     source: str
     text: str
     between: str = "="
 
-    def refused(self, why: str, *, secret: bool = False) -> SettingsError:
+    def error(self, why: str, *, secret: bool = False) -> SettingsError:
         """Return the error for this value; with ``secret``, the message does not contain the value."""
         shown = "" if secret else f"{self.between}{self.text}"
         return SettingsError(f"{self.source}{shown}: {why}{'' if why.endswith('?') else '.'}")
 
 
-def text(given: Given) -> str:
-    """Return the text unchanged."""
-    return given.text
+def string(raw: RawValue) -> str:
+    """Return the value unchanged."""
+    return raw.text
 
 
-def path(given: Given) -> Path:
+def path(raw: RawValue) -> Path:
     """Parse the path of a file."""
-    return Path(given.text)
+    return Path(raw.text)
 
 
-def integer(least: int, most: int, also: str = "") -> Callable[[Given], int]:
-    """Return a parser for a whole number between two bounds, inclusive; ``also`` names other values for messages."""
+def integer(least: int, most: int, also: str = "") -> Callable[[RawValue], int]:
+    """Return a parser for a whole number between two bounds, inclusive; messages also list the values of ``also``."""
 
-    def read(given: Given) -> int:
-        # Longer texts exceed every bound, and int() raises another error for very long texts.
-        if not given.text.strip().isdecimal() or len(given.text) > 20 or not least <= int(given.text) <= most:
-            raise given.refused(f"must be a whole number from {least} to {most}{also}")
-        return int(given.text)
+    def read(raw: RawValue) -> int:
+        # Longer strings exceed every bound, and int() raises another error for very long strings.
+        if not raw.text.strip().isdecimal() or len(raw.text) > 20 or not least <= int(raw.text) <= most:
+            raise raw.error(f"must be a whole number from {least} to {most}{also}")
+        return int(raw.text)
 
     return read
 
 
-def seconds(*, zero: bool = False) -> Callable[[Given], float]:
+def seconds(*, zero: bool = False) -> Callable[[RawValue], float]:
     """Return a parser for a time in seconds; ``zero`` allows 0."""
 
-    def read(given: Given) -> float:
+    def read(raw: RawValue) -> float:
         try:
-            value = float(given.text)
+            value = float(raw.text)
         except ValueError:
             value = math.nan
         if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-            raise given.refused(f"must be a time in seconds, {'0 or more' if zero else 'above 0'}")
+            raise raw.error(f"must be a time in seconds, {'0 or more' if zero else 'above 0'}")
         return value
 
     return read
 
 
-def switch(given: Given) -> bool:
+def switch(raw: RawValue) -> bool:
     """Parse an on/off value."""
-    match given.text.strip().lower():
+    match raw.text.strip().lower():
         case "1" | "true" | "yes":
             return True
         case "0" | "false" | "no":
             return False
         case _:
-            raise given.refused("must be 1 for on or 0 for off")
+            raise raw.error("must be 1 for on or 0 for off")
 
 
-def name(limit: int = NAME_LIMIT) -> Callable[[Given], str]:
+def name(limit: int = NAME_LIMIT) -> Callable[[RawValue], str]:
     """Return a parser for a name of printable characters."""
 
-    def read(given: Given) -> str:
-        found = given.text.strip()
+    def read(raw: RawValue) -> str:
+        found = raw.text.strip()
         if not found or len(found) > limit or not found.isprintable():
-            raise given.refused(f"must be a name of 1 to {limit} printable characters")
+            raise raw.error(f"must be a name of 1 to {limit} printable characters")
         return found
 
     return read
 
 
-def address(given: Given) -> str:
+def address(raw: RawValue) -> str:
     """Parse a host name or an IP address; an IPv6 address may be in brackets."""
-    found = given.text.strip().removeprefix("[").removesuffix("]")
+    found = raw.text.strip().removeprefix("[").removesuffix("]")
     pattern = r"[\w.-]+|[0-9A-Fa-f.]*:[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*(%[\w.-]+)?"
     if len(found) > NAME_LIMIT or not re.fullmatch(pattern, found):
-        raise given.refused("must be a host name or an IP address, without a port")
+        raise raw.error("must be a host name or an IP address, without a port")
     return found
 
 
-def nodes(given: Given) -> SizeRecord:
+def nodes(raw: RawValue) -> SizeRecord:
     """Parse a fixed number of nodes, or MIN:MAX."""
-    match = re.fullmatch(r"\s*([0-9]{1,7})(?::([0-9]{1,7}))?\s*", given.text)
+    match = re.fullmatch(r"\s*([0-9]{1,7})(?::([0-9]{1,7}))?\s*", raw.text)
     least, most = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
     if match is None or not 1 <= least <= MAX_NODES or not 1 <= most <= MAX_NODES:
-        raise given.refused(f"must be a number of nodes from 1 to {MAX_NODES:,}, or MIN:MAX, for example 2 or 1:4")
+        raise raw.error(f"must be a number of nodes from 1 to {MAX_NODES:,}, or MIN:MAX, for example 2 or 1:4")
     if least > most:
-        raise given.refused(f"the minimum is above the maximum; did you mean {most}:{least}?")
+        raise raw.error(f"the minimum is above the maximum; did you mean {most}:{least}?")
     return SizeRecord(min=least, max=most, desired=least if least == most else None)
 
 
-def exit_codes(given: Given) -> frozenset[int]:
+def exit_codes(raw: RawValue) -> frozenset[int]:
     """Parse comma-separated exit codes and ranges of exit codes."""
     found: set[int] = set()
-    for part in given.text.split(","):
+    for part in raw.text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,3})(?:\s*-\s*([0-9]{1,3}))?\s*", part)
         first, last = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
         if not 1 <= first <= last <= 255:
-            raise given.refused(
+            raise raw.error(
                 "must be exit codes from 1 to 255 with commas between them, or ranges of them, for example "
                 "2,64-78,137, where 128 + n is signal n"
             )
@@ -146,72 +146,72 @@ def exit_codes(given: Given) -> frozenset[int]:
     return frozenset(found)
 
 
-def ports(given: Given) -> PortRange:
+def ports(raw: RawValue) -> PortRange:
     """Parse a range of ports to listen on."""
-    match = re.fullmatch(r"\s*([0-9]{1,5})\s*-\s*([0-9]{1,5})\s*", given.text)
+    match = re.fullmatch(r"\s*([0-9]{1,5})\s*-\s*([0-9]{1,5})\s*", raw.text)
     first, last = (0, 0) if match is None else (int(match[1]), int(match[2]))
     if not LEAST_PORT <= first <= last - FEWEST_PORTS + 1 <= last <= 65535:
-        raise given.refused(
+        raise raw.error(
             f"must be the first and the last of at least {FEWEST_PORTS} ports from {LEAST_PORT} to 65535, for "
             "example 29400-29499"
         )
     return PortRange(first, last)
 
 
-def start_method(given: Given) -> StartMethod:
+def start_method(raw: RawValue) -> StartMethod:
     """Parse a start method, by torchelastic's name or torch's name."""
-    name = given.text.strip().lower().replace("_", "-")
+    name = raw.text.strip().lower().replace("_", "-")
     name = {"forkserver": "fork-server", "fork": "fork-server", "spawn": "exec"}.get(name, name)
     if name not in set(StartMethod):
-        raise given.refused("must be fork-server or exec (or torchrun's forkserver, fork or spawn)")
+        raise raw.error("must be fork-server or exec (or torchrun's forkserver, fork or spawn)")
     return StartMethod(name)
 
 
-def modules(given: Given) -> tuple[str, ...]:
+def modules(raw: RawValue) -> tuple[str, ...]:
     """Parse comma-separated names of modules, and remove duplicates."""
-    found = tuple(dict.fromkeys(filter(None, (part.strip() for part in given.text.split(",")))))
+    found = tuple(dict.fromkeys(filter(None, (part.strip() for part in raw.text.split(",")))))
     if not all(part.isidentifier() for module in found for part in module.split(".")):
-        raise given.refused("must be names of modules with commas between them, for example numpy,PIL.Image")
+        raise raw.error("must be names of modules with commas between them, for example numpy,PIL.Image")
     return found
 
 
-def record(kind: type[Record]) -> Callable[[Given], Record]:
+def record(kind: type[Record]) -> Callable[[RawValue], Record]:
     """Return a parser for a record of the protocol in JSON."""
 
-    def read(given: Given) -> Record:
+    def read(raw: RawValue) -> Record:
         try:
-            return decode(given.text.encode(errors="surrogateescape"), kind)
+            return decode(raw.text.encode(errors="surrogateescape"), kind)
         except MalformedRecord as error:
-            raise given.refused(f"this is {error}") from None
+            raise raw.error(f"this is {error}") from None
 
     return read
 
 
-def job(given: Given) -> tuple[str, str]:
+def job(raw: RawValue) -> tuple[str, str]:
     """Parse ``NAMESPACE/NAME`` of a job; the namespace may be empty."""
-    namespace, _, own = given.text.rpartition("/")
+    namespace, _, own = raw.text.rpartition("/")
     return namespace, own
 
 
-def protocol(given: Given) -> str:
+def protocol(raw: RawValue) -> str:
     """Parse the protocol of connections to etcd."""
-    if (found := given.text.lower()) not in {"http", "https"}:
-        raise given.refused("etcd is reached over http or https")
+    if (found := raw.text.lower()) not in {"http", "https"}:
+        raise raw.error("etcd is reached over http or https")
     return found
 
 
-def file(given: Given) -> str:
+def file(raw: RawValue) -> str:
     """Parse the path of an existing file."""
-    if not os.path.isfile(given.text):  # noqa: PTH113 - pathlib raises if a path is too long
-        raise given.refused("there is no such file")
-    return given.text
+    if not os.path.isfile(raw.text):  # noqa: PTH113 - pathlib raises if a path is too long
+        raise raw.error("there is no such file")
+    return raw.text
 
 
-def tls_folder(given: Given) -> Mapping[str, str]:
+def tls_folder(raw: RawValue) -> Mapping[str, str]:
     """Return the files in the folder of a mounted TLS Secret; the client certificate is optional."""
     names = {"cacert": "ca.crt", "cert": "tls.crt", "key": "tls.key"}
-    paths = {key: os.path.join(given.text, name) for key, name in names.items()}  # noqa: PTH118 - as above
+    paths = {key: os.path.join(raw.text, name) for key, name in names.items()}  # noqa: PTH118 - as above
     found = {key: path for key, path in paths.items() if os.path.isfile(path)}  # noqa: PTH113
     if "cacert" not in found:
-        raise given.refused("there is no ca.crt in this folder")
+        raise raw.error("there is no ca.crt in this folder")
     return found

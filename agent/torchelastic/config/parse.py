@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic import machine
 from torchelastic.config import flags
-from torchelastic.config.parsing import Given, integer
+from torchelastic.config.parsers import RawValue, integer
 from torchelastic.config.settings import (
     AgentSettings,
     LogSettings,
@@ -51,10 +51,12 @@ _MAX_WORKERS: Final = 10_000
 BACKENDS: Final[Mapping[str, int | None]] = {"torchelastic": None, "etcd": None, "etcd-v3": 3, "etcd-v2": 2}
 """The names of torchelastic's rendezvous, with the version of etcd's API that each selects; None to detect it."""
 
-_NAME_AN_ETCD: Final = "leave out this flag, and set --rdzv-endpoint to an etcd unless the run has only one node"
-_INSTEAD: Final = {
-    "c10d": f"this agent does not support torch's own rendezvous; {_NAME_AN_ETCD}",
-    "static": f"the nodes agree on ranks and addresses by themselves; {_NAME_AN_ETCD}",
+_USE_ETCD: Final = (
+    "remove this flag, and set --rdzv-endpoint to the address of an etcd, unless the run has only one node"
+)
+_UNSUPPORTED_BACKENDS: Final = {
+    "c10d": f"this agent does not support torch's own rendezvous; {_USE_ETCD}",
+    "static": f"the nodes agree on ranks and addresses by themselves; {_USE_ETCD}",
 }
 
 
@@ -66,14 +68,14 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
         environ: contains torchrun's PET_* variables and the operator's variables (:class:`~torchelastic.protocol.Env`).
 
     Raises:
-        SettingsError: a setting is invalid; the message says what to change.
+        SettingsError: a setting is invalid; the message states what to change.
         SystemExit: after ``--help`` or ``--version``.
     """
-    spoken = environ.get(Env.PROTOCOL)  # checked first, because another version may have other flags
-    if spoken and spoken.strip() != str(PROTOCOL_VERSION):
+    operator_version = environ.get(Env.PROTOCOL)  # checked first, because another version may have other flags
+    if operator_version and operator_version.strip() != str(PROTOCOL_VERSION):
         raise SettingsError(
-            f"The operator uses version {spoken} of the protocol between operator and agents, but this agent uses "
-            f"version {PROTOCOL_VERSION}: use an image with an agent of the operator's release, or update the operator."
+            f"The operator uses version {operator_version} of the protocol between operator and agents, but this agent "
+            f"uses version {PROTOCOL_VERSION}: use an image with the operator's release, or update the operator."
         )
     line = flags.read(argv, environ)
     node = read_node(line)
@@ -82,23 +84,21 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
         **{"job": ("", node["rendezvous"].run_id), **line.settings(AgentSettings), **node},
         program=_program(line),
         workers=workers,
-        logs=read_logs(line.given, workers),
+        logs=read_logs(line.raw, workers),
     )
-    _warn_of_ignored(line, node["rendezvous"].size)
+    _warn_about_ignored_flags(line, node["rendezvous"].size)
     return settings
 
 
-def _warn_of_ignored(line: CommandLine, size: SizeRecord) -> None:
+def _warn_about_ignored_flags(line: CommandLine, size: SizeRecord) -> None:
     """Warn about flags without effect, after all other checks."""
-    if ignored := [
-        line.given[name].source for name in ("node-rank", "master-addr", "master-port") if name in line.given
-    ]:
+    if ignored := [line.raw[name].source for name in ("node-rank", "master-addr", "master-port") if name in line.raw]:
         _log.warning("%s ignored: the nodes agree on ranks and addresses by themselves.", " and ".join(ignored))
-    asked: SizeRecord = line.values.get("nnodes", size)
-    if (asked.min, asked.max) != (size.min, size.max):
+    requested: SizeRecord = line.values.get("nnodes", size)
+    if (requested.min, requested.max) != (size.min, size.max):
         _log.warning(
             "%s ignored: the operator sets the number of nodes, %d to %d (minReplicas, maxReplicas).",
-            line.given["nnodes"].source,
+            line.raw["nnodes"].source,
             size.min,
             size.max,
         )
@@ -108,7 +108,7 @@ def read_node(line: CommandLine) -> dict[str, Any]:
     """Return the settings of the node by field of :class:`NodeSettings`.
 
     Raises:
-        SettingsError: a value is invalid, or the store or the id of a run of several nodes is missing.
+        SettingsError: a value is invalid, or a run of several nodes has no store or no id.
     """
     size = line.values.get("size") or line.values.get("nnodes") or SizeRecord(min=1, max=1, desired=1)
     standalone = line.values.get("standalone", False)
@@ -116,7 +116,7 @@ def read_node(line: CommandLine) -> dict[str, Any]:
     if store is None and size.max > 1:
         raise SettingsError(
             f"A run of up to {size.max} nodes needs an etcd: set --rdzv-endpoint HOST:2379"
-            f"{', and leave out --standalone, which is a run of one node' * standalone}."
+            f"{', and remove --standalone, which limits the run to one node' * standalone}."
         )
     rules = line.settings(RendezvousSettings) | {"size": size}
     if "run_id" not in rules and size.max > 1:
@@ -124,14 +124,14 @@ def read_node(line: CommandLine) -> dict[str, Any]:
             "--rdzv-id is missing: nodes with the same id train together, so a run of several nodes needs an id that "
             "no other run on this etcd has, for example --rdzv-id digits-7."
         )
-    given = line.settings(NodeSettings)
-    address = given.get("address") or ("127.0.0.1" if store is None else machine.own_address(store.endpoints))
+    own = line.settings(NodeSettings)
+    address = own.get("address") or ("127.0.0.1" if store is None else machine.own_address(store.endpoints))
     # Only an address that the user chose selects an interface.
-    chosen = "address" in given and line.given["local-addr"].source != Env.NODE_ADDRESS
+    chosen = "address" in own and line.raw["local-addr"].source != Env.NODE_ADDRESS
     return {
         "node_name": socket.gethostname(),
-        "place": machine.host_id(),
-        **given,
+        "topology_key": machine.host_id(),
+        **own,
         "rendezvous": RendezvousSettings(**{"run_id": os.urandom(16).hex(), **rules}),
         "store": store,
         "address": address,
@@ -140,28 +140,28 @@ def read_node(line: CommandLine) -> dict[str, Any]:
 
 
 def _read_store(line: CommandLine) -> StoreSettings | None:
-    """Return the settings of the store; None if no endpoint is given."""
-    backend = line.given.get("rdzv-backend", Given("", "torchelastic"))
+    """Return the settings of the store; None if ``--rdzv-endpoint`` is not set."""
+    backend = line.raw.get("rdzv-backend", RawValue("", "torchelastic"))
     if (name := backend.text.strip().lower().replace("_", "-")) not in BACKENDS:
-        instead = "unknown rendezvous; leave the flag out to use etcd"
-        raise backend.refused(_INSTEAD.get(name, instead))
-    if (endpoint := line.given.get("rdzv-endpoint")) is None:
+        unknown = "unknown rendezvous; remove this flag to use etcd"
+        raise backend.error(_UNSUPPORTED_BACKENDS.get(name, unknown))
+    if (endpoint := line.raw.get("rdzv-endpoint")) is None:
         return None
     try:
         written, endpoints = parse_endpoints(endpoint.text)
     except SettingsError as error:
-        # The message shows the invalid part only, because the text may contain a password.
-        raise endpoint.refused(str(error), secret=True) from None
+        # The message shows the invalid part only, because the value may contain a password.
+        raise endpoint.error(str(error), secret=True) from None
     values = line.values
     files = values.get("tls", {}) | {key: values[key] for key in ("cacert", "cert", "key") if key in values}
     protocol = values.get("protocol") or written or ("https" if files else "http")
     if protocol != (written or protocol):
-        raise line.given["protocol"].refused(f"{endpoint.source} says {written}://; leave one of the two out")
+        raise line.raw["protocol"].error(f"{endpoint.source} specifies {written}://; set only one of the two")
     if files and protocol == "http":
         raise SettingsError(f"{', '.join(files)} in --rdzv-conf: certificates need protocol=https.")
     for one, other in (("key", "cert"), ("username", "password"), ("password", "username")):
         if one in values and other not in {*values, *files}:
-            raise line.given[one].refused(f"{one} requires {other}", secret=True)
+            raise line.raw[one].error(f"{one} requires {other}", secret=True)
     return StoreSettings(
         endpoints=endpoints,
         protocol=protocol,
@@ -176,14 +176,14 @@ def _read_store(line: CommandLine) -> StoreSettings | None:
 
 def _workers(line: CommandLine, environ: Mapping[str, str]) -> int:
     """Return the number of workers of this node."""
-    if (given := line.given.get("nproc-per-node")) is None:
+    if (raw := line.raw.get("nproc-per-node")) is None:
         return 1
     cpus, gpus = machine.cpu_count(), machine.gpu_count(environ)
     counts = {"cpu": cpus, "gpu": gpus, "auto": gpus or cpus}
-    if (text := given.text.strip().lower()) not in counts:
-        return integer(1, _MAX_WORKERS, also=", or auto, cpu or gpu")(given)
+    if (text := raw.text.strip().lower()) not in counts:
+        return integer(1, _MAX_WORKERS, also=", or auto, cpu or gpu")(raw)
     if not counts[text]:
-        raise given.refused("no GPU is visible here; use cpu, auto or a number")
+        raise raw.error("no GPU is visible on this node; use cpu, auto or a number")
     return counts[text]
 
 
@@ -226,12 +226,12 @@ def _check_exists(program: Program, *, is_command: bool) -> None:
     match program.kind:
         case ProgramKind.COMMAND:
             if not shutil.which(name):
-                raise SettingsError(f"There is no command {name}: it is not on the PATH, or not executable.")
+                raise SettingsError(f"Command {name} was not found: it is not on the PATH, or not executable.")
         case ProgramKind.MODULE:
             package = name.partition(".")[0]
             # The working directory comes first, as with `python -m`.
             if package not in sys.builtin_module_names and not PathFinder.find_spec(package, [str(here), *sys.path]):
-                raise SettingsError(f"There is no module {name} (looked up from {here} and by {sys.executable}).")
+                raise SettingsError(f"Module {name} was not found in {here} or by {sys.executable}.")
         # pathlib would raise if the path is too long or a folder is not accessible.
         case ProgramKind.SCRIPT if os.path.isdir(name):  # noqa: PTH112
             if not os.path.isfile(os.path.join(name, "__main__.py")):  # noqa: PTH113, PTH118
@@ -239,42 +239,42 @@ def _check_exists(program: Program, *, is_command: bool) -> None:
         case ProgramKind.SCRIPT if not os.path.isfile(name):  # noqa: PTH113
             if not is_command and shutil.which(name):
                 raise SettingsError(f"There is no script {name}; to run the command {name}, put --no-python before it.")
-            raise SettingsError(f"There is no script {name} (looked up from {here}).")
+            raise SettingsError(f"Script {name} was not found in {here}.")
         case ProgramKind.SCRIPT if not os.access(name, os.R_OK):
-            raise SettingsError(f"This user has no permission to read the script {name}.")
+            raise SettingsError(f"The current user cannot read the script {name}: permission denied.")
 
 
-def read_logs(given: Mapping[str, Given], workers: int) -> LogSettings:
+def read_logs(raw: Mapping[str, RawValue], workers: int) -> LogSettings:
     """Return the destinations of the workers' output.
 
     Args:
-        given: the values of ``log-dir``, ``redirects`` and ``tee``, each of them optional.
+        raw: the unparsed values of ``log-dir``, ``redirects`` and ``tee``, each of them optional.
         workers: the number of workers.
 
     Raises:
         SettingsError: a value is invalid.
     """
-    redirects, tee = (_streams(given.get(name), workers) for name in ("redirects", "tee"))
-    if (folder := given.get("log-dir")) is None:
+    redirects, tee = (_streams(raw.get(name), workers) for name in ("redirects", "tee"))
+    if (folder := raw.get("log-dir")) is None:
         if redirects:
-            raise given["redirects"].refused("there is no folder for the files; name one with --log-dir")
+            raise raw["redirects"].error("there is no folder for the files; set --log-dir")
         return LogSettings(tee=tee)
     # The existing part of the path must be a writable folder.
     directory = Path(folder.text).absolute()
-    there = next(path for path in (directory, *directory.parents) if os.path.exists(path))  # noqa: PTH110 - as above
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise folder.refused(f"{there} is not a writable folder")
+    existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))  # noqa: PTH110 - as above
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise folder.error(f"{existing} is not a writable folder")
     return LogSettings(directory, redirects, tee)
 
 
-def _streams(given: Given | None, workers: int) -> dict[int, Streams]:
-    """Parse ``3`` for all local ranks, or ``0:1,1:3``; ranks without a stream are left out."""
-    if given is None:
+def _streams(raw: RawValue | None, workers: int) -> dict[int, Streams]:
+    """Parse ``3`` for all local ranks, or ``0:1,1:3``; ranks without a stream are omitted."""
+    if raw is None:
         return {}
-    if not re.fullmatch(r"\s*([0-3]|[0-9]{1,6}:[0-3](,[0-9]{1,6}:[0-3])*)\s*", given.text):
-        raise given.refused("must be 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or by local rank as in 0:1,1:3")
-    pairs = [pair.split(":") for pair in given.text.split(",")]
+    if not re.fullmatch(r"\s*([0-3]|[0-9]{1,6}:[0-3](,[0-9]{1,6}:[0-3])*)\s*", raw.text):
+        raise raw.error("must be 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or by local rank as in 0:1,1:3")
+    pairs = [pair.split(":") for pair in raw.text.split(",")]
     chosen = {int(rank): int(streams) for *ranks, streams in pairs for rank in ranks or range(workers)}
     if (highest := max(chosen)) >= workers:
-        raise given.refused(f"there is no local rank {highest}: this node has {workers} worker{'s' * (workers > 1)}")
+        raise raw.error(f"there is no local rank {highest}: this node has {workers} worker{'s' * (workers > 1)}")
     return {rank: Streams(streams) for rank, streams in chosen.items() if streams}
