@@ -31,7 +31,7 @@ LINE_LIMIT: Final = 4096
 """Maximum length of a line in bytes, in either direction."""
 
 own_pid = os.getpid()
-"""The id of the process that imported this module. A forked worker replaces it by its own id; other forks do not."""
+"""The id of the process that imported this module. A forked worker replaces it with its own id; other forks do not."""
 
 
 def is_worker() -> bool:
@@ -84,7 +84,7 @@ class AgentConnection:
         with self._lock:
             if self._socket is not None and not self._read:
                 self._read = True
-                run_beside(self._listen, self._socket, take, closed)
+                run_in_thread(self._listen, self._socket, take, closed)
 
     def close(self) -> None:
         """Close the connection; the next message opens another one."""
@@ -114,23 +114,23 @@ AGENT: Final = AgentConnection()
 """The connection of this process."""
 
 
-def run_beside(doing: Callable[..., object], *arguments: object) -> None:
+def run_in_thread(function: Callable[..., object], *arguments: object) -> None:
     """Run a function in a thread that blocks all signals; a signal handler may call this.
 
     Raises:
-        RuntimeError: no more threads are allowed, or the program is exiting.
+        RuntimeError: no thread can be started, or the program is exiting.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        start_new_thread(doing, arguments)  # the locks of threading could block a signal handler
+        start_new_thread(function, arguments)  # the locks of threading could block a signal handler
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def introduction() -> dict[str, Any]:
     """Return the first message of a process to its agent: its round and local rank."""
-    said = {"round": os.environ.get("TORCHELASTIC_ROUND", ""), "local_rank": os.environ.get("LOCAL_RANK", "")}
-    return {key: int(text) if text.isdecimal() else 0 for key, text in said.items()}
+    values = {"round": os.environ.get("TORCHELASTIC_ROUND", ""), "local_rank": os.environ.get("LOCAL_RANK", "")}
+    return {key: int(text) if text.isdecimal() else 0 for key, text in values.items()}
 
 
 def connected(path: str, timeout: float) -> socket.socket:

@@ -17,11 +17,11 @@ key             written by                   record
 Every node watches ``c/``; only the leader watches ``n/``. So a change of membership costs O(N) messages. No node
 watches ``t/``; a new leader reads it once.
 
-A node's record has the node's own lease, and so has the leader's record until the leader resigns. All other records
-have the run's lease (:func:`run_lease`), which the leader and the operator renew, so the keys of an abandoned run
-expire after a day. The records under ``c/`` and ``n/`` contain the writer's protocol version, except the outcome. The
-number and the version of a round, and the outcome, have the same place and meaning in all versions, so that an agent of
-another version can stop with a clear message (:func:`decode_state`).
+A node's record is attached to the node's lease. The leader's record is attached to the leader's lease until the leader
+resigns. All other records are attached to the run's lease (:func:`run_lease`), which the leader and the operator renew,
+so the keys of an abandoned run expire after a day. The records under ``c/`` and ``n/`` contain the writer's protocol
+version, except the outcome. The number and the version of a round, and the outcome, have the same keys and meaning in
+all versions, so that an agent of another version can stop with a clear message (:func:`decode_state`).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class SizeRecord(_VersionedRecord, frozen=True):
 
     @property
     def target(self) -> int:
-        """The maximum number of nodes that a round takes."""
+        """The maximum number of nodes that a round includes."""
         return self.max if self.desired is None else min(max(self.desired, self.min), self.max)
 
 
@@ -151,7 +151,7 @@ class RunState(enum.StrEnum):
     SUSPENDED = "suspended"
 
 
-class NodeEnd(enum.StrEnum):
+class DepartureReason(enum.StrEnum):
     """Why a member of one round is not in the next one."""
 
     LEFT = "left"
@@ -172,7 +172,7 @@ class TimeBreakdown(_Record, frozen=True):
         lost: seconds of training after the last checkpoint of each ended round; None if no checkpoint was reported.
         round: the number of the round at that time.
         first_step_at: when the program began its first step in that round; 0 if unknown.
-        last_checkpoint_at: when the last checkpoint of that round was begun; 0 if unknown.
+        last_checkpoint_at: when the write of the last checkpoint of that round began; 0 if unknown.
         joined: number of nodes that joined a round, including the first one.
         gone: number of members of a round that were not in the next round, by reason.
         there: in a round without members, the members of the previous round that are still present.
@@ -186,7 +186,7 @@ class TimeBreakdown(_Record, frozen=True):
     first_step_at: _Time = 0.0
     last_checkpoint_at: _Time = 0.0
     joined: Count = 0
-    gone: dict[NodeEnd, Count] = msgspec.field(default_factory=dict)
+    gone: dict[DepartureReason, Count] = msgspec.field(default_factory=dict)
     there: tuple[_Name, ...] = ()
 
 
@@ -229,8 +229,8 @@ class RoundRecord(_VersionedRecord, frozen=True):
 
     Attributes:
         number: the number of the round, from 1; never decreases.
-        nonce: random text that distinguishes two rounds with the same number if the store has lost the first one.
-        members: the nodes in rank order; empty while too few are present (``cause`` says why).
+        nonce: a random string that distinguishes two rounds with the same number if the store has lost the first one.
+        members: the nodes in rank order; empty while too few are present (``cause`` contains the reason).
         store: host:port of the TCPStore of this round.
         restarts: number of worker failures charged to the job so far.
         early_failures: number of consecutive failures soon after the start of a worker.
@@ -239,7 +239,7 @@ class RoundRecord(_VersionedRecord, frozen=True):
         desired: the desired size when this round was committed; None if unknown.
         reason: why this round replaced the previous one.
         cause: the reason as a sentence.
-        failure: the last worker failure that was charged, if any; its text may be shortened.
+        failure: the last worker failure that was charged, if any; its message may be shortened.
         time_breakdown: the time breakdown up to this round, for the next leader if the store loses its own copy.
     """
 
@@ -286,7 +286,7 @@ class FailureKind(enum.StrEnum):
     PROGRAM = "program"
     """An exception or exit of the program, a signal from another process, or the out-of-memory killer."""
     COMMUNICATION = "communication"
-    """A broken collective, usually because another worker has failed."""
+    """A failed collective operation, usually because another worker has failed."""
 
 
 class FailureRecord(_Record, frozen=True):
@@ -322,7 +322,7 @@ class FailureRecord(_Record, frozen=True):
 
 
 class NoticeRecord(_VersionedRecord, frozen=True):
-    """The round is about to be replaced; the next one waits until the workers that asked for notice have saved.
+    """The round is about to be replaced; the next one waits until the workers that asked for notice have answered it.
 
     Attributes:
         round: the number of the round that ends.
@@ -411,7 +411,7 @@ class NodeRecord(_VersionedRecord, frozen=True):
         saved: the serial of the last notice that all workers have answered.
         first_step_at: when the program began its first step in ``round``, in seconds since the Unix epoch; 0 if
             unknown. Reported by rank 0.
-        last_checkpoint_at: when the last checkpoint in ``round`` was begun; 0 if unknown. Reported by rank 0.
+        last_checkpoint_at: when the write of the last checkpoint in ``round`` began; 0 if unknown. Reported by rank 0.
     """
 
     name: _Name
@@ -445,7 +445,7 @@ class PastRound(_Record, frozen=True):
         reason: why the round replaced the previous one.
         cause: the reason as a sentence, perhaps shortened.
         failure: the worker failure that ended the previous round, if any.
-        lost: seconds of training of the previous round that no checkpoint contained at its end; None if unknown.
+        lost: seconds of training of the previous round that no checkpoint contained when it ended; None if unknown.
         ended: when the round's workers stopped; 0 while they run, or if unknown.
     """
 
@@ -548,10 +548,10 @@ def decode_same_version(data: bytes, kind: type[_Versioned]) -> _Versioned:
 
 
 def other_version(theirs: int) -> str:
-    """Return a sentence that names the two protocol versions and says what to do."""
+    """Return a sentence that names the two protocol versions and the remedy."""
     return (
-        f"another process uses version {theirs} of torchelastic's protocol, and this one version {PROTOCOL_VERSION}; "
-        "install the same release everywhere"
+        f"another process uses version {theirs} of torchelastic's protocol, but this process uses version "
+        f"{PROTOCOL_VERSION}; install the same release on all nodes"
     )
 
 
@@ -585,7 +585,7 @@ class Env:
     NODE_ADDRESS: Final = "TORCHELASTIC_NODE_ADDRESS"
     """The address at which peers reach the pod: its IP."""
     SIZE: Final = "TORCHELASTIC_SIZE"
-    """The first :class:`SizeRecord`, as JSON."""
+    """The initial :class:`SizeRecord`, as JSON."""
     RESUME: Final = "TORCHELASTIC_RESUME"
     """A :class:`ResumeRecord`, as JSON; unset if the run was never suspended."""
     JOB: Final = "TORCHELASTIC_JOB"
@@ -595,7 +595,7 @@ class Env:
     UNIQUE_RUN: Final = "TORCHELASTIC_UNIQUE_RUN"
     """"1": the run id is never reused, so an outcome in the store belongs to this run."""
     CHECKPOINT_DIR: Final = "TORCHELASTIC_CHECKPOINT_DIR"
-    """The program's checkpoint directory; the agent only passes it on."""
+    """The program's checkpoint directory; the agent passes it to the program unchanged."""
     TERMINATION_LOG: Final = "TORCHELASTIC_TERMINATION_LOG"
     """The file for the :class:`TerminationMessage`."""
     METRICS_PORT: Final = "TORCHELASTIC_METRICS_PORT"
@@ -608,21 +608,21 @@ class ExitCode(enum.IntEnum):
     """The agent's exit codes. If signal n kills the agent, the exit code is 128 + n, as in a shell."""
 
     SUCCEEDED = 0
-    """The run succeeded, even if this node's workers did not take part to the end."""
+    """The run succeeded, even if this node's workers stopped before the end."""
     FAILED = 1
     """The run failed (the termination message has the root cause), or the agent could not start its own processes."""
     BAD_INPUT = 2
     """A setting is invalid or does not work on this machine; for example, torch cannot be imported."""
-    STORE = 3
+    STORE_UNAVAILABLE = 3
     """The store could not be reached within the join timeout; the node itself did not fail."""
     NO_PORT = 4
     """No port of the configured range is free on this host; a retry may find one."""
-    BROKEN = 5
+    AGENT_ERROR = 5
     """The store refused the agent (credentials, version), or the agent itself failed; a retry may succeed."""
     INTERRUPTED = 130
-    """The agent left on SIGINT."""
+    """The agent received SIGINT and left the run."""
     LEFT = 143
-    """The agent left on SIGTERM; this is not a failure of the job."""
+    """The agent received SIGTERM and left the run; this is not a failure of the job."""
 
 
 class TerminationMessage(_VersionedRecord, frozen=True, rename="camel"):
@@ -646,7 +646,7 @@ TERMINATION_MESSAGE_LIMIT: Final = 4096
 
 
 def encode_termination_message(message: TerminationMessage) -> bytes:
-    """Return the message as JSON within the kubelet's limit; long texts are shortened in the middle."""
+    """Return the message as JSON within the kubelet's limit; long messages are shortened in the middle."""
     limit = TERMINATION_MESSAGE_LIMIT
     while len(encoded := encode(message)) > TERMINATION_MESSAGE_LIMIT:
         limit = limit * 3 // 4

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"torchelastic-run: {error}", file=sys.stderr)  # noqa: T201
         return ExitCode.FAILED
     with suppress(OSError):  # stderr is closed; the exit code remains
-        if ending.code in (ExitCode.FAILED, ExitCode.STORE, ExitCode.BROKEN):
+        if ending.code in (ExitCode.FAILED, ExitCode.STORE_UNAVAILABLE, ExitCode.AGENT_ERROR):
             print(f"torchelastic-run: the run has failed: {ending.message.message}", file=sys.stderr)  # noqa: T201
         elif ending.code in (ExitCode.BAD_INPUT, ExitCode.NO_PORT):
             print(f"torchelastic-run: {ending.message.message}", file=sys.stderr)  # noqa: T201

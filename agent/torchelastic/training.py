@@ -40,7 +40,7 @@ from torchelastic.agent_socket import (
     introduction,
     is_worker,
     received,
-    run_beside,
+    run_in_thread,
 )
 from torchelastic.metrics import put_metric
 
@@ -86,7 +86,7 @@ class Checkpoint:
             return
         self._written = True
         put_metric("checkpoint.write_latency_ms", (time.perf_counter() - self._clock) * 1000)
-        REPORTS.tell("kept", self._began)
+        REPORTS.tell("last_checkpoint_at", self._began)
 
 
 def step() -> None:
@@ -101,7 +101,7 @@ def step() -> None:
         put_metric("train_step.duration.ms", (now - before) * 1000)
         REPORTS.send()
     else:
-        REPORTS.tell("stepped", time.time())
+        REPORTS.tell("first_step_at", time.time())
 
 
 def checkpoint() -> Checkpoint:
@@ -138,7 +138,7 @@ class Reports:
         """Report the first step or a checkpoint to the agent.
 
         Args:
-            what: ``stepped`` for the first step; ``kept`` for a checkpoint, which replaces an unsent one.
+            what: ``first_step_at``, or ``last_checkpoint_at``, which replaces an unsent one.
             when: the time, in seconds since the Unix epoch.
         """
         if is_worker() and os.environ.get("RANK") == "0":
@@ -154,7 +154,7 @@ class Reports:
             if not self._is_due(at_exit):  # another thread has sent them
                 return
             unsent, self._unsent = self._unsent, {}
-            if "kept" in unsent:  # set before the message is sent: a signal handler may save meanwhile
+            if "last_checkpoint_at" in unsent:  # set before the message is sent: a signal handler may save meanwhile
                 self._next = time.perf_counter() + INTERVAL
             if not AGENT.send(unsent):
                 self._unsent = unsent | self._unsent
@@ -210,8 +210,8 @@ def round_stands(timeout: float = 5.0) -> bool:
     try:
         with connected(path, timeout) as connection, connection.makefile("rb") as lines:
             # The agent answers shortly before the timeout.
-            connection.sendall(encoded({**introduction(), "stands": 0.8 * min(timeout, _LONGEST)}))
-            return received(lines.readline(LINE_LIMIT)).get("stands") is True
+            connection.sendall(encoded({**introduction(), "check_timeout": 0.8 * min(timeout, _LONGEST)}))
+            return received(lines.readline(LINE_LIMIT)).get("is_current") is True
     except (OSError, ValueError):
         return False
 
@@ -247,7 +247,7 @@ class Notices:
         with self._lock:
             self._callback = callback
             self._signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        if AGENT.send({"ask": min(seconds, _LONGEST)}):
+        if AGENT.send({"requested_notice": min(seconds, _LONGEST)}):
             AGENT.read(self._take, self._closed)
 
     def notice(self) -> Notice | None:
@@ -282,7 +282,7 @@ class Notices:
             self._standing = number, notice
             callback = self._callback
         if callback is not None and not known:
-            run_beside(self._call, callback, number, notice)
+            run_in_thread(self._call, callback, number, notice)
 
     def _call(self, callback: Callable[[Notice], object], number: int, notice: Notice) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._signals)  # processes that the callback starts inherit the mask

@@ -70,7 +70,7 @@ async def test_a_module_in_the_working_directory_is_found_for_a_module_program(
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("import sys; sys.exit('no data')", "it cannot be imported: SystemExit: no data"),
+        ("import sys; sys.exit('no data')", "the module cannot be imported: SystemExit: no data"),
         (
             "import threading; threading.Thread(target=threading.Event().wait, name='feeder', daemon=True).start()",
             "it leaves threads behind ('feeder')",
@@ -79,13 +79,13 @@ async def test_a_module_in_the_working_directory_is_found_for_a_module_program(
             "import torch; torch.set_num_threads(3); torch.ones(999, 999) @ torch.ones(999, 999)",
             "it leaves threads behind, such as those of an OpenMP pool",
         ),
-        ("import torch; torch.cuda._initialized = True", "it initialises CUDA"),
+        ("import torch; torch.cuda._initialized = True", "it initializes CUDA"),
     ],
     ids=["exit", "thread", "OpenMP", "CUDA"],
 )
 async def test_a_module_that_would_break_the_workers_is_refused_by_name(source: str, said: str, tmp_path: Path) -> None:
     sentence = await refusal(tmp_path, source)
-    assert sentence.startswith("--preload model: it ")
+    assert sentence.startswith("--preload model: ")
     assert said in sentence
 
 
@@ -101,7 +101,7 @@ async def test_an_agent_refuses_a_module_that_cannot_be_imported_before_it_joins
     async with AgentProcess("--preload", "model", program) as agent:
         assert await agent.code() == ExitCode.BAD_INPUT
     [line] = agent.lines
-    assert line.startswith("torchelastic-run: --preload model: it cannot be imported: ModuleNotFoundError")
+    assert line.startswith("torchelastic-run: --preload model: the module cannot be imported: ModuleNotFoundError")
 
 
 async def test_a_module_that_ends_the_fork_server_is_reported(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 from elastic_operator.api.status import JobState, Report
 from tests.support.cluster_objects import START
 from torchelastic.protocol import (
+    DepartureReason,
     FailureRecord,
     HistoryRecord,
-    NodeEnd,
     OutcomeRecord,
     OutcomeState,
     PastRound,
@@ -60,7 +60,7 @@ def report(**changes: Any) -> Report:
         },
         lost=6.0,
         joined=4,
-        gone={NodeEnd.DIED: 1},
+        gone={DepartureReason.DIED: 1},
     )
     whole = {
         "namespace": "team",

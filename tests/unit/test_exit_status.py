@@ -12,13 +12,13 @@ from torchelastic.protocol import ExitCode
 @pytest.mark.parametrize(
     ("error", "code", "reason"),
     [
-        (StoreUnavailable("no route"), ExitCode.STORE, "StoreUnavailable"),
-        (LeaseLost("gone"), ExitCode.STORE, "StoreUnavailable"),
-        (StoreRefused("the certificate cannot be trusted"), ExitCode.BROKEN, "StoreRefused"),
-        (ZeroDivisionError("division by zero"), ExitCode.BROKEN, "Defect"),
+        (StoreUnavailable("no route"), ExitCode.STORE_UNAVAILABLE, "StoreUnavailable"),
+        (LeaseLost("gone"), ExitCode.STORE_UNAVAILABLE, "StoreUnavailable"),
+        (StoreRefused("the certificate cannot be trusted"), ExitCode.AGENT_ERROR, "StoreRefused"),
+        (ZeroDivisionError("division by zero"), ExitCode.AGENT_ERROR, "Defect"),
         (NoFreePort("all are taken"), ExitCode.NO_PORT, "NoPortFree"),
         (SettingsError("no such flag"), ExitCode.BAD_INPUT, "BadInput"),
-        (None, ExitCode.BROKEN, "Defect"),
+        (None, ExitCode.AGENT_ERROR, "Defect"),
     ],
 )
 def test_an_error_has_an_exit_code_and_a_reason(error: Exception | None, code: ExitCode, reason: str) -> None:

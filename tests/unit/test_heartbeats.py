@@ -21,15 +21,15 @@ PATIENCE = 20.0
 async def test_workers_that_stop_together_are_reported_together(tmp_path: Path) -> None:
     heartbeats = Heartbeats(tmp_path, 0.5)
     for local_rank in (0, 1):
-        heartbeats.file(local_rank)
+        heartbeats.create_file(local_rank)
     async with asyncio.timeout(PATIENCE):
-        assert await heartbeats.silent(lambda: {1, 0}) == [0, 1]
+        assert await heartbeats.wait_for_hang(lambda: {1, 0}) == [0, 1]
 
 
 async def test_time_during_which_the_agent_is_suspended_does_not_count(tmp_path: Path) -> None:
     heartbeats = Heartbeats(tmp_path, 1.0)
-    heartbeats.file(0)
-    waiting = asyncio.create_task(heartbeats.silent(lambda: {0}))
+    heartbeats.create_file(0)
+    waiting = asyncio.create_task(heartbeats.wait_for_hang(lambda: {0}))
     await asyncio.sleep(0)
     time.sleep(2.0)  # noqa: ASYNC251 - blocks the event loop, as a paused container does
     for _ in range(5):
@@ -41,8 +41,8 @@ async def test_time_during_which_the_agent_is_suspended_does_not_count(tmp_path:
 
 async def test_a_change_of_the_system_clock_has_no_effect(tmp_path: Path) -> None:
     heartbeats = Heartbeats(tmp_path, 0.5)
-    file = heartbeats.file(0)
-    waiting = asyncio.create_task(heartbeats.silent(lambda: {0}))
+    file = heartbeats.create_file(0)
+    waiting = asyncio.create_task(heartbeats.wait_for_hang(lambda: {0}))
     stamps = iter((0.0, 2e9, 1.0))
     async with asyncio.timeout(PATIENCE):
         for _ in range(3):

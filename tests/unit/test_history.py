@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tests.support.views import SETTINGS
 from torchelastic.protocol import (
     HISTORY_LIMIT,
+    DepartureReason,
     FailureRecord,
     HistoryRecord,
     Member,
-    NodeEnd,
     NodeRecord,
     RoundReason,
     RoundRecord,
@@ -70,11 +70,11 @@ def round(number: int, nodes: Iterable[str] = "ab", **fields: object) -> RoundRe
     return RoundRecord(number, members=tuple(Member(node, "10.0.0.1", 1) for node in nodes), **fields)  # type: ignore[arg-type]
 
 
-def no_node_ended(_: str) -> NodeEnd | None:
+def no_node_ended(_: str) -> DepartureReason | None:
     return None
 
 
-def commit(history: History, record: RoundRecord, ended: dict[str, NodeEnd] | None = None) -> RoundRecord:
+def commit(history: History, record: RoundRecord, ended: dict[str, DepartureReason] | None = None) -> RoundRecord:
     """Commit a round, and note the committed round in the history."""
     settled = decode(encode(history.with_breakdown(record, (ended or {}).get)), RoundRecord)
     history.note_round(settled)
@@ -131,7 +131,7 @@ def test_a_new_node_continues_from_a_plausible_stored_breakdown(
 def test_a_breakdown_written_during_a_commit_does_not_undo_the_round(clock: Clock, *, round_first: bool) -> None:
     leader, successor = trained_with_checkpoint(clock), History(CREATED, clock=clock)
     successor.note_round(round(1))
-    pause = leader.with_breakdown(round(2, ""), {"b": NodeEnd.LEFT}.get)
+    pause = leader.with_breakdown(round(2, ""), {"b": DepartureReason.LEFT}.get)
     clock.seconds += 0.1
     written = leader.breakdown()  # the commit is in progress
     clock.seconds += 0.1
@@ -142,7 +142,7 @@ def test_a_breakdown_written_during_a_commit_does_not_undo_the_round(clock: Cloc
         history.note_round(pause)
         history.end(succeeded=False)
         final = history.breakdown()
-        assert (final.round, final.lost, final.gone) == (2, 5, {NodeEnd.LEFT: 1})
+        assert (final.round, final.lost, final.gone) == (2, 5, {DepartureReason.LEFT: 1})
         assert sum(final.seconds.values()) == pytest.approx(clock.seconds, abs=0.01)
 
 
@@ -259,7 +259,7 @@ def test_a_leader_without_step_reports_reads_the_training_time_from_the_store(cl
     successor.adopt(first.breakdown())
     clock.seconds = 110  # the loss of the leader's machine is noticed only now
     successor.round_broke()
-    commit(successor, round(2, "b"), {"a": NodeEnd.DIED})
+    commit(successor, round(2, "b"), {"a": DepartureReason.DIED})
 
     assert successor.breakdown().lost == (10 + 106 if member else 10 + 100)
     assert seconds_by_state(successor) == {"starting": 1, "restoring": 3} | (
@@ -269,13 +269,13 @@ def test_a_leader_without_step_reports_reads_the_training_time_from_the_store(cl
 
 def test_joined_and_gone_nodes_are_counted(clock: Clock, history: History) -> None:
     commit(history, round(1, "abcd"))
-    commit(history, round(2, "ad"), {"b": NodeEnd.DIED, "c": NodeEnd.LEFT})
+    commit(history, round(2, "ad"), {"b": DepartureReason.DIED, "c": DepartureReason.LEFT})
     commit(history, round(3, "a"))
     commit(history, round(4, "ae"))
     split = history.breakdown()
 
     assert split.joined == 5
-    assert split.gone == {NodeEnd.DIED: 1, NodeEnd.LEFT: 1, NodeEnd.NOT_NEEDED: 1}
+    assert split.gone == {DepartureReason.DIED: 1, DepartureReason.LEFT: 1, DepartureReason.NOT_NEEDED: 1}
 
 
 def test_a_round_has_its_cause_and_long_texts_are_shortened() -> None:
@@ -360,14 +360,14 @@ def test_a_new_leader_counts_the_lost_time_once(clock: Clock, *, final: bool) ->
 def test_a_node_that_missed_the_round_before_a_pause_counts_its_members(clock: Clock) -> None:
     first = History(CREATED, clock=clock)
     commit(first, round(1, "abc"))
-    pause = commit(first, round(2, ""), {"b": NodeEnd.DIED})
+    pause = commit(first, round(2, ""), {"b": DepartureReason.DIED})
     informed, new_node = History(CREATED, clock=clock), History(CREATED, clock=clock)
     informed.note_round(round(1, "abc"))
     for successor in (informed, new_node):
         successor.note_round(pause)
-        commit(successor, round(3, "ad"), {"b": NodeEnd.DIED, "c": NodeEnd.LEFT})
+        commit(successor, round(3, "ad"), {"b": DepartureReason.DIED, "c": DepartureReason.LEFT})
         split = successor.breakdown()
-        assert (split.joined, split.gone) == (4, {NodeEnd.DIED: 1, NodeEnd.LEFT: 1})
+        assert (split.joined, split.gone) == (4, {DepartureReason.DIED: 1, DepartureReason.LEFT: 1})
 
 
 def test_a_round_ends_when_its_workers_stop(clock: Clock, history: History) -> None:
@@ -392,9 +392,9 @@ def test_a_round_whose_nodes_all_die_ends_at_the_last_write_and_the_deaths_cause
     new_node.note_round(round(1))
     new_node.adopt(written)
     new_node.adopt_rounds(history)
-    commit(new_node, round(2, "cd", cause="c and d joined"), dict.fromkeys("ab", NodeEnd.DIED))
-    commit(new_node, round(3, "ef", cause="e and f joined"), dict.fromkeys("cd", NodeEnd.LEFT))
-    ends = {"e": NodeEnd.DIED, "f": NodeEnd.LEFT}
+    commit(new_node, round(2, "cd", cause="c and d joined"), dict.fromkeys("ab", DepartureReason.DIED))
+    commit(new_node, round(3, "ef", cause="e and f joined"), dict.fromkeys("cd", DepartureReason.LEFT))
+    ends = {"e": DepartureReason.DIED, "f": DepartureReason.LEFT}
     commit(new_node, round(4, "g", cause="g joined"), ends)
     former, after, later, last = new_node.record().rounds
 

@@ -63,7 +63,7 @@ def test_only_the_number_of_a_round_of_another_version_is_decoded() -> None:
     round = state.round
     assert round is not None
     assert (round.number, round.members, round.protocol) == (7, (), OTHER)
-    assert f"and this one version {PROTOCOL_VERSION}; install the same release everywhere" in round.cause
+    assert f"but this process uses version {PROTOCOL_VERSION}; install the same release on all nodes" in round.cause
 
 
 def test_a_size_of_another_version_or_beyond_the_bounds_is_malformed() -> None:

@@ -1,7 +1,8 @@
 """A model of the rendezvous: its invariants hold under any order of faults of nodes, connections, leases and the store.
 
-The store, the nodes and the leaders are simulated; the membership and the plan are the real ones. Several nodes may
-believe that they lead, and each receives the store's changes late, in parts and repeatedly.
+The store, the nodes and the leaders are simulated; the classes of the membership and the function ``plan`` are
+production code. Several nodes may believe that they lead, and each receives the store's changes late, in parts and
+repeatedly.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from torchelastic.protocol import (
 from torchelastic.rendezvous.policy.membership import Membership
 from torchelastic.rendezvous.policy.plan import (
     Decision,
-    GiveWay,
     Hold,
+    Resign,
     plan,
 )
 from torchelastic.rendezvous.run_state import RunStateWatch, Versioned
@@ -77,10 +78,10 @@ class SimulatedStore:
     def modified(self, key: str) -> int:
         return self.entries[key].modified if key in self.entries else 0
 
-    def below(self, prefix: str) -> Listing:
+    def list_prefix(self, prefix: str) -> Listing:
         return Listing(self.revision, tuple(entry for key, entry in self.entries.items() if key.startswith(prefix)))
 
-    def go_back(self, revision: int, entries: dict[str, Entry]) -> None:
+    def restore(self, revision: int, entries: dict[str, Entry]) -> None:
         """Restore an earlier state, which the listeners then have to list again."""
         self.revision = revision
         self.entries = entries.copy()
@@ -111,7 +112,7 @@ class Listener:
         self.node_changes: deque[Change] = deque()
         self.reconnected_at = -1e9
         store.listeners.append(self)
-        self.run.replace(store.below(KEYS.control))
+        self.run.replace(store.list_prefix(KEYS.control))
 
     def deliver(self, change: Change) -> None:
         (self.node_changes if change.key.startswith(KEYS.nodes) else self.run_changes).append(change)
@@ -120,7 +121,7 @@ class Listener:
         for _ in range(min(count, len(self.run_changes))):
             self.run.apply(self.run_changes.popleft())
 
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         leader = self.run.leader.record
         return self.membership is not None and leader is not None and leader.node == self.node
 
@@ -132,13 +133,13 @@ class Node:
     record: NodeRecord
     listener: Listener
     alive: bool = True
-    key: bool = True
-    linked: bool = True
-    gave_way: bool = False
+    has_key: bool = True
+    reachable: bool = True
+    resigned: bool = False
     known_round: RoundRecord | None = None
     keyless_since: float = 0.0
-    excused: bool = False
-    """Whether the node may count as lost: dead, partitioned, unknown to a leader, or silent with an expired lease."""
+    may_count_as_lost: bool = False
+    """Whether the node is dead, partitioned, unknown to a leader, or unreachable with an expired lease."""
 
     @property
     def leaving(self) -> bool:
@@ -165,34 +166,34 @@ class Pending:
     """The live nodes that had a key at the time of the decision, except those whose new key the leader did not know."""
 
 
-def about(fit: Callable[[Node], bool], **strategies: st.SearchStrategy[Any]) -> Callable[[Any], Any]:
+def rule_for_node(fit: Callable[[Node], bool], **strategies: st.SearchStrategy[Any]) -> Callable[[Any], Any]:
     """Return a decorator that makes a rule for one of the nodes that satisfy a condition."""
 
-    def decorate(happen: Callable[..., None]) -> Any:
-        def choose(self: Run, data: st.DataObject, **drawn: Any) -> None:
-            happen(self, data.draw(st.sampled_from([name for name, node in self.nodes.items() if fit(node)])), **drawn)
+    def decorate(action: Callable[..., None]) -> Any:
+        def choose(self: RendezvousModel, data: st.DataObject, **drawn: Any) -> None:
+            action(self, data.draw(st.sampled_from([name for name, node in self.nodes.items() if fit(node)])), **drawn)
 
-        choose.__name__ = happen.__name__
+        choose.__name__ = action.__name__
         possible = precondition(lambda self: any(map(fit, self.nodes.values())))
         return possible(rule(data=st.data(), **strategies)(choose))
 
     return decorate
 
 
-def lives(node: Node) -> bool:
+def is_alive(node: Node) -> bool:
     return node.alive
 
 
-def trains(node: Node) -> bool:
+def is_training(node: Node) -> bool:
     round, phase = node.known_round, node.record.phase
     return node.alive and round is not None and node.listener.node in round.nodes and phase is not NodePhase.PARTITIONED
 
 
-def runs_well(node: Node) -> bool:
-    return trains(node) and node.record.failure is None
+def is_healthy(node: Node) -> bool:
+    return is_training(node) and node.record.failure is None
 
 
-class Run(RuleBasedStateMachine):
+class RendezvousModel(RuleBasedStateMachine):
     """A few nodes, a store that can lose its data, and a clock."""
 
     def __init__(self) -> None:
@@ -203,7 +204,7 @@ class Run(RuleBasedStateMachine):
         self.created_nodes = 0
         self.size = SizeRecord(min=2, max=4)
         self.committed: list[RoundRecord] = []
-        self.asks = 0.0
+        self.requested_notice = 0.0
         self.failures = 0
         self.final: set[str] = set()
         self.finished: set[tuple[str, int]] = set()
@@ -213,48 +214,48 @@ class Run(RuleBasedStateMachine):
 
     # -- faults of nodes
 
-    @rule(place=st.sampled_from(["", "x", "y"]))
-    def a_node_joins(self, place: str) -> None:
-        self.add_node(place)
+    @rule(topology_key=st.sampled_from(["", "x", "y"]))
+    def a_node_joins(self, topology_key: str) -> None:
+        self.add_node(topology_key)
 
-    @about(lambda node: node.alive and node.record.phase is not NodePhase.DONE)
+    @rule_for_node(lambda node: node.alive and node.record.phase is not NodePhase.DONE)
     def a_node_leaves(self, name: str) -> None:
         self.report(name, phase=NodePhase.LEAVING)
-        if self.nodes[name].listener.leads():
+        if self.nodes[name].listener.is_leader():
             self.resign(name)
 
-    @about(lambda node: node.alive and node.leaving)
+    @rule_for_node(lambda node: node.alive and node.leaving)
     def a_leaving_node_exits(self, name: str) -> None:
         self.kill(name)
         self.delete_key(name)
 
-    @about(lives)
+    @rule_for_node(is_alive)
     def a_node_dies(self, name: str) -> None:
         self.kill(name)
 
-    @about(lambda node: node.key and not node.alive)
+    @rule_for_node(lambda node: node.has_key and not node.alive)
     def the_lease_of_a_dead_node_expires(self, name: str) -> None:
         self.delete_key(name)
 
-    @about(lambda node: node.alive and node.key, linked=st.booleans())
-    def the_lease_of_a_live_node_expires(self, name: str, linked: bool) -> None:
-        self.nodes[name].linked = linked
-        self.nodes[name].excused |= not linked
+    @rule_for_node(lambda node: node.alive and node.has_key, reachable=st.booleans())
+    def the_lease_of_a_live_node_expires(self, name: str, reachable: bool) -> None:
+        self.nodes[name].reachable = reachable
+        self.nodes[name].may_count_as_lost |= not reachable
         self.delete_key(name)
 
-    @about(lambda node: node.alive and not node.key)
+    @rule_for_node(lambda node: node.alive and not node.has_key)
     def a_node_restores_its_key(self, name: str) -> None:
         self.restore_key(name)
 
-    @about(lambda node: runs_well(node) and node.record.phase is NodePhase.READY, answers=st.booleans())
+    @rule_for_node(lambda node: is_healthy(node) and node.record.phase is NodePhase.READY, answers=st.booleans())
     def a_member_is_partitioned(self, name: str, answers: bool) -> None:
-        self.nodes[name].linked = answers
-        self.nodes[name].excused = True
+        self.nodes[name].reachable = answers
+        self.nodes[name].may_count_as_lost = True
         self.report(name, phase=NodePhase.PARTITIONED)
 
     # -- changes of workers
 
-    @about(runs_well, kind=st.sampled_from(list(FailureKind)), final=st.sampled_from([False] * 19 + [True]))
+    @rule_for_node(is_healthy, kind=st.sampled_from(list(FailureKind)), final=st.sampled_from([False] * 19 + [True]))
     def a_worker_fails(self, name: str, kind: FailureKind, final: bool) -> None:
         node = self.nodes[name]
         broken = failure(node.record.name, number=node.record.round, kind=kind)
@@ -263,16 +264,18 @@ class Run(RuleBasedStateMachine):
             self.final.add(name)
         self.report(name, failure=msgspec.structs.replace(broken, non_retryable=final))
 
-    @about(runs_well)
+    @rule_for_node(is_healthy)
     def the_workers_of_a_node_succeed(self, name: str) -> None:
         self.finish(name)
 
-    @about(trains, seconds=st.sampled_from([1.0, 20.0, 500.0]))
+    @rule_for_node(is_training, seconds=st.sampled_from([1.0, 20.0, 500.0]))
     def workers_ask_for_a_notice(self, name: str, seconds: float) -> None:
         self.report(name, notice=seconds)
 
-    @about(lambda node: trains(node) and node.record.notice > 0 and node.listener.run.notice.record is not None)
-    def workers_have_saved(self, name: str) -> None:
+    @rule_for_node(
+        lambda node: is_training(node) and node.record.notice > 0 and node.listener.run.notice.record is not None
+    )
+    def workers_answer_a_notice(self, name: str) -> None:
         notice = self.nodes[name].listener.run.notice.record
         assert notice is not None
         if notice.round == self.nodes[name].record.round:
@@ -294,15 +297,15 @@ class Run(RuleBasedStateMachine):
     def the_store_is_backed_up(self) -> None:
         self.backup = (self.store.revision, self.store.entries.copy())
 
-    @rule(loses=st.sampled_from(["nothing", "leases", "what is new", "everything"]), newcomer_leads=st.booleans())
-    def the_store_restarts(self, loses: str, newcomer_leads: bool) -> None:
-        if loses in ("what is new", "everything"):
+    @rule(loses=st.sampled_from(["nothing", "leases", "recent changes", "everything"]), new_node_leads=st.booleans())
+    def the_store_restarts(self, loses: str, new_node_leads: bool) -> None:
+        if loses in ("recent changes", "everything"):
             self.pending = None  # the pending commit is lost together with the data
-            self.store.go_back(*(self.backup if loses == "what is new" else (1, {})))
+            self.store.restore(*(self.backup if loses == "recent changes" else (1, {})))
             self.backup = (1, {})
         for name, node in self.nodes.items():
-            if loses != "nothing" and (node.key or node.alive):
-                node.key = False
+            if loses != "nothing" and (node.has_key or node.alive):
+                node.has_key = False
                 node.keyless_since = self.now
             if loses != "nothing":
                 self.store.entries.pop(KEYS.node(name), None)
@@ -311,52 +314,52 @@ class Run(RuleBasedStateMachine):
             self.relist(node.listener)
         if self.size.generation:
             self.store.write(KEYS.size, encode(self.size))
-        if newcomer_leads and (newcomer := self.add_node("")) is not None:
-            self.leads(newcomer)  # the new node knows only the content of the store
+        if new_node_leads and (new_node := self.add_node("")) is not None:
+            self.become_leader(new_node)  # the new node knows only the content of the store
 
-    @rule(seconds=st.sampled_from([0.01, 0.2, 1.1, 6.0, 11.0]), calm=st.booleans())
-    def time_passes(self, seconds: float, calm: bool) -> None:
+    @rule(seconds=st.sampled_from([0.01, 0.2, 1.1, 6.0, 11.0]), settle=st.booleans())
+    def time_passes(self, seconds: float, settle: bool) -> None:
         if seconds > RULES.lease:  # no key and no change is delayed for longer than the lease
-            for name in [name for name, node in self.nodes.items() if node.alive and not node.key]:
+            for name in [name for name, node in self.nodes.items() if node.alive and not node.has_key]:
                 self.restore_key(name)
-            for name in [name for name, node in self.nodes.items() if node.alive and node.listener.leads()]:
+            for name in [name for name, node in self.nodes.items() if node.alive and node.listener.is_leader()]:
                 if self.nodes[name].listener.run.leader.modified == self.store.modified(KEYS.leader):
                     self.receive_node_changes(self.nodes[name].listener, 1000)
         self.now += seconds
-        if calm:
+        if settle:
             self.everything_settles()
 
     # -- actions of nodes and leaders
 
-    @about(lambda node: node.alive and bool(node.listener.run_changes), count=st.integers(1, 5))
+    @rule_for_node(lambda node: node.alive and bool(node.listener.run_changes), count=st.integers(1, 5))
     def a_node_receives_run_changes(self, name: str, count: int) -> None:
         self.receive_run_changes(name, count)
 
-    @about(lambda node: node.alive and node.listener.membership is not None, count=st.integers(1, 5))
+    @rule_for_node(lambda node: node.alive and node.listener.membership is not None, count=st.integers(1, 5))
     def a_leader_receives_node_changes(self, name: str, count: int) -> None:
         self.receive_node_changes(self.nodes[name].listener, count)
 
-    @about(lives)
+    @rule_for_node(is_alive)
     def a_node_lists_the_store_again(self, name: str) -> None:
         self.relist(self.nodes[name].listener)
         self.note_round(name)
 
-    @about(lambda node: node.alive and node.listener.membership is not None)
+    @rule_for_node(lambda node: node.alive and node.listener.membership is not None)
     def a_leader_probes_silent_nodes(self, name: str) -> None:
         self.probe_nodes(self.nodes[name].listener)
 
-    @about(lambda node: node.alive and node.key and not node.leaving)
+    @rule_for_node(lambda node: node.alive and node.has_key and not node.leaving)
     def a_node_becomes_leader(self, name: str) -> None:
-        self.leads(name)
+        self.become_leader(name)
 
-    @about(lambda node: node.alive and node.listener.leads())
+    @rule_for_node(lambda node: node.alive and node.listener.is_leader())
     def a_leader_decides(self, name: str) -> None:
         self.receive_node_changes(self.nodes[name].listener, 1)
         for _ in range(3):
-            if self.nodes[name].listener.leads():
+            if self.nodes[name].listener.is_leader():
                 self.decide(name)
 
-    @about(lambda node: node.alive and node.listener.leads())
+    @rule_for_node(lambda node: node.alive and node.listener.is_leader())
     def a_leader_decides_and_is_paused(self, name: str) -> None:
         self.receive_node_changes(self.nodes[name].listener, 1000)
         self.pending = self.decision_of(name)
@@ -366,16 +369,16 @@ class Run(RuleBasedStateMachine):
     def a_paused_leader_commits(self) -> None:
         assert self.pending is not None
         pending, self.pending = self.pending, None
-        if not isinstance(pending.decision, (NoticeRecord, GiveWay)):
+        if not isinstance(pending.decision, (NoticeRecord, Resign)):
             self.commit(pending)
 
     @initialize(
-        places=st.lists(st.sampled_from(["x", "y"]), min_size=2, max_size=4), notice=st.sampled_from([0.0, 20.0])
+        topology_keys=st.lists(st.sampled_from(["x", "y"]), min_size=2, max_size=4), notice=st.sampled_from([0.0, 20.0])
     )
-    def nodes_start(self, places: list[str], notice: float) -> None:
-        self.asks = notice
-        for place in places:
-            self.a_node_joins(place)
+    def nodes_start(self, topology_keys: list[str], notice: float) -> None:
+        self.requested_notice = notice
+        for topology_key in topology_keys:
+            self.a_node_joins(topology_key)
         self.everything_settles()
         self.now += 20.0
         self.everything_settles()
@@ -388,26 +391,26 @@ class Run(RuleBasedStateMachine):
             self.now += 0.03
             for name in living:
                 self.receive_run_changes(name, 1000)
-            leading = [name for name in living if self.nodes[name].listener.leads()]
+            leading = [name for name in living if self.nodes[name].listener.is_leader()]
             # Without a leader, the youngest node leads first, so that nodes with less knowledge must resign. A
             # leaving node leads only if there is no other node.
             eligible = [name for name in living if not self.nodes[name].leaving] or living
-            for name in leading or [name for name in eligible if not self.nodes[name].gave_way][-1:] or eligible[:1]:
-                self.leads(name)
+            for name in leading or [name for name in eligible if not self.nodes[name].resigned][-1:] or eligible[:1]:
+                self.become_leader(name)
                 self.receive_node_changes(self.nodes[name].listener, 1000)
                 self.probe_nodes(self.nodes[name].listener)
                 self.decide(name)
 
     # -- helpers
 
-    def add_node(self, place: str) -> str | None:
-        """Return the id of a new node; None if there are MAX_NODES."""
+    def add_node(self, topology_key: str) -> str | None:
+        """Add a node, and return its id; None if there are already MAX_NODES live nodes."""
         if sum(node.alive for node in self.nodes.values()) == MAX_NODES:
             return None
         self.created_nodes += 1
         created = record(
             f"n{self.created_nodes}",
-            topology_key=place,
+            topology_key=topology_key,
             address=f"10.0.0.{self.created_nodes}",
             size=SizeRecord(min=2, max=4),
         )
@@ -419,7 +422,7 @@ class Run(RuleBasedStateMachine):
     def report(self, name: str, **changes: Any) -> None:
         node = self.nodes[name]
         node.record = msgspec.structs.replace(node.record, **changes)
-        if node.key:
+        if node.has_key:
             self.store.write(KEYS.node(name), encode(node.record))
 
     def finish(self, name: str) -> None:
@@ -428,25 +431,25 @@ class Run(RuleBasedStateMachine):
 
     def kill(self, name: str) -> None:
         self.nodes[name].alive = False
-        self.nodes[name].excused = True
+        self.nodes[name].may_count_as_lost = True
         self.store.listeners.remove(self.nodes[name].listener)
 
     def delete_key(self, name: str) -> None:
-        self.nodes[name].key = False
+        self.nodes[name].has_key = False
         self.nodes[name].keyless_since = self.now
         self.store.write(KEYS.node(name), None)
 
     def restore_key(self, name: str) -> None:
         node = self.nodes[name]
-        node.key = node.linked = True
+        node.has_key = node.reachable = True
         self.report(name, store=node.record.store + 1)
 
     def relist(self, listener: Listener) -> None:
         listener.run_changes.clear()
         listener.node_changes.clear()
-        listener.run.replace(self.store.below(KEYS.control))
+        listener.run.replace(self.store.list_prefix(KEYS.control))
         if listener.membership is not None:
-            entries = {entry.key: entry for entry in self.store.below(KEYS.nodes).entries}
+            entries = {entry.key: entry for entry in self.store.list_prefix(KEYS.nodes).entries}
             for name in [name for name in listener.membership.peers if KEYS.node(name) not in entries]:
                 self.node_gone(listener, name)
             for entry in entries.values():
@@ -471,7 +474,7 @@ class Run(RuleBasedStateMachine):
                 store=node.record.store + 1,
                 phase=NodePhase.LEAVING if node.leaving else NodePhase.READY,
                 failure=None,
-                notice=self.asks if name in round.nodes else 0.0,
+                notice=self.requested_notice if name in round.nodes else 0.0,
                 saved=0,
             )
 
@@ -488,13 +491,13 @@ class Run(RuleBasedStateMachine):
         name = entry.key.removeprefix(KEYS.nodes)
         node = self.nodes[name]
         listener.membership.note_run(listener.run, now=self.now)
-        listener.membership.saw(name, entry, answers=name == listener.node or (node.alive and node.linked))
+        listener.membership.saw(name, entry, answers=name == listener.node or (node.alive and node.reachable))
 
     def node_gone(self, listener: Listener, name: str) -> None:
         assert listener.membership is not None
         node = self.nodes[name]
         peer = listener.membership.gone(name)
-        if peer is not None and (name == listener.node or (node.alive and node.linked)):
+        if peer is not None and (name == listener.node or (node.alive and node.reachable)):
             listener.membership.silent[name] = peer
 
     def probe_nodes(self, listener: Listener) -> None:
@@ -503,25 +506,25 @@ class Run(RuleBasedStateMachine):
         for name, node in self.nodes.items():
             if not node.alive:
                 listener.membership.dead.add(name)
-            if not (node.alive and node.linked):
+            if not (node.alive and node.reachable):
                 listener.membership.silent.pop(name, None)
             elif name in listener.membership.peers:
                 listener.membership.answers(name)
 
-    def leads(self, name: str) -> None:
+    def become_leader(self, name: str) -> None:
         listener = self.nodes[name].listener
-        if listener.leads():
+        if listener.is_leader():
             return
         taken = LeaderRecord(node=name, address="10.0.0.1:1")
         revision = self.store.compare_and_swap(KEYS.leader, encode(taken), listener.run.leader.modified)
         if revision is not None:
             if self.now >= listener.reconnected_at + RULES.lease:
                 for node in self.nodes.values():
-                    node.excused |= not node.key  # the new leader cannot know that the node is alive
+                    node.may_count_as_lost |= not node.has_key  # the new leader cannot know that the node is alive
             listener.run.note(KEYS.leader, taken, revision)
             listener.membership = Membership(RULES.size, changed_at=self.now)
             listener.node_changes.clear()
-            for entry in self.store.below(KEYS.nodes).entries:
+            for entry in self.store.list_prefix(KEYS.nodes).entries:
                 self.node_seen(listener, entry)
 
     def resign(self, name: str) -> bool:
@@ -536,9 +539,9 @@ class Run(RuleBasedStateMachine):
         node.listener.membership.update(
             node.listener.run,
             now=self.now,
-            patient_until=node.listener.reconnected_at + RULES.lease,
+            wait_until=node.listener.reconnected_at + RULES.lease,
             remembered=node.known_round,
-            gave_way=node.gave_way,
+            resigned=node.resigned,
         )
         return copied(node.listener.membership)
 
@@ -556,11 +559,11 @@ class Run(RuleBasedStateMachine):
         if isinstance(decision, OutcomeRecord):
             self.check_outcome(decision, snapshot)
         listener = self.nodes[name].listener
-        on_their_way = {change.key for change in listener.node_changes}
+        undelivered = {change.key for change in listener.node_changes}
         registered = frozenset(
             other
             for other, node in self.nodes.items()
-            if node.alive and node.key and (other in snapshot.peers or KEYS.node(other) not in on_their_way)
+            if node.alive and node.has_key and (other in snapshot.peers or KEYS.node(other) not in undelivered)
         )
         return Pending(name, snapshot, decision, run.state, registered)
 
@@ -593,8 +596,8 @@ class Run(RuleBasedStateMachine):
                 revision = self.store.compare_and_swap(KEYS.state, ended, pending.state.modified)
                 assert revision is None or before == StateRecord(snapshot.round), "the outcome ends another round"
                 return revision is not None
-            case GiveWay():
-                self.nodes[name].gave_way = True
+            case Resign():
+                self.nodes[name].resigned = True
                 return self.resign(name)
         return False
 
@@ -619,10 +622,10 @@ class Run(RuleBasedStateMachine):
         self.check_missing_members(new, snapshot)
         self.check_restarts_charged(new, snapshot)
         if new.members:
-            here = {node for node in snapshot.ranks if node in snapshot.peers and node not in snapshot.dead}
+            present = {node for node in snapshot.ranks if node in snapshot.peers and node not in snapshot.dead}
             staying = {
                 node
-                for node in here
+                for node in present
                 if not snapshot.is_leaving(node) and snapshot.peers[node].record.name not in snapshot.size.draining
             }
             assert staying <= set(new.nodes) or len(new.nodes) == snapshot.size.target, "a member is left out"
@@ -636,7 +639,10 @@ class Run(RuleBasedStateMachine):
         self.check_notice_given(snapshot)
 
     def check_missing_members(self, new: RoundRecord, snapshot: Membership) -> None:
-        """Check that new nodes wait for members without a key; after a store outage, all rounds but a resize wait."""
+        """Check that no node joins while a member has no key.
+
+        After a store outage, check that only a resize starts a round.
+        """
         if (
             snapshot.round is None
             or snapshot.highest_round_seen > snapshot.round.number
@@ -645,7 +651,7 @@ class Run(RuleBasedStateMachine):
         ):
             return
         assert new.reason is not RoundReason.NODE_JOINED
-        assert snapshot.now >= snapshot.patient_until or new.reason is RoundReason.RESIZED
+        assert snapshot.now >= snapshot.wait_until or new.reason is RoundReason.RESIZED
 
     def check_restarts_charged(self, new: RoundRecord, snapshot: Membership) -> None:
         """Check that only failures are charged, once each, and that no node joins a run that is finishing."""
@@ -662,31 +668,33 @@ class Run(RuleBasedStateMachine):
 
     def may_be_lost(self, name: str) -> bool:
         node = self.nodes[name]
-        return node.excused or (not node.key and self.now >= node.keyless_since + RULES.lease)
+        return node.may_count_as_lost or (not node.has_key and self.now >= node.keyless_since + RULES.lease)
 
     def check_number(self, new: RoundRecord, registered: frozenset[str]) -> None:
         """Check that no node known to the leader has a round with this number or a higher one."""
         for name, node in self.nodes.items():
-            if node.alive and node.key and node.known_round is not None and node.known_round.number >= new.number:
+            if node.alive and node.has_key and node.known_round is not None and node.known_round.number >= new.number:
                 assert name not in registered, name
                 assert name not in new.nodes, name
 
     def check_neighbours(self, new: RoundRecord, snapshot: Membership) -> None:
         """Check that a new node is next to another node with its topology key, if the round has such a node."""
-        places = [snapshot.peers[node].record.topology_key for node in new.nodes]
+        topology_keys = [snapshot.peers[node].record.topology_key for node in new.nodes]
         for rank, node in enumerate(new.nodes):
-            if node not in snapshot.ranks and places[rank] and places.count(places[rank]) > 1:
-                assert places[rank] in (places[rank - 1 : rank] + places[rank + 1 : rank + 2])
+            if node not in snapshot.ranks and topology_keys[rank] and topology_keys.count(topology_keys[rank]) > 1:
+                assert topology_keys[rank] in (topology_keys[rank - 1 : rank] + topology_keys[rank + 1 : rank + 2])
 
     def check_notice_given(self, snapshot: Membership) -> None:
         if snapshot.round is None or any(peer.record.failure is not None for peer in snapshot.peers.values()):
             return
-        here = [snapshot.peers[node] for node in snapshot.ranks if node in snapshot.peers and node not in snapshot.dead]
-        if len(here) < len(snapshot.ranks) or any(peer.record.phase is NodePhase.PARTITIONED for peer in here):
+        present = [
+            snapshot.peers[node] for node in snapshot.ranks if node in snapshot.peers and node not in snapshot.dead
+        ]
+        if len(present) < len(snapshot.ranks) or any(peer.record.phase is NodePhase.PARTITIONED for peer in present):
             return
         asking = [
             peer.record
-            for peer in here
+            for peer in present
             if peer.record.notice
             and peer.record.round == snapshot.round.number
             and peer.record.phase is not NodePhase.DONE
@@ -694,8 +702,8 @@ class Run(RuleBasedStateMachine):
         if asking and not any(peer.record.round > snapshot.round.number for peer in snapshot.peers.values()):
             notice = snapshot.current_notice
             assert notice is not None
-            over = snapshot.now >= snapshot.noticed_at + notice.seconds
-            assert over or all(each.saved >= notice.serial for each in asking)
+            is_over = snapshot.now >= snapshot.noticed_at + notice.seconds
+            assert is_over or all(each.saved >= notice.serial for each in asking)
 
     def check_notice(self, notice: NoticeRecord, snapshot: Membership) -> None:
         assert snapshot.round is not None
@@ -726,15 +734,15 @@ class Run(RuleBasedStateMachine):
         for name in [name for name, node in self.nodes.items() if node.alive and node.leaving]:
             self.kill(name)
         for name, node in self.nodes.items():
-            node.linked = True
-            if node.key and not node.alive:
+            node.reachable = True
+            if node.has_key and not node.alive:
                 self.delete_key(name)
-            elif node.alive and not node.key:
+            elif node.alive and not node.has_key:
                 self.restore_key(name)
         for _ in range(20):
             self.now += 15.0
             self.everything_settles()
-            for node in [node for node in self.nodes.values() if self.is_finishing_run() and trains(node)]:
+            for node in [node for node in self.nodes.values() if self.is_finishing_run() and is_training(node)]:
                 self.finish(node.listener.node)
         living = [name for name, node in self.nodes.items() if node.alive]
         if self.store.outcome is None and living:
@@ -742,11 +750,11 @@ class Run(RuleBasedStateMachine):
 
     def is_finishing_run(self) -> bool:
         """Return whether a leader knows of a member whose worker has exited with 0."""
-        views = [self.snapshot(name) for name, node in self.nodes.items() if node.alive and node.listener.leads()]
+        views = [self.snapshot(name) for name, node in self.nodes.items() if node.alive and node.listener.is_leader()]
         return any(any(map(snapshot.is_finishing, snapshot.ranks)) for snapshot in views)
 
     def check_final_state(self, living: list[str]) -> None:
-        (leader,) = [name for name in living if self.nodes[name].listener.leads()]
+        (leader,) = [name for name in living if self.nodes[name].listener.is_leader()]
         assert isinstance(plan(self.snapshot(leader), RULES), Hold)
         snapshot = self.snapshot(leader)
         assert snapshot.current_notice is None or not set(snapshot.ranks).intersection(living)
@@ -763,21 +771,21 @@ class Run(RuleBasedStateMachine):
             assert self.nodes[name].record.failure is None
 
 
-TestRun = Run.TestCase
-TestRun.settings = hypothesis_settings(stateful_step_count=50)
+TestRendezvousModel = RendezvousModel.TestCase
+TestRendezvousModel.settings = hypothesis_settings(stateful_step_count=50)
 
 
-def test_a_node_that_missed_the_lost_round_learns_that_too_few_nodes_remain() -> None:
-    run = Run()
-    run.nodes_start(places=["", ""], notice=0.0)
-    n1, n2 = run.nodes
-    run.report(n1, phase=NodePhase.READY, failure=failure("n1", number=1))
-    run.leads(n1)
-    run.receive_node_changes(run.nodes[n1].listener, 1000)
-    assert run.decide(n1)
-    run.report(n1, phase=NodePhase.LEAVING)
-    run.the_store_restarts(loses="everything", newcomer_leads=False)
+def test_node_without_the_lost_round_receives_the_round_without_members() -> None:
+    model = RendezvousModel()
+    model.nodes_start(topology_keys=["", ""], notice=0.0)
+    n1, n2 = model.nodes
+    model.report(n1, phase=NodePhase.READY, failure=failure("n1", number=1))
+    model.become_leader(n1)
+    model.receive_node_changes(model.nodes[n1].listener, 1000)
+    assert model.decide(n1)
+    model.report(n1, phase=NodePhase.LEAVING)
+    model.the_store_restarts(loses="everything", new_node_leads=False)
     for _ in range(4):
-        run.time_passes(seconds=6.0, calm=True)
-    assert (known_round := run.nodes[n2].known_round) is not None
+        model.time_passes(seconds=6.0, settle=True)
+    assert (known_round := model.nodes[n2].known_round) is not None
     assert (known_round.number, known_round.members) == (3, ())

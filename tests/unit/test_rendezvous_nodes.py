@@ -170,7 +170,7 @@ async def test_a_node_waits_for_nodes_of_another_version_and_continues_after_the
         new = await factory.node("new")
         await new.until(lambda node: bool(node.rounds))
         assert (new.rounds[-1].number, new.rounds[-1].members) == (4, ())
-        assert f"this one version {PROTOCOL_VERSION};" in new.rounds[-1].cause
+        assert f"this process uses version {PROTOCOL_VERSION};" in new.rounds[-1].cause
 
         await data.revoke(old_lease)
         round = await new.until_with("new")

@@ -19,7 +19,7 @@ from torchelastic.protocol import (
     decode,
     encode,
 )
-from torchelastic.rendezvous.policy.plan import MAX_KEPT_MESSAGE, Decision, GiveWay, Hold, plan
+from torchelastic.rendezvous.policy.plan import MAX_KEPT_MESSAGE, Decision, Hold, Resign, plan
 
 if TYPE_CHECKING:
     from torchelastic.config.settings import RendezvousSettings
@@ -180,9 +180,7 @@ def test_after_a_store_outage_the_leader_waits_for_members_that_reconnect(what: 
     broken = failure("a") if "failed_since" in what else None
     here = (peer("a", round=1, failure=broken), peer("b", round=1))
     silent = frozenset({node_id("c")})
-    situation = snapshot(
-        *here, wanted=3, now=2.0, round=round(1, "a", "b", "c"), silent=silent, patient_until=5.0, **what
-    )
+    situation = snapshot(*here, wanted=3, now=2.0, round=round(1, "a", "b", "c"), silent=silent, wait_until=5.0, **what)
     assert hold_of(plan(situation, SETTINGS)).until == 5.0
     assert "b" in members(next_round(dataclasses.replace(situation, now=5.0)))
 
@@ -352,8 +350,8 @@ def test_a_leader_gives_way_once_to_nodes_that_know_a_later_round_than_the_store
 ) -> None:
     here = (peer("a", round=1, restarts=1), peer("b", round=3, restarts=2))
     situation = snapshot(*here, wanted=2, round=stored)
-    assert isinstance(plan(situation, SETTINGS), GiveWay)
-    decision = next_round(dataclasses.replace(situation, gave_way=True))
+    assert isinstance(plan(situation, SETTINGS), Resign)
+    decision = next_round(dataclasses.replace(situation, resigned=True))
     assert members(decision) == ("a", "b")
     assert (decision.number, decision.restarts) == (4, 2)
 

@@ -194,11 +194,11 @@ GOOD = json.dumps({"round": ROUND, "local_rank": 0}).encode() + b"\n"
     "sent",
     [
         b"hello\n",
-        b'{"round": 3, "local_rank": 1, "stands": "soon"}\n',
+        b'{"round": 3, "local_rank": 1, "check_timeout": "soon"}\n',
         b'{"round": 2, "local_rank": 1}\n',
         b"[" * (LINE_LIMIT - 1) + b"\n",
         b"x" * (3 * LINE_LIMIT),
-        GOOD + b'{"ask": -1}\n',
+        GOOD + b'{"requested_notice": -1}\n',
     ],
 )
 async def test_a_process_that_sends_an_invalid_line_is_disconnected(agent: Agent, worker: Notices, sent: bytes) -> None:
@@ -302,7 +302,7 @@ async def test_an_agent_that_reads_nothing_does_not_block_training(
             with torchelastic.checkpoint():
                 torchelastic.step()
         assert time.monotonic() - began < PATIENCE
-        assert not AGENT.send({"kept": 1.0})  # the socket's buffer is full
+        assert not AGENT.send({"last_checkpoint_at": 1.0})  # the socket's buffer is full
     AGENT.close()
     monkeypatch.setattr(training, "INTERVAL", 1.0)
 
@@ -310,7 +310,7 @@ async def test_an_agent_that_reads_nothing_does_not_block_training(
 async def send(agent: Agent, **message: float) -> list[tuple[float, float]]:
     """Send a message, wait until the agent has handled it, and return the progress reported so far."""
     AGENT.send(message)
-    AGENT.send({"ask": 1.0})
+    AGENT.send({"requested_notice": 1.0})
     await agent.node.until(notice=1.0)
     agent.node.reported.clear()
     return agent.node.progress
@@ -318,11 +318,11 @@ async def send(agent: Agent, **message: float) -> list[tuple[float, float]]:
 
 async def test_impossible_times_are_ignored(agent: Agent) -> None:
     now = time.time()
-    assert {*await send(agent, stepped=now - 10, kept=now - 10)} == {(0, 0)}
-    stepped, kept = (await send(agent, stepped=now + 1e6, kept=now + 1e6))[-1]
+    assert {*await send(agent, first_step_at=now - 10, last_checkpoint_at=now - 10)} == {(0, 0)}
+    stepped, kept = (await send(agent, first_step_at=now + 1e6, last_checkpoint_at=now + 1e6))[-1]
     assert now - 0.001 <= stepped <= time.time() + 0.001
     assert now - 0.001 <= kept <= time.time() + 0.001
-    assert (await send(agent, stepped=now + 2e6, kept=now))[-1] == (stepped, kept)
+    assert (await send(agent, first_step_at=now + 2e6, last_checkpoint_at=now))[-1] == (stepped, kept)
     agent.begin(NEXT)
     AGENT.close()
 
@@ -337,7 +337,7 @@ async def test_only_rank_0_reports_progress(
     agent.node.node = node
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     agent.begin(RoundRecord(number=ROUND, members=(Member("a.1", "10.0.0.1", workers), Member("b.1", "10.0.0.2", 2))))
-    assert any(stepped for stepped, _ in await send(agent, stepped=time.time())) is reports
+    assert any(stepped for stepped, _ in await send(agent, first_step_at=time.time())) is reports
 
 
 async def test_a_worker_reports_that_it_imports_the_compiler_of_torch(agent: Agent) -> None:

@@ -338,11 +338,11 @@ class ExitStatus:
             case NoFreePort():
                 return cls.because(ExitCode.NO_PORT, "NoPortFree", f"{error}")
             case StoreRefused():
-                return cls.because(ExitCode.BROKEN, "StoreRefused", f"{error}")
+                return cls.because(ExitCode.AGENT_ERROR, "StoreRefused", f"{error}")
             case StoreError():
-                return cls.because(ExitCode.STORE, "StoreUnavailable", f"{error}")
+                return cls.because(ExitCode.STORE_UNAVAILABLE, "StoreUnavailable", f"{error}")
         said = "the rendezvous ended unexpectedly" if error is None else str(error) or type(error).__name__
-        return cls.because(ExitCode.BROKEN, "Defect", said)
+        return cls.because(ExitCode.AGENT_ERROR, "Defect", said)
 
     @classmethod
     def with_the_run(cls, outcome: OutcomeRecord) -> ExitStatus:

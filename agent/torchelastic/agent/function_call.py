@@ -1,4 +1,4 @@
-"""Pass a function to the workers, which call it, and pass their results back.
+"""Send a function to the workers, and collect the results of their calls.
 
 The function and the results are files in the agent's scratch folder, which only this user can read, and which the agent
 removes when it exits. Only the program that starts the workers and the workers themselves write these files; no other
@@ -43,8 +43,8 @@ def pickled(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-def call_of(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
-    """Return the call that each worker makes, for :func:`write_call`.
+def serialize_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+    """Serialize the call that each worker makes. Pass the result to :func:`write_call`.
 
     Raises:
         SettingsError: the function or its arguments cannot be passed to a worker.
@@ -67,8 +67,8 @@ def write_call(scratch: Path, call: bytes) -> None:
         _write(scratch / _CALL, call)
     except OSError as error:
         raise SettingsError(
-            f"The function for the workers cannot be written below {scratch}: {error.strerror}. Free space there, "
-            "or set TMPDIR to another folder."
+            f"The function for the workers cannot be written to {scratch}: {error.strerror}. Free disk space in this "
+            "folder, or set TMPDIR to another folder."
         ) from None
 
 
@@ -115,5 +115,5 @@ def _write(path: Path, data: bytes) -> None:
     partial.rename(path)
 
 
-if __name__ == "__main__":  # the program of the workers; the call replaces names in __main__
+if __name__ == "__main__":  # in a worker; imports this module by its real name, because the call overwrites __main__
     importlib.import_module("torchelastic.agent.function_call").make_call()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torchelastic.protocol import NoticeRecord, RoundRecord
     from torchelastic.rendezvous.node import RendezvousNode
 
-_MAX_ROUND_CHECK: Final = 60.0
+_MAX_CHECK_SECONDS: Final = 60.0
 _CAUSE_LIMIT: Final = 512
 """Maximum length of a cause in characters, so that a notice fits into a line of :data:`LINE_LIMIT` bytes."""
 
@@ -39,14 +39,14 @@ _Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 class _Registration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     round: _Number
     local_rank: _Number
-    stands: _Seconds | None = None
+    check_timeout: _Seconds | None = None
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    ask: _Seconds | None = None
+    requested_notice: _Seconds | None = None
     saved: _Number | None = None
-    stepped: _Time = 0.0
-    kept: _Time = 0.0
+    first_step_at: _Time = 0.0
+    last_checkpoint_at: _Time = 0.0
     compiler: bool = False
 
 
@@ -234,9 +234,9 @@ class WorkerSocket:
                 sender = await _receive(reader, _Registration)
                 process = _Process(sender.local_rank, writer)
                 current = sender.round == self._round
-                if sender.stands is not None:
-                    timeout = min(sender.stands, _MAX_ROUND_CHECK)
-                    process.send(stands=current and await self._node.is_current(sender.round, timeout=timeout))
+                if sender.check_timeout is not None:
+                    timeout = min(sender.check_timeout, _MAX_CHECK_SECONDS)
+                    process.send(is_current=current and await self._node.is_current(sender.round, timeout=timeout))
                 elif current:
                     self._processes.add(process)
                     while process in self._processes:
@@ -250,14 +250,14 @@ class WorkerSocket:
     def _take(self, message: _Message, process: _Process) -> None:
         if process not in self._processes:  # its round has ended
             return
-        if message.ask is not None:
+        if message.requested_notice is not None:
             first = process.seconds == 0
-            process.seconds = message.ask
-            if first and message.ask > 0 and self._notice is not None:
+            process.seconds = message.requested_notice
+            if first and message.requested_notice > 0 and self._notice is not None:
                 self._send_notice(process, self._notice)
         if message.saved is not None:
             process.answered = message.saved
-        if message.ask is not None or message.saved is not None:
+        if message.requested_notice is not None or message.saved is not None:
             self._changed()
         if message.compiler:
             self._compiler_imported()
@@ -265,12 +265,12 @@ class WorkerSocket:
             self._report_progress(message)
 
     def _report_progress(self, message: _Message) -> None:
-        """Report the first step and the last checkpoint of the round; impossible times are ignored."""
+        """Report the first step and the last checkpoint; times before the start of the round are ignored."""
         now = time.time()
-        if not self._first_step and message.stepped >= self._began:
-            self._first_step = round(min(message.stepped, now), 3)
-        if message.kept >= self._began:
-            self._last_checkpoint = round(max(self._last_checkpoint, min(message.kept, now)), 3)
+        if not self._first_step and message.first_step_at >= self._began:
+            self._first_step = round(min(message.first_step_at, now), 3)
+        if message.last_checkpoint_at >= self._began:
+            self._last_checkpoint = round(max(self._last_checkpoint, min(message.last_checkpoint_at, now)), 3)
         self._node.report(self._round, first_step_at=self._first_step, last_checkpoint_at=self._last_checkpoint)
 
 

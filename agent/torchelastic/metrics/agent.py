@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal, cast, get_args
 from torchelastic.metrics import series
 from torchelastic.metrics.api import REGISTRY
 from torchelastic.metrics.series import PLATFORM_GROUP, PLATFORM_SERIES, Kind, printable
-from torchelastic.protocol import NodeEnd, RunState
+from torchelastic.protocol import DepartureReason, RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -209,7 +209,7 @@ class AgentMetrics:
         if times.lost is not None:
             yield series.JOB_LOST, times.lost
         yield series.JOB_JOINED, times.joined
-        for end in NodeEnd:
+        for end in DepartureReason:
             yield series.JOB_GONE.labelled(cause=end), times.gone.get(end, 0)
         yield series.JOB_RESTARTS.labelled(charged="yes"), restarted.restarts
         yield series.JOB_RESTARTS.labelled(charged="no"), restarted.uncharged_restarts

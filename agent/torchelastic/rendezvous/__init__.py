@@ -5,7 +5,7 @@ watches the committed round. :mod:`.policy` holds the rules as pure functions, :
 runs on every node, and :mod:`.peer_connection` detects a dead node within milliseconds.
 
 For launchers: :mod:`.api` defines the interface of handlers, :mod:`.registry` selects a handler by name,
-:mod:`.handler` is a handler for blocking callers, and :mod:`.torchrun` makes it available to torchrun.
+:mod:`.handler` is a handler for launchers that wait synchronously for a round; :mod:`.torchrun` passes it to torchrun.
 """
 
 from torchelastic.rendezvous.api import *  # noqa: F403

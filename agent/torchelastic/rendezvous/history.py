@@ -22,8 +22,8 @@ from torchelastic.errors import MalformedRecord, StoreUnavailable
 from torchelastic.protocol import (
     COUNT_LIMIT,
     HISTORY_LIMIT,
+    DepartureReason,
     HistoryRecord,
-    NodeEnd,
     PastRound,
     Record,
     RoundReason,
@@ -142,7 +142,7 @@ class History:
         self._round = _RoundTimes(record.number, nodes)
         self.note_progress(self._base)
         past = _past_round(record, began=self._now())
-        died = self._base.gone.get(NodeEnd.DIED, 0) - base.gone.get(NodeEnd.DIED, 0)
+        died = self._base.gone.get(DepartureReason.DIED, 0) - base.gone.get(DepartureReason.DIED, 0)
         if nodes and died > 0 and before.nodes.isdisjoint(nodes):
             past = _with_all_gone(past, died, len(before.nodes))
         if self._base.lost is not None:
@@ -189,7 +189,7 @@ class History:
 
     # -- records of the leader
 
-    def with_breakdown(self, record: RoundRecord, end_of: Callable[[str], NodeEnd | None]) -> RoundRecord:
+    def with_breakdown(self, record: RoundRecord, end_of: Callable[[str], DepartureReason | None]) -> RoundRecord:
         """Return a round with the time breakdown until its commit; the history does not change.
 
         Args:
@@ -203,7 +203,7 @@ class History:
         ends = {node: end for node in away if (end := end_of(node)) is not None}
         present = () if nodes else tuple(sorted(before.nodes - ends.keys()))
         if nodes:
-            ends |= dict.fromkeys(away - ends.keys(), NodeEnd.NOT_NEEDED)
+            ends |= dict.fromkeys(away - ends.keys(), DepartureReason.NOT_NEEDED)
         breakdown = self.breakdown()
         gone = Counter(breakdown.gone) + Counter(ends.values())
         breakdown = msgspec.structs.replace(

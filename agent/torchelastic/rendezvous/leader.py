@@ -18,7 +18,7 @@ import msgspec
 from torchelastic.errors import StoreUnavailable
 from torchelastic.protocol import (
     PROTOCOL_VERSION,
-    NodeEnd,
+    DepartureReason,
     NoticeRecord,
     OutcomeRecord,
     OutcomeState,
@@ -260,7 +260,7 @@ class Leader:
             took = self._now() - began
             if isinstance(decision, Hold):
                 # The decision may change when the leader stops waiting for awaited members.
-                times = (decision.until, self._log(decision.why), self._patient_until())
+                times = (decision.until, self._log(decision.why), self._wait_until())
                 wait = min((time - self._now() for time in times if time is not None and time > began), default=None)
                 changed = await self._run.changed.after(seen, timeout=None if wait is None else max(wait, 0.0)) != seen
                 if changed and took > QUICK_DECISION:
@@ -280,7 +280,7 @@ class Leader:
         read = self._listed == self._run.listings and self.history_writer.has_read
         return read and self._run.away_since is None and leader is not None and leader.node == self._run.node
 
-    def _patient_until(self) -> float:
+    def _wait_until(self) -> float:
         """Return the time one lease after the store came back or this node took an expired lead, whichever is later."""
         times = [time for time in (self._run.back_at, self._took_expired_at) if time is not None]
         return max(times, default=-math.inf) + self._run.settings.lease
@@ -290,9 +290,9 @@ class Leader:
         self.membership.update(
             self._run,
             now=self._now(),
-            patient_until=self._patient_until(),
+            wait_until=self._wait_until(),
             remembered=known if known is not None and known.protocol == PROTOCOL_VERSION else None,
-            gave_way=self._election.candidacy is Candidacy.YIELDED,
+            resigned=self._election.candidacy is Candidacy.YIELDED,
         )
         self._note_run_state()
         return plan(self.membership, self._run.settings)
@@ -309,11 +309,11 @@ class Leader:
         elif membership.failed_since is not None:
             self._history.round_broke()
 
-    def _end_of(self, node: str) -> NodeEnd | None:
+    def _end_of(self, node: str) -> DepartureReason | None:
         """Return why a member of the current round is gone; None if it is present."""
         if self.membership.is_departure_expected(node):
-            return NodeEnd.LEFT
-        return None if self.membership.is_present(node) else NodeEnd.DIED
+            return DepartureReason.LEFT
+        return None if self.membership.is_present(node) else DepartureReason.DIED
 
     def _log(self, why: str) -> float | None:
         """Log why the leader waits, at most once in each interval; return when to log it, if not now."""
@@ -347,7 +347,7 @@ class Leader:
                 return await self._commit_outcome(outcome, run.state)
             case _:
                 logger.info("the store has lost a round; yielding the lead to a node that can restore it")
-                await self._election.give_way()
+                await self._election.resign()
                 return False
 
     async def _commit_outcome(self, outcome: OutcomeRecord, decided_on: Versioned[StateRecord]) -> bool:

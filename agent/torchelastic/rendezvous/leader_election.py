@@ -181,11 +181,11 @@ class LeaderElection:
             StoreError: the request to the store failed.
         """
         self.withdraw()
-        await self._resign()
+        await self._vacate()
         if standby:
             self._become(Candidacy.STANDBY)
 
-    async def give_way(self) -> None:
+    async def resign(self) -> None:
         """Resign in favour of nodes that know a later round; lead again after one lease if none of them leads.
 
         Raises:
@@ -193,13 +193,13 @@ class LeaderElection:
         """
         self._become(Candidacy.YIELDED)
         self._yields_until = asyncio.get_running_loop().time() + self._lease
-        await self._resign()
+        await self._vacate()
 
     def _become(self, candidacy: Candidacy) -> None:
         self.candidacy = candidacy
         self._run.changed.send()
 
-    async def _resign(self) -> None:
+    async def _vacate(self) -> None:
         leader = self._run.leader
         if leader.record is not None and leader.record.node == self._node:
             # The vacant record outlives this node's lease, so that later nodes see that the leader resigned.

@@ -141,7 +141,8 @@ def pod_end(pod: Pod) -> PodEnd:
         return PodEnd.FAILED
     if pod.terminating or code in (ExitCode.LEFT, ExitCode.INTERRUPTED):
         return PodEnd.LEFT
-    if pod.termination_cause in _NOT_ITS_FAULT or (pod.termination_cause is None and code == ExitCode.STORE):
+    cause = pod.termination_cause
+    if cause in _NOT_ITS_FAULT or (cause is None and code == ExitCode.STORE_UNAVAILABLE):
         return PodEnd.DISRUPTED
     if pod.incompatible_image is not None:
         return PodEnd.INCOMPATIBLE

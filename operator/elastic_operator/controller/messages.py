@@ -256,7 +256,7 @@ def pod_death(pod: Pod) -> str:
         return f"did not start: {said}"
     if pod.exit_code is None:
         how = "ended for an unknown reason"
-    elif pod.exit_code == ExitCode.STORE:
+    elif pod.exit_code == ExitCode.STORE_UNAVAILABLE:
         how = "gave up on the store"
     else:
         how = f"exited with code {pod.exit_code}"

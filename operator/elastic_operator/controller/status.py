@@ -20,8 +20,8 @@ from elastic_operator.api.status import Condition, JobState, JobStatus, Report
 from elastic_operator.controller import messages
 from torchelastic.protocol import (
     COUNT_LIMIT,
+    DepartureReason,
     HistoryRecord,
-    NodeEnd,
     RoundRecord,
     RunState,
     TimeBreakdown,
@@ -313,8 +313,8 @@ def breakdown_at_suspension(job: Job, observed: Observed, now: float) -> TimeBre
     stayed = 0 if breakdown is None else breakdown.joined - sum(breakdown.gone.values())
     if breakdown is None or stayed <= 0:
         return breakdown
-    left = min(breakdown.gone.get(NodeEnd.LEFT, 0) + stayed, COUNT_LIMIT)
-    return msgspec.structs.replace(breakdown, gone={**breakdown.gone, NodeEnd.LEFT: left})
+    left = min(breakdown.gone.get(DepartureReason.LEFT, 0) + stayed, COUNT_LIMIT)
+    return msgspec.structs.replace(breakdown, gone={**breakdown.gone, DepartureReason.LEFT: left})
 
 
 def breakdown_at_change(job: Job, observed: Observed, now: float) -> TimeBreakdown | None:

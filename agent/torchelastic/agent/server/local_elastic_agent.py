@@ -23,7 +23,7 @@ from concurrent.futures import Future, InvalidStateError, wait
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.agent.agent import Agent, Signals
-from torchelastic.agent.function_call import call_of, read_results, write_call
+from torchelastic.agent.function_call import read_results, serialize_call, write_call
 from torchelastic.agent.server.api import ProcessFailure, RunResult, WorkerSpec, WorkerState
 from torchelastic.agent.workers.pool import Workers
 from torchelastic.config import parsers
@@ -181,7 +181,7 @@ class LocalElasticAgent:
             non_retryable_exit_codes=frozenset(spec.non_retryable_exit_codes),
         )
         rules = dataclasses.replace(settings.rendezvous, max_restarts=spec.max_restarts)
-        call = None if isinstance(spec.entrypoint, str) else call_of(spec.entrypoint, spec.args)
+        call = None if isinstance(spec.entrypoint, str) else serialize_call(spec.entrypoint, spec.args)
         return _OurAgent(dataclasses.replace(settings, rendezvous=rules), call)
 
 
@@ -190,7 +190,7 @@ class _OurAgent(Agent):
 
     Args:
         settings: the settings of the agent.
-        call: the result of :func:`~torchelastic.agent.function_call.call_of`; None if the workers run a command.
+        call: the result of :func:`~torchelastic.agent.function_call.serialize_call`; None if the workers run a command.
     """
 
     def __init__(self, settings: AgentSettings, call: bytes | None) -> None:

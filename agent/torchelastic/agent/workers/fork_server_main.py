@@ -1,11 +1,11 @@
 """The fork server's process: it imports torch and the modules to preload, and is forked into workers.
 
 A fork copies only the calling thread, and a CUDA context does not work in the child. So a module that leaves threads
-or initialises CUDA is refused. A worker is forked twice, so that its parent is the agent, which watches and reaps it.
+or initializes CUDA is refused. A worker is forked twice, so that its parent is the agent, which watches and reaps it.
 The garbage collector is off during imports, to make them faster. Afterwards, the collector ignores all imported
 objects, so that a collection in a worker does not copy shared memory pages.
 
-A forked process waits for its role, and then serves a TCPStore or runs the user's program, in the same environment
+A forked process waits for its task, and then serves a TCPStore or runs the user's program, in the same environment
 as a program that is started from a shell.
 """
 
@@ -56,7 +56,7 @@ _NOT_FOUND: Final = 127
 
 
 def main() -> None:
-    """Serve the agent until it exits; in a forked child, run the child's role."""
+    """Serve the agent until it exits; in a forked process, run the task of that process."""
     close_fds(CONTROL + 1)
     agent = os.getppid()
     set_parent_death_signal(signal.SIGKILL)
@@ -65,13 +65,13 @@ def main() -> None:
     with socket.socket(fileno=CONTROL) as control:
         link = _serve(control)
     if link is not None:
-        _play_role(link, agent, inherited)
+        _run_task(link, agent, inherited)
 
 
 def _serve(control: socket.socket) -> socket.socket | None:
-    """Serve the agent until it exits, and return None; in a forked child, return the child's link to the agent."""
+    """Serve the agent until it exits, and return None; in a forked process, return its connection to the agent."""
     error = _import_torch()
-    with contextlib.suppress(EOFError, ConnectionError):  # the agent has exited, or has cancelled a request
+    with contextlib.suppress(EOFError, ConnectionError):  # the agent has exited, or has canceled a request
         while True:
             message, descriptors = _receive(control)
             match message:
@@ -111,9 +111,10 @@ def _fork() -> int:
 
 
 def _fork_each(links: Sequence[socket.socket]) -> tuple[dict[str, Any], socket.socket | None]:
-    """Fork an orphan for each link; return the answer to the agent, and in an orphan, return its link.
+    """Fork a process for each link.
 
-    An intermediate process forks the orphans, reports their ids and exits; the agent then becomes their parent.
+    An intermediate process forks them, reports their ids and exits; the agent then becomes their parent. In the fork
+    server, return the response for the agent. In a forked process, return its connection.
     """
     reading, writing = os.pipe()
     middle = _fork()
@@ -136,10 +137,10 @@ def _fork_each(links: Sequence[socket.socket]) -> tuple[dict[str, Any], socket.s
     os.close(writing)
     with os.fdopen(reading, "rb") as file:
         text = file.read()
-    os.waitpid(middle, 0)  # the agent is now the parent of the orphans
+    os.waitpid(middle, 0)  # the agent is now the parent of the forked processes
     for link in links:
         link.close()
-    return json.loads(text) if text else {"error": "the process that forks workers died"}, None
+    return json.loads(text) if text else {"error": "the process that forks workers has exited"}, None
 
 
 def _import_torch() -> str:
@@ -159,9 +160,9 @@ def _preload(modules: Sequence[str], search_path: str) -> str:
         with _collector_off():
             for module in modules:
                 if error := _import(module):
-                    return f"--preload {module}: it cannot be imported: {error}"
+                    return f"--preload {module}: the module cannot be imported: {error}"
                 if problem := _problem(_threads() - threads):
-                    return f"--preload {module}: {problem}. Leave it out: the program then imports it by itself."
+                    return f"--preload {module}: {problem}. Remove it from --preload; then the program imports it."
     finally:
         if search_path in sys.path:
             sys.path.remove(search_path)
@@ -187,7 +188,7 @@ def _collector_off() -> Iterator[None]:
 
 
 def _threads() -> set[int]:
-    """Return the ids of the threads that remain when this process forks; OpenBLAS, for example, ends its threads."""
+    """Return the ids of the threads that remain after a fork: OpenBLAS, for example, ends its threads at a fork."""
     if len(_tasks()) > 1:
         pid = _fork()
         if pid == 0:
@@ -203,7 +204,7 @@ def _tasks() -> set[int]:
 def _problem(threads: set[int]) -> str:
     """Return why workers cannot be forked now, given the threads that a module left; empty if they can."""
     if sys.modules["torch"].cuda.is_initialized():
-        return "it initialises CUDA, which processes that are forked later cannot use"
+        return "it initializes CUDA, which processes that are forked later cannot use"
     if threads:
         names = sorted(f"{thread.name!r}" for thread in threading.enumerate() if thread.native_id in threads)
         which = f" ({', '.join(names)})" if names else ", such as those of an OpenMP pool"
@@ -214,8 +215,8 @@ def _problem(threads: set[int]) -> str:
 # -- a forked process
 
 
-def _play_role(link: socket.socket, agent: int, inherited: Mapping[str, str]) -> None:
-    """Wait for the role of this process, and perform it.
+def _run_task(link: socket.socket, agent: int, inherited: Mapping[str, str]) -> None:
+    """Wait for the task of this process, and run it.
 
     `inherited` is the environment of the fork server before it imported anything.
     """
@@ -256,7 +257,7 @@ def _serve_store(listener: int, *, host: str, port: int) -> None:
 
 
 def _execute(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Replace this process by a command, which inherits only the standard streams."""
+    """Replace this process with a command, which inherits only the standard streams."""
     close_fds(3)
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):  # changed by the interpreter
         signal.signal(number, signal.SIG_DFL)
@@ -327,7 +328,7 @@ def _reset_process(environment: Mapping[str, str]) -> None:
         torch.default_generator.seed()  # for the CPU only: devices have the same seed in every process
     if (processes := sys.modules.get("multiprocessing.process")) is not None:
         processes.current_process().authkey = os.urandom(32)
-    sys._torchelastic_quiet_end = _QuietEnd()  # type: ignore[attr-defined]  # noqa: SLF001 - sys is cleared last
+    sys._torchelastic_stderr_silencer = _StderrSilencer()  # type: ignore[attr-defined]  # noqa: SLF001 - sys is cleared last
     # By default, Python writes to a file or pipe in blocks.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
@@ -340,11 +341,11 @@ class _CompilerImport:
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> None:  # noqa: ARG002
         if name == COMPILER and not self._reported and agent_socket.is_worker():
             self._reported = True  # this object stays in sys.meta_path, which other threads may be reading
-            with contextlib.suppress(RuntimeError):  # no more threads; the import system's lock is held here
-                agent_socket.run_beside(agent_socket.AGENT.send, {"compiler": True})
+            with contextlib.suppress(RuntimeError):  # no thread can be started; do not wait: the import lock is held
+                agent_socket.run_in_thread(agent_socket.AGENT.send, {"compiler": True})
 
 
-class _QuietEnd:
+class _StderrSilencer:
     """Silences standard error at the end of the interpreter's shutdown.
 
     The shutdown does not destroy modules imported before the fork, because that would copy all their memory pages. Some

@@ -1,8 +1,8 @@
 """Heartbeats: find a worker that hangs, kill it, and report where it hung.
 
-A heartbeat is a change of a file's modification time: any program can make it, with one system call. A Python program
-that gets SIGABRT writes its stacks to standard error, because workers run with ``PYTHONFAULTHANDLER=1`` if heartbeats
-are expected.
+A worker sends a heartbeat by updating the modification time of its heartbeat file. Any program can do this with one
+system call. If ``--heartbeat-timeout`` is set, workers run with ``PYTHONFAULTHANDLER=1``, so a Python program that gets
+SIGABRT writes its stacks to standard error.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
     from torchelastic.agent.workers.processes import Child
 
-VARIABLES: Final = {"PYTHONFAULTHANDLER": "1"}
+FAULTHANDLER_ENV: Final = {"PYTHONFAULTHANDLER": "1"}
 """Environment variables that make a Python worker write its stacks when it gets SIGABRT."""
 
 HANG_EXIT_CODES: Final = (-signal.SIGABRT, -signal.SIGKILL)
 """Exit codes of a worker that was killed because it hung."""
 
 _DUMP_TIMEOUT: Final = 2.0
-"""Seconds that a worker has to write its stacks."""
+"""Time limit in seconds for a worker to write its stacks."""
 
 _CHECKS_PER_TIMEOUT: Final = 20
 """Number of checks of the files during one timeout."""
 
-_LATE_CHECK: Final = 0.25
-"""If the time between two checks exceeds this fraction of the timeout, the agent and the workers were suspended: their
-timeouts start again."""
+_SUSPENDED_FRACTION: Final = 0.25
+"""If the time between two checks exceeds this fraction of the timeout, the agent assumes that the machine was
+suspended, and restarts the timeouts."""
 
 _HUNG_FRACTION: Final = 0.9
-"""When a worker reaches the timeout, workers that were silent for this fraction of the timeout count as hung, too."""
+"""When a worker hangs, other workers without a heartbeat for this fraction of the timeout count as hung, too."""
 
 _STOPPED: Final = {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger"}
 _FRAME_LIMIT: Final = 8
@@ -52,7 +52,7 @@ _FRAME: Final = re.compile(r'  File "(?P<path>[^"\n]*)", line (?P<line>\d+) in (
 _LAUNCHER_FRAMES: Final = ("/torchelastic/agent/workers/fork_server_main.py", "<frozen runpy>")
 
 _WAITING_FOR_OTHERS: Final = ("/torch/distributed/", "/torch/autograd/graph.py")
-"""Paths that are in the stack of a worker that waits in a collective, or in the backward pass with its collectives."""
+"""Parts of the file paths in the stack of a worker that waits for a collective operation, also in the backward pass."""
 
 
 class Heartbeats:
@@ -63,47 +63,47 @@ class Heartbeats:
         self._folder = folder
         self._changed: dict[int, tuple[int, float]] = {}  # the file's time, and when its last change was seen
 
-    def file(self, local_rank: int) -> Path:
-        """Create the file of a worker that is about to be started; raise OSError if that is not possible."""
+    def create_file(self, local_rank: int) -> Path:
+        """Create the heartbeat file of a worker before its start; raise OSError if that is not possible."""
         path = self._folder / str(local_rank)
         self._folder.mkdir(parents=True, exist_ok=True)
         path.touch()
         self._changed[local_rank] = path.stat().st_mtime_ns, asyncio.get_running_loop().time()
         return path
 
-    async def silent(self, running: Callable[[], Collection[int]]) -> list[int]:
-        """Wait until a worker hangs; return the local ranks of all silent workers, the longest silent first.
+    async def wait_for_hang(self, running: Callable[[], Collection[int]]) -> list[int]:
+        """Wait until a worker hangs; return the local ranks of the workers without a heartbeat, longest time first.
 
-        The list is empty when no worker runs any more.
+        The list is empty if all workers have exited.
         """
         clock = asyncio.get_running_loop().time
         before = clock()
         while ranks := running():
             await asyncio.sleep(self.timeout / _CHECKS_PER_TIMEOUT)
             now = clock()
-            suspended = now - before > self.timeout * _LATE_CHECK
+            suspended = now - before > self.timeout * _SUSPENDED_FRACTION
             for rank, (seen, _) in self._changed.items():
                 with contextlib.suppress(OSError):  # the program has removed the file
                     modified = (self._folder / str(rank)).stat().st_mtime_ns
                     if modified != seen or suspended:
                         self._changed[rank] = modified, now
             before = now
-            silence = {rank: now - self._changed[rank][1] for rank in ranks if rank in running()}
-            if max(silence.values(), default=0.0) >= self.timeout:
-                together = [rank for rank in silence if silence[rank] >= self.timeout * _HUNG_FRACTION]
-                return sorted(together, key=lambda rank: -silence[rank])
+            ages = {rank: now - self._changed[rank][1] for rank in ranks if rank in running()}
+            if max(ages.values(), default=0.0) >= self.timeout:
+                hung = [rank for rank in ages if ages[rank] >= self.timeout * _HUNG_FRACTION]
+                return sorted(hung, key=lambda rank: -ages[rank])
         return []
 
 
-def silence_of(child: Child, seconds: float) -> str:
+def describe_missing_heartbeat(child: Child, seconds: float) -> str:
     """Return a description of a worker that has sent no heartbeat for a number of seconds."""
     entry = read_process(child.pid)
     state = _STOPPED.get(entry.state) if entry is not None else None
     return f"{state}: no heartbeat for {seconds:g} s" if state else f"no heartbeat for {seconds:g} s"
 
 
-async def end(child: Child) -> None:
-    """Let a worker that hangs write its stacks, if it can, and kill it."""
+async def dump_stacks_and_kill(child: Child) -> None:
+    """Make a hung worker write its stacks, and kill it."""
     with contextlib.suppress(OSError, ValueError):  # a core file would contain the whole model
         resource.prlimit(child.pid, resource.RLIMIT_CORE, (0, 0))
     child.signal(signal.SIGABRT)
@@ -112,17 +112,17 @@ async def end(child: Child) -> None:
     await asyncio.wait([child.ended])
 
 
-def explain(silence: str, tail: str) -> Explanation:
-    """Return why a hung worker was killed, from its silence and the end of its output.
+def explain(symptom: str, tail: str) -> Explanation:
+    """Return why a hung worker was killed, from its symptom (no heartbeat) and the end of its output.
 
-    A worker that waits for others in a collective is a less likely root cause than the worker that it waits for.
+    A worker that waits for a collective operation is a less likely root cause than the worker that it waits for.
     """
     frames = [(match["path"], match["line"], match["function"]) for match in _frames(tail)]
     if not frames:
-        return Explanation(FailureKind.PROGRAM, silence)
+        return Explanation(FailureKind.PROGRAM, symptom)
     waits = any(part in path for path, _, _ in frames for part in _WAITING_FOR_OTHERS)
-    places = [f"{function} ({path.rpartition('/')[2]}:{line})" for path, line, function in frames]
-    text = f"{silence}; it was in {', called by '.join(places)}"
+    calls = [f"{function} ({path.rpartition('/')[2]}:{line})" for path, line, function in frames]
+    text = f"{symptom}; it was in {', called by '.join(calls)}"
     return Explanation(FailureKind.COMMUNICATION if waits else FailureKind.PROGRAM, shorten(text, MESSAGE_LIMIT))
 
 

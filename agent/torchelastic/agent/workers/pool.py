@@ -84,14 +84,14 @@ class Worker:
     """A worker of a round.
 
     Attributes:
-        silence: why the worker counts as hung; empty if the worker does not hang.
+        hang_symptom: why the worker counts as hung; empty if the worker does not hang.
     """
 
     local_rank: int
     rank: int
     child: Child
     output: WorkerOutput
-    silence: str = ""
+    hang_symptom: str = ""
 
     async def exit(self) -> WorkerExit:
         """Return how the worker exited."""
@@ -111,8 +111,8 @@ class Worker:
     def _explanation(self, exit_code: int) -> Explanation:
         if exit_code == 0:
             return Explanation(FailureKind.PROGRAM, "")
-        if self.silence and exit_code in hang.HANG_EXIT_CODES:
-            return hang.explain(self.silence, self.output.tail())
+        if self.hang_symptom and exit_code in hang.HANG_EXIT_CODES:
+            return hang.explain(self.hang_symptom, self.output.tail())
         out_of_memory = self.child.out_of_memory
         return explain(
             exit_code, error_file=self.output.error_file, tail=self.output.tail(), out_of_memory=out_of_memory
@@ -154,7 +154,7 @@ class WorkerGroup:
         self._stopping = False
         for worker in self.workers:
             worker.child.ended.add_done_callback(lambda _, worker=worker: self._ended(worker))  # type: ignore[misc]
-        self._monitor = None if heartbeats is None else asyncio.create_task(self._end_hanging(heartbeats))
+        self._monitor = None if heartbeats is None else asyncio.create_task(self._kill_hung_workers(heartbeats))
 
     @property
     def running(self) -> list[Worker]:
@@ -186,7 +186,7 @@ class WorkerGroup:
         self.stopped = True
 
     def _ended(self, worker: Worker) -> None:
-        if not self._stopping and not worker.silence:
+        if not self._stopping and not worker.hang_symptom:
             self._report_exit(worker)
 
     def _report_exit(self, worker: Worker) -> None:
@@ -199,17 +199,17 @@ class WorkerGroup:
 
         self._reporting.append(asyncio.create_task(report()))
 
-    async def _end_hanging(self, heartbeats: hang.Heartbeats) -> None:
-        """Kill workers that hang, until no worker runs.
+    async def _kill_hung_workers(self, heartbeats: hang.Heartbeats) -> None:
+        """Kill workers that hang, until all workers have exited.
 
-        Workers that wait for a hanging worker are silent, too. So all silent workers are killed, and the most likely
-        root causes are reported first.
+        Workers that wait for a hung worker send no heartbeats either. So all workers without heartbeats are killed, and
+        the most likely root causes are reported first.
         """
-        while silent := await heartbeats.silent(lambda: [worker.local_rank for worker in self.running]):
-            hung = [self.workers[local_rank] for local_rank in silent]
+        while ranks := await heartbeats.wait_for_hang(lambda: [worker.local_rank for worker in self.running]):
+            hung = [self.workers[local_rank] for local_rank in ranks]
             for worker in hung:
-                worker.silence = hang.silence_of(worker.child, heartbeats.timeout)
-            await asyncio.gather(*(hang.end(worker.child) for worker in hung))
+                worker.hang_symptom = hang.describe_missing_heartbeat(worker.child, heartbeats.timeout)
+            await asyncio.gather(*(hang.dump_stacks_and_kill(worker.child) for worker in hung))
             exits = await asyncio.gather(*(worker.exit() for worker in hung))
             for exit_ in sorted(exits, key=lambda exit_: exit_.explanation.kind is not FailureKind.PROGRAM):
                 self._report_exit(self.workers[exit_.local_rank])
@@ -278,7 +278,7 @@ class Workers:
         for name in (CHANNEL, METRICS_FILE):  # set if this agent runs in a worker of another agent
             base.pop(name, None)
         if self._settings.heartbeat_timeout is not None:
-            base.update(hang.VARIABLES)
+            base.update(hang.FAULTHANDLER_ENV)
         if self._settings.workers > 1:  # as under torchrun
             base.setdefault("OMP_NUM_THREADS", "1")
         return {**base, TREE_MARK: self._mark}
@@ -365,7 +365,7 @@ class Workers:
                     if local_rank in memories:
                         orders[-1][METRICS_FILE] = memories[local_rank].path
                     if heartbeats is not None:
-                        orders[-1][HEARTBEAT_FILE] = str(heartbeats.file(local_rank))
+                        orders[-1][HEARTBEAT_FILE] = str(heartbeats.create_file(local_rank))
                 children = await self._fork(orders, outputs, listener)
             except OSError as error:
                 where = f"{error.filename}: " if error.filename else ""

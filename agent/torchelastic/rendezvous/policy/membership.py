@@ -61,7 +61,7 @@ class Membership:
         noticed_at: when this leader first saw ``notice``.
         silent: nodes without a key that still answer: their lease expired, but they are alive.
         awaited: members without a key that may still reconnect after the store was unreachable.
-        patient_until: the time until which the leader waits for the awaited members.
+        wait_until: the time until which the leader waits for the awaited members.
         dead: nodes that are known to be dead, although they may still have a key.
         left: nodes that announced that they leave, and whose key is gone.
         done: members that have reported the phase DONE in this round, including those that are gone.
@@ -69,7 +69,7 @@ class Membership:
         last_members: the members of the last round that had members.
         changed_at: when the leader first saw the round in the store.
         failed_since: when the leader saw the first failure of this round; None without a failure.
-        gave_way: whether this leader has yielded to nodes that know a later round.
+        resigned: whether this leader has yielded to nodes that know a later round.
         ranks: the members of ``round`` with their ranks.
     """
 
@@ -84,7 +84,7 @@ class Membership:
     noticed_at: float = 0.0
     silent: dict[str, Peer] = field(default_factory=dict)
     awaited: set[str] = field(default_factory=set)
-    patient_until: float = 0.0
+    wait_until: float = 0.0
     dead: set[str] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
     done: set[str] = field(default_factory=set)
@@ -92,7 +92,7 @@ class Membership:
     last_members: tuple[str, ...] = ()
     changed_at: float = 0.0
     failed_since: float | None = None
-    gave_way: bool = False
+    resigned: bool = False
     ranks: dict[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -165,18 +165,18 @@ class Membership:
         run: RunStateWatch,
         *,
         now: float,
-        patient_until: float,
+        wait_until: float,
         remembered: RoundRecord | None,
-        gave_way: bool = False,
+        resigned: bool = False,
     ) -> None:
         """Note the state of the run and what the leader knows, before a decision."""
         self.note_run(run, now=now)
-        self.patient_until, self.remembered, self.gave_way = patient_until, remembered, gave_way
+        self.wait_until, self.remembered, self.resigned = wait_until, remembered, resigned
         self.size = self._wanted_size(run)
         members = self.ranks.keys()
         # Members may still be reconnecting to the store. If none has returned, a leader that is not a member has waited
         # for them before it took the lead.
-        waits = now < patient_until and (run.node in members or not members.isdisjoint(self.peers))
+        waits = now < wait_until and (run.node in members or not members.isdisjoint(self.peers))
         self.awaited = members - self.peers.keys() - self.left - self.dead if waits else set()
 
     def note_run(self, run: RunStateWatch, *, now: float) -> None:

@@ -88,11 +88,11 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveWay:
+class Resign:
     """Give up the lead for one lease, in favour of a node that can restore a round that the store has lost."""
 
 
-Decision = Hold | GiveWay | RoundRecord | NoticeRecord | OutcomeRecord
+Decision = Hold | Resign | RoundRecord | NoticeRecord | OutcomeRecord
 """The leader commits a record: the next round, a notice of it (0 seconds withdraw the notice), or the run's outcome."""
 
 
@@ -119,7 +119,7 @@ class _Plan:
         settings: the rules.
         before: the round from which the run continues.
         here: the nodes that could be in the next round, in order of priority.
-        mute: the nodes that could be in the next round after they connect to this leader.
+        unconnected: the nodes that could be in the next round after they connect to this leader.
     """
 
     def __init__(self, membership: Membership, settings: RendezvousSettings) -> None:
@@ -132,7 +132,7 @@ class _Plan:
         )
         ranks, last = membership.ranks, len(membership.ranks)
         fit = [peer for peer in membership.peers.values() if membership.may_join(peer)]
-        self.mute = [peer for peer in fit if not peer.answers and peer.id not in ranks]
+        self.unconnected = [peer for peer in fit if not peer.answers and peer.id not in ranks]
         self.here = [peer for peer in fit if peer.answers or peer.id in ranks]
         self.here.sort(key=lambda peer: (ranks.get(peer.id, last), peer.joined, peer.id))
 
@@ -175,8 +175,8 @@ class _Plan:
             return remembered
         if membership.round is not None and highest <= membership.number:
             return None
-        if highest > self.settings.resume.round and not membership.gave_way:
-            return GiveWay()
+        if highest > self.settings.resume.round and not membership.resigned:
+            return Resign()
         known: list[RoundRecord | NodeRecord] = [self.before, *(peer.record for peer in membership.peers.values())]
         self._continue_with(
             number=max(self.before.number, highest),
@@ -194,9 +194,9 @@ class _Plan:
         needed = [node for node in membership.ranks if not self._is_dispensable(node)]
         lost = [node for node in needed if membership.is_lost(node)]
         leaving = [node for node in needed if membership.is_present(node) and membership.is_leaving(node)]
-        if (lost or leaving or failures) and membership.incomplete and membership.now < membership.patient_until:
+        if (lost or leaving or failures) and membership.incomplete and membership.now < membership.wait_until:
             # A round without these members would lose live nodes that may know a later round than the store.
-            return Hold(membership.patient_until, "the store was unreachable; waiting for the members to reconnect")
+            return Hold(membership.wait_until, "the store was unreachable; waiting for the members to reconnect")
         if lost:
             return self._continue_without([*lost, *leaving])
         if leaving:
@@ -278,7 +278,7 @@ class _Plan:
         """Return the time until which to wait for spares to connect to a new leader, which avoids a second change."""
         if len(self.here) >= self.membership.size.target:
             return 0.0
-        spares = [peer.arrived for peer in self.mute if peer.record.round == self.membership.number]
+        spares = [peer.arrived for peer in self.unconnected if peer.record.round == self.membership.number]
         return max(spares) + MAX_DEBOUNCE_FACTOR * self.settings.join_debounce if spares else 0.0
 
     def _all_members_leave(self) -> bool:
@@ -372,14 +372,14 @@ class _Plan:
         """Return the time until which new nodes wait for more new nodes."""
         debounce = self.settings.join_debounce
         limit = MAX_DEBOUNCE_FACTOR * debounce
-        mute = [peer.arrived for peer in self.mute]
-        arrivals = sorted([peer.arrived for peer in joining] + mute)
+        late = [peer.arrived for peer in self.unconnected]
+        arrivals = sorted([peer.arrived for peer in joining] + late)
         first = last = arrivals[-1]
         for arrived in reversed(arrivals):
             if first - arrived > debounce:
                 break
             first = arrived
-        return first + limit if any(arrived >= first for arrived in mute) else min(last + debounce, first + limit)
+        return first + limit if any(arrived >= first for arrived in late) else min(last + debounce, first + limit)
 
     # -- notice of a planned change
 
@@ -476,9 +476,9 @@ class _Plan:
         parts = [f"{count(len(here), 'node')}{names} of at least {membership.size.min} {are(len(here))} present"]
         if missing:
             parts.append(f"{named(missing)} {are(len(missing))} missing")
-        if self.mute:
-            verb = "has" if len(self.mute) == 1 else "have"
-            parts.append(f"{named([peer.id for peer in self.mute])} {verb} not answered yet")
+        if self.unconnected:
+            verb = "has" if len(self.unconnected) == 1 else "have"
+            parts.append(f"{named([peer.id for peer in self.unconnected])} {verb} not answered yet")
         parts.append("waiting for more")
         if others := [peer for peer in membership.peers.values() if peer.record.protocol != PROTOCOL_VERSION]:
             names = named([peer.id for peer in others])
