@@ -72,4 +72,4 @@ def agent_page(
 
 def _words(family: Series, values: tuple[float, int]) -> list[float]:
     total, count = values
-    return [*[0.0] * len(family.form.buckets), count, total]
+    return [*[0.0] * len(family.type.buckets), count, total]

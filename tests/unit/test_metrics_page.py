@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from torchelastic import metrics
-from torchelastic.metrics.series import PLATFORM_SAMPLES, Form, Source, user_series
+from torchelastic.metrics.series import PLATFORM_SAMPLES, MetricType, Source, user_series
 from torchelastic.metrics.series_handler import MAX_NAMES, REASONS
 
 ROOT = Path(__file__).parents[2]
@@ -39,4 +39,4 @@ def test_the_table_of_series_names_is_correct() -> None:
     assert len(rows) == 6
     for group, *names, series in rows:
         for name in filter(None, names):
-            assert user_series(Source(group, name, Form())).name.startswith(series)
+            assert user_series(Source(group, name, MetricType())).name.startswith(series)

@@ -23,7 +23,7 @@ from tests.support.scraping import Page, Samples
 from torchelastic import metrics
 from torchelastic.errors import SettingsError
 from torchelastic.metrics import MetricData, PrometheusMetricHandler
-from torchelastic.metrics.series import Form, Kind, Source, user_series
+from torchelastic.metrics.series import Kind, MetricType, Source, user_series
 
 
 def put(handler: PrometheusMetricHandler, name: Any, value: Any, group: str = "my_app") -> None:
@@ -107,11 +107,13 @@ def test_user_names_cannot_take_platform_series(handler: PrometheusMetricHandler
 @given(
     st.lists(st.sampled_from(["process", "python", "scrape", "elastic", "operator", "up", "ALERTS", "ms", ".", ""])),
     st.lists(st.sampled_from(["process", "operator", "job", "up", "ALERTS", "ms", "total", "seconds", ".", ""])),
-    st.sampled_from([Form(), Form(Kind.COUNTER), Form(Kind.HISTOGRAM, (1.0,))]),
+    st.sampled_from([MetricType(), MetricType(Kind.COUNTER), MetricType(Kind.HISTOGRAM, (1.0,))]),
 )
-def test_no_name_becomes_a_series_of_prometheus_or_the_operator(group: list[str], name: list[str], form: Form) -> None:
+def test_no_name_becomes_a_series_of_prometheus_or_the_operator(
+    group: list[str], name: list[str], metric_type: MetricType
+) -> None:
     of_others = ("process_", "python_", "scrape_", "elastic_operator_")
-    samples = user_series(Source("_".join(group), "_".join(name), form)).samples
+    samples = user_series(Source("_".join(group), "_".join(name), metric_type)).samples
     assert not any(sample.startswith(of_others) or sample in ("up", "ALERTS") for sample in samples)
 
 
@@ -191,7 +193,7 @@ def test_a_late_declaration_is_ignored_and_logged(
     assert caplog.messages == []
     metrics.declare(group, counters=["tokens"])
     [message] = caplog.messages
-    assert message == f"'tokens' of the group '{group}' already has values as a gauge; declare it earlier."
+    assert message == f"'tokens' of group '{group}' has values of type gauge; declare it before its first value."
     put(handler, "tokens", 2, group)
     assert page(handler).value(f"{group}_tokens") == 2
 

@@ -20,8 +20,8 @@ from tests.support.scraping import Page
 from torchelastic.metrics import MetricStream
 from torchelastic.metrics.agent import AgentMetrics
 from torchelastic.metrics.api import MetricRegistry
-from torchelastic.metrics.series_handler import MAX_NAMES, Memory, SeriesHandler
-from torchelastic.metrics.worker import opened
+from torchelastic.metrics.series_handler import MAX_NAMES, MetricMemory, SeriesHandler
+from torchelastic.metrics.worker import open_memory
 from torchelastic.metrics.worker_collector import WorkerMetrics
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Node:
 def _stream(path: str) -> MetricStream:
     registry = MetricRegistry()
     registry.declare("my_app", counters=["samples"], histograms={"size": [1, 10]})
-    registry.attach(SeriesHandler(opened(path), registry.form))
+    registry.attach(SeriesHandler(open_memory(path), registry.type_of))
     return MetricStream("my_app", registry)
 
 
@@ -140,15 +140,15 @@ def test_rounds_leak_no_file_descriptors() -> None:
 
 def test_a_signal_handler_may_measure_a_new_name(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     (worker,) = node.begin(0)
-    words, came = Memory.words, []
+    words, came = MetricMemory.words, []
 
-    def interrupted(memory: Memory, source: Source) -> object:
+    def interrupted(memory: MetricMemory, source: Source) -> object:
         if not came:
             came.append(source)
             worker.add_value("of.handler", 7)
         return words(memory, source)
 
-    monkeypatch.setattr(Memory, "words", interrupted)
+    monkeypatch.setattr(MetricMemory, "words", interrupted)
     worker.add_value("loss", 1)
     rank = (("rank", "0"),)
     assert node.page().samples == {("my_app_loss", rank): 1, ("my_app_of_handler", rank): 7}
@@ -189,7 +189,7 @@ def test_new_names_and_inherited_counters_have_a_limit(node: Node, caplog: pytes
     page = node.page()
     assert len(page.named("my_app")) == MAX_NAMES
     assert page.value("torchelastic_metrics_dropped_total", reason="too_many_names", rank="0") == 100
-    assert [f"There are already {MAX_NAMES} different names" in message for message in caplog.messages] == [True]
+    assert [f"exceeds the limit of {MAX_NAMES} metric names" in message for message in caplog.messages] == [True]
     for round in range(3):
         (worker,) = node.begin(0)
         worker._registry.declare("my_app", counters=[f"{round}.{number}" for number in range(900)])

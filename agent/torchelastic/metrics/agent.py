@@ -87,7 +87,7 @@ class AgentMetrics:
         return [family for family in families.values() if family.samples]
 
     def follow(self, node: RendezvousNode) -> None:
-        """Show the totals of the run while this agent's node is the leader."""
+        """Show the totals of the run while the node of this agent is the leader."""
         self._node = node
 
     def round(self, number: int, world_size: int) -> None:
@@ -110,7 +110,7 @@ class AgentMetrics:
         self._put(f"recovery.{reason}.duration.ms", seconds * 1000, series.RECOVERY, cause=str(reason))
 
     def run_ended(self, role: str, *, succeeded: bool, restarts: int, max_restarts: int) -> None:
-        """Record the end of the run, and how many failures were charged to the restart budget."""
+        """Record the end of the run, and how many failures counted against the restart budget."""
         self._put(f"workers.{role}.run_total", 1, series.RUNS, role=role)
         for name, outcome, happened in (("success", "success", succeeded), ("failed", "failure", not succeeded)):
             for ending, retries, value in (
@@ -126,7 +126,7 @@ class AgentMetrics:
     def measured(self, operation: str) -> Iterator[None]:
         """Record the outcome and the duration of a block as an operation; see :meth:`took`."""
         began = time.perf_counter()
-        succeeded: bool | None = None  # a cancelled operation neither succeeds nor fails
+        succeeded: bool | None = None  # a canceled operation neither succeeds nor fails
         try:
             yield
             succeeded = True
@@ -181,12 +181,12 @@ class AgentMetrics:
             return
         one, value = family.labelled(**labels) if labels else family, value / family.divisor
         with self._lock:
-            words = self._words.setdefault(one, [0.0] * one.form.size)
-            if one.form.kind is Kind.HISTOGRAM:
-                words[bisect_left(one.form.buckets, value)] += 1
+            words = self._words.setdefault(one, [0.0] * one.type.size)
+            if one.type.kind is Kind.HISTOGRAM:
+                words[bisect_left(one.type.buckets, value)] += 1
                 words[-1] += value
             else:
-                words[0] = value + (words[0] if one.form.kind is Kind.COUNTER else 0.0)
+                words[0] = value + (words[0] if one.type.kind is Kind.COUNTER else 0.0)
 
     def _own(self) -> Iterable[Metric]:
         from torchelastic.metrics.prometheus import families_of

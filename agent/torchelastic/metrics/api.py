@@ -4,7 +4,7 @@ A program records values under a *group* and a *name*; :func:`configure` sets th
 without a handler are dropped, which costs one dictionary lookup.
 
 *Configured* handlers belong to the program: one per group, and a default for all groups without their own handler.
-*Attached* handlers belong to the platform: they receive every value, in addition to the configured handlers.
+*Attached* handlers belong to torchelastic: they receive every value, in addition to the configured handlers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar, cast, overload
 
-from torchelastic.metrics.series import COUNTER, DURATION_BUCKETS, GAUGE, PLATFORM_GROUP, PLATFORM_SERIES, Form, Kind
+from torchelastic.metrics.series import COUNTER, DURATION_BUCKETS, PLATFORM_GROUP, PLATFORM_SERIES, Kind, MetricType
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -50,7 +50,7 @@ Result = TypeVar("Result")
 
 
 class MetricData(NamedTuple):
-    """One value of a name in a group, as passed to a handler; the timestamp is in seconds since 1970."""
+    """One value of a metric, as passed to a handler; the timestamp is in seconds since 1970."""
 
     timestamp: float
     group_name: str
@@ -59,7 +59,7 @@ class MetricData(NamedTuple):
 
 
 class MetricHandler(abc.ABC):
-    """Receives values. Subclasses implement :meth:`emit`, which is called in the measuring thread."""
+    """Receives values. Subclasses implement :meth:`emit`, which is called in the thread that records the value."""
 
     @abc.abstractmethod
     def emit(self, metric_data: MetricData) -> None:
@@ -101,7 +101,7 @@ class MetricsConfig:
 
 
 class MetricRegistry:
-    """The handlers of each group, and the declared forms. Values may be added in any thread.
+    """The handlers of each group, and the declared metric types. Values may be added in any thread.
 
     Attributes:
         attached: the handlers that receive every value.
@@ -113,8 +113,8 @@ class MetricRegistry:
         # Replaced at each change and never modified, because other threads read it.
         self._routes: Mapping[str | None, tuple[MetricHandler, ...]] = {None: ()}
         self._failed: list[MetricHandler] = []
-        self._declared: dict[tuple[str, str], Form] = {}
-        self._used: dict[tuple[str, str], Form] = {}
+        self._declared: dict[tuple[str, str], MetricType] = {}
+        self._used: dict[tuple[str, str], MetricType] = {}
 
     def configure(self, handler: MetricHandler, group: str | None = None) -> None:
         """Set the handler of a group.
@@ -143,10 +143,10 @@ class MetricRegistry:
     def declare(
         self, group: str, *, counters: Collection[str] = (), histograms: Mapping[str, Sequence[float]] | None = None
     ) -> None:
-        """Declare the Prometheus types of names of a group. Undeclared names become gauges.
+        """Declare the Prometheus types of metrics of a group. Undeclared metrics become gauges.
 
         The declaration applies to an agent's ``/metrics`` and to every :class:`PrometheusMetricHandler`. It must
-        precede the first value of a name; a late declaration has no effect and logs a warning.
+        precede the first value of a metric; a late declaration has no effect and logs a warning.
 
         Args:
             group: the group.
@@ -157,13 +157,13 @@ class MetricRegistry:
         Raises:
             ValueError: an argument has another type, or the buckets are not ascending numbers.
         """
-        given: object = counters  # by callers without a type checker
-        names = isinstance(given, Iterable) and not isinstance(given, str)
-        if not names or not isinstance({} if histograms is None else histograms, Mapping):
+        untyped: object = counters  # A caller without a type checker may pass any object.
+        is_collection = isinstance(untyped, Iterable) and not isinstance(untyped, str)
+        if not is_collection or not isinstance({} if histograms is None else histograms, Mapping):
             raise ValueError(
                 "counters must be a collection of names, like ['samples'], and histograms must map names to buckets."
             )
-        forms = dict.fromkeys(counters, COUNTER)
+        types = dict.fromkeys(counters, COUNTER)
         for name, bounds in (histograms or {}).items():
             try:
                 buckets = tuple(map(float, bounds))
@@ -173,20 +173,20 @@ class MetricRegistry:
                 raise ValueError(
                     f"The buckets of {name!r} must be finite numbers, each above the previous one, like [0.1, 1]."
                 )
-            forms[name] = Form(Kind.HISTOGRAM, buckets)
-        for name, form in forms.items():
-            used = self._used.get((str(group), name), form)
-            if used == form:
-                self._declared[str(group), name] = form
+            types[name] = MetricType(Kind.HISTOGRAM, buckets)
+        for name, metric_type in types.items():
+            used = self._used.get((str(group), name), metric_type)
+            if used == metric_type:
+                self._declared[str(group), name] = metric_type
             else:
                 _log.warning(
-                    "%r of the group %r already has values as a %s; declare it earlier.", name, group, used.kind
+                    "%r of group %r has values of type %s; declare it before its first value.", name, group, used.kind
                 )
 
-    def form(self, group: str, name: str) -> Form:
-        """Return the form of a name at its first value; a gauge if it was not declared."""
+    def type_of(self, group: str, name: str) -> MetricType:
+        """Return the type of a metric. The first call fixes the type. An undeclared metric is a gauge."""
         platform = PLATFORM_SERIES.get(name) if group == PLATFORM_GROUP else None
-        default = GAUGE if platform is None else platform.form
+        default = MetricType() if platform is None else platform.type
         return self._used.setdefault((group, name), self._declared.get((group, name), default))
 
     def add(self, group: str, name: str, value: float) -> None:
@@ -229,7 +229,7 @@ declare: Final = REGISTRY.declare
 
 
 class MetricStream:
-    """A stream of values of the group ``group_name``. A handler that is configured later receives later values."""
+    """A stream of values of the group ``group_name``. Handlers receive only values that are recorded later."""
 
     __slots__ = ("_registry", "group_name")
 
@@ -243,7 +243,7 @@ class MetricStream:
 
 
 def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
-    """Do nothing. Launchers that follow torchelastic's guide call this first."""
+    """Do nothing. Launchers that follow torchelastic's guide call this function first."""
 
 
 def getStream(group: str) -> MetricStream:  # noqa: N802 - the name in torchelastic's documentation
@@ -289,7 +289,7 @@ def prof(fn: Callable[..., Any] | None = None, group: str = PLATFORM_GROUP) -> C
     REGISTRY.declare(group, counters=[f"{name}.success", f"{name}.failure"], histograms=duration)
 
     @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - those of the function
+    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the function's own arguments
         with _measured(name, group):
             return function(*args, **kwargs)
 

@@ -21,7 +21,7 @@ from prometheus_client.utils import floatToGoString
 from torchelastic.errors import SettingsError
 from torchelastic.metrics.api import REGISTRY
 from torchelastic.metrics.series import DROPPED, Kind, SeriesNames
-from torchelastic.metrics.series_handler import REASONS, Memory, SeriesHandler
+from torchelastic.metrics.series_handler import REASONS, MetricMemory, SeriesHandler
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -35,25 +35,25 @@ _UNITS: Final = ("seconds", "bytes", "ratio")
 
 
 def families_of(values: Iterable[tuple[Series, dict[str, str], Sequence[float]]]) -> Iterable[Metric]:
-    """Return the families of series; each series is given with its labels and the words of its values."""
+    """Return the families of series; each value is a series with its labels and words."""
     families: dict[str, Metric] = {}
     for one, labels, words in values:
         name = one.name
         if (family := families.get(name)) is None:
             stem, _, unit = name.rpartition("_")
-            families[name] = family = Metric(name, one.help, one.form.kind, unit if stem and unit in _UNITS else "")
-        if one.form.kind is Kind.GAUGE:
+            families[name] = family = Metric(name, one.help, one.type.kind, unit if stem and unit in _UNITS else "")
+        if one.type.kind is Kind.GAUGE:
             family.add_sample(name, labels, words[0])
-        elif one.form.kind is Kind.COUNTER:
+        elif one.type.kind is Kind.COUNTER:
             family.add_sample(f"{name}_total", labels, words[0])
         else:
             count = 0.0
-            for bound, number in zip((*one.form.buckets, math.inf), words, strict=False):
+            for bound, number in zip((*one.type.buckets, math.inf), words, strict=False):
                 count += number
                 le = str(floatToGoString(bound))  # type: ignore[no-untyped-call]
                 family.add_sample(f"{name}_bucket", {**labels, "le": le}, count)
             family.add_sample(f"{name}_count", dict(labels), count)
-            if one.form.buckets[0] >= 0:  # Prometheus expects that a sum never decreases
+            if one.type.buckets[0] >= 0:  # Prometheus expects that a sum never decreases
                 family.add_sample(f"{name}_sum", dict(labels), words[-1])
     return families.values()
 
@@ -93,7 +93,7 @@ class PrometheusMetricHandler(SeriesHandler, Collector):
         *,
         address: str = "0.0.0.0",  # noqa: S104 - Prometheus scrapes from another machine
     ) -> None:
-        super().__init__(Memory(), REGISTRY.form)
+        super().__init__(MetricMemory(), REGISTRY.type_of)
         self._names = SeriesNames()
         self.registry = CollectorRegistry()
         self.registry.register(self)

@@ -1,4 +1,4 @@
-"""The Prometheus series: those of the platform, and the conversion of the metric names of programs.
+"""The Prometheus series of torchelastic, and the conversion of the metric names of programs to series names.
 
 A name becomes ``<group>_<name>`` by Prometheus' conventions: snake_case, base units (values whose names end in
 ``.ms`` or ``_ms`` are converted to seconds), and reserved suffixes (``_total``, ``_count``, ``_bucket``, …) only with
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 PLATFORM_GROUP: Final = "torchelastic"
-"""The group of the platform's own metrics, and of values without a group."""
+"""The group of torchelastic's own metrics, and of values without a group."""
 
 
 class Kind(enum.StrEnum):
@@ -33,8 +33,8 @@ _SAMPLES: Final = {
 }
 
 
-class Form(NamedTuple):
-    """The kind of a series and, for a histogram, its buckets.
+class MetricType(NamedTuple):
+    """The type of a metric: its kind and, for a histogram, its buckets.
 
     Attributes:
         kind: gauge, counter or histogram.
@@ -50,16 +50,16 @@ class Form(NamedTuple):
         return len(self.buckets) + 2 if self.kind is Kind.HISTOGRAM else 1
 
 
-GAUGE: Final = Form()
-COUNTER: Final = Form(Kind.COUNTER)
+GAUGE: Final = MetricType()
+COUNTER: Final = MetricType(Kind.COUNTER)
 
 
 class Source(NamedTuple):
-    """A group and a name under which a program records values, and their form."""
+    """A metric of a program: its group, its name and its type."""
 
     group: str
     name: str
-    form: Form
+    type: MetricType
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,14 @@ class Series:
 
     Attributes:
         name: the name of the family, without the suffix of its kind (``_total``, ``_bucket``, …).
-        form: the kind and the buckets.
+        type: the kind and the buckets.
         help: the help text of the exposition.
         divisor: the number by which each value is divided: 1000 if values are in milliseconds.
         labels: pairs of name and value; all series of a family have the same names.
     """
 
     name: str
-    form: Form
+    type: MetricType
     help: str
     divisor: float = 1.0
     labels: tuple[tuple[str, str], ...] = ()
@@ -83,7 +83,7 @@ class Series:
     @property
     def samples(self) -> frozenset[str]:
         """All sample names of the family; no other family may use them."""
-        return frozenset(self.name + ending for ending in _SAMPLES[self.form.kind])
+        return frozenset(self.name + ending for ending in _SAMPLES[self.type.kind])
 
     def labelled(self, **labels: str) -> Series:
         """Return the series of the family with these labels."""
@@ -91,11 +91,11 @@ class Series:
 
 
 def printable(text: str) -> str:
-    """Return the text with characters that UTF-8 cannot encode as escape sequences."""
+    """Return the string; characters that UTF-8 cannot encode become escape sequences."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-# The platform's own series
+# The series of torchelastic
 
 DURATION_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 """Upper bounds in seconds, from a short recovery to a program that takes half an hour to start."""
@@ -104,14 +104,14 @@ _REQUEST_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0
 _families: list[Series] = []
 
 
-def _family(name: str, form: Form, about: str, divisor: float = 1.0) -> Series:
-    _families.append(Series(f"torchelastic_{name}", form, about, divisor))
+def _family(name: str, metric_type: MetricType, help_text: str, divisor: float = 1.0) -> Series:
+    _families.append(Series(f"torchelastic_{name}", metric_type, help_text, divisor))
     return _families[-1]
 
 
-def _durations(name: str, about: str) -> Series:
+def _durations(name: str, help_text: str) -> Series:
     """Return a histogram in seconds for values in milliseconds."""
-    return _family(name, Form(Kind.HISTOGRAM, DURATION_BUCKETS), about, 1000)
+    return _family(name, MetricType(Kind.HISTOGRAM, DURATION_BUCKETS), help_text, 1000)
 
 
 ROUND: Final = _family("round", GAUGE, "Number of the current round.")
@@ -132,7 +132,7 @@ CHECKPOINT_WRITE: Final = _durations("checkpoint_write_latency_seconds", "Time t
 DROPPED: Final = _family("metrics_dropped", COUNTER, "Values that were rejected, by reason.")
 STORE_REQUEST: Final = _family(
     "store_request_duration_seconds",
-    Form(Kind.HISTOGRAM, _REQUEST_BUCKETS),
+    MetricType(Kind.HISTOGRAM, _REQUEST_BUCKETS),
     "Duration of requests to the store (etcd), by request and outcome.",
 )
 WORKER_MEMORY: Final = _family("worker_memory_bytes", GAUGE, "Resident memory of a worker and its child processes.")
@@ -151,7 +151,7 @@ JOB_DESIRED_NODES: Final = _family("job_desired_nodes", GAUGE, "Desired number o
 JOB_MIN_NODES: Final = _family("job_min_nodes", GAUGE, "Minimum number of nodes for training.")
 
 PLATFORM_SAMPLES: Final = frozenset().union(*(series.samples for series in _families))
-"""The sample names of all platform series; metrics of programs never get one of them."""
+"""The sample names of all series of torchelastic; metrics of programs never have one of them."""
 
 OPERATIONS: Final = (
     "SimpleElasticAgent.run",
@@ -171,7 +171,7 @@ PLATFORM_SERIES: Final = {
     "train_step.duration.ms": OPERATION_DURATION.labelled(operation="train_step"),
     "checkpoint.write_latency_ms": CHECKPOINT_WRITE,
 }
-"""The series of the platform's group by metric name, in any process; torch's own agent uses some of these names."""
+"""The series of torchelastic's group by metric name, in any process; torch's own agent uses some of these names."""
 for _name in OPERATIONS:
     _operation = _name.rpartition(".")[2].lstrip("_")
     PLATFORM_SERIES[f"{_name}.duration.ms"] = OPERATION_DURATION.labelled(operation=_operation)
@@ -184,19 +184,19 @@ for _name in OPERATIONS:
 _RESERVED_ENDINGS: Final = ("_total", "_created", "_count", "_sum", "_bucket", "_info", "_gcount", "_gsum")
 RESERVED_BEGINNINGS: Final = ("process_", "python_", "scrape_", "elastic_operator_")
 """Prefixes of the series of Prometheus, its client library and the operator. ``up`` and ``ALERTS`` cannot collide,
-because every name here has a group, an underscore and no capitals."""
+because every series name of a program has a group, an underscore and no capitals."""
 _LONGEST_NAME: Final = 200
 
 
 def series_of(source: Source) -> Series:
-    """Return the series of a source: that of the platform, or one with the preferred name."""
+    """Return the series of a source: torchelastic's own series, or a series with the preferred name."""
     series = PLATFORM_SERIES.get(source.name) if source.group == PLATFORM_GROUP else None
-    return user_series(source) if series is None or series.form != source.form else series
+    return user_series(source) if series is None or series.type != source.type else series
 
 
 def user_series(source: Source) -> Series:
-    """Return the series of a source that does not belong to the platform."""
-    group, name, form = source
+    """Return the series of a source that does not belong to torchelastic."""
+    group, name, metric_type = source
     prefix = snake_case(group) or f"group_{_digest(group)}"
     if prefix[0].isdigit():
         prefix = f"group_{prefix}"
@@ -209,15 +209,15 @@ def user_series(source: Source) -> Series:
     full = f"{prefix}_{body}".rstrip("_")
     if f"{full}_".startswith(RESERVED_BEGINNINGS):  # a suffix may follow
         full = f"group_{full}"
-    while form.kind is Kind.COUNTER and full.endswith("_total"):
+    while metric_type.kind is Kind.COUNTER and full.endswith("_total"):
         full = full.removesuffix("_total")
     if len(full) > _LONGEST_NAME:
         full = f"{full[:_LONGEST_NAME]}_{_digest(name)}"
-    if full.endswith(_RESERVED_ENDINGS) and form.kind is not Kind.COUNTER and not in_milliseconds:
+    if full.endswith(_RESERVED_ENDINGS) and metric_type.kind is not Kind.COUNTER and not in_milliseconds:
         full += "_value"
     return Series(
         full + "_seconds" * in_milliseconds,
-        form,
+        metric_type,
         f"{printable(name):.200} of the group {printable(group):.200}, as the program measures it.",
         divisor=1000 if in_milliseconds else 1,
     )

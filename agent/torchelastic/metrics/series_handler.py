@@ -1,4 +1,4 @@
-"""A handler that checks values and adds them to the words of their series, in a memory that an agent may read.
+"""A handler that checks values and adds them to series in shared memory, which the agent can read.
 
 A value is an aligned double. Layout of the memory, in words of 8 bytes::
 
@@ -23,7 +23,7 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING, Final, SupportsFloat, SupportsIndex
 
 from torchelastic.metrics.api import MetricHandler
-from torchelastic.metrics.series import Form, Kind, Source, series_of
+from torchelastic.metrics.series import Kind, MetricType, Source, series_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,13 +43,13 @@ MAX_NAMES: Final = 1000
 """Maximum number of names per worker or handler."""
 
 MEMORY_SIZE: Final = 512 << 10
-"""The size of a memory in bytes."""
+"""The size of a memory region in bytes."""
 _VALUES: Final = 16
 _NAMES: Final = 16384
 
 
-class Memory:
-    """The memory of a handler, mapped into this process. Only one process writes to it.
+class MetricMemory:
+    """The memory region of a handler, mapped into this process. Only one process writes to it.
 
     Args:
         descriptor: the descriptor of a file of MEMORY_SIZE bytes, which may be closed later; -1 for private memory,
@@ -75,8 +75,8 @@ class Memory:
         for line in bytes(self._names[self._names_end : self._numbers[0]]).splitlines(keepends=True):
             try:
                 group, name, kind, buckets, first = json.loads(line)
-                source = Source(str(group), str(name), Form(Kind(kind), tuple(map(float, buckets))))
-                end = first + source.form.size
+                source = Source(str(group), str(name), MetricType(Kind(kind), tuple(map(float, buckets))))
+                end = first + source.type.size
                 if first >= _VALUES and end <= _NAMES:
                     self._sources[source] = self._words[first:end]
                     self._free = max(self._free, end)
@@ -86,11 +86,11 @@ class Memory:
         return self._sources
 
     def words(self, source: Source) -> memoryview[float] | None:
-        """Return the words of a source, which may be new; None if there is no space for it."""
+        """Return the words of a source. If it is new, allocate its words; return None if there is no space."""
         if source not in self.sources():
-            line = json.dumps((source.group, source.name, *source.form, self._free)).encode() + b"\n"
+            line = json.dumps((source.group, source.name, *source.type, self._free)).encode() + b"\n"
             end = self._names_end + len(line)
-            if self._free + source.form.size > _NAMES or end > len(self._names):
+            if self._free + source.type.size > _NAMES or end > len(self._names):
                 return None
             self._names[self._names_end : end] = line
             self._numbers[0] = end
@@ -98,17 +98,17 @@ class Memory:
 
 
 class SeriesHandler(MetricHandler):
-    """A handler that checks values and adds them to the words of their series; `form` returns the form of a name."""
+    """A handler that checks values and adds them to their series; ``type_of`` returns the type of a metric."""
 
-    def __init__(self, memory: Memory, form: Callable[[str, str], Form]) -> None:
+    def __init__(self, memory: MetricMemory, type_of: Callable[[str, str], MetricType]) -> None:
         self._memory = memory
-        self._form = form
+        self._type_of = type_of
         # Reentrant, because a signal handler or a log handler may also record values.
         self._lock = threading.RLock()
         self._sinks: dict[tuple[str, str], Callable[[float], None]] = {}
-        # While a new name gets its words, this list takes the values that signal handlers record.
+        # While a metric is being added, this list holds the values that signal handlers record.
         self._waiting: list[MetricData] | None = None
-        self._told: set[str] = set()
+        self._logged_reasons: set[str] = set()
 
     def emit(self, metric_data: MetricData) -> None:
         """Add one value to its series."""
@@ -129,17 +129,17 @@ class SeriesHandler(MetricHandler):
             sink(value)
 
     def _new_sink(self, data: MetricData, name: str) -> Callable[[float], None] | None:
-        """Return the function that adds values to a new name; None if no more names are allowed."""
+        """Return the function that adds values to a new metric; None if no more metrics are allowed."""
         group = data.group_name
         with self._lock:
             if self._waiting is not None:  # this signal handler interrupted a call, which adds the value later
                 self._waiting.append(data)
                 return None
             count = len(self._sinks)
-            source = Source(group, name, self._form(group, name))
+            source = Source(group, name, self._type_of(group, name))
             self._waiting = []
             try:
-                if (group, name) in self._sinks:  # another thread was faster
+                if (group, name) in self._sinks:  # another call has already added the metric
                     return self._sinks[group, name]
                 if count < MAX_NAMES and (words := self._memory.words(source)) is not None:
                     return self._sinks.setdefault((group, name), self._sink(source, words))
@@ -149,18 +149,18 @@ class SeriesHandler(MetricHandler):
                     self.emit(each)
             self._drop(
                 TOO_MANY_NAMES,
-                f"There are already {count} different names, and {name!r:.100} of the group {group!r:.100} is one "
-                "more; put changing parts (a step, a file) into the value, not into the name",
+                f"{name!r:.100} of group {group!r:.100} exceeds the limit of {count} metric names; do not put changing "
+                "parts, such as a step number or a file name, into the name",
             )
             return None
 
     def _sink(self, source: Source, words: memoryview[float]) -> Callable[[float], None]:
-        lock, bounds, series = self._lock, source.form.buckets, series_of(source)
+        lock, bounds, series = self._lock, source.type.buckets, series_of(source)
         divisor = series.divisor
         least = -sys.float_info.max if bounds and bounds[0] < 0 else 0.0
         most = sys.float_info.max
 
-        def hold(number: float) -> None:
+        def set_gauge(number: float) -> None:
             words[0] = number / divisor
 
         def add(number: float) -> None:
@@ -180,26 +180,26 @@ class SeriesHandler(MetricHandler):
             else:
                 self._refuse(series.name, number)
 
-        return {Kind.GAUGE: hold, Kind.COUNTER: add, Kind.HISTOGRAM: observe}[source.form.kind]
+        return {Kind.GAUGE: set_gauge, Kind.COUNTER: add, Kind.HISTOGRAM: observe}[source.type.kind]
 
     def _refuse(self, series: str, number: float) -> None:
         if math.isfinite(number):
-            self._drop(NEGATIVE, f"{series} got the value {number}, but its values cannot be negative")
+            self._drop(NEGATIVE, f"{series} received the value {number}, but its values cannot be negative")
         else:
-            self._drop(NOT_FINITE, f"{series} got the value {number}")
+            self._drop(NOT_FINITE, f"{series} received the value {number}")
 
     def _drop(self, reason: str, what: str) -> None:
         with self._lock:
             self._memory.dropped[REASONS.index(reason)] += 1
-        if reason not in self._told:
-            self._told.add(reason)
+        if reason not in self._logged_reasons:
+            self._logged_reasons.add(reason)
             _log.warning("%s. The value is dropped; further values of this kind are counted but not logged.", what)
 
 
 def _to_number(value: object) -> float:
-    """Convert a number, or an array or tensor with one element, to a float; refuse text."""
+    """Convert a number, or an array or tensor with one element, to a float; raise TypeError for a string."""
     if callable(item := getattr(value, "item", None)):
-        value = item()  # torch and numpy may warn about a plain conversion
-    if not isinstance(value, SupportsFloat | SupportsIndex):  # float() would parse text
+        value = item()  # torch and numpy may warn about a direct conversion
+    if not isinstance(value, SupportsFloat | SupportsIndex):  # float() would parse a string
         raise TypeError
     return float(value)

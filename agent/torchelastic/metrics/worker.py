@@ -1,8 +1,8 @@
 """The worker's side of its metrics: values go to the agent, in addition to the configured handlers.
 
-The import of this package in a worker opens the memory that an environment variable names. Only the worker's process
-writes to it. Values of its forked and :mod:`multiprocessing` children do not reach the agent. The next program of the
-same worker (for example in a shell script) continues with the values of the previous program.
+When a worker imports this package, the package opens the memory region that an environment variable names. Only the
+worker's process writes to it. Values from its forked and :mod:`multiprocessing` children do not reach the agent. The
+next program of the same worker (for example in a shell script) continues with the values of the previous program.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from torchelastic.agent_socket import METRICS_FILE, is_worker
 from torchelastic.metrics.api import REGISTRY
-from torchelastic.metrics.series_handler import Memory, SeriesHandler
+from torchelastic.metrics.series_handler import MetricMemory, SeriesHandler
 
-_TORCHS: Final = "torch.distributed.elastic.metrics.api"
+_TORCH_METRICS: Final = "torch.distributed.elastic.metrics.api"
 
 _opened: set[str] = set()
 
@@ -28,17 +28,17 @@ def forward_torch() -> None:
     if "torch" not in sys.modules:
         return
     try:
-        stream: Any = importlib.import_module(_TORCHS).MetricStream
+        stream: Any = importlib.import_module(_TORCH_METRICS).MetricStream
     except ImportError:  # an incomplete torch, or another module of this name
         return
-    plain = stream.add_value
-    if hasattr(plain, "__wrapped__"):  # this function was called before
+    original = stream.add_value
+    if hasattr(original, "__wrapped__"):  # this function was called before
         return
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def add_value(self: Any, metric_name: str, metric_value: float) -> None:  # noqa: ANN401 - torch's stream
         REGISTRY.add(str(self.group_name), metric_name, metric_value)
-        plain(self, metric_name, metric_value)
+        original(self, metric_name, metric_value)
 
     stream.add_value = add_value
 
@@ -49,16 +49,16 @@ def attach() -> None:
     if not path or not is_worker() or path in _opened:
         return
     try:
-        handler = SeriesHandler(opened(path), REGISTRY.form)
-    except (OSError, ValueError):  # another process of this worker writes to the file, or the agent is gone
+        handler = SeriesHandler(open_memory(path), REGISTRY.type_of)
+    except (OSError, ValueError):  # another process of this worker writes to the file, or the agent has exited
         return
     _opened.add(path)
     REGISTRY.attach(handler)
     os.register_at_fork(after_in_child=functools.partial(REGISTRY.detach, handler))
 
 
-def opened(path: str) -> Memory:
-    """Return the memory at a path, for the only process that writes to it.
+def open_memory(path: str) -> MetricMemory:
+    """Return the memory region at a path, for the only process that writes to it.
 
     Raises:
         OSError: the file cannot be opened, or another process writes to it.
@@ -68,7 +68,7 @@ def opened(path: str) -> Memory:
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return Memory(descriptor)
+        return MetricMemory(descriptor)
     except BaseException:
         os.close(descriptor)
         raise

@@ -1,4 +1,4 @@
-"""The agent's side of its workers' metrics: the memory of each worker, and its series at a scrape.
+"""The agent's side of its workers' metrics: the memory region of each worker, and its series at a scrape.
 
 When a worker exits, its successor continues its counters and histograms. The successor is the worker of the same rank
 in this node's next round. If that rank has left the node, the successor is a worker whose rank is new on this node. The
@@ -15,7 +15,7 @@ import weakref
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.metrics.series import Kind, SeriesNames
-from torchelastic.metrics.series_handler import MAX_NAMES, MEMORY_SIZE, Memory
+from torchelastic.metrics.series_handler import MAX_NAMES, MEMORY_SIZE, MetricMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger(__name__)
 
 
-class WorkerMemory(Memory):
-    """The memory of one worker, as its agent reads it. The values outlive the worker.
+class WorkerMetricMemory(MetricMemory):
+    """The memory region of one worker, as its agent reads it. The values outlive the worker.
 
-    The memory is a sealed memfd whose pages are allocated in advance, so that no later access fails.
+    The region is a sealed memfd whose pages are allocated in advance, so that no later access fails.
 
     Args:
         rank: the worker's global rank.
         before: the exited worker whose counters and histograms this one continues.
 
     Attributes:
-        path: the path at which the worker opens the memory.
+        path: the path at which the worker opens the region.
 
     Raises:
         OSError: there is not enough memory.
     """
 
-    def __init__(self, rank: int, before: WorkerMemory | None = None) -> None:
+    def __init__(self, rank: int, before: WorkerMetricMemory | None = None) -> None:
         descriptor = os.memfd_create("torchelastic-metrics", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, descriptor)
         os.posix_fallocate(descriptor, 0, MEMORY_SIZE)
@@ -51,23 +51,23 @@ class WorkerMemory(Memory):
         super().__init__(descriptor)
         self.rank = rank
         self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        self._ended = False
+        self._exited = False
         if before is not None:
-            before.ended()
+            before.set_exited()
             self.dropped[:] = before.dropped
             for source, values in [*before.shown().items()][:MAX_NAMES]:
                 if (words := self.words(source)) is not None:
                     words[:] = values
 
-    def ended(self) -> None:
-        """Note that the worker has exited: its gauges are no longer shown."""
-        self._ended = True
+    def set_exited(self) -> None:
+        """Record that the worker has exited: its gauges are no longer shown."""
+        self._exited = True
 
     def shown(self) -> dict[Source, memoryview[float]]:
         """Return the values of the exposed sources."""
-        ended = self._ended
+        exited = self._exited
         return {
-            source: words for source, words in self.sources().items() if not (ended and source.form.kind is Kind.GAUGE)
+            source: words for source, words in self.sources().items() if not (exited and source.type.kind is Kind.GAUGE)
         }
 
 
@@ -75,15 +75,15 @@ class WorkerMetrics:
     """The series of this node's workers, as a prometheus_client collector."""
 
     def __init__(self) -> None:
-        self._workers: Mapping[int, WorkerMemory] = {}
+        self._workers: Mapping[int, WorkerMetricMemory] = {}
         self._lock = threading.Lock()
         self._names = SeriesNames()
-        self._told = False
+        self._logged_error = False
 
-    def begin(self, ranks: Mapping[int, int]) -> Mapping[int, WorkerMemory]:
-        """Return the memory of the workers of a round by local rank; the workers of the previous round have exited.
+    def begin(self, ranks: Mapping[int, int]) -> Mapping[int, WorkerMetricMemory]:
+        """Return the regions of the workers of a round by local rank; the workers of the previous round have exited.
 
-        If the memory cannot be allocated, the workers have no metrics. ``ranks`` maps local ranks to global ranks.
+        If the regions cannot be allocated, the workers have no metrics. ``ranks`` maps local ranks to global ranks.
         """
         before = {worker.rank: worker for worker in self._workers.values()}
         # A rank keeps its counters. A rank that is new on this node continues those of a rank that has left.
@@ -92,13 +92,13 @@ class WorkerMetrics:
         with self._lock:
             try:
                 self._workers = {
-                    local_rank: WorkerMemory(rank, before.get(heirs.get(rank, rank)))
+                    local_rank: WorkerMetricMemory(rank, before.get(heirs.get(rank, rank)))
                     for local_rank, rank in ranks.items()
                 }
             except OSError as error:
                 self._workers = {}
-                if not self._told:
-                    self._told = True
+                if not self._logged_error:
+                    self._logged_error = True
                     _log.warning("/metrics does not show the metrics of workers: no memory for them (%s).", error)
         return self._workers
 

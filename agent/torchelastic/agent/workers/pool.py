@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torchelastic.agent.workers.fork_server import ForkedProcess
     from torchelastic.agent.workers.processes import Child
     from torchelastic.config.settings import AgentSettings, Program
-    from torchelastic.metrics.worker_collector import WorkerMemory, WorkerMetrics
+    from torchelastic.metrics.worker_collector import WorkerMetricMemory, WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -342,7 +342,7 @@ class Workers:
         heartbeats = None
         if (timeout := self._settings.heartbeat_timeout) is not None:
             heartbeats = hang.Heartbeats(self._shared / "heartbeats" / str(round), timeout)
-        memories: Mapping[int, WorkerMemory] = {}
+        memories: Mapping[int, WorkerMetricMemory] = {}
         if self.metrics is not None:
             memories = self.metrics.begin(dict(enumerate(ranks)))
         with contextlib.ExitStack() as stack:
@@ -376,7 +376,7 @@ class Workers:
             stack.pop_all()
         store = children.pop() if listener is not None else None
         for local_rank, of_worker in memories.items():
-            children[local_rank].ended.add_done_callback(lambda _, memory=of_worker: memory.ended())  # type: ignore[misc]
+            children[local_rank].ended.add_done_callback(lambda _, memory=of_worker: memory.set_exited())  # type: ignore[misc]
         self._watchdog.watch(children)
         self._group = WorkerGroup(
             [*map(Worker, range(len(ranks)), ranks, children, outputs)],
