@@ -9,7 +9,7 @@ For launchers in Python:
 
 * :func:`elastic_launch` and :class:`LaunchConfig` launch a function with one call, see :mod:`torchelastic.launcher`;
 * :class:`LocalElasticAgent` runs a :class:`WorkerSpec` and returns a :class:`RunResult`, see
-  :mod:`torchelastic.agent.server`; the spec names a :class:`RendezvousHandler`, see
+  :mod:`torchelastic.agent.server`; the spec contains a :class:`RendezvousHandler`, see
   :mod:`torchelastic.rendezvous`.
 
 :mod:`torchelastic.metrics` is imported separately. Each name above is imported at its first use, so

@@ -100,9 +100,9 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
                 continue
             # Version 1 mounts each controller separately; the name may be a link to a mount with other controllers.
             mount /= controller
-        here = mount / group.strip("/")
+        innermost = mount / group.strip("/")
         # A container often sees the host's path in /proc but only its own part of the tree in /sys.
-        for folder in (here, *here.parents):
+        for folder in (innermost, *innermost.parents):
             yield folder
             if folder == mount:
                 break
@@ -129,7 +129,7 @@ def _read(path: Path) -> str:
 
 
 def gpu_count(environ: Mapping[str, str], root: Path = Path("/")) -> int:
-    """Return how many NVIDIA GPUs a CUDA program finds here, given CUDA_VISIBLE_DEVICES."""
+    """Return how many NVIDIA GPUs a CUDA program finds on this machine with CUDA_VISIBLE_DEVICES."""
     # A container may see all GPUs of its host in /proc; on a host, the device files may not exist yet.
     present = sum(1 for device in (root / "dev").glob("nvidia[0-9]*") if device.name[6:].isdigit())
     if present == 0:
@@ -139,7 +139,7 @@ def gpu_count(environ: Mapping[str, str], root: Path = Path("/")) -> int:
 
 
 def _visible(devices: str, present: int) -> int:
-    """Return how many of the devices CUDA uses: those before the first invalid one, and none if one is named twice."""
+    """Return how many of the devices CUDA uses: those before the first invalid one, and none if one is listed twice."""
     names: list[str] = []
     for part in devices.split(","):
         name = part.strip()

@@ -34,7 +34,7 @@ STARTED: Final = "round %d: started %s of a world of %d"
 
 
 def rank_label(role: str) -> str:
-    """Return the words before the rank in a worker's lines."""
+    """Return the label before the rank in a worker's lines."""
     return "rank" if role == DEFAULT_ROLE else f"{role} rank"
 
 

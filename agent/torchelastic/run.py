@@ -113,8 +113,8 @@ async def _serve_metrics(
     from torchelastic.metrics.prometheus import serve_metrics
 
     port = settings.metrics_port or 0
-    of_machine = (WorkerMemory(lambda: workers.running_pids), ProcessCollector(registry=None), Gpus())
-    registry = metrics.page(measured, *of_machine)
+    machine_metrics = (WorkerMemory(lambda: workers.running_pids), ProcessCollector(registry=None), Gpus())
+    registry = metrics.page(measured, *machine_metrics)
     served_on = await stack.enter_async_context(serve_metrics(registry, port, settings.address))
     if port == 0:  # the user cannot know the port
         logger.info("serving /metrics on port %d", served_on)

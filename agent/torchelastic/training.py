@@ -2,9 +2,9 @@
 
 * :func:`step` and :func:`checkpoint` record metrics (see :mod:`torchelastic.metrics`). On rank 0 they also report the
   time of the first step and of the last checkpoint to the agent, for the time breakdown of the run.
-* :func:`ask_for_notice` asks for time to save before a planned change of the round: before a node joins or leaves, or
-  the size changes. :func:`notice` returns the notice, and :func:`saved` answers it. Without a request, workers are
-  stopped at once.
+* :func:`ask_for_notice` asks for time to save a checkpoint before a planned change of the round: before a node joins
+  or leaves, or the size changes. :func:`notice` returns the notice, and :func:`saved` answers it. Without a request,
+  workers are stopped at once.
 * :func:`round_stands` returns whether this worker's round is still current. Call it before you commit a checkpoint.
 * :func:`heartbeat` reports that the worker makes progress.
 * :class:`NonRetryableException` ends the run even if restarts are left.
@@ -79,14 +79,14 @@ class Checkpoint:
         """Report that the checkpoint is written; a second call has no effect.
 
         Args:
-            future: the future of the write, as in ``future.add_done_callback(writing.done)``. If it was cancelled or
+            future: the future of the write, as in ``future.add_done_callback(writing.done)``. If it was canceled or
                 failed, nothing is reported.
         """
         if self._written or (future is not None and (future.cancelled() or future.exception() is not None)):
             return
         self._written = True
         put_metric("checkpoint.write_latency_ms", (time.perf_counter() - self._clock) * 1000)
-        REPORTS.tell("last_checkpoint_at", self._began)
+        REPORTS.add("last_checkpoint_at", self._began)
 
 
 def step() -> None:
@@ -101,7 +101,7 @@ def step() -> None:
         put_metric("train_step.duration.ms", (now - before) * 1000)
         REPORTS.send()
     else:
-        REPORTS.tell("first_step_at", time.time())
+        REPORTS.add("first_step_at", time.time())
 
 
 def checkpoint() -> Checkpoint:
@@ -130,11 +130,11 @@ class Reports:
 
     def __init__(self) -> None:
         self.step_began = 0.0
-        self._lock = threading.RLock()  # reentrant: a signal handler may save; never held while waiting
+        self._lock = threading.RLock()  # reentrant: a signal handler may report a checkpoint; never held while waiting
         self._unsent: dict[str, float] = {}
         self._next = -math.inf
 
-    def tell(self, what: str, when: float) -> None:
+    def add(self, what: str, when: float) -> None:
         """Report the first step or a checkpoint to the agent.
 
         Args:
@@ -154,7 +154,7 @@ class Reports:
             if not self._is_due(at_exit):  # another thread has sent them
                 return
             unsent, self._unsent = self._unsent, {}
-            if "last_checkpoint_at" in unsent:  # set before the message is sent: a signal handler may save meanwhile
+            if "last_checkpoint_at" in unsent:  # set before the message is sent: a signal handler may report meanwhile
                 self._next = time.perf_counter() + INTERVAL
             if not AGENT.send(unsent):
                 self._unsent = unsent | self._unsent
@@ -228,7 +228,7 @@ class Notices:
         self._answered = 0
 
     def ask_for_notice(self, seconds: float = 30.0, callback: Callable[[Notice], object] | None = None) -> None:
-        """Ask for time to save before a planned change of the round.
+        """Ask for time to save a checkpoint before a planned change of the round.
 
         The request is valid until the worker exits; another call replaces it. The agent's ``--notice`` limits the time.
 
@@ -253,7 +253,7 @@ class Notices:
     def notice(self) -> Notice | None:
         """Return the notice that this worker has not answered yet, or None. The call is cheap enough to poll.
 
-        A cancelled change also returns None.
+        If the change was canceled, the result is also None.
         """
         standing = self._standing
         if standing is None or not is_worker():
@@ -288,7 +288,7 @@ class Notices:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._signals)  # processes that the callback starts inherit the mask
         try:
             callback(notice)
-        except Exception:  # noqa: BLE001 - anything that the program raises
+        except Exception:  # noqa: BLE001 - the program's own exception
             traceback.print_exc()
         finally:
             self._answer(number)
@@ -310,9 +310,9 @@ saved: Final = _notices.saved
 def heartbeat() -> None:
     """Report that this worker makes progress. The call is cheap enough for every step.
 
-    If ``--heartbeat-timeout`` is given, a worker without a heartbeat for that time counts as hung. The agent kills it
+    If ``--heartbeat-timeout`` is set, a worker without a heartbeat for that time counts as hung. The agent kills it
     and reports a failure with the worker's stack. A program that is not written in Python touches the file named by
-    ``TORCHELASTIC_HEARTBEAT_FILE`` instead; the variable is set if ``--heartbeat-timeout`` is given.
+    ``TORCHELASTIC_HEARTBEAT_FILE`` instead; the variable is set if ``--heartbeat-timeout`` is set.
     """
     path = os.environ.get(HEARTBEAT_FILE)
     if path and is_worker():

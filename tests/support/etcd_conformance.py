@@ -209,7 +209,7 @@ class EtcdBehaviour(StoreBehaviour):
             (http("302 Found", ""), "is not etcd, or is etcd without its "),
             (http("200 OK", "<html>Welcome</html>"), "does not answer like etcd"),
             (http("200 OK", '{"action": "get", "node": 7}'), "does not answer like etcd"),
-            (lambda _: b"SSH-2.0-OpenSSH_9.2\r\n", "does not speak HTTP: .*SSH-2.0-OpenSSH_9.2"),
+            (lambda _: b"SSH-2.0-OpenSSH_9.2\r\n", "does not support HTTP: .*SSH-2.0-OpenSSH_9.2"),
         ],
         ids=["not found", "redirect", "a page", "other json", "no http"],
     )
@@ -278,10 +278,10 @@ class EtcdBehaviour(StoreBehaviour):
                 (f"the certificate of etcd at {server.endpoint} cannot be trusted", {"ca_cert": None}),
                 (f"the certificate of etcd at {elsewhere} cannot be trusted", {"endpoints": (elsewhere,)}),
                 ("the TLS connection to", {"cert": None, "key": None}),
-                ("speaks https only", {"protocol": "http"}),
+                ("accepts https only", {"protocol": "http"}),
             ):
                 assert message in str(await self.refused(known, **changes))
-        assert "speaks http only" in str(await self.refused(etcd.settings, protocol="https"))
+        assert "accepts http only" in str(await self.refused(etcd.settings, protocol="https"))
 
     async def test_unusable_certificates_are_reported_before_any_request(self, tmp_path: Path) -> None:
         settings = StoreSettings(endpoints=("127.0.0.1:1",), protocol="https", version=self.api)

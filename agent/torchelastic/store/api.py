@@ -40,7 +40,7 @@ class StoreSettings:
         username: the user name for etcd's authentication; never logged.
         password: the password; never logged, and not part of the representation.
         request_timeout: seconds for one request.
-        silence_limit: seconds of silence after which a watch counts as broken.
+        silence_limit: seconds without data from the server after which a watch counts as broken.
         version: the version of etcd's API, 2 or 3; None to use 3 if the server has it, and otherwise 2.
     """
 
@@ -60,7 +60,7 @@ def parse_endpoints(text: str) -> tuple[str | None, tuple[str, ...]]:
     """Parse ``host[:port][,host[:port]…]``; each part may begin with ``http://`` or ``https://``.
 
     Returns:
-        The protocol, or None if the text has none; and host:port of each server, with IPv6 addresses in brackets.
+        The protocol, or None if no endpoint has one; and host:port of each server, with IPv6 addresses in brackets.
 
     Raises:
         SettingsError: an endpoint is invalid, or the endpoints differ in the protocol. The message starts with the
@@ -93,7 +93,7 @@ def _why_not(part: str) -> str:
     if not part:
         return "one of the addresses is empty; write host:port, several with one comma between them"
     if "@" in part:
-        return "a user and password do not belong in the address; give username=… and password=… in --rdzv-conf"
+        return "a user and password do not belong in the address; set username=… and password=… in --rdzv-conf"
     if part.count(":") > 1 and "[" not in part and "://" not in part:
         return f'"{part}" looks like an IPv6 address; put it into brackets: [{part}]:{DEFAULT_PORT}'
     return f'"{part}" is not an address; write host:port, for example etcd-server:{DEFAULT_PORT}'
@@ -127,9 +127,9 @@ class Listing:
     """All entries below a prefix, as of one revision.
 
     Attributes:
-        revision: the store's revision at the time of reading; watch from ``revision + 1`` to miss nothing.
+        revision: the store's revision at the time of reading; watch from ``revision + 1`` to get every later change.
         entries: the entries, sorted by key.
-        cluster_id: the id that the server gives its cluster. A server that was set up again without its data may
+        cluster_id: the id that the server reports for its cluster. A server that was set up again without its data may
             have another id, or the same id and a lower revision.
     """
 
@@ -144,7 +144,7 @@ class Change:
 
     Attributes:
         key: the whole key.
-        entry: the new entry; None if the key was deleted or its lease ended.
+        entry: the new entry; None if the key was deleted or its lease expired.
         revision: the revision of the change.
     """
 
@@ -169,7 +169,7 @@ class Store(Protocol):
         """Return all entries below a prefix, with the store's revision."""
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
-        """Set a key, under a lease if one is given; return the revision."""
+        """Set a key; if ``lease`` is not 0, under that lease. Return the revision."""
 
     async def compare_and_swap(self, key: str, value: bytes | None, *, expected: int, lease: int = 0) -> int | None:
         """Set a key if the revision of its last change is still ``expected``.
@@ -200,10 +200,10 @@ class Store(Protocol):
         """
 
     async def keep_alive(self, lease: int) -> None:
-        """Renew a lease; raise LeaseLost if it has ended."""
+        """Renew a lease; raise LeaseLost if it has expired or was revoked."""
 
     async def revoke(self, lease: int) -> None:
-        """End a lease now and delete its keys; do nothing if it has already ended."""
+        """Delete a lease and its keys; do nothing if the lease no longer exists."""
 
     def watch(self, prefix: str) -> AsyncGenerator[tuple[Change, ...], None]:
         """Yield the changes below a prefix from now on, in batches: every change once, in order.
@@ -213,7 +213,7 @@ class Store(Protocol):
         again. To end the watch, the caller closes the iterator (``aclosing``).
 
         Raises:
-            StoreUnavailable: the connection broke, or was silent for longer than the limit.
+            StoreUnavailable: the connection broke, or the server sent no data for longer than ``silence_limit``.
         """
 
     async def close(self) -> None:

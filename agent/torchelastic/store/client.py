@@ -46,14 +46,14 @@ class Backoff:
         await asyncio.sleep(longest * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
 
     def reset(self) -> None:
-        """Note that an attempt succeeded."""
+        """Record that an attempt succeeded."""
         self.attempts = 0
 
 
 async def connect(settings: StoreSettings) -> Store:
-    """Return a store on the servers that the settings name, after one of them has answered.
+    """Return a store on the servers in ``settings``, after one of them has answered.
 
-    If the settings name no version, the store uses etcd's API v3, or v2 if the servers do not serve v3.
+    If ``settings.version`` is None, the store uses etcd's API v3, or v2 if the servers do not serve v3.
 
     Raises:
         StoreUnavailable: no server answers.
@@ -199,7 +199,7 @@ class RunLease:
         )
 
     async def keep(self) -> NoReturn:
-        """Grant the lease and renew it until cancelled; while the store is unreachable, retry.
+        """Grant the lease and renew it until canceled; while the store is unreachable, retry.
 
         Raises:
             StoreRefused: a retry would not help.
@@ -239,7 +239,7 @@ class NodeStore:
 
     Args:
         store: the store that receives the requests.
-        answered: a function called after each request that was not cancelled, with the method's name, the duration in
+        answered: a function called after each request that was not canceled, with the method's name, the duration in
             seconds (of a watch, until it is confirmed), and ``succeeded``: whether the store answered. LeaseLost counts
             as an answer; a refusal does not.
     """
@@ -252,7 +252,7 @@ class NodeStore:
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         method = getattr(self._store, name)
 
-        async def call(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - those of the method
+        async def call(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - the method's own arguments
             with self._request(name):
                 return await method(*args, **options)
 

@@ -30,7 +30,7 @@ class Unreached(StoreUnavailable):
 
 
 class WrongApi(StoreRefused):
-    """The server answers, but does not speak the requested API of etcd."""
+    """The server answers, but does not support the requested API of etcd."""
 
 
 class NotAuthorized(StoreRefused):
@@ -46,7 +46,7 @@ class LeaseExists(StoreRefused):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """An error message of etcd 3. In a stream, etcd before 3.6 names the code ``grpc_code``."""
+    """An error message of etcd 3. In a stream, etcd before 3.6 calls the code ``grpc_code``."""
 
     message: str = ""
     code: int = 0
@@ -67,7 +67,7 @@ def unexpected(endpoint: str, path: str, status: int, body: bytes, *, lacking: s
 
 
 def shown(body: bytes) -> str:
-    """Return the beginning of an unexpected answer as text on one line."""
+    """Return the beginning of an unexpected answer as a string on one line."""
     text = " ".join(body[: 4 * _SHOWN].decode("utf-8", "replace").split())
     return repr(text[:_SHOWN]) if text else "nothing"
 
@@ -80,20 +80,20 @@ def refused(where: str, fault: Fault, *, transient: bool = False) -> StoreError:
         fault: the error message.
         transient: whether the HTTP status indicates a temporary error.
     """
-    said = fault.message.removeprefix("etcdserver: ")
-    if "requested lease not found" in said:
+    message = fault.message.removeprefix("etcdserver: ")
+    if "requested lease not found" in message:
         return LeaseLost(f"{where} no longer has this lease")
-    if "lease already exists" in said:
+    if "lease already exists" in message:
         return LeaseExists(f"{where} already has a lease with this id")
-    if any(sign in said for sign in _TOKEN_REFUSED):
-        return TokenRefused(f"{where} requires a user name and a password: {said}")
-    if "authentication failed" in said:
+    if any(sign in message for sign in _TOKEN_REFUSED):
+        return TokenRefused(f"{where} requires a user name and a password: {message}")
+    if "authentication failed" in message:
         return StoreRefused(f"{where} does not accept the user name and password")
-    if "permission denied" in said:
+    if "permission denied" in message:
         return NotAuthorized(f"{where} does not allow this user to use these keys: permission denied")
     if transient or (fault.code or fault.grpc_code) in _TRANSIENT_CODES:
-        return StoreUnavailable(f"{where} cannot answer now: {said}")
-    return StoreRefused(f"{where} refuses: {said}")
+        return StoreUnavailable(f"{where} cannot answer now: {message}")
+    return StoreRefused(f"{where} refuses: {message}")
 
 
 def broken(endpoint: str, error: aiohttp.ClientError) -> StoreError:
@@ -101,8 +101,8 @@ def broken(endpoint: str, error: aiohttp.ClientError) -> StoreError:
     where = f"etcd at {endpoint}"
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         cause = error.certificate_error
-        said = cause.verify_message if isinstance(cause, ssl.SSLCertVerificationError) else str(cause)
-        return StoreRefused(f"the certificate of {where} cannot be trusted: {said}")
+        reason = cause.verify_message if isinstance(cause, ssl.SSLCertVerificationError) else str(cause)
+        return StoreRefused(f"the certificate of {where} cannot be trusted: {reason}")
     if isinstance(error, aiohttp.ClientOSError) and "[SSL:" in str(error) and "EOF" not in str(error):
         reason = str(error).partition("[SSL:")[2].partition("]")[0].strip()
         return StoreRefused(f"the TLS connection to {where} failed: {reason}")
@@ -112,7 +112,7 @@ def broken(endpoint: str, error: aiohttp.ClientError) -> StoreError:
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return Unreached(f"{where} does not answer: no connection in time")
     if isinstance(error, aiohttp.ClientResponseError):
-        return WrongApi(f"the server at {endpoint} does not speak HTTP: {' '.join(error.message.split())}")
+        return WrongApi(f"the server at {endpoint} does not support HTTP: {' '.join(error.message.split())}")
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return StoreUnavailable(f"{where} closed the connection instead of answering")
     if isinstance(error, aiohttp.ClientPayloadError):
@@ -128,7 +128,7 @@ def _reason(error: OSError) -> str:
 
 
 async def other_protocol(endpoint: str, protocol: str) -> str | None:
-    """Return the protocol that a server speaks instead of this one; None if it speaks this one or does not answer."""
+    """Return the protocol that a server expects instead of this one; None if it accepts this one or does not answer."""
     other = "https" if protocol == "http" else "http"
     timeout = aiohttp.ClientTimeout(total=_PROBE_LIMIT)
     try:

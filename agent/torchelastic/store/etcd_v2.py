@@ -1,15 +1,15 @@
-"""The store on servers that speak etcd's API v2 (etcd 2.3 to 3.5, with ``--enable-v2``).
+"""The store on servers with etcd's API v2 (etcd 2.3 to 3.5, with ``--enable-v2``).
 
 =================  ====================================================================================================
 the store          in v2
 =================  ====================================================================================================
 key                a path; its last part ends with ``~``, because in v2 a path is either a value or a folder
-value              text that starts with a stamp of the write and the id of the lease: ``5f2a9c01d3e4 1f {"number":7}``
+value              a string that starts with a stamp of the write and the lease's id: ``5f2a9c01d3e4 1f {"number":7}``
 revision           etcd's index. A renewal increments the index of the key, but no watch reports it; an entry keeps the
                    revision at which this client first saw the entry's stamp
-compare-and-swap   reads the key, then compares the text, which no renewal changes
+compare-and-swap   reads the key, then compares the string, which no renewal changes
 lease              exists only in the clients that granted it. Its keys have the time to live of the lease. Renewing
-                   the lease renews each key. Granting or revoking it finds other clients' keys by the id in the text
+                   the lease renews each key. Granting or revoking it finds other clients' keys by the id in the string
 watch              one request for each change, which waits for the change; if none comes, a request for etcd's index
 =================  ====================================================================================================
 
@@ -53,14 +53,14 @@ Answer = Any
 _STORED: Final = re.compile(r"(?P<stamp>[0-9a-f]{12}) (?P<lease>[0-9a-f]{1,16}) (?P<value>.*)", re.DOTALL)
 _LEAF: Final = "~"
 _EMPTY: Final = "~"
-_STAMPS_KEPT: Final = 4
+_MAX_STAMPS: Final = 4
 _REMOVALS: Final = frozenset({"delete", "expire", "compareAndDelete"})
 
 _NOT_AS_EXPECTED: Final = (etcd.EtcdKeyNotFound, etcd.EtcdCompareFailed, etcd.EtcdAlreadyExist)
 """The errors for a condition of the request that does not hold."""
 
-_ABOUT_KEYS: Final = frozenset({100, 101, 105, 401})  # the codes of these errors and of EtcdEventIndexCleared
-_TRANSIENT: Final = frozenset({300, 301, 400})  # an internal error of Raft, a leader election, a cleared watcher
+_KEY_ERROR_CODES: Final = frozenset({100, 101, 105, 401})  # the codes of these errors and of EtcdEventIndexCleared
+_TRANSIENT_CODES: Final = frozenset({300, 301, 400})  # an internal error of Raft, a leader election, a cleared watcher
 
 
 class EtcdV2Store:
@@ -182,14 +182,14 @@ class EtcdV2Store:
                 while True:
                     next_change = {"wait": True, "waitIndex": start, "recursive": True}
                     answer = await self._ask("read", folder, at=server, patience=patience, **next_change)
-                    node, gone = _node(answer), answer.action in _REMOVALS
-                    if answer.dir and gone:
+                    node, removed = _node(answer), answer.action in _REMOVALS
+                    if answer.dir and removed:
                         return  # the folder was deleted with all its keys
                     start, key = node.modified + 1, _key(node.path)
                     if key is not None and key.startswith(prefix):
-                        if gone:
+                        if removed:
                             self._revisions.pop(key, None)
-                        yield (Change(key, None if gone else self._entry(key, node), node.modified),)
+                        yield (Change(key, None if removed else self._entry(key, node), node.modified),)
             except etcd.EtcdWatchTimedOut as quiet:
                 start = max(start, _index_of(quiet) + 1)
             except etcd.EtcdEventIndexCleared:
@@ -205,7 +205,7 @@ class EtcdV2Store:
         """Return the entry, with the revision at which this client first saw the entry's stamp."""
         seen = self._revisions.setdefault(key, {})
         revision = seen.setdefault(node.stamp or str(node.modified), node.modified)
-        if len(seen) > _STAMPS_KEPT:
+        if len(seen) > _MAX_STAMPS:
             del seen[next(iter(seen))]
         return Entry(key, node.value, node.created, revision)
 
@@ -240,7 +240,7 @@ class EtcdV2Store:
     # Leases
 
     def _held(self, lease: int) -> _Lease:
-        """Return a lease; lease 0 is for keys that do not expire, and never ends."""
+        """Return a lease; lease 0 is for keys that do not expire, and never expires."""
         held = self._leases.get(lease, _Lease()) if lease else _Lease(math.inf, math.inf)
         if held.ends <= time.monotonic():
             raise self._lost(lease)
@@ -248,10 +248,10 @@ class EtcdV2Store:
 
     def _lost(self, lease: int) -> LeaseLost:
         self._leases.pop(lease, None)
-        return LeaseLost(f"lease {lease:x} has ended")
+        return LeaseLost(f"lease {lease:x} has expired")
 
     async def _texts_under(self, lease: int) -> dict[str, str]:
-        """Return the texts of all keys under a lease, by path."""
+        """Return the stored strings of all keys under a lease, by path."""
         _, nodes = await self._below(f"{KEY_ROOT}/")
         return {node.path: node.text for node in nodes if node.lease == lease}
 
@@ -306,18 +306,18 @@ class EtcdV2Store:
                 except TimeoutError:
                     raise etcd.EtcdWatchTimedOut(payload={"index": int(headers.get("X-Etcd-Index", 0))}) from None
             try:
-                return self._python_etcd.understood(
+                return self._python_etcd.parse_answer(
                     SimpleNamespace(status=response.status, data=data, getheaders=lambda: headers)
                 )
-            except (etcd.EtcdException, ValueError) as error:  # ValueError: the answer is not text
-                if _payload(error).get("errorCode") in _ABOUT_KEYS:
+            except (etcd.EtcdException, ValueError) as error:  # ValueError: the answer is not UTF-8
+                if _payload(error).get("errorCode") in _KEY_ERROR_CODES:
                     raise
-                raise self._meaning(endpoint, error, response.status, data) from error
+                raise self._store_error(endpoint, error, response.status, data) from error
 
         limit = limit or 1.5 * patience
         return await self._servers.ask(exchange, repeatable=method in {"read", "refresh"}, at=at, limit=limit)
 
-    def _meaning(self, endpoint: str, error: Exception, status: int, data: bytes) -> StoreError:
+    def _store_error(self, endpoint: str, error: Exception, status: int, data: bytes) -> StoreError:
         """Convert an error of python-etcd to an error of the store."""
         where = f"etcd at {endpoint}"
         if isinstance(error, etcd.EtcdInsufficientPermissions):
@@ -326,10 +326,10 @@ class EtcdV2Store:
             return StoreRefused(f"{where} requires a user name and a password")
         payload = _payload(error)
         if "errorCode" in payload:
-            said = " ".join(str(payload[name]) for name in ("message", "cause") if payload.get(name))
-            if status >= 500 or payload["errorCode"] in _TRANSIENT:
-                return StoreUnavailable(f"{where} cannot answer now: {said}")
-            return StoreRefused(f"{where} refuses: {said}")
+            message = " ".join(str(payload[name]) for name in ("message", "cause") if payload.get(name))
+            if status >= 500 or payload["errorCode"] in _TRANSIENT_CODES:
+                return StoreUnavailable(f"{where} cannot answer now: {message}")
+            return StoreRefused(f"{where} refuses: {message}")
         if status in {200, 201}:
             return WrongApi(f"the server at {endpoint} does not answer like etcd's API v2")
         return unexpected(endpoint, "/v2/keys", status, data, lacking="its API v2 (--enable-v2=true, until etcd 3.5)")
@@ -346,19 +346,19 @@ class _PythonEtcd(etcd.Client):  # type: ignore[misc]
     def _result_from_response(self, request: object) -> object:
         return request
 
-    def understood(self, answer: object) -> Answer:
+    def parse_answer(self, answer: object) -> Answer:
         """Return python-etcd's result for an answer, or raise its exception."""
         return super()._result_from_response(self._handle_server_response(answer))
 
 
 @dataclass(slots=True)
 class _Lease:
-    """A lease that this client has granted; initially, a lease that has ended.
+    """A lease that this client has granted; initially, a lease that has expired.
 
     Attributes:
-        ttl: seconds from each renewal to the end of the lease.
-        ends: when the lease ends, by the monotonic clock.
-        texts: the texts, by path, that this client wrote under the lease, or found when it granted the lease.
+        ttl: seconds from each renewal to the expiry of the lease.
+        ends: when the lease expires, by the monotonic clock.
+        texts: the stored strings, by path, that this client wrote under the lease, or found when it granted the lease.
     """
 
     ttl: float = 0.0
@@ -391,7 +391,7 @@ def _node(answer: Answer) -> _Node:
 
 
 def _text(value: bytes, lease: int) -> str:
-    """Return the text that represents a value; latin-1 because it has a character for each byte."""
+    """Return the string to store for a value; latin-1 because it has a character for each byte."""
     return f"{secrets.token_hex(6)} {lease:x} {value.decode('latin-1')}"
 
 

@@ -140,7 +140,7 @@ class EtcdServers:
             probes = (other_protocol(endpoint, self._settings.protocol) for endpoint in self.endpoints)
             for endpoint, protocol in zip(self.endpoints, await asyncio.gather(*probes), strict=True):
                 if protocol is not None:
-                    wanted = f"etcd at {endpoint} speaks {protocol} only: write {protocol}:// before the address"
+                    wanted = f"etcd at {endpoint} accepts {protocol} only: write {protocol}:// before the address"
                     raise StoreRefused(wanted) from error
             raise
 
@@ -165,7 +165,7 @@ class EtcdServers:
 
         Raises:
             StoreUnavailable: the server cannot be reached, or the connection broke.
-            StoreRefused: the server cannot be trusted, or does not speak HTTP.
+            StoreRefused: the server cannot be trusted, or does not support HTTP.
         """
         self._raise_if_closed()
         if self._session is None:  # not in __init__, because a session belongs to the running loop
@@ -270,7 +270,7 @@ class EtcdV3Store:
                 # Repeatable: a lease whose id is lost expires.
                 return (await self._call("/v3/lease/grant", message, repeatable=True)).lease
             except LeaseExists:
-                with contextlib.suppress(LeaseLost):  # it has just ended, so it can be granted again
+                with contextlib.suppress(LeaseLost):  # it has just expired, so it can be granted again
                     await self.keep_alive(lease)
                     return lease
 
@@ -280,7 +280,7 @@ class EtcdV3Store:
         if isinstance(answer.error, Fault):
             raise refused("etcd", answer.error)
         if answer.result is None or answer.result.ttl == 0:
-            raise LeaseLost(f"lease {lease:x} has ended")
+            raise LeaseLost(f"lease {lease:x} has expired")
 
     async def revoke(self, lease: int) -> None:
         """See :meth:`Store.revoke <torchelastic.store.api.Store.revoke>`."""
@@ -301,7 +301,7 @@ class EtcdV3Store:
                     answer = await stream.next(self._patience)
                     if answer is None:
                         if start > await self._revision(prefix, at=server) + 1:
-                            return  # the server lost its data, and is silent until its revisions reach ``start``
+                            return  # the server lost its data, and sends nothing until its revisions reach ``start``
                         quiet += 1
                         yield ()
                     elif answer.compact_revision:
@@ -329,7 +329,7 @@ class EtcdV3Store:
                 return await stack.enter_async_context(request)
 
             response = await self._servers.ask(begin, at=server)
-            _break_if_peer_is_silent(response, self._settings.silence_limit)
+            _break_if_peer_stops(response, self._settings.silence_limit)
             yield _Stream(server, response)
 
     async def _revision(self, prefix: str, *, at: str | None = None) -> int:
@@ -484,8 +484,8 @@ def _refusal(endpoint: str, path: str, status: int, body: bytes) -> StoreError:
     return unexpected(endpoint, path, status, body, lacking=lacking)
 
 
-def _break_if_peer_is_silent(response: aiohttp.ClientResponse, limit: float) -> None:
-    """Make the kernel close the connection if its peer's kernel is silent for ``limit`` seconds."""
+def _break_if_peer_stops(response: aiohttp.ClientResponse, limit: float) -> None:
+    """Make the kernel close the connection if its peer's kernel does not answer for ``limit`` seconds."""
     transport = response.connection.transport if response.connection else None
     if transport is None:
         return  # the connection is broken already; reading will fail

@@ -1,7 +1,7 @@
 """A store within one process: for ``--standalone``, which needs no etcd, and for tests with thousands of events.
 
 It behaves like etcd in all that a caller can observe: the whole store has one revision, changes of one revision are
-reported together, and leases delete their keys when they end.
+reported together, and leases delete their keys when they expire.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Data:
         self.revision = 1  # as in an empty etcd
         self.entries: dict[str, Entry] = {}
         self.lease_ids = itertools.count(1)
-        self.leases: dict[int, tuple[float, asyncio.TimerHandle]] = {}  # seconds, and the timer that ends the lease
+        self.leases: dict[int, tuple[float, asyncio.TimerHandle]] = {}  # seconds, and the timer that expires the lease
         self.lease_of: dict[str, int] = {}
         self.watches: dict[_Watch, None] = {}  # an ordered set, so that tests are reproducible
 
@@ -127,7 +127,7 @@ class MemoryStore:
                 yield changes
         finally:
             del data.watches[watch]
-        raise StoreUnavailable("the watch of the store in memory was cut off")
+        raise StoreUnavailable("the watch of the store in memory was interrupted")
 
     async def close(self) -> None:
         """Close this client; the data remain for other clients."""
@@ -154,7 +154,7 @@ class MemoryStore:
     async def _reached(self) -> _Data:
         await asyncio.sleep(0)
         if not self.reachable:
-            raise StoreUnavailable("the store in memory is closed" if self._closed else "the store is out of reach")
+            raise StoreUnavailable("the store in memory is closed" if self._closed else "the store is unreachable")
         return self._data
 
     def _below(self, prefix: str) -> builtins.list[str]:

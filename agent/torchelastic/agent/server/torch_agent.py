@@ -114,7 +114,7 @@ class TorchAgent(LocalElasticAgent):
             raise torch_rendezvous.RendezvousGracefulExitError("LocalElasticAgent.stop() was called")
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self._blocked = True  # no worker runs
+        self._blocked = True  # no workers run during a rendezvous
         try:
             self._check()
             super()._rendezvous(worker_group)
