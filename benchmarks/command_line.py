@@ -68,7 +68,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def duration(text: str) -> float:
-    """Parse a text as seconds, for argparse's ``type``."""
+    """Parse a string as seconds, for argparse's ``type``."""
     try:
         value = float(text)
     except ValueError:
@@ -79,7 +79,7 @@ def duration(text: str) -> float:
 
 
 def existing(text: str) -> Path:
-    """Parse a text as the path of an existing file, for argparse's ``type``."""
+    """Parse a string as the path of an existing file, for argparse's ``type``."""
     path = Path(text)
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"there is no file {text}")

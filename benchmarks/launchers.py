@@ -1,4 +1,4 @@
-"""The launchers that are compared: torchelastic-run, and torchrun with favourable and with default settings."""
+"""The launchers that are compared: torchelastic-run, and torchrun with favorable and with default settings."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ TORCHRUN_FAST_LOSS: Final = Launcher(
     {**_LAST_CALL, "keep_alive_interval": 1, "keep_alive_max_attempt": 5},
     _NOT_SHARED,
 )
-"""A node that is silent for 5 s counts as lost, as with torchelastic's lease. The default is 15 s."""
+"""A node without heartbeats for 5 s counts as lost, as with torchelastic's lease. The default is 15 s."""
 TORCHRUN_DEFAULTS: Final = Launcher("torchrun with its defaults")

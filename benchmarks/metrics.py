@@ -68,7 +68,7 @@ class RunningAgent:
             return await response.read()
 
     async def scrape_regularly(self) -> None:
-        """Scrape until cancelled, like Prometheus."""
+        """Scrape until canceled, like Prometheus."""
         while True:
             with suppress(aiohttp.ClientError):  # the agent does not listen yet
                 await self.scrape()

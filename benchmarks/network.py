@@ -1,4 +1,4 @@
-"""A network of hosts that can fall silent: a switch and hosts, each in a network namespace.
+"""A network of hosts that can be disconnected: a switch and hosts, each in a network namespace.
 
 The namespaces have no names. Each namespace exists as long as its process runs, so nothing is left behind. The network
 of this machine does not change. A host is silenced at the switch: its own interface stays up, and its packets are lost.

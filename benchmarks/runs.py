@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from torchelastic.agent.workers.processes import Child
 
 GLOO_TIMEOUT: Final = 10.0
-"""Seconds after which an all-reduce with a silent host fails. With the default of 30 minutes, torchrun would not
-notice a silent host in time. torchelastic's agents do not need this timeout."""
+"""Seconds after which an all-reduce with an unreachable host fails. With the default of 30 minutes, torchrun would not
+notice an unreachable host in time. torchelastic's agents do not need this timeout."""
 
 _ROOT: Final = Path(__file__).parents[1]
 

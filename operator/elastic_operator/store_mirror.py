@@ -87,7 +87,7 @@ class StoreMirror:
         self.names: dict[str, str] = {}
 
     async def run(self, settings: Reach, available: asyncio.Event | None) -> None:
-        """Follow the store until cancelled.
+        """Follow the store until canceled.
 
         Args:
             settings: called for the settings before each attempt to connect; may raise SettingsError or StoreError.

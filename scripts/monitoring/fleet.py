@@ -193,8 +193,8 @@ _TIME: Final = Row(
         ),
         Panel(
             title="Restarts by cause",
-            about="In the time shown. worker_failed: charged to a job's budget; free: not charged, for example after "
-            "a change of the size; pod_failed: a pod ended unexpectedly.",
+            about="In the time shown. worker_failed: counts against maxRestarts; free: does not count, for example "
+            "after a change of the size; pod_failed: a pod ended unexpectedly.",
             unit=Unit.NUMBER,
             look=Look.BARS,
             decimals=0,

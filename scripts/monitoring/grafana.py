@@ -113,7 +113,7 @@ def _annotation(mark: Mark) -> dashboard.AnnotationQuery:
         .datasource(SOURCE)
         .expr(mark.query.expr)
         .enable(True)
-        .icon_color(mark.colour)
+        .icon_color(mark.color)
     )
 
 

@@ -49,14 +49,14 @@ def _went_up(series: str, found: str) -> Query:
 
 
 MARKS: Final = (
-    Mark(name="Worker failed", query=_went_up("torchelastic_job_restarts_total", CHARGED), colour="red"),
-    Mark(name="New round", query=_went_up("torchelastic_round", S), colour="blue"),
+    Mark(name="Worker failed", query=_went_up("torchelastic_job_restarts_total", CHARGED), color="red"),
+    Mark(name="New round", query=_went_up("torchelastic_round", S), color="blue"),
     Mark(
         name="Desired size changed",
         query=Query(
             expr=f"max(torchelastic_job_desired_nodes{S}) != max(torchelastic_job_desired_nodes{S} offset {MOMENT})"
         ),
-        colour="purple",
+        color="purple",
     ),
 )
 
@@ -109,7 +109,7 @@ _AT_A_GLANCE: Final = Row(
         ),
         Panel(
             title="Restarts",
-            about="Restarts of the workers: after a failure, which is charged to the job's budget, or free, after a "
+            about="Restarts of the workers: after a failure, which counts against maxRestarts, or free, after a "
             "change of the members.",
             unit=Unit.NUMBER,
             look=Look.NUMBER,

@@ -78,8 +78,8 @@ class Panel:
         width: the width in columns; a page has 24.
         decimals: the number of decimals; None for as many as fit.
         repeat: the name of a variable, for each of whose values the panel is repeated; empty for none.
-        good: the threshold from which a number is green; below it, the number is orange; None for no colours.
-        bad: the threshold from which a number is orange, if higher is worse; None for no colours.
+        good: the threshold from which a number is green; below it, the number is orange; None for no colors.
+        bad: the threshold from which a number is orange, if higher is worse; None for no colors.
         units: pairs of a table column's title and its unit, for columns with another unit.
     """
 
@@ -137,12 +137,12 @@ class Mark:
     Attributes:
         name: the name of the event.
         query: the query that has results at the times of the event.
-        colour: the colour of the line.
+        color: the color of the line.
     """
 
     name: str
     query: Query
-    colour: str
+    color: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -163,7 +163,7 @@ async def test_an_operator_without_list_permission_raises_an_alert(cluster_with_
             assert await prometheus.query(ALERTS["ElasticOperatorDown"].expr)
             status, words = await operator.get("/readyz")
             assert status == 503
-            assert "grant the operator its rights there" in words
+            assert "grant the operator its permissions" in words
 
 
 async def test_a_missing_operator_raises_an_alert(watched: Watched) -> None:

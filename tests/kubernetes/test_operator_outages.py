@@ -174,7 +174,7 @@ async def test_a_permission_that_is_revoked_and_restored_is_reported_and_used(
         await ns.change(replicas=2)
         await ns.wait_for_job(lambda status: 'cannot create resource "pods"' in waits_for(status))
         await ns.wait_for_event(
-            "ResourcesBlocked", 'cannot create resource "pods"', "grant the operator its rights there"
+            "ResourcesBlocked", 'cannot create resource "pods"', "grant the operator its permissions"
         )
         assert uids(await ns.wait_for_pods(1)) == uids(first), "existing objects are changed"
         assert await operator.metric("elastic_operator_api_requests_total", verb="post", code="403") < 6, (

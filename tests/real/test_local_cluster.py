@@ -133,7 +133,7 @@ async def test_an_interrupted_run_leaves_no_process_and_is_recorded_as_interrupt
     assert report.time_breakdown is not None
     assert RunState.TRAINING in report.time_breakdown.seconds
     assert not LocalJobs(home=home).describe("job").run.alive
-    with pytest.raises(NotFound, match="no job job is running here"):
+    with pytest.raises(NotFound, match="no job job is running on this machine"):
         LocalJobs(home=home).scale("job", 1)
 
 
@@ -216,7 +216,7 @@ async def test_jobs_run_side_by_side_if_their_names_differ(home: Path, tmp_path:
             assert run_id in again.output
         async with LocalRun(home, file, "--resume", run_id) as resumed:
             assert await resumed.exit_code() == 2
-            assert "is running here already" in resumed.output
+            assert "is already running on this machine" in resumed.output
         assert one.process.returncode is None
 
         # A deleted job releases its name at once.

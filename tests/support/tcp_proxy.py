@@ -72,7 +72,7 @@ class TcpProxy:
         asyncio.get_running_loop().remove_reader(self._server.sockets[0].fileno())
         for _ in range(_STEPS_OF_ACCEPTING):
             await asyncio.sleep(0)
-        # Tasks are not cancelled, because asyncio would report that as an error.
+        # Tasks are not canceled, because asyncio would report that as an error.
         while self._tasks:
             self.cut()
             await asyncio.wait(self._tasks, timeout=0.1)

@@ -123,7 +123,7 @@ def test_a_missing_job_is_reported_in_one_sentence(argv: list[str], capsys: pyte
 @pytest.mark.parametrize("command", ["get", "top"])
 def test_an_empty_list_says_how_to_start_a_job(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command) == 0
-    assert the_one_sentence(capsys) == "no jobs here; start one with `elasticjob run FILE`"
+    assert the_one_sentence(capsys) == "no jobs on this machine; start one with `elasticjob run FILE`"
 
 
 def test_an_unexpected_error_asks_for_a_report(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ async def test_only_a_flag_selects_a_cluster(
 ) -> None:
     (_, kubeconfig), terminal.flags = terminal.flags, ()
     monkeypatch.setenv("KUBECONFIG", kubeconfig)
-    assert "no jobs here" in (await terminal.run("get")).err
+    assert "no jobs on this machine" in (await terminal.run("get")).err
     assert server.requests == []
     monkeypatch.setattr(
         sys, "platform", "darwin"

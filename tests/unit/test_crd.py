@@ -189,12 +189,12 @@ REFUSED: list[tuple[Any, str]] = [
     ({"kind": KIND}, "apiVersion: this field is missing; write apiVersion: elastic.pytorch.org/v1alpha1"),
     ({**job(), "apiVersion": "apps/v1"}, "apiVersion: is apps/v1, expected elastic.pytorch.org/v1alpha1"),
     ({**job(), "kind": "Deployment"}, "kind: is Deployment, expected ElasticJob"),
-    ({key: value for key, value in job().items() if key != "spec"}, "spec: this field is missing; it must be given"),
+    ({key: value for key, value in job().items() if key != "spec"}, "spec: this field is missing; it must be set"),
     ({**job(), "spec": "x"}, "spec: 'x' is not of type 'object'"),
     # Metadata
     (
         {key: value for key, value in job().items() if key != "metadata"},
-        "metadata.name: this field is missing; it must be given",
+        "metadata.name: this field is missing; it must be set",
     ),
     ({**job(), "metadata": []}, "metadata: [] is not of type 'object'"),
     (named(""), "metadata.name: must begin with a lowercase letter"),
@@ -203,11 +203,11 @@ REFUSED: list[tuple[Any, str]] = [
     (named("a", labels={"x/y": 1}), "metadata.labels[x/y]: 1 is not a string; put it into quotes"),
     # Unknown fields
     (job(maxReplica=3), "spec.maxReplica: there is no such field; did you mean maxReplicas?"),
-    ({**job(), "replicas": 2}, "replicas: there is no such field here; it belongs below spec"),
-    (job(endpoint="a"), "spec.endpoint: there is no such field here; it belongs below etcd"),
+    ({**job(), "replicas": 2}, "replicas: there is no such field at this level; it belongs below spec"),
+    (job(endpoint="a"), "spec.endpoint: there is no such field at this level; it belongs below etcd"),
     (job(template={"containers": []}), "spec.template.containers: there is no such field; remove it"),
     # Types and bounds
-    (without("maxReplicas"), "spec.maxReplicas: must be given; more pods than this are never created"),
+    (without("maxReplicas"), "spec.maxReplicas: must be set; more pods than this are never created"),
     (job(maxReplicas="3"), "spec.maxReplicas: '3' is not of type 'integer'"),
     (job(image=""), "spec.image: '' should be non-empty"),
     (job(args="--lr 1"), "spec.args: '--lr 1' is not of type 'array'"),
@@ -222,7 +222,7 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (
         job(etcd={"resources": {"limits": {"cpu": "1 "}}}),
-        'spec.etcd.resources.limits.cpu: "1 " is not valid here; expected: A quantity such as 2, "0.5", 500m',
+        'spec.etcd.resources.limits.cpu: "1 " is not valid; expected: A quantity such as 2, "0.5", 500m',
     ),
     (
         job(checkpoint={"volume": {"nfs": {}, "csi": {}}}),
@@ -237,8 +237,8 @@ REFUSED: list[tuple[Any, str]] = [
         job(replicas=4),
         "spec.replicas: must be between minReplicas and maxReplicas;",
     ),
-    (without("image"), "spec.image: must be given: the image that has the program and the agent"),
-    (without("args"), "spec.args: must be given: the program and its arguments"),
+    (without("image"), "spec.image: must be set: the image that has the program and the agent"),
+    (without("args"), "spec.args: must be set: the program and its arguments"),
     (job(env=[{"name": "1A"}]), "spec.env[0].name: must consist of"),
     (
         job(env=[{"name": "A", "value": "x", "valueFrom": {"fieldRef": {}}}]),
@@ -273,7 +273,7 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (
         {**job(), "spec": {"maxReplicas": 3, "args": ["a"], "template": {"metadata": {}}}},
-        "spec.image: must be given: the image that has the program and the agent (or a template whose container named",
+        "spec.image: must be set: the image that has the program and the agent (or a template whose container named",
     ),
     # Manifests of the first controller
     (
@@ -290,7 +290,7 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (
         archived(rdzvEndpoint="etcd:2379", etcd={"image": "i"}),
-        "spec.rdzvEndpoint: cannot be combined with etcd, which has the same meaning; remove one of the two",
+        "spec.rdzvEndpoint: cannot be combined with etcd, which has the same meaning; remove one of them",
     ),
     (archived(rdzvEndpoint="<your_etcd_endpoint>:<your_etcd_port>"), "spec.rdzvEndpoint: must be host:port, such as"),
     (

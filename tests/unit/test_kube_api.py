@@ -118,7 +118,7 @@ async def test_only_the_beginning_of_an_endless_error_body_is_read() -> None:
     ("message", "hint"),
     [
         ('error looking up service account team/x: serviceaccount "x" not found', "spec.serviceAccountName"),
-        ('User "operator" cannot create resource "pods" in API group ""', "grant the operator its rights there"),
+        ('User "operator" cannot create resource "pods" in API group ""', "grant the operator its permissions"),
         ("the certificate of etcd at a:2379 cannot be trusted: self-signed certificate", "spec.etcd.tlsSecret"),
         ('pods "digits-etcd-5" is forbidden: exceeded quota: few.', "raise that quota"),
         ("failed quota: compute: must specify limits.cpu for: worker", "spec.template.spec.containers"),

@@ -192,7 +192,7 @@ async def test_the_deletion_of_a_pod_group_is_noticed(server: Server, monkeypatc
 @pytest.mark.parametrize(
     ("namespaces", "status", "words"),
     [
-        (("a",), 403, "is not for you; grant the operator its rights there"),
+        (("a",), 403, "is not for you; grant the operator its permissions"),
         (("a", "b"), 404, "this cluster does not know the ElasticJob: install the definition"),
         (("a", "b"), 429, "the objects cannot be listed: the API server refused (429"),
     ],

@@ -310,9 +310,9 @@ def test_the_termination_cause_is_read_from_reasons_and_conditions(
     assert pod.reasons >= {text for text in (obj["status"].get("reason"),) if text}
 
 
-def test_a_silent_node_is_reported() -> None:
+def test_a_node_without_heartbeats_is_reported() -> None:
     pod = pod_of(an_object("Running", RUNS, conditions=SILENT))
-    assert (pod.termination_cause, pod.waiting) == (None, "its node node-1 is silent")
+    assert (pod.termination_cause, pod.waiting) == (None, "its node node-1 sends no heartbeats")
     assert pod.conditions == {"Ready": "False", "ContainersReady": "True"}
 
 

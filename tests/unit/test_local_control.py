@@ -127,7 +127,7 @@ async def test_a_killed_run_is_described_by_its_last_record(files: RunDir, jobs:
     lost = jobs.describe("digits")
     assert (lost.run.alive, lost.run.ended) == (False, None)
     assert lost.events[-1].reason == "Killed"
-    with pytest.raises(NotFound, match="no job digits is running here"):
+    with pytest.raises(NotFound, match="no job digits is running on this machine"):
         jobs.scale("digits", 1)
     with pytest.raises(NotFound, match="there is no report of digits: was its run killed"):
         jobs.report("digits")

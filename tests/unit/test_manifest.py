@@ -120,7 +120,7 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
     (
         "a binary file",
         b"\x7fELF\x02\x01\x01\x00\x00",
-        "job.yaml:1: is not YAML: the character U+007F is not allowed here",
+        "job.yaml:1: is not YAML: the character U+007F is not allowed",
     ),
     (
         "a tab",
@@ -152,7 +152,7 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
         f"{HEAD}{SPEC}  maxReplicas: 1\n  maxRestart: 1\n",
         "job.yaml:8: spec.maxRestart: there is no such field; did you mean maxRestarts?",
     ),
-    ("a missing field", f"{HEAD}{SPEC}", "job.yaml:4: spec.maxReplicas: must be given; more pods than"),
+    ("a missing field", f"{HEAD}{SPEC}", "job.yaml:4: spec.maxReplicas: must be set; more pods than"),
     (
         "a number instead of a string",
         f"{HEAD}spec:\n  image: a\n  maxReplicas: 1\n  args:\n  - train.py\n  - 1e3\n",

@@ -1,10 +1,10 @@
 """The spec of an ElasticJob: typed, with every default filled in.
 
-The CRD (crds/elasticjob.yaml) defines which manifests are valid. The structs here decode a valid manifest.
+The CRD (crds/elasticjob.yaml) defines which manifests are valid. The structs of this module decode a valid manifest.
 :class:`AppliedSpec` is the part from which a job's pods are created; ``status.appliedSpec`` keeps a copy of it.
 
 torchrun and ``torchelastic-run`` parse a command line by the same rules. The agent checks the flags. The operator only
-determines which flags are given, and rejects those that are reserved for it.
+determines which flags are set, and rejects those that are reserved for it.
 
 The first controller for this group and version was archived in 2022. Its manifests have ``rdzvEndpoint`` and
 ``replicaSpecs.Worker``. The CRD accepts the old and the current form, but not a mixture. :func:`current_spec` converts
@@ -64,9 +64,9 @@ class FailureAction(enum.StrEnum):
 
     FAIL_JOB = "FailJob"
     IGNORE = "Ignore"
-    """The worker or pod is replaced, and no budget is charged."""
+    """The worker or pod is replaced, and the failure does not count."""
     COUNT = "Count"
-    """The worker or pod is replaced, and its budget is charged; this also applies if no rule matches."""
+    """The worker or pod is replaced, and the failure counts; this also applies if no rule matches."""
 
 
 class GangScheduler(enum.StrEnum):
@@ -98,7 +98,7 @@ class PodCondition(_Part, frozen=True):
 
 
 class FailureRule(_Part, frozen=True):
-    """The action for failures of one kind. Exactly one of exit codes, pod reasons and pod conditions is given.
+    """The action for failures of one kind. Exactly one of exit codes, pod reasons and pod conditions is set.
 
     Attributes:
         action: the action for the failure.
@@ -150,7 +150,7 @@ class RendezvousSpec(_Part, frozen=True):
     Attributes:
         joining_window: seconds that the first round waits for more pods than the minimum.
         join_timeout: seconds after which the job fails if fewer pods than the minimum have joined.
-        lease: seconds after which a silent pod counts as lost.
+        lease: seconds after which a pod without heartbeats counts as lost.
         ports: the ports on which agents listen to each other; None for any free ports.
     """
 
@@ -200,7 +200,7 @@ class AppliedSpec(_Part, frozen=True, kw_only=True):
         etcd: the store.
         checkpoint: the volume for checkpoints.
         grace_period: seconds between SIGTERM and SIGKILL for workers; None for the default.
-        node_loss: seconds after which pods on a silent node count as lost.
+        node_loss: seconds after which pods on a node without heartbeats count as lost.
         metrics_port: the port of the agents' /metrics; None for the operator's default.
         template: a pod template, as the user wrote it.
     """
@@ -229,8 +229,8 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
         max_replicas: the maximum number of pods.
         replicas: the desired number of pods; None until the user or the operator has set it.
         first_replicas: the initial number of pods in a manifest of the first controller; None for the maximum.
-        max_restarts: the maximum number of charged worker failures in the whole job.
-        backoff_limit: the maximum number of charged pod failures.
+        max_restarts: the maximum number of worker failures that count in the whole job.
+        backoff_limit: the maximum number of pod failures that count.
         suspend: whether the job is suspended, so that it has no pods.
         active_deadline: the maximum number of seconds that the job runs after its start or last resumption.
         ttl_after_finished: seconds from the end of the job to its deletion; None to keep it.
@@ -450,7 +450,7 @@ class LauncherFlag:
     Attributes:
         name: the full name without leading dashes and with ``-`` for ``_``, such as nproc-per-node or m.
         value: the value; empty for a switch, or if the value is missing.
-        words: the flag as given, in one or two words.
+        words: the flag as written, in one or two words.
     """
 
     name: str

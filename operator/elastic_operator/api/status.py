@@ -43,7 +43,7 @@ REPORT_LIMIT: Final = 900_000
 
 _MAX_TEXT_LENGTH: Final = 16384
 _MIN_TEXT_LENGTH: Final = 256
-"""Maximum length of each text with which the longest history fits into a ConfigMap."""
+"""Maximum length of each string with which the longest history fits into a ConfigMap."""
 _OF_JOB: Final = ("namespace", "name", "uid", "created", "completed", "state", "message")
 
 
@@ -119,9 +119,9 @@ class JobStatus:
         desired: the desired number of pods.
         round: the number of the current round.
         world_size: the number of workers in the current round.
-        restarts: the number of worker failures that were charged.
+        restarts: the number of worker failures that count against ``maxRestarts``.
         uncharged_restarts: the number of restarts of workers after membership changes and ignored failures.
-        pod_failures: the number of pod failures that were charged.
+        pod_failures: the number of pod failures that count against ``backoffLimit``.
         counted_pod_uids: the UIDs of ended or terminating pods that must not be counted any more.
         size_generation: the generation of the last size that the agents received; 0 before the first pod was seen, and
             after a suspended job has stopped.
@@ -251,7 +251,7 @@ class Report:
 
 
 def encode_report(report: Report) -> bytes:
-    """Return the report as JSON of at most :data:`REPORT_LIMIT` bytes; its texts are shortened if necessary."""
+    """Return the report as JSON of at most :data:`REPORT_LIMIT` bytes; long strings are shortened if necessary."""
     whole = to_json(report)
     job = {key: whole.pop(key) for key in _OF_JOB if key in whole}
     history = whole.pop("history")
@@ -305,7 +305,7 @@ def merged(kept: Report | None, report: Report) -> Report:
 
 
 def _shortened(value: object, longest: int) -> object:
-    """Return a part of a document, with its texts shortened to this number of characters."""
+    """Return a part of a document, with its strings shortened to this number of characters."""
     if isinstance(value, dict):
         return {key: _shortened(below, longest) for key, below in value.items()}
     if isinstance(value, list):

@@ -95,7 +95,7 @@ examples:
   elasticjob scale digits --replicas 3 -n team    on a cluster, like `kubectl scale`
 """
 _SUSPEND = """\
-Suspend a job: give its workers time to save, then delete all its pods and its etcd.
+Suspend a job: give its workers time to save a checkpoint, then delete all its pods and its etcd.
 Its counters are kept. While it is suspended, almost every field of its spec may be changed.
 
 examples:
@@ -127,7 +127,7 @@ examples:
   elasticjob top digits -n team    a job on a cluster, read through its API server
   elasticjob top -A                the jobs in all namespaces of a cluster
 
-In the list, RESTARTS is the number of restarts charged to the job's budget + the number of others.
+In the list, RESTARTS is the number of restarts that count against maxRestarts + the number of others.
 """
 
 

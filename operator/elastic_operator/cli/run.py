@@ -92,7 +92,7 @@ async def run_job(
         The exit code: 0 succeeded, 1 failed, 3 deleted, 130 interrupted.
 
     Raises:
-        BadInput: the job cannot run here (exit code 2); nothing is left running.
+        BadInput: the job cannot run on this machine (exit code 2); nothing is left running.
     """
     manifest, now = request.manifest, time.time()
     if problem := problem_of(manifest.spec):
@@ -126,10 +126,10 @@ async def run_job(
 
 
 async def _prepare(request: RunRequest, files: RunDir, live: LiveJob) -> Path | None:
-    """Check that the job can run here; return the etcd program to start, or None if the manifest names an etcd.
+    """Check that this machine can run the job; return the etcd program to start, or None if the manifest names an etcd.
 
     Raises:
-        BadInput: the job cannot run here.
+        BadInput: the job cannot run on this machine.
     """
     source, spec = request.manifest.source, request.manifest.spec
     replace_file(files.manifest, manifest_text(source))

@@ -71,5 +71,5 @@ class LogSelector:
         if round not in ranks:
             raise NotFound(f"there is no log of round {round}; there are logs of rounds {rank_list(sorted(ranks))}")
         if self.rank is not None and self.rank not in ranks[round]:
-            there = rank_list(sorted(ranks[round]))
-            raise NotFound(f"there is no rank {self.rank} in round {round}; it has ranks {there}")
+            existing = rank_list(sorted(ranks[round]))
+            raise NotFound(f"there is no rank {self.rank} in round {round}; it has ranks {existing}")

@@ -60,7 +60,7 @@ class LogLine(NamedTuple):
     rank: int
     text: bytes
 
-    def labelled(self, pod: str, selector: LogSelector) -> bytes:
+    def labeled(self, pod: str, selector: LogSelector) -> bytes:
         """Return the line with a label, unless the selector or the text itself identifies the source of the line."""
         name = pod.encode()
         if selector.single_source or (self.rank == AGENT and b"[" + name + b"] " in self.text):
@@ -282,7 +282,7 @@ class ClusterLogs:
         return self._print(heapq.merge(*chosen, key=lambda each: each[0].time))
 
     def _print(self, lines: Iterable[tuple[LogLine, str]]) -> bool:
-        text = b"".join(line.labelled(pod, self._selector) for line, pod in lines)
+        text = b"".join(line.labeled(pod, self._selector) for line, pod in lines)
         if text:
             self._write(text)
         return bool(text)

@@ -47,7 +47,7 @@ class LocalJobs:
         home: the directory of all runs; None for that of :func:`elastic_operator.local.run_dir.home_dir`.
     """
 
-    place = "here"
+    place = "on this machine"
     start_command = "elasticjob run FILE"
 
     def __init__(self, tell: Tell = lambda _: None, home: Path | None = None) -> None:
@@ -143,7 +143,7 @@ class LocalJobs:
             job = self.describe(name)
             if job.run.alive:
                 return job
-        raise NotFound(f"no job {name} is running here; `elasticjob get` lists all jobs")
+        raise NotFound(f"no job {name} is running on this machine; `elasticjob get` lists all jobs")
 
 
 def _state(run: RunDir, name: str | None) -> JobView | None:
@@ -242,7 +242,7 @@ class LogFile:
     pod: str
     path: Path
 
-    def labelled(self, line: bytes) -> bytes:
+    def labeled(self, line: bytes) -> bytes:
         """Return a line with its rank or pod as a label; an agent's line that contains the label gets no second one."""
         label = (f"[{self.pod}] " if self.rank < 0 else f"[rank {self.rank}] ").encode()
         return (line if self.rank < 0 and label in line else label + line) + b"\n"
@@ -268,12 +268,12 @@ def print_logs(logs: Path, selector: LogSelector, write: Callable[[bytes], objec
         NotFound: there are no such logs; the message says which logs there are.
     """
     everything = log_files(logs, LogSelector(agents=selector.agents))
-    there = [file for file in everything if selector.pod in (None, file.pod)]
-    if selector.pod is not None and not there:
+    matching = [file for file in everything if selector.pod in (None, file.pod)]
+    if selector.pod is not None and not matching:
         pods = sorted({file.pod for file in everything})
         raise NotFound(f"there is no log of pod {selector.pod}; there are logs of {', '.join(pods) or 'none'}")
     ranks: dict[int, set[int]] = {}
-    for file in there:
+    for file in matching:
         ranks.setdefault(file.round, set()).add(file.rank)
     if not ranks and not selector.agents:
         raise NotFound(f"no worker has started yet; the logs of the agents are {logs}/*/agent.log (see --agent)")
@@ -330,7 +330,7 @@ class _LogReader:
         self._partial: dict[LogFile, bytes] = {}
 
     def read(self, file: LogFile, *, tail: int | None = None) -> None:
-        """Write the new part of a file; at the first read, write only the last ``tail`` lines if ``tail`` is given."""
+        """Write the new part of a file; at the first read, write only the last ``tail`` lines if ``tail`` is set."""
         with file.path.open("rb") as content:
             if file not in self._offsets and tail is not None:
                 last = deque(content, maxlen=tail)
@@ -344,7 +344,7 @@ class _LogReader:
         """Write the last lines that do not end with a newline."""
         for file, rest in self._partial.items():
             if rest:
-                self._write(file.labelled(rest))
+                self._write(file.labeled(rest))
 
     def _emit(self, file: LogFile, piece: bytes) -> None:
         if not self._label:
@@ -352,4 +352,4 @@ class _LogReader:
             return
         *lines, self._partial[file] = (self._partial.get(file, b"") + piece).split(b"\n")
         if lines:
-            self._write(b"".join(file.labelled(line) for line in lines))
+            self._write(b"".join(file.labeled(line) for line in lines))

@@ -1,7 +1,7 @@
 """Classifies ended pods, counts failed pods exactly once, and determines whether the job has ended.
 
-The failure policy's rules on exit codes apply to workers, and the agents apply them. Its rules on pods apply here, to
-pods that failed and to pods that were disrupted. The status that counts a pod is written before the pod is deleted,
+The agents apply the failure policy's rules on exit codes, to workers. This module applies its rules on pods, to pods
+that failed and to pods that were disrupted. The status that counts a pod is written before the pod is deleted,
 and contains the pod's UID until the pod is gone. So a crash of the operator loses no failure and counts none twice.
 
 The outcome that the agents commit to the store defines how the job ends. If no outcome is known, the agents' exit codes
@@ -50,8 +50,8 @@ class FailureCount:
     Attributes:
         judged: all ended and terminating pods except the pending ones, in the order in which they ended.
         ended: the judged pods that the last written status does not count.
-        pending: UIDs of pods that are charged or end the job unless the store shows that the run had ended before.
-        pod_failures: the job's number of charged pod failures, including those in ``ended``.
+        pending: UIDs of pods that count or end the job unless the store shows that the run had ended before.
+        pod_failures: the number of pod failures that count, including those in ``ended``.
         last_failure: the last failure of a pod or a worker; None if there was none.
         excluded_nodes: nodes on which later pods are not scheduled, including the new ones.
         newly_excluded: the newly excluded nodes, each with the pod that failed on it.
@@ -207,7 +207,7 @@ class Completion:
         reason: the reason for the end, one word.
         failure: why the job failed; None if it succeeded.
         counts_pods: whether failed pods or the deadline ended the job, so that the last failed pods are counted.
-        restarts: the number of charged worker failures, as far as known.
+        restarts: the number of worker failures that count, as far as known.
         round: the number of the last round, as far as known.
     """
 

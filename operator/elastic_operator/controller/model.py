@@ -1,6 +1,6 @@
 """The input and the output of a plan: the job, its observed state, and the actions.
 
-The frozen dataclasses here do not depend on I/O, a clock or Kubernetes. Times are in seconds since the Unix epoch,
+The frozen dataclasses do not depend on I/O, a clock or Kubernetes. Times are in seconds since the Unix epoch,
 durations in seconds.
 
 Until the store has been read, the run may have ended unnoticed. So no pod is created for a run without pods, the store
@@ -53,7 +53,7 @@ class TerminationCause(enum.StrEnum):
     DISRUPTED = "Disrupted"
     """The pod was preempted, drained, evicted or deleted by its node: not a failure."""
     NODE_LOST = "NodeLost"
-    """The node is gone, or silent for too long: not a failure."""
+    """The node is lost: it was removed, or sends no heartbeats. This is not a failure."""
     NOT_ADMITTED = "NotAdmitted"
     """The node did not admit the pod: not a failure."""
 

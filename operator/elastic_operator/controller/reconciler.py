@@ -57,7 +57,7 @@ class ReconcileSettings:
     Attributes:
         base_delay: seconds before the first retry; each further retry waits twice as long.
         max_delay: maximum number of seconds before a retry.
-        resync_period: seconds between two resyncs of all jobs, because watches can fall silent.
+        resync_period: seconds between two resyncs of all jobs, because watches can stop delivering changes.
         min_interval: seconds between two reconciles of one job: changes of its pods often come together.
         max_share: maximum fraction of the time for observing one job and planning it; both are slow for 1000 pods.
         max_interval: maximum number of seconds by which ``max_share`` may separate two reconciles of one job.
@@ -91,7 +91,7 @@ class _Queued:
 
 
 class Reconciler:
-    """Observes jobs, plans their changes and applies the plans, until it is cancelled.
+    """Observes jobs, plans their changes and applies the plans, until it is canceled.
 
     Args:
         cluster: where the jobs run.
@@ -141,7 +141,7 @@ class Reconciler:
             self._schedule(key, job)
 
     async def run(self) -> NoReturn:
-        """Reconcile jobs until cancelled; no task outlives this call."""
+        """Reconcile jobs until canceled; no task outlives this call."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             try:

@@ -4,7 +4,7 @@ The status and the conditions describe the job after the plan is carried out, so
 them.
 
 While the job runs, the leader of its agents keeps the time breakdown. When the job is suspended, resumed or finished,
-the time since the leader's last record is added here, so that the sum is the time since the job's creation.
+the time since the leader's last record is added in this module, so that the sum is the time since the job's creation.
 """
 
 from __future__ import annotations

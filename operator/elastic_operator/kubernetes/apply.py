@@ -343,8 +343,8 @@ class Applier:
         raise_worst(error for error in errors if not isinstance(error, Rejected | Blocked))
 
 
-def _contains(there: object, wanted: object) -> bool:
+def _contains(existing: object, wanted: object) -> bool:
     """Return whether an object contains all desired values; other values are ignored."""
     if isinstance(wanted, dict):
-        return isinstance(there, dict) and all(_contains(there.get(key), value) for key, value in wanted.items())
-    return there == wanted
+        return isinstance(existing, dict) and all(_contains(existing.get(key), value) for key, value in wanted.items())
+    return existing == wanted

@@ -167,7 +167,7 @@ _HINTS: Final[tuple[tuple[str, str], ...]] = (
         r"certificate of etcd at .* cannot be trusted: .*(self.signed|issuer|first certificate)",
         "name a Secret in spec.etcd.tlsSecret whose ca.crt is the certificate of its authority",
     ),
-    (r"User \"[^\"]*\" cannot \w+ resource ", "grant the operator its rights there (the chart's role has them)"),
+    (r"User \"[^\"]*\" cannot \w+ resource ", "grant the operator its permissions (the chart's role has them)"),
     (r"exceeded quota: ", "raise that quota, free some of it, or reduce the requests of the job"),
     (
         r"failed quota: .* must specify ",

@@ -48,7 +48,7 @@ _RESTART_DELAY: Final = 3.0
 _STOP_TIMEOUT: Final = 10.0
 _REQUEST_BACKOFF: Final = (1.0, 1.0, 2.0, 3.0, 5.0)
 _LONGEST_WATCH: Final = 300.0
-"""Seconds after which a watch is opened again, because the watch may have fallen silent."""
+"""Seconds after which a watch is opened again, because the watch may deliver no more changes."""
 _POD_GROUPS_INTERVAL: Final = 300.0
 _WATCH_INTERVAL: Final = 0.5
 """Minimum number of seconds between the starts of two watches of the same path: a proxy may end watches at once."""
@@ -101,7 +101,7 @@ class Informer:
         return "" if self.synced.is_set() else next(iter(self._problems.values()), listing)
 
     async def run(self) -> NoReturn:
-        """List and watch until cancelled."""
+        """List and watch until canceled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._list_pod_groups_again())
             while True:
@@ -193,7 +193,7 @@ class Informer:
         if namespace is not None and len(self._namespaces) > 1:
             problem = f"the namespace {namespace} cannot be watched: {error}"
         if status == 403:
-            problem += "; grant the operator its rights there (the chart's role has them)"
+            problem += "; grant the operator its permissions (the chart's role has them)"
             problem += ", or remove it from --namespace" if len(self._namespaces) > 1 else ""
         if status == 404:
             problem = (
@@ -244,7 +244,7 @@ class Informer:
 
         async def list_for_watcher(resource: client.Resource, namespace: str | None) -> str:
             if (task := asyncio.current_task()) is not None:
-                watchers.add(task)  # each begins with a list; if one fails, kopf ends without cancelling the others
+                watchers.add(task)  # each begins with a list; if one fails, kopf ends without canceling the others
             return await self.list(resource, namespace)
 
         @kopf.on.login(id="login", registry=registry)

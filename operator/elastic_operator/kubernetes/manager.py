@@ -222,7 +222,7 @@ class LeaderElector:
         """Run ``work`` whenever the lease is held, and cancel it when the lease is lost; release the lease at the end.
 
         Args:
-            work: the work of the leader; it must run until it is cancelled.
+            work: the work of the leader; it must run until it is canceled.
         """
         while True:
             while await self._hold(_TIMEOUT) != self.identity:  # noqa: ASYNC110 - a lease can only be polled

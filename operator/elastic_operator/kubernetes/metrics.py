@@ -26,7 +26,7 @@ class Cause(enum.StrEnum):
     """Why workers, or a pod, were restarted."""
 
     WORKER_FAILED = "worker_failed"
-    """Workers were restarted after a charged failure."""
+    """Workers were restarted after a failure that counts against ``maxRestarts``."""
     FREE = "free"
     """Workers were restarted after a change of the members, or after a failure that the failure policy ignores."""
     POD_DIED = "pod_died"

@@ -152,11 +152,11 @@ class ObjectCache:
                 del by_owner[owner]
 
     def _notify(self, resource: Resource, body: Json) -> None:
-        about, owner = body["metadata"], owner_of(body)
+        metadata, owner = body["metadata"], owner_of(body)
         if resource == ELASTIC_JOBS:
-            self._changed(f"{about['namespace']}/{about['name']}")
+            self._changed(f"{metadata['namespace']}/{metadata['name']}")
         elif owner is not None:
-            self._changed(f"{about['namespace']}/{owner['name']}")
+            self._changed(f"{metadata['namespace']}/{owner['name']}")
 
 
 def version_of(body: Json) -> int:
@@ -184,11 +184,11 @@ def _owner_key(resource: Resource, body: Json) -> tuple[str, str] | None:
 
 def _trimmed(resource: Resource, body: Json) -> Json:
     """Return the object without the parts that take most memory; a pod's state is kept as a :class:`Pod`."""
-    about = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
+    metadata = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
     if resource != PODS:
-        return {**body, "metadata": about}
-    kept = ("name", "namespace", "uid", "resourceVersion", "ownerReferences")
-    return {"metadata": {name: about[name] for name in kept if name in about}}
+        return {**body, "metadata": metadata}
+    fields = ("name", "namespace", "uid", "resourceVersion", "ownerReferences")
+    return {"metadata": {name: metadata[name] for name in fields if name in metadata}}
 
 
 @dataclass(frozen=True, slots=True)

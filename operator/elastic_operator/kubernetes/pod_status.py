@@ -55,7 +55,7 @@ class ContainerState:
     @property
     def started(self) -> float | None:
         """When the container started; None if unknown."""
-        # A container that could not start has the start of the Unix epoch here.
+        # A container that could not start has the start of the Unix epoch as its time.
         return seconds(self.running or self.terminated, "startedAt") or None
 
     @property
@@ -101,7 +101,7 @@ def is_over_its_limit(pod: Json) -> bool:
     return any(words in text(pod, "status", "message") for words in _OWN_LIMITS)
 
 
-def node_is_silent(pod: Json, worker: ContainerState) -> bool:
+def node_is_unreachable(pod: Json, worker: ContainerState) -> bool:
     """Return whether the pod's node does not respond: the pod is not ready although its containers are.
 
     Kubernetes sets these conditions on all pods of such a node, and leaves the rest of their status unchanged.
@@ -179,7 +179,7 @@ def last_message(pod: Json, worker: ContainerState) -> TerminationMessage | str 
         return decode(said.encode(errors="replace"), TerminationMessage)
     except MalformedRecord:
         pass
-    # The cluster's message comes last, because the last line of a plain text is shown.
+    # The cluster's message comes last, because the last line of a plain string is shown.
     parts = [said, _exit_description(worker), _end_of_pod(pod)]
     if worker.terminated is None and (failed := _failed_init_container(pod)) is not None:
         lines = text(failed.terminated, "message").strip().splitlines()
@@ -330,7 +330,8 @@ def pod_of(body: Json) -> Pod:
     if phase is PodPhase.PENDING:
         waiting = why_waiting(body)
     elif not phase.ended:
-        waiting = f"its node {text(body, 'spec', 'nodeName')} is silent" if node_is_silent(body, worker) else ""
+        node = text(body, "spec", "nodeName")
+        waiting = f"its node {node} sends no heartbeats" if node_is_unreachable(body, worker) else ""
     return Pod(
         name=text(body, "metadata", "name"),
         uid=text(body, "metadata", "uid"),
@@ -375,7 +376,7 @@ def termination_cause_of(
         return None
     disruption = true_condition(pod, DISRUPTION)
     reason = text(pod, "status", "reason")
-    if reason == _NODE_LOST or text(disruption, "reason") == _NODE_DELETED or node_is_silent(pod, worker):
+    if reason == _NODE_LOST or text(disruption, "reason") == _NODE_DELETED or node_is_unreachable(pod, worker):
         return TerminationCause.NODE_LOST
     if disruption is not None:
         return TerminationCause.DISRUPTED

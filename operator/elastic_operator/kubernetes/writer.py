@@ -175,11 +175,11 @@ class Writer:
             gone = await self._is_gone(resource, namespace, name, uid) if error.conflict else error.not_found
             if not gone:
                 raise
-        about = mapping(left, "metadata")  # for some kinds, this is a Status without them
-        if about.get("deletionGracePeriodSeconds") or about.get("finalizers"):
+        metadata = mapping(left, "metadata")  # for some kinds, this is a Status without them
+        if metadata.get("deletionGracePeriodSeconds") or metadata.get("finalizers"):
             self._cache.put(resource, left)
         else:
-            self._cache.remove(resource, left if about.get("uid") else {"metadata": {"uid": uid}})
+            self._cache.remove(resource, left if metadata.get("uid") else {"metadata": {"uid": uid}})
 
     async def write_replicas(self, body: Json, replicas: int) -> Json:
         """Write ``spec.replicas`` of a job; return the new job.
@@ -187,14 +187,14 @@ class Writer:
         Raises:
             ClusterError: the job has changed since, or another attempt may succeed.
         """
-        about = body["metadata"]
-        change = {"metadata": {"resourceVersion": about["resourceVersion"]}, "spec": {"replicas": replicas}}
-        async with self._job_slots[about["namespace"]]:
-            scale = await self._api.patch(client.ELASTIC_JOBS, about["namespace"], about["name"], change, "scale")
-        if (version := scale["metadata"]["resourceVersion"]) == about["resourceVersion"]:
+        metadata = body["metadata"]
+        change = {"metadata": {"resourceVersion": metadata["resourceVersion"]}, "spec": {"replicas": replicas}}
+        async with self._job_slots[metadata["namespace"]]:
+            scale = await self._api.patch(client.ELASTIC_JOBS, metadata["namespace"], metadata["name"], change, "scale")
+        if (version := scale["metadata"]["resourceVersion"]) == metadata["resourceVersion"]:
             return body
         # The response is only the scale; nothing else in the job has changed.
-        changed = {**about, "resourceVersion": version, "generation": about["generation"] + 1}
+        changed = {**metadata, "resourceVersion": version, "generation": metadata["generation"] + 1}
         after = {**body, "metadata": changed, "spec": {**body["spec"], "replicas": replicas}}
         self._cache.put(client.ELASTIC_JOBS, after)
         return after
@@ -205,15 +205,17 @@ class Writer:
         Raises:
             ClusterError: the job has changed since, or another attempt may succeed.
         """
-        about = body["metadata"]
+        metadata = body["metadata"]
         document: dict[str, Any] = {
             "apiVersion": client.ELASTIC_JOBS.api_version,
             "kind": client.ELASTIC_JOBS.kind,
-            "metadata": {key: about[key] for key in ("name", "namespace", "uid", "resourceVersion")},
-            "status": {**status_to_json(status), "selector": worker_selector(about["name"])},
+            "metadata": {key: metadata[key] for key in ("name", "namespace", "uid", "resourceVersion")},
+            "status": {**status_to_json(status), "selector": worker_selector(metadata["name"])},
         }
-        async with self._job_slots[about["namespace"]]:
-            after = await self._api.replace(client.ELASTIC_JOBS, about["namespace"], about["name"], document, "status")
+        async with self._job_slots[metadata["namespace"]]:
+            after = await self._api.replace(
+                client.ELASTIC_JOBS, metadata["namespace"], metadata["name"], document, "status"
+            )
         self._cache.put(client.ELASTIC_JOBS, after)
 
     async def keep_report(self, job: Job, report: Report) -> None:
@@ -324,21 +326,21 @@ def event_object(job: Json, event: JobEvent, *, identity: str, now: float) -> di
         identity: the name of this copy of the operator.
         now: seconds since the Unix epoch.
     """
-    about = job["metadata"]
-    content = "\n".join((about["uid"], about.get("resourceVersion", ""), event.reason, event.message))
+    metadata = job["metadata"]
+    content = "\n".join((metadata["uid"], metadata.get("resourceVersion", ""), event.reason, event.message))
     digest = hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=8).hexdigest()
     when = rfc3339(now)
     return {
         "apiVersion": client.EVENTS.api_version,
         "kind": client.EVENTS.kind,
-        "metadata": {"name": f"{about['name']}.{digest}", "namespace": about["namespace"]},
+        "metadata": {"name": f"{metadata['name']}.{digest}", "namespace": metadata["namespace"]},
         "involvedObject": {
             "apiVersion": client.ELASTIC_JOBS.api_version,
             "kind": client.ELASTIC_JOBS.kind,
-            "name": about["name"],
-            "namespace": about["namespace"],
-            "uid": about["uid"],
-            "resourceVersion": about.get("resourceVersion", ""),
+            "name": metadata["name"],
+            "namespace": metadata["namespace"],
+            "uid": metadata["uid"],
+            "resourceVersion": metadata.get("resourceVersion", ""),
         },
         "reason": str(event.reason),
         "message": shorten(event.message, _MAX_MESSAGE),

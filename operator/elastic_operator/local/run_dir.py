@@ -145,7 +145,7 @@ def lock_name(home: Path, job: str) -> TextIO:
         except BlockingIOError:
             holder = path.read_text()
             raise BadInput(
-                f"a job {job} is running here already{holder and f' ({holder})'}; end it with "
+                f"a job {job} is already running on this machine{holder and f' ({holder})'}; end it with "
                 f"`elasticjob delete {job}`, or give this one another metadata.name"
             ) from None
         except OSError as error:

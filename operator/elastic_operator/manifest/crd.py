@@ -159,7 +159,7 @@ def _suggestion(key: str, properties: Schema) -> str:
     """Return the end of a sentence about an unknown field: what to do instead."""
     owners = [name for name, schema in properties.items() if key in schema.get("properties", {})]
     if owners:
-        return f" here; it belongs below {owners[0]}"
+        return f" at this level; it belongs below {owners[0]}"
     folded = {name.lower().replace("_", ""): name for name in properties}
     close = difflib.get_close_matches(key.lower().replace("_", ""), folded, n=1, cutoff=0.7)
     return f"; did you mean {folded[close[0]]}?" if close else "; remove it"
@@ -168,7 +168,7 @@ def _suggestion(key: str, properties: Schema) -> str:
 def _required(_: object, names: list[str], value: object, _schema: object) -> _Errors:
     """Check required fields as in JSON Schema, but report the missing field as the location of the error."""
     if isinstance(value, Mapping):
-        missing = "this field is missing; it must be given"
+        missing = "this field is missing; it must be set"
         yield from (ValidationError(missing, path=[name]) for name in names if name not in value)
 
 
@@ -206,14 +206,14 @@ def _sentence(error: ValidationError) -> str:
     """Return what is wrong, and what to change if that is known."""
     if error.validator == "pattern":
         expected = str(error.schema.get("description", "")).removesuffix(".")
-        return f"{shown(error.instance)} is not valid here; expected: {expected}"
+        return f"{shown(error.instance)} is not valid; expected: {expected}"
     if error.validator == "type" and "string" in error.validator_value and isinstance(error.instance, int | float):
         return f"{shown(error.instance)} is not a string; put it into quotes"
     return shorten(error.message, _MAX_SENTENCE)
 
 
 def _broken_rules(value: object, schema: Schema, old: object, location: Location = ()) -> Iterator[Problem]:
-    """Yield a problem for each CEL rule that is broken, here or below, by a valid value with its defaults.
+    """Yield a problem for each CEL rule that is broken, at this level or below, by a valid value with its defaults.
 
     A rule sees the declared fields of its value as ``self``. A rule that names ``oldSelf`` compares it with the value
     before the change, and is skipped if there is none. With ``optionalOldSelf: true``, a rule is never skipped, and

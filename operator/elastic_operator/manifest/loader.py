@@ -187,7 +187,7 @@ def parse(text: str, path: Path) -> Manifest:
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         character = f"U+{ord(text[error.position]):04X}"
-        raise BadInput(f"{path}:{line}: is not YAML: the character {character} is not allowed here") from None
+        raise BadInput(f"{path}:{line}: is not YAML: the character {character} is not allowed") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path

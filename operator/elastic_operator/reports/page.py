@@ -82,7 +82,7 @@ class Failure(NamedTuple):
         rank: the rank of the failed worker; None if no worker failed.
         what: how the worker or pod ended.
         lost: seconds of training that no checkpoint held; None if unknown.
-        free: whether the failure is not charged to the job.
+        free: whether the failure does not count against ``maxRestarts``.
         final: whether the failure ended the job.
     """
 

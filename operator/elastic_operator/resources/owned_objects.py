@@ -190,8 +190,8 @@ def extended(given: object, more: Sequence[object]) -> object:
     return given if given is not None and not isinstance(given, list) else [*listing(given), *more]
 
 
-def tolerate_silent_node(pod: dict[str, Any], seconds: int) -> None:
-    """Let Kubernetes evict a pod this number of seconds after its node becomes silent, instead of five minutes.
+def tolerate_unreachable_node(pod: dict[str, Any], seconds: int) -> None:
+    """Let Kubernetes evict a pod this number of seconds after its node became unreachable, instead of five minutes.
 
     The user's own tolerations of these taints take precedence.
     """
@@ -326,7 +326,7 @@ _WITHOUT_FSYNC: Final = [
 def _shared_with_workers(job: Job) -> dict[str, Any]:
     template = mapping(job.spec.template, "spec")
     pod = {key: template[key] for key in _TEMPLATE_FIELDS if template.get(key) is not None}
-    tolerate_silent_node(pod, job.spec.node_loss)
+    tolerate_unreachable_node(pod, job.spec.node_loss)
     if job.spec.scheduling.priority_class:
         # The workers wait for etcd, so they must not preempt it.
         pod["priorityClassName"] = job.spec.scheduling.priority_class

@@ -3,9 +3,9 @@
 The template may override these defaults: memory on /dev/shm (a container gets 64 MiB otherwise); an empty folder on
 /tmp, so that the root file system may be read-only; annotations for a Prometheus that no Prometheus operator manages;
 no environment variables of services, which can prevent containers in large namespaces from starting; no token for the
-API server; no privilege escalation or capabilities; a grace period in which workers can save; a short toleration of
-silent nodes. There is no probe: the store shows at once whether an agent serves, and no Service sends requests to these
-pods.
+API server; no privilege escalation or capabilities; a grace period in which workers can save a checkpoint; a short
+toleration of unreachable nodes. There is no probe: the store shows at once whether an agent serves, and no Service
+sends requests to these pods.
 
 Agents on this machine get the same command line and the same environment.
 
@@ -59,7 +59,7 @@ def completed_mapping(given: Json, defaults: Json) -> dict[str, Any]:
 def mount(
     pod: dict[str, Any], container: dict[str, Any], folder: str, name: str, source: Json, *, read_only: bool = False
 ) -> None:
-    """Mount a volume in a container of a pod's spec, unless the template mounts a volume there.
+    """Mount a volume in a container of a pod's spec, unless the template mounts a volume at that path.
 
     If another volume of the pod has the name, a number is added to it.
     """
@@ -180,7 +180,7 @@ def _spec(job: Job, new: NewPod, settings: owned.PodSettings, store: str, given:
     if not isinstance(pod, dict):
         return pod
     pod |= {"restartPolicy": "Never", "hostname": constants.hostname(job.name, new.index)}
-    owned.tolerate_silent_node(pod, job.spec.node_loss)
+    owned.tolerate_unreachable_node(pod, job.spec.node_loss)
     scheduling = {
         "schedulerName": owned.scheduler_of(job.spec.scheduling),
         "priorityClassName": job.spec.scheduling.priority_class,

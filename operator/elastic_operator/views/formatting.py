@@ -172,7 +172,7 @@ def description(job: JobView, now: float) -> list[str]:
 
     spec = yaml.safe_dump(dict(job.spec), sort_keys=False).splitlines()
     return [
-        *_labelled(_facts(job, now)),
+        *_labeled(_facts(job, now)),
         "Spec:",
         *(f"  {line}" for line in spec),
         *_conditions(job, now),
@@ -181,7 +181,7 @@ def description(job: JobView, now: float) -> list[str]:
     ]
 
 
-def _labelled(facts: Iterator[tuple[str, str]]) -> list[str]:
+def _labeled(facts: Iterator[tuple[str, str]]) -> list[str]:
     kept = [(label, value) for label, value in facts if value]
     widest = max(len(label) for label, _ in kept)
     return [f"{label + ':':<{widest + 2}} {value}" for label, value in kept]
@@ -242,7 +242,7 @@ def _pods(job: JobView, now: float) -> list[str]:
     lines = ["Pods:" if job.pods else "Pods: none"]
     for pod in (*job.living_pods, *job.ended_pods):
         lines.append(f"  {pod.name}")
-        lines += [f"    {line}" for line in _labelled(_pod(pod, now))]
+        lines += [f"    {line}" for line in _labeled(_pod(pod, now))]
     return lines
 
 

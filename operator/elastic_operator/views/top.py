@@ -147,7 +147,7 @@ class Reading:
     Attributes:
         seconds: the job's time by run state.
         lost: seconds of training that no checkpoint holds.
-        restarts: restarts of workers that are charged to ``maxRestarts``; ``uncharged_restarts`` are not.
+        restarts: restarts of workers that count against ``maxRestarts``; ``uncharged_restarts`` do not.
         recoveries: duration of recoveries by cause.
     """
 
