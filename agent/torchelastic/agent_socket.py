@@ -69,10 +69,10 @@ class AgentConnection:
                     if not self._sees_forks:
                         self._sees_forks = True
                         os.register_at_fork(after_in_child=self._leave_to_parent)
-                    self._socket = connected(os.environ.get(CHANNEL, ""), 0.0)
+                    self._socket = connect(os.environ.get(CHANNEL, ""), 0.0)
                     lines = [introduction(), message]
                 # A message this short is sent completely or not at all.
-                return bool(self._socket.send(encoded(*lines), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL))
+                return bool(self._socket.send(encode_lines(*lines), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL))
             except BlockingIOError:  # the agent does not read, or is stopped
                 return False
             except OSError:  # the agent has closed the connection, or has exited
@@ -103,7 +103,7 @@ class AgentConnection:
             connection.settimeout(None)  # sending stays non-blocking
             with connection.makefile("rb") as lines:
                 while line := lines.readline(LINE_LIMIT):
-                    take(received(line))
+                    take(decode_line(line))
         with self._lock:
             if self._socket is connection:
                 self.close()
@@ -133,7 +133,7 @@ def introduction() -> dict[str, Any]:
     return {key: int(text) if text.isdecimal() else 0 for key, text in values.items()}
 
 
-def connected(path: str, timeout: float) -> socket.socket:
+def connect(path: str, timeout: float) -> socket.socket:
     """Return a connection to the agent's socket; operations on it wait for at most `timeout` seconds.
 
     Raises:
@@ -149,12 +149,12 @@ def connected(path: str, timeout: float) -> socket.socket:
     return connection
 
 
-def encoded(*messages: dict[str, Any]) -> bytes:
+def encode_lines(*messages: dict[str, Any]) -> bytes:
     """Return messages as lines of JSON."""
     return b"".join(json.dumps(message).encode() + b"\n" for message in messages)
 
 
-def received(line: bytes) -> dict[str, Any]:
+def decode_line(line: bytes) -> dict[str, Any]:
     """Return the message in a line; raise ValueError if the line is not a message."""
     message = json.loads(line)
     if not isinstance(message, dict):

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SettingsError as error:
         print(f"torchelastic-run: {error}", file=sys.stderr)  # noqa: T201 - output for the user
         if path := os.environ.get(Env.TERMINATION_LOG):
-            _write_termination_message(Path(path), ExitStatus.by_error(error).message)
+            _write_termination_message(Path(path), ExitStatus.of_error(error).message)
         return ExitCode.BAD_INPUT
     if check:
         return ExitCode.SUCCEEDED
@@ -99,7 +99,7 @@ async def _take_part(stack: AsyncExitStack, settings: AgentSettings) -> ExitStat
             0 if workers.metrics is None else await _serve_metrics(stack, metrics, settings, workers, workers.metrics)
         )
     except SettingsError as error:
-        return ExitStatus.by_error(error)
+        return ExitStatus.of_error(error)
     return await Agent(settings, metrics).run(workers, port)
 
 

@@ -35,11 +35,11 @@ from torchelastic.agent_socket import (
     CHANNEL,
     HEARTBEAT_FILE,
     LINE_LIMIT,
-    connected,
-    encoded,
+    connect,
+    decode_line,
+    encode_lines,
     introduction,
     is_worker,
-    received,
     run_in_thread,
 )
 from torchelastic.metrics import put_metric
@@ -208,10 +208,10 @@ def round_stands(timeout: float = 5.0) -> bool:
     if not path:
         return True
     try:
-        with connected(path, timeout) as connection, connection.makefile("rb") as lines:
+        with connect(path, timeout) as connection, connection.makefile("rb") as lines:
             # The agent answers shortly before the timeout.
-            connection.sendall(encoded({**introduction(), "check_timeout": 0.8 * min(timeout, _LONGEST)}))
-            return received(lines.readline(LINE_LIMIT)).get("is_current") is True
+            connection.sendall(encode_lines({**introduction(), "check_timeout": 0.8 * min(timeout, _LONGEST)}))
+            return decode_line(lines.readline(LINE_LIMIT)).get("is_current") is True
     except (OSError, ValueError):
         return False
 

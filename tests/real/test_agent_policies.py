@@ -82,7 +82,7 @@ async def test_agents_listen_only_within_their_port_range_and_report_when_it_is_
             stack.enter_context(socket.create_server(("127.0.0.1", port)))
         async with ControlledRun(tmp_path, etcd) as run, run.agent("late", *flags) as late:
             assert await late.code() == 4
-            assert f"No port of --port-range {allowed} is free on this node: give it a wider range" in late.lines[-1]
+            assert f"No port of --port-range {allowed} is free on this node: set a wider range" in late.lines[-1]
 
 
 async def test_a_resumed_run_continues_with_the_next_round_and_the_charged_restarts(

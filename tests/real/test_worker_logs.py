@@ -71,11 +71,11 @@ async def test_the_last_output_of_a_worker_is_forwarded_to_a_slow_reader() -> No
     output = WorkerOutput(pipe, pipe, Path("error.json"))
     while not console.full:
         console.write(writing, b"x" * 1000 + b"\n")
-    os.write(pipe.writing, b"first words\n")
+    os.write(pipe.write_fd, b"first words\n")
     await poll_until(lambda: pipe.tail)  # from now on, nothing reads the output
-    os.write(pipe.writing, b"last words\n")
-    output.handed_over()
-    await output.drained(0)
+    os.write(pipe.write_fd, b"last words\n")
+    output.close_descriptors()
+    await output.drain(0)
     assert output.tail().endswith("last words\n")
     output.close()
     received = bytearray()

@@ -141,7 +141,7 @@ class TestNode:
         """Wait until the node has noticed that it cannot reach the store."""
         control = self.inner.run
         async with asyncio.timeout(PATIENCE):
-            while control.away_since is None:
+            while control.unreachable_since is None:
                 await control.changed.after(control.changed.count)
 
     @property

@@ -22,6 +22,6 @@ from torchelastic.protocol import ExitCode
     ],
 )
 def test_an_error_has_an_exit_code_and_a_reason(error: Exception | None, code: ExitCode, reason: str) -> None:
-    status = ExitStatus.by_error(error)
+    status = ExitStatus.of_error(error)
     message = "the rendezvous ended unexpectedly" if error is None else str(error)
     assert (status.code, status.message.reason, status.message.message) == (code, reason, message)

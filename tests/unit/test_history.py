@@ -258,7 +258,7 @@ def test_a_leader_without_step_reports_reads_the_training_time_from_the_store(cl
     clock.seconds = 104
     successor.adopt(first.breakdown())
     clock.seconds = 110  # the loss of the leader's machine is noticed only now
-    successor.round_broke()
+    successor.round_ended()
     commit(successor, round(2, "b"), {"a": DepartureReason.DIED})
 
     assert successor.breakdown().lost == (10 + 106 if member else 10 + 100)
@@ -324,7 +324,7 @@ def store() -> MemoryStore:
 
 def writer_of(history: History, store: MemoryStore) -> HistoryWriter:
     run = RunStateWatch("a.1", SETTINGS, store)
-    run.away_since = None
+    run.unreachable_since = None
     return HistoryWriter(history, run)
 
 

@@ -132,13 +132,13 @@ async def test_a_node_is_dead_if_another_one_answers_and_silent_if_another_run_a
     async with serving(node="c.1") as (server, _):
         address = f"127.0.0.1:{server.port}"
         assert await probe(address, run="run", node="b.1", peer="a.1") is Verdict.DEAD
-        assert await probe(address, run="another", node="b.1", peer="a.1") is Verdict.SILENT
+        assert await probe(address, run="another", node="b.1", peer="a.1") is Verdict.NO_ANSWER
 
 
-async def test_a_listener_that_does_not_answer_is_silent() -> None:
+async def test_a_listener_that_does_not_answer_gives_no_verdict() -> None:
     with closing(listen("127.0.0.1")) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        assert await probe(address, run="run", node="b.1", peer="a.1", timeout=0.05) is Verdict.SILENT
+        assert await probe(address, run="run", node="b.1", peer="a.1", timeout=0.05) is Verdict.NO_ANSWER
 
 
 def test_every_free_port_of_a_range_is_used_before_one_repeats() -> None:

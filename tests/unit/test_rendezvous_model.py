@@ -345,7 +345,7 @@ class RendezvousModel(RuleBasedStateMachine):
         self.note_round(name)
 
     @rule_for_node(lambda node: node.alive and node.listener.membership is not None)
-    def a_leader_probes_silent_nodes(self, name: str) -> None:
+    def a_leader_probes_nodes(self, name: str) -> None:
         self.probe_nodes(self.nodes[name].listener)
 
     @rule_for_node(lambda node: node.alive and node.has_key and not node.leaving)
@@ -491,14 +491,14 @@ class RendezvousModel(RuleBasedStateMachine):
         name = entry.key.removeprefix(KEYS.nodes)
         node = self.nodes[name]
         listener.membership.note_run(listener.run, now=self.now)
-        listener.membership.saw(name, entry, answers=name == listener.node or (node.alive and node.reachable))
+        listener.membership.note_key(name, entry, answers=name == listener.node or (node.alive and node.reachable))
 
     def node_gone(self, listener: Listener, name: str) -> None:
         assert listener.membership is not None
         node = self.nodes[name]
-        peer = listener.membership.gone(name)
+        peer = listener.membership.note_deleted_key(name)
         if peer is not None and (name == listener.node or (node.alive and node.reachable)):
-            listener.membership.silent[name] = peer
+            listener.membership.keyless[name] = peer
 
     def probe_nodes(self, listener: Listener) -> None:
         """Let a leader note the results of connections and probes."""
@@ -507,9 +507,9 @@ class RendezvousModel(RuleBasedStateMachine):
             if not node.alive:
                 listener.membership.dead.add(name)
             if not (node.alive and node.reachable):
-                listener.membership.silent.pop(name, None)
+                listener.membership.keyless.pop(name, None)
             elif name in listener.membership.peers:
-                listener.membership.answers(name)
+                listener.membership.note_alive(name)
 
     def become_leader(self, name: str) -> None:
         listener = self.nodes[name].listener
@@ -662,7 +662,7 @@ class RendezvousModel(RuleBasedStateMachine):
         elif any(snapshot.is_present(node) and not snapshot.is_leaving(node) for node in snapshot.ranks):
             assert new.restarts == snapshot.round.restarts
         # A run without remaining members starts over, so new nodes may join at once.
-        stays = any(snapshot.is_present(node) or snapshot.is_silent(node) for node in snapshot.ranks)
+        stays = any(snapshot.is_present(node) or snapshot.may_return(node) for node in snapshot.ranks)
         if new.reason is RoundReason.NODE_JOINED and stays and not any(map(snapshot.is_leaving, snapshot.ranks)):
             assert not any(map(snapshot.is_finishing, set(snapshot.ranks) - snapshot.dead))
 

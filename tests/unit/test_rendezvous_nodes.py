@@ -110,7 +110,7 @@ async def test_a_node_that_sees_the_store_again_during_an_unanswered_probe_is_no
         clients.reach(False)
         async with asyncio.timeout(PATIENCE):
             await given_up.wait()
-        assert member.inner.run.away_since is None
+        assert member.inner.run.unreachable_since is None
         await asyncio.sleep(LEASE / 10)
         member.drain()
         assert not member.partitioned

@@ -35,7 +35,7 @@ def hold_of(decision: Decision) -> Hold:
     return decision
 
 
-SILENT_B = frozenset({node_id("b")})
+KEYLESS_B = frozenset({node_id("b")})
 PARTITIONED = NodePhase.PARTITIONED
 AB = round(1, "a", "b")
 OF_TWO_RACKS = [peer(name, joined=i, topology_key="xy"[i % 2]) for i, name in enumerate("abcdef")]
@@ -62,7 +62,9 @@ OF_TWO_RACKS = [peer(name, joined=i, topology_key="xy"[i % 2]) for i, name in en
         pytest.param(snapshot(peer("a"), peer("b"), now=10.0), "ab", id="after the last call, no desired size"),
         pytest.param(snapshot(peer("a", round=1), wanted=2, round=AB), "a", id="a loss waits for no replacement"),
         pytest.param(
-            snapshot(peer("a", round=1), peer("b", round=1), wanted=2, round=AB, dead=SILENT_B), "a", id="a dead member"
+            snapshot(peer("a", round=1), peer("b", round=1), wanted=2, round=AB, dead=KEYLESS_B),
+            "a",
+            id="a dead member",
         ),
         pytest.param(snapshot(peer("a", round=1), peer("c", round=1), wanted=2, round=AB), "ac", id="a spare"),
         pytest.param(
@@ -102,9 +104,9 @@ def test_the_next_round_has_the_expected_members_without_a_charge(situation: Mem
         pytest.param(
             snapshot(peer("a", round=1), peer("b", round=1), peer("c"), wanted=2, round=AB), Hold(), id="a spare"
         ),
-        pytest.param(snapshot(peer("a", round=1), wanted=2, round=AB, silent=SILENT_B), Hold(), id="a lease expired"),
+        pytest.param(snapshot(peer("a", round=1), wanted=2, round=AB, keyless=KEYLESS_B), Hold(), id="a lease expired"),
         pytest.param(
-            snapshot(peer("a", round=1), low=2, wanted=2, round=AB, silent=SILENT_B), Hold(), id="at the minimum"
+            snapshot(peer("a", round=1), low=2, wanted=2, round=AB, keyless=KEYLESS_B), Hold(), id="at the minimum"
         ),
         pytest.param(
             snapshot(peer("a", round=2), peer("b", round=1, failure=failure("b")), wanted=2, round=round(2, "a", "b")),
@@ -132,7 +134,7 @@ def test_the_next_round_has_the_expected_members_without_a_charge(situation: Mem
             id="a member that has not connected",
         ),
         pytest.param(
-            snapshot(peer("a", round=1), peer("c"), wanted=3, round=AB, silent=SILENT_B),
+            snapshot(peer("a", round=1), peer("c"), wanted=3, round=AB, keyless=KEYLESS_B),
             Hold(why="a member without a key may return; new nodes wait"),
             id="a member whose lease expired",
         ),
@@ -179,8 +181,10 @@ def test_a_new_leader_waits_briefly_for_a_spare_that_has_not_answered() -> None:
 def test_after_a_store_outage_the_leader_waits_for_members_that_reconnect(what: Any) -> None:
     broken = failure("a") if "failed_since" in what else None
     here = (peer("a", round=1, failure=broken), peer("b", round=1))
-    silent = frozenset({node_id("c")})
-    situation = snapshot(*here, wanted=3, now=2.0, round=round(1, "a", "b", "c"), silent=silent, wait_until=5.0, **what)
+    keyless = frozenset({node_id("c")})
+    situation = snapshot(
+        *here, wanted=3, now=2.0, round=round(1, "a", "b", "c"), keyless=keyless, wait_until=5.0, **what
+    )
     assert hold_of(plan(situation, SETTINGS)).until == 5.0
     assert "b" in members(next_round(dataclasses.replace(situation, now=5.0)))
 
@@ -427,20 +431,22 @@ def test_without_a_request_the_round_changes_at_once(who: Peer) -> None:
 
 def test_the_change_waits_for_the_last_answer_or_the_deadline() -> None:
     here = (trains("a", saved=4), leaves("b", saved=3))
-    why = "b left: the workers have 20 s to save before the round changes"
+    why = "b left: the workers have 20 s to save a checkpoint before the round changes"
     assert plan(noticed(*here, wanted=2), SETTINGS) == Hold(120.0, why)
     assert number_and_members(next_round(noticed(*here, wanted=2, now=120.0))) == (2, ["a"])
     answered = noticed(trains("a", saved=4), leaves("b", saved=4), wanted=2)
     assert number_and_members(next_round(answered)) == (2, ["a"])
-    silent = noticed(trains("a", saved=4), peer("c"), wanted=1, draining=("a",), silent={node_id("b"): peer("b")})
-    assert isinstance(plan(silent, SETTINGS), Hold)
+    keyless = noticed(trains("a", saved=4), peer("c"), wanted=1, draining=("a",), keyless={node_id("b"): peer("b")})
+    assert isinstance(plan(keyless, SETTINGS), Hold)
 
 
 def test_a_node_that_joins_during_a_notice_is_in_the_next_round_and_does_not_extend_it() -> None:
     here = (trains("a"), leaves("b"), peer("c", joined=9, arrived=50.0))
     assert number_and_members(next_round(noticed(*here, now=120.0))) == (2, ["a", "c"])
     both = noticed(leaves("a"), leaves("b"), peer("c", joined=9, arrived=50.0), wanted=1)
-    assert plan(both, SETTINGS) == Hold(120.0, "b left: the workers have 20 s to save before the round changes")
+    assert plan(both, SETTINGS) == Hold(
+        120.0, "b left: the workers have 20 s to save a checkpoint before the round changes"
+    )
 
 
 def test_a_lost_node_ends_the_notice() -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
-from torchelastic.agent.failures import OUT_OF_MEMORY, ExitStatus, failure_of_node, failure_of_worker, in_full
+from torchelastic.agent.failures import OUT_OF_MEMORY, ExitStatus, describe_in_log, failure_of_node, failure_of_worker
 from torchelastic.agent.worker_socket import WorkerSocket
 from torchelastic.agent_socket import CHANNEL
 from torchelastic.errors import NoFreePort, SettingsError, StartError, StoreError
@@ -69,7 +69,7 @@ class WorkerEnded:
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """Work for a round is due: a failure has waited long enough for its cause, or the TCPStore's process has exited."""
+    """Work for a round is due: the wait for the cause of a failure is over, or the TCPStore's process has exited."""
 
     round: RoundRecord
     work: Callable[[], Coroutine[Any, Any, None]]
@@ -217,7 +217,7 @@ class Agent:
                 await self._signals.unless_first(stack.enter_async_context(node))
             except (StoreError, NoFreePort, StartError, SettingsError) as error:
                 self._metrics.waited(succeeded=False)
-                return ExitStatus.by_error(error)
+                return ExitStatus.of_error(error)
             except SignalledFirst:
                 return self._left(self._signals.number)
             stack.push_async_callback(self._stop_workers, 0.0)
@@ -226,7 +226,7 @@ class Agent:
                 return await self._live(workers)
             except SettingsError as error:
                 await node.leave()
-                return ExitStatus.by_error(error)
+                return ExitStatus.of_error(error)
 
     async def _make_node(self, stack: AsyncExitStack, metrics_port: int) -> RendezvousNode:
         settings = self._settings
@@ -280,7 +280,7 @@ class Agent:
                     await self._unless_signalled(self._stop_workers(self._settings.stop_timeout))
                     await self._stop_workers(self._settings.stop_grace)
                     self._report_outcome(outcome)
-                    return ExitStatus.with_the_run(outcome)
+                    return ExitStatus.of_run(outcome)
                 case signal.Signals() as number:
                     await self._leave(number)
                     return self._left(number)
@@ -379,7 +379,7 @@ class Agent:
             self._worker_succeeded(ended)
             return
         failure = failure_of_worker(ended.exit, ended.round.number, self._node_id, self._settings)
-        logger.warning("%s", in_full(failure))
+        logger.warning("%s", describe_in_log(failure))
         self._metrics.worker_state(self._settings.role, "unhealthy")
         self._failures.append(failure)
         if len(self._failures) == 1:
@@ -428,7 +428,7 @@ class Agent:
         failure = failure_of_node(
             round, self._node_id, self._settings, message=message, kind=kind, began=self._began_at
         )
-        logger.warning("%s", in_full(failure))
+        logger.warning("%s", describe_in_log(failure))
         await self._report_failure(failure)
 
     async def _leave(self, number: signal.Signals) -> None:
@@ -509,4 +509,4 @@ class Agent:
 def _cannot_go_on(error: BaseException | None) -> ExitStatus:
     if not isinstance(error, SettingsError | NoFreePort | StoreError):
         logger.error("the rendezvous failed unexpectedly", exc_info=error)
-    return ExitStatus.by_error(error)
+    return ExitStatus.of_error(error)

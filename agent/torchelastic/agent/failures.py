@@ -58,10 +58,10 @@ _COMMUNICATION: Final = re.compile(
     r"|watchdog (?:caught collective|got stuck)",
     re.IGNORECASE,
 )
-"""Errors of a collective after another rank has failed: messages of gloo, NCCL and torch (2.8 and later)."""
+"""Errors of a collective operation after another rank has failed: messages of gloo, NCCL and torch (2.8 and later)."""
 
 _DEVICE_ERROR: Final = re.compile(r"CUDA error: |out of memory|device-side assert", re.IGNORECASE)
-"""Errors of the program, even if a collective reports them."""
+"""Errors of the program, even if a collective operation reports them."""
 
 _FRAME: Final = re.compile(r'^ *File "(?P<path>[^"\n]+)", line (?P<line>\d+)', re.MULTILINE)
 _LIBRARY: Final = re.compile(
@@ -93,7 +93,7 @@ class Explanation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """The exit of a worker that ended by itself, or that was killed because it hung.
+    """The exit of a worker that exited by itself, or that was killed because it hung.
 
     Attributes:
         exit_code: its exit code, or the negative number of the signal that killed it.
@@ -117,15 +117,15 @@ def explain(exit_code: int, *, error_file: Path, tail: str, out_of_memory: bool)
         return Explanation(FailureKind.PROGRAM, OUT_OF_MEMORY)
     recorded, final = _recorded_exception(error_file)
     if exception := recorded or _printed_exception(tail):
-        text = exception if exit_code > 0 else f"{exception} ({end_of(exit_code)})"
+        text = exception if exit_code > 0 else f"{exception} ({describe_exit(exit_code)})"
         return Explanation(FailureKind.PROGRAM if final else _kind(exception), shorten(text, MESSAGE_LIMIT), final)
     if exit_code in {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT}:  # sent by another process
-        return Explanation(FailureKind.PROGRAM, end_of(exit_code))
+        return Explanation(FailureKind.PROGRAM, describe_exit(exit_code))
     if crash := _printed_crash(tail):
-        return Explanation(_kind(crash), shorten(f"{end_of(exit_code)}: {crash}", MESSAGE_LIMIT))
+        return Explanation(_kind(crash), shorten(f"{describe_exit(exit_code)}: {crash}", MESSAGE_LIMIT))
     lines = [line.rstrip() for line in tail.splitlines() if line.strip() and not _NATIVE_FRAME.match(line)]
     last = " | ".join(lines[-_TAIL_LINES:])
-    text = f"{end_of(exit_code)}; it last printed: {last}" if last else end_of(exit_code)
+    text = f"{describe_exit(exit_code)}; it last printed: {last}" if last else describe_exit(exit_code)
     kinds = {_kind(line) for line in lines[-_LAST_LINES:]}
     kind = FailureKind.COMMUNICATION if FailureKind.COMMUNICATION in kinds else FailureKind.PROGRAM
     return Explanation(kind, shorten(text, MESSAGE_LIMIT))
@@ -181,7 +181,7 @@ def _bounded(text: str, limit: int) -> str:
 
 
 def _recorded_exception(path: Path) -> tuple[str, bool]:
-    """Return the exception in an error file with its source line, or an empty text, and whether it is non-retryable."""
+    """Return the exception in an error file with its source line, or an empty string; and whether it is final."""
     try:
         with path.open("rb") as file:
             message = json.loads(file.read(_FILE_LIMIT))["message"]
@@ -201,18 +201,18 @@ def _recorded_exception(path: Path) -> tuple[str, bool]:
 def _root(text: str, trace: str) -> str:
     """Return the exception that explains a traceback, with its file and line in the program.
 
-    If a collective fails while the program handles another exception, return the other exception.
+    If a collective operation fails while the program handles another exception, return the other exception.
     """
     first, chained = _CHAINED.split(trace, 1)[0], _CHAINED.search(trace)
     if chained and _kind(text) is FailureKind.COMMUNICATION:
         found = _EXCEPTION.search(first.removeprefix(_TRACEBACK))
         if found and _kind(found["text"]) is FailureKind.PROGRAM:
-            return _with_place(found["text"], first)
-    return _with_place(text, trace)
+            return _with_location(found["text"], first)
+    return _with_location(text, trace)
 
 
-def _with_place(text: str, trace: str) -> str:
-    """Return the text with the innermost file and line outside of libraries."""
+def _with_location(text: str, trace: str) -> str:
+    """Return the message with the innermost file and line outside of libraries."""
     frames = [(frame["path"], frame["line"]) for frame in _FRAME.finditer(trace)]
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
     return _at(text, *(own or frames)[-1]) if frames else text
@@ -240,12 +240,12 @@ def _printed_exception(tail: str) -> str:
 
 def _printed_crash(tail: str) -> str:
     """Return the message of the interpreter's fault handler or of C++'s terminate handler; empty if there is none."""
-    text, place = "", len(tail)
+    text, position = "", len(tail)
     for fatal in _FATAL.finditer(tail):
-        text, place = fatal["text"], fatal.end()
+        text, position = fatal["text"], fatal.end()
     for terminate in _TERMINATE.finditer(_RANK.sub("", tail)):
         text = f"{terminate['kind']}: {terminate['text']}"
-    for frame in _FRAME.finditer(tail, place):  # the innermost first
+    for frame in _FRAME.finditer(tail, position):  # the innermost first
         if not _LIBRARY.search(frame["path"]):
             return _at(text, frame["path"], frame["line"])
     return text
@@ -257,7 +257,7 @@ def _kind(text: str) -> FailureKind:
     return FailureKind.COMMUNICATION
 
 
-def end_of(exit_code: int) -> str:
+def describe_exit(exit_code: int) -> str:
     """Return a description of an exit code or of the negative number of a signal."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
@@ -268,10 +268,10 @@ def end_of(exit_code: int) -> str:
     return f"killed by {name}"
 
 
-def in_full(failure: FailureRecord) -> str:
-    """Return a failure as text for the agent's log: its rank, node, process, exit and message."""
+def describe_in_log(failure: FailureRecord) -> str:
+    """Describe a failure for the agent's log: its rank, node, process, exit and message."""
     process = f", process {failure.pid}" if failure.pid else ""
-    end = end_of(failure.exit_code)
+    end = describe_exit(failure.exit_code)
     message = failure.message or end
     how = "" if end in message else f", {end}"
     return f"rank {failure.rank} on {name_of(failure.node)} ({failure.host}){process}{how}: {message}"
@@ -327,7 +327,7 @@ class ExitStatus:
         return cls(code, TerminationMessage(reason=reason, message=message, round=round))
 
     @classmethod
-    def by_error(cls, error: BaseException | None) -> ExitStatus:
+    def of_error(cls, error: BaseException | None) -> ExitStatus:
         """Return the status of an agent that cannot take part; ``error`` is None if the rendezvous ended without one.
 
         An unreachable store and a store that refuses the agent give different exit codes.
@@ -341,11 +341,11 @@ class ExitStatus:
                 return cls.because(ExitCode.AGENT_ERROR, "StoreRefused", f"{error}")
             case StoreError():
                 return cls.because(ExitCode.STORE_UNAVAILABLE, "StoreUnavailable", f"{error}")
-        said = "the rendezvous ended unexpectedly" if error is None else str(error) or type(error).__name__
-        return cls.because(ExitCode.AGENT_ERROR, "Defect", said)
+        message = "the rendezvous ended unexpectedly" if error is None else str(error) or type(error).__name__
+        return cls.because(ExitCode.AGENT_ERROR, "Defect", message)
 
     @classmethod
-    def with_the_run(cls, outcome: OutcomeRecord) -> ExitStatus:
+    def of_run(cls, outcome: OutcomeRecord) -> ExitStatus:
         """Return the status of an agent whose run has ended."""
         if outcome.state is OutcomeState.SUCCEEDED:
             return cls.because(ExitCode.SUCCEEDED, "Succeeded", "", round=outcome.round)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _CALL: Final = "call"
 
 
-def pickled(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+def pickle_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     """Return a function and its arguments as bytes; objects of ``__main__`` are pickled by value.
 
     Raises:
@@ -54,7 +54,7 @@ def serialize_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> 
     file = Path(getattr(main, "__file__", None) or "").absolute()  # interactive code has no real file
     # The worker sets sys.path before it unpickles the function: the module of the function may be on this path only.
     settings = sys.path, sys.argv, name, str(file) if file.is_file() else None
-    return pickle.dumps((settings, pickled(function, arguments)))
+    return pickle.dumps((settings, pickle_call(function, arguments)))
 
 
 def write_call(scratch: Path, call: bytes) -> None:

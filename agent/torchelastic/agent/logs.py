@@ -37,7 +37,7 @@ TAIL_LIMIT: Final = 16 << 10
 
 _CHUNK: Final = 64 << 10
 _LINE_LIMIT: Final = 1 << 20
-"""Maximum length of a line in bytes; longer lines are passed on in parts."""
+"""Maximum length of a line in bytes; longer lines are forwarded in parts."""
 
 _PIPE_LIMIT: Final = 1 << 20
 """Maximum number of bytes in a pipe."""
@@ -120,9 +120,9 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 class LogPipe:
-    """A pipe for one stream of a worker. The agent copies it to its own `descriptor`, and to a file if one is given.
+    """A pipe for one stream of a worker. The agent copies it to its own `descriptor`, and to `file` unless it is None.
 
-    The worker writes to `writing`. `tail` is the end of its output. `ended` is done when the pipe is no longer read.
+    The worker writes to `write_fd`. `tail` is the end of its output. `ended` is done when the pipe is no longer read.
     """
 
     def __init__(self, *, prefix: bytes, console: Console, descriptor: int, file: Path | None) -> None:
@@ -134,10 +134,10 @@ class LogPipe:
         self._descriptor = descriptor
         self._rest = b""
         self.tail = b""
-        self._reading, self.writing = os.pipe()
-        os.set_blocking(self._reading, False)
+        self._read_fd, self.write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
         self.ended: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_reader(self._reading, self._read)
+        self._loop.add_reader(self._read_fd, self._read)
 
     def catch_up(self) -> None:
         """Read the remaining output of an exited worker, even if the console is full."""
@@ -152,14 +152,14 @@ class LogPipe:
 
     def _read(self) -> None:
         if self._read_chunk() and self._console.full:
-            self._loop.remove_reader(self._reading)
+            self._loop.remove_reader(self._read_fd)
             self._loop.call_later(_RETRY_DELAY, self._resume)
 
     def _read_chunk(self) -> int:
         if self.ended.done():
             return 0
         try:
-            data = os.read(self._reading, _CHUNK)
+            data = os.read(self._read_fd, _CHUNK)
         except BlockingIOError:
             return 0
         if not data:
@@ -171,14 +171,14 @@ class LogPipe:
         if len(rest) > _LINE_LIMIT:
             lines, newline, rest = lines + newline + rest, b"\n", b""
         self._rest = rest
-        self._pass_on(lines + newline)
+        self._forward(lines + newline)
         return len(data)
 
     def _end(self) -> None:
         if not self.ended.done():
-            self._loop.remove_reader(self._reading)
-            os.close(self._reading)
-            self._pass_on(self._rest + b"\n" if self._rest else b"")
+            self._loop.remove_reader(self._read_fd)
+            os.close(self._read_fd)
+            self._forward(self._rest + b"\n" if self._rest else b"")
             self._rest = b""
             if self._file is not None:
                 os.close(self._file)
@@ -205,21 +205,21 @@ class LogPipe:
         if self._console.full:
             self._loop.call_later(_RETRY_DELAY, self._resume)
         else:
-            self._loop.add_reader(self._reading, self._read)
+            self._loop.add_reader(self._read_fd, self._read)
 
-    def _pass_on(self, lines: bytes) -> None:
+    def _forward(self, lines: bytes) -> None:
         if lines:
             prefix = self._prefix
             self._console.write(self._descriptor, prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n")
 
 
 class LogFile:
-    """A file to which a worker writes through the descriptor `writing`; earlier content of the file is kept."""
+    """A file to which a worker writes through the descriptor `write_fd`; earlier content of the file is kept."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.writing = _open_log(path)
-        self._start = os.fstat(self.writing).st_size
+        self.write_fd = _open_log(path)
+        self._start = os.fstat(self.write_fd).st_size
 
     @property
     def tail(self) -> bytes:
@@ -245,14 +245,14 @@ class WorkerOutput:
     @property
     def descriptors(self) -> tuple[int, int]:
         """The worker's standard output and standard error."""
-        return self._out.writing, self._err.writing
+        return self._out.write_fd, self._err.write_fd
 
-    def handed_over(self) -> None:
+    def close_descriptors(self) -> None:
         """Close the descriptors after the worker has inherited them."""
         for descriptor in {*self.descriptors}:
             os.close(descriptor)
 
-    async def drained(self, seconds: float) -> None:
+    async def drain(self, seconds: float) -> None:
         """Read the remaining output of an exited worker; wait up to `seconds` for other writers of its pipe."""
         for pipe in self._pipes:
             pipe.catch_up()
@@ -298,7 +298,7 @@ def open_output(
 
 
 def make_folder(settings: LogSettings) -> None:
-    """Create the folder for the workers' output if one is given; raise SettingsError if that is not possible."""
+    """Create the folder of ``--log-dir`` if it is set; raise SettingsError if that is not possible."""
     if settings.directory is not None:
         try:
             settings.directory.mkdir(parents=True, exist_ok=True)
@@ -310,7 +310,7 @@ def _unwritable(folder: Path, error: OSError) -> SettingsError:
     if error.errno in {errno.EMFILE, errno.ENFILE}:
         return SettingsError("too many files are open: raise the limit (ulimit -n), or start fewer workers.")
     why = "it is not a folder" if isinstance(error, FileExistsError) else error.strerror
-    return SettingsError(f"workers' output cannot be written below {folder}: {why}. Choose another --log-dir.")
+    return SettingsError(f"workers' output cannot be written to {folder}: {why}. Choose another --log-dir.")
 
 
 def _open_log(path: Path) -> int:

@@ -79,7 +79,7 @@ class Gpus(Collector):
         self._thread: threading.Thread | None = None
         self._found: list[tuple[Series, dict[str, str], tuple[float]]] = []
         self._open = False
-        self._told = False
+        self._warned = False
 
     def collect(self) -> Iterable[Metric]:
         """Return the families with their current values; a registry calls this at each scrape, from any thread."""
@@ -90,7 +90,7 @@ class Gpus(Collector):
             thread = self._thread
         thread.join(self._patience)
         if thread.is_alive():
-            self._tell("the driver does not answer")
+            self._warn_once("the driver does not answer")
             return []
         return families_of(self._found)
 
@@ -112,7 +112,7 @@ class Gpus(Collector):
                     nvml.nvmlShutdown()
             absent = (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
             if getattr(error, "value", None) not in absent:
-                self._tell(str(error))
+                self._warn_once(str(error))
 
     def _readings(self, nvml: Any) -> list[tuple[Series, dict[str, str], tuple[float]]]:  # noqa: ANN401
         readings = []
@@ -122,13 +122,13 @@ class Gpus(Collector):
                     found = getattr(nvml, function)(nvml.nvmlDeviceGetHandleByIndex(index))
                 except nvml.NVMLError as error:
                     if error.value != nvml.NVML_ERROR_NOT_SUPPORTED:
-                        self._tell(str(error))
+                        self._warn_once(str(error))
                 else:
                     gpu = {"gpu": str(index)}
                     readings += [(one, gpu, (getattr(found, name) / one.divisor,)) for name, one in fields.items()]
         return readings
 
-    def _tell(self, problem: str) -> None:
-        if not self._told:
-            self._told = True
+    def _warn_once(self, problem: str) -> None:
+        if not self._warned:
+            self._warned = True
             _log.warning("/metrics does not show all metrics of the GPUs: %s.", problem)

@@ -160,7 +160,7 @@ class RendezvousParameters:
         self.local_addr = local_addr
         self.config = kwargs
 
-    def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - the given type
+    def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - the type of the default
         """Return a parameter of ``config`` by its name."""
         return self.config.get(key, default)
 

@@ -1,6 +1,6 @@
-"""The rendezvous handler for blocking callers: torchrun's own agent, or a custom launcher.
+"""The rendezvous handler for launchers that wait synchronously for a round: torchrun's agent, or a custom launcher.
 
-Such an agent stops its workers, calls :meth:`~ElasticRendezvousHandler.next_rendezvous` and starts new workers, so a
+Such a launcher stops its workers, calls :meth:`~ElasticRendezvousHandler.next_rendezvous` and starts new workers, so a
 round may be over before all its nodes have called. Therefore the nodes of a round also synchronize in its TCPStore. A
 compare-and-swap writes one verdict to the TCPStore: all nodes have arrived, or a node has received a later round.
 """
@@ -102,7 +102,7 @@ class _Status:
 
 
 class ElasticRendezvousHandler(RendezvousHandler):
-    """A node of a run, for blocking callers. A node that leaves never closes the run for other nodes.
+    """A node of a run, whose launcher waits for rounds. A node that leaves never closes the run for other nodes.
 
     A thread takes part in the run and publishes the status of the node, for which the callers wait.
 
@@ -122,7 +122,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self._node_id = f"{self.settings.node_name}.{secrets.token_hex(4)}"
         self._status = _Status()
         self._changed = threading.Condition()
-        self._given: _Status | None = None
+        self._returned: _Status | None = None
         self._since = 0.0
         # The previous store serves workers of nodes that have not received the new round yet.
         self._stores: deque[TCPStore] = deque(maxlen=2)
@@ -130,7 +130,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self._leaves = False
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
-        self._living: asyncio.Task[None]
+        self._participation: asyncio.Task[None]
         self._node: RendezvousNode
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -148,9 +148,9 @@ class ElasticRendezvousHandler(RendezvousHandler):
         if self._thread is None:
             self._start()
         seen = 0
-        if self._given is not None:
-            seen = self._given.serial
-            self._report_failure(self._given, "its workers have failed or were stopped", FailureKind.PROGRAM)
+        if self._returned is not None:
+            seen = self._returned.serial
+            self._report_failure(self._returned, "its workers have failed or were stopped", FailureKind.PROGRAM)
         while True:
             status = self._wait_for_round_after(seen)
             seen = status.serial
@@ -163,14 +163,14 @@ class ElasticRendezvousHandler(RendezvousHandler):
         Raises:
             RendezvousConnectionError: the store refuses this node permanently.
         """
-        status, given = self._status, self._given
-        if self._closed or given is None:
+        status, returned = self._status, self._returned
+        if self._closed or returned is None:
             return 0
         if status.outcome is not None or status.partitioned:
             return 1
-        if not self._is_over(given):
+        if not self._is_over(returned):
             return 0
-        return max(1, len(set(status.record.nodes).difference(given.record.nodes)))
+        return max(1, len(set(status.record.nodes).difference(returned.record.nodes)))
 
     def is_closed(self) -> bool:
         """Return whether the run has ended, or this node has left it."""
@@ -304,7 +304,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return verdict.decode() == _ALL
 
     def _info(self, status: _Status, store: TCPStore) -> RendezvousInfo:
-        self._given = status
+        self._returned = status
         self._since = time.monotonic()
         os.environ["TORCHELASTIC_ROUND"] = str(status.record.number)  # workers inherit it from the agent
         return RendezvousInfo(
@@ -338,12 +338,12 @@ class ElasticRendezvousHandler(RendezvousHandler):
         if thread is None:
             return
         atexit.unregister(self.set_closed)
-        if succeeded and (given := self._given) is not None:
-            self._call(lambda: self._node.report(given.record.number, phase=NodePhase.DONE))
+        if succeeded and (returned := self._returned) is not None:
+            self._call(lambda: self._node.report(returned.record.number, phase=NodePhase.DONE))
             with contextlib.suppress(RendezvousError):
-                self._is_over(given, timeout=OUTCOME_TIMEOUT)
+                self._is_over(returned, timeout=OUTCOME_TIMEOUT)
         self._leaves = self._status.outcome is None
-        self._call(self._living.cancel)
+        self._call(self._participation.cancel)
         thread.join(_STOP_TIMEOUT)
         self._stores.clear()
 
@@ -351,7 +351,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _start(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._living = self._loop.create_task(self._take_part())
+        self._participation = self._loop.create_task(self._take_part())
         thread = threading.Thread(target=self._run, name="torchelastic: rendezvous", daemon=True)
         thread.start()
         self._thread = thread
@@ -366,7 +366,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         error: BaseException = RendezvousClosedError(_LEFT)
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(asyncio.wait_for(self._living, None))
+                runner.run(asyncio.wait_for(self._participation, None))
         except BaseException as raised:  # noqa: BLE001 - raised in the threads that wait
             error = raised
         while isinstance(error, BaseExceptionGroup):

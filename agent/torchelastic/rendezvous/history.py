@@ -49,7 +49,7 @@ MAX_CAUSE: Final = 200
 """Maximum length of a round's cause in characters."""
 
 MAX_MESSAGE: Final = 500
-"""Maximum length of a failure's message in characters. Rounds with texts of this length still fit into one record."""
+"""Maximum length of a failure's message in characters. Rounds with messages of this length fit into one record."""
 
 MAX_CLOCK_SKEW: Final = 3600.0
 """Maximum seconds by which another node's clock may be ahead; a breakdown that ends later is ignored."""
@@ -119,7 +119,7 @@ class History:
                 self._round.ended = now
             self._transitions.append((now, state))
 
-    def round_broke(self) -> None:
+    def round_ended(self) -> None:
         """Note that the current round has ended and the next rendezvous starts."""
         if self.state in _WORKING_STATES:
             self.enter(RunState.RENDEZVOUS)
@@ -144,7 +144,7 @@ class History:
         past = _past_round(record, began=self._now())
         died = self._base.gone.get(DepartureReason.DIED, 0) - base.gone.get(DepartureReason.DIED, 0)
         if nodes and died > 0 and before.nodes.isdisjoint(nodes):
-            past = _with_all_gone(past, died, len(before.nodes))
+            past = _with_loss_of_all_nodes(past, died, len(before.nodes))
         if self._base.lost is not None:
             past = msgspec.structs.replace(past, lost=round(max(self._base.lost - (base.lost or 0.0), 0.0), 3))
         self._rounds.setdefault(record.number, past)
@@ -324,7 +324,7 @@ def _past_round(record: RoundRecord, *, began: float) -> PastRound:
     )
 
 
-def _with_all_gone(past: PastRound, died: int, nodes: int) -> PastRound:
+def _with_loss_of_all_nodes(past: PastRound, died: int, nodes: int) -> PastRound:
     """Return the first round after the loss of all nodes, with the loss as its cause."""
     if past.reason is not RoundReason.NODE_JOINED:
         return past
@@ -365,7 +365,7 @@ class HistoryWriter:
             try:
                 await self.read()
             except StoreUnavailable as error:
-                if backoff.attempts == 0 and self._run.away_since is None:
+                if backoff.attempts == 0 and self._run.unreachable_since is None:
                     logger.warning("cannot read the run's history; trying again: %s", error)
                 await backoff.wait()
         self._run.changed.send()
@@ -401,7 +401,7 @@ class HistoryWriter:
             StoreUnavailable: the store cannot be reached.
         """
         async with self._writing:
-            keys, put = self._run.keys, self._run.lasting.put
+            keys, put = self._run.keys, self._run.run_lease.put
             history = encode(self._history.record())
             writes = [put(keys.time_breakdown, encode(self._history.breakdown()))]
             if history != self._written:

@@ -59,7 +59,7 @@ has a key: the network may block connections."""
 CONNECTIONS_PER_SECOND: Final = 1000
 """Connections that a new leader is assumed to accept per second: with more nodes, it probes members later."""
 
-SILENT_RECHECK: Final = 1.0
+KEYLESS_RECHECK: Final = 1.0
 """Seconds between probes of a member that has no key but answers."""
 
 QUICK_DECISION: Final = 1e-3
@@ -93,14 +93,14 @@ class Leader:
         self._connections_work = election.last_connected is not None  # whether the network allows connections
         self._tasks: asyncio.TaskGroup | None = None
         self._listed = 0
-        self._said = ""
-        self._silent_until = 0.0
+        self._logged = ""
+        self._log_pause_until = 0.0
 
     async def run(self) -> None:
         """Lead until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            tasks.create_task(self._run.lasting.keep())
+            tasks.create_task(self._run.run_lease.keep())
             tasks.create_task(self._watch_nodes())
             tasks.create_task(self.history_writer.run())
             tasks.create_task(self._decide())
@@ -128,43 +128,43 @@ class Leader:
                 if isinstance(batch, Listing):
                     present = {entry.key.removeprefix(nodes) for entry in batch.entries}
                     for node in [node for node in self.membership.peers if node not in present]:
-                        self._gone(node)
+                        self._note_deleted_key(node)
                     for entry in batch.entries:
-                        self._saw(entry)
+                        self._note_key(entry)
                     self._listed = listings
                 else:
                     for change in batch:
                         if change.entry is not None:
-                            self._saw(change.entry)
+                            self._note_key(change.entry)
                         else:
-                            self._gone(change.key.removeprefix(nodes))
+                            self._note_deleted_key(change.key.removeprefix(nodes))
                 if batch:
                     self._run.changed.send()
 
-    def _saw(self, entry: Entry) -> None:
+    def _note_key(self, entry: Entry) -> None:
         node = entry.key.removeprefix(self._run.keys.nodes)
         answers = node == self._run.node or self._server.is_connected(node)
         self.membership.note_run(self._run, now=self._now())
-        newcomer = self.membership.saw(node, entry, answers=answers)
+        newcomer = self.membership.note_key(node, entry, answers=answers)
         peer = self.membership.peers.get(node)
         if peer is not None and self._history.note_progress(peer.record):
             self.history_writer.notify()
         if newcomer is not None and not newcomer.answers:
             self._start(self._until_connected(node))
 
-    def _gone(self, node: str) -> None:
-        peer = self.membership.gone(node)
+    def _note_deleted_key(self, node: str) -> None:
+        peer = self.membership.note_deleted_key(node)
         if peer is not None and (node == self._run.node or self._server.is_connected(node)):
             # The node's lease expired; if the node answers, only the store was unreachable.
-            self.membership.silent[node] = peer
-            self._start(self._while_silent(peer))
+            self.membership.keyless[node] = peer
+            self._start(self._while_keyless(peer))
 
-    # -- probes: a refused connection means dead, an answer means alive; after silence, the node's key decides
+    # -- probes: a refused connection means dead, an answer means alive; without an answer, the node's key decides
 
     def peer_connected(self, node: str) -> None:
         """Note that a node is connected, and therefore alive."""
         self._connections_work = True
-        self._answers(node)
+        self._note_alive(node)
 
     def peer_lost(self, node: str) -> None:
         """Probe a node whose connection was lost until it is connected again or dead, or its key is gone."""
@@ -174,7 +174,7 @@ class Leader:
 
     async def reaches_a_peer(self, within: float) -> bool:
         """Return whether a connected node answers a probe within ``within`` seconds."""
-        known = {**self.membership.silent, **self.membership.peers}
+        known = {**self.membership.keyless, **self.membership.peers}
         connected = [peer for peer in known.values() if self._server.is_connected(peer.id)]
         probes = [asyncio.create_task(self._probe(peer, within)) for peer in connected]
         try:
@@ -202,9 +202,9 @@ class Leader:
             refused = self._connections_work and await self._probe(peer) is Verdict.DEAD
             if refused and not self._server.is_connected(node):
                 logger.info("%s is dead: it refuses a connection", node)
-                self._died(node)
+                self._note_dead(node)
                 return
-        self._answers(node)
+        self._note_alive(node)
 
     def _timeouts(self, node: str) -> tuple[float, ...]:
         """Return the seconds to wait for a node's connection before each probe."""
@@ -222,25 +222,25 @@ class Leader:
             if await self._probe(peer) is Verdict.DEAD:
                 if not self.membership.is_departure_expected(peer.id):
                     logger.info("%s is dead: its connection was lost and it refuses a new one", peer.id)
-                self._died(peer.id)
+                self._note_dead(peer.id)
                 return
             await backoff.wait()
 
-    async def _while_silent(self, peer: Peer) -> None:
+    async def _while_keyless(self, peer: Peer) -> None:
         """Probe a node without a key until it has a key again or does not answer."""
         within = min(FINAL_PROBE_TIMEOUT, self._run.settings.lease)
-        while peer.id in self.membership.silent:
+        while peer.id in self.membership.keyless:
             if peer.id != self._run.node and await self._probe(peer, within) is not Verdict.ALIVE:
-                self.membership.silent.pop(peer.id, None)
+                self.membership.keyless.pop(peer.id, None)
                 self._run.changed.send()
                 return
-            await asyncio.sleep(SILENT_RECHECK)
+            await asyncio.sleep(KEYLESS_RECHECK)
 
-    def _answers(self, node: str) -> None:
-        if self.membership.answers(node):
+    def _note_alive(self, node: str) -> None:
+        if self.membership.note_alive(node):
             self._run.changed.send()
 
-    def _died(self, node: str) -> None:
+    def _note_dead(self, node: str) -> None:
         self.membership.dead.add(node)
         self._run.changed.send()
 
@@ -278,11 +278,11 @@ class Leader:
         """Return whether this node leads and has read everything: a decision on partial data would lose nodes."""
         leader = self._run.leader.record
         read = self._listed == self._run.listings and self.history_writer.has_read
-        return read and self._run.away_since is None and leader is not None and leader.node == self._run.node
+        return read and self._run.unreachable_since is None and leader is not None and leader.node == self._run.node
 
     def _wait_until(self) -> float:
         """Return the time one lease after the store came back or this node took an expired lead, whichever is later."""
-        times = [time for time in (self._run.back_at, self._took_expired_at) if time is not None]
+        times = [time for time in (self._run.reachable_since, self._took_expired_at) if time is not None]
         return max(times, default=-math.inf) + self._run.settings.lease
 
     def _plan(self) -> Decision:
@@ -307,7 +307,7 @@ class Leader:
             enough = sum(not membership.is_leaving(node) for node in membership.peers) >= membership.size.target
             self._history.enter(RunState.RENDEZVOUS if enough else RunState.WAITING)
         elif membership.failed_since is not None:
-            self._history.round_broke()
+            self._history.round_ended()
 
     def _end_of(self, node: str) -> DepartureReason | None:
         """Return why a member of the current round is gone; None if it is present."""
@@ -317,13 +317,13 @@ class Leader:
 
     def _log(self, why: str) -> float | None:
         """Log why the leader waits, at most once in each interval; return when to log it, if not now."""
-        if why == self._said:
+        if why == self._logged:
             return None
-        if why and self._now() < self._silent_until:
-            return self._silent_until
-        self._said = why
+        if why and self._now() < self._log_pause_until:
+            return self._log_pause_until
+        self._logged = why
         if why:
-            self._silent_until = self._now() + LOG_INTERVAL
+            self._log_pause_until = self._now() + LOG_INTERVAL
             logger.info("%s", why)
         return None
 
@@ -363,7 +363,7 @@ class Leader:
 
     async def _commit(self, key: str, record: msgspec.Struct, expected: int) -> bool:
         """Write a record if the key still has the expected revision; return whether it was written."""
-        revision = await self._run.lasting.compare_and_swap(key, encode(record), expected=expected)
+        revision = await self._run.run_lease.compare_and_swap(key, encode(record), expected=expected)
         if revision is not None:
             logger.debug("committed %s", key)
             self._run.note(key, record, revision)

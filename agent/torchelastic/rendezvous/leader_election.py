@@ -44,7 +44,7 @@ class Candidacy(enum.Enum):
     ACTIVE = "active"
     """The node takes a vacant lead after its delay."""
     YIELDED = "yielded"
-    """The node resigned in favour of nodes that know a later round, and does not lead again for one lease."""
+    """The node resigned in favor of nodes that know a later round, and does not lead again for one lease."""
     WITHDRAWN = "withdrawn"
     """The node does not take the lead."""
     STANDBY = "standby"
@@ -103,7 +103,7 @@ class LeaderElection:
         while True:
             seen = changed.count
             may_lead = self._registration.lease and self.candidacy is not Candidacy.WITHDRAWN
-            if not may_lead or self._run.away_since is not None or not self._is_vacant():
+            if not may_lead or self._run.unreachable_since is not None or not self._is_vacant():
                 vacant_since = None
                 await changed.after(seen)
                 continue
@@ -186,7 +186,7 @@ class LeaderElection:
             self._become(Candidacy.STANDBY)
 
     async def resign(self) -> None:
-        """Resign in favour of nodes that know a later round; lead again after one lease if none of them leads.
+        """Resign in favor of nodes that know a later round; lead again after one lease if none of them leads.
 
         Raises:
             StoreError: the request to the store failed.
@@ -204,7 +204,7 @@ class LeaderElection:
         if leader.record is not None and leader.record.node == self._node:
             # The vacant record outlives this node's lease, so that later nodes see that the leader resigned.
             key = self._run.keys.leader
-            swap = self._run.lasting.compare_and_swap(key, encode(_VACANT), expected=leader.modified)
+            swap = self._run.run_lease.compare_and_swap(key, encode(_VACANT), expected=leader.modified)
             if (revision := await swap) is not None:
                 self._run.note(key, _VACANT, revision)
 

@@ -163,7 +163,7 @@ class RendezvousNode:
     Args:
         store: the run's store.
         settings: the rules of the rendezvous, and the run's id.
-        node: this node's id: its name, a dot, and a text that is unique to this process.
+        node: this node's id: its name, a dot, and a string that is unique to this process.
         record: the node's record; the constructor fills in the ports, and the counts from which the run resumes.
         history: the history of the run; None to start one now.
         answered: a function called after each request to the store; see :class:`~torchelastic.store.client.NodeStore`.
@@ -346,7 +346,7 @@ class RendezvousNode:
                 if leader is not None and leader.history_writer.has_read:
                     writes.append(leader.history_writer.write())  # for the next leader
                 await asyncio.gather(*writes)
-                # If all nodes leave at once, one of them has to lead until the last worker has saved.
+                # If all nodes leave at once, one of them has to lead until the last worker has answered the notice.
                 await self.election.leave(standby=self.registration.record.notice > 0)
         except (StoreError, TimeoutError):
             logger.info("the store is unreachable: the other nodes will notice when this node's connection closes")
@@ -445,7 +445,7 @@ class RendezvousNode:
         run, changed, lease = self.run, self.run.changed, self._settings.lease
         while True:
             seen = changed.count
-            if (away := run.away_since) is None or not self._trains_with_others():
+            if (away := run.unreachable_since) is None or not self._trains_with_others():
                 await changed.after(seen)
                 continue
             left = away + lease - asyncio.get_running_loop().time()
@@ -453,11 +453,11 @@ class RendezvousNode:
                 await changed.after(seen, timeout=left)
             elif await self._reaches_any(min(FINAL_PROBE_TIMEOUT, lease)):
                 await changed.after(seen, timeout=lease)
-            elif run.away_since is not None and self._trains_with_others():
+            elif run.unreachable_since is not None and self._trains_with_others():
                 logger.warning("neither the store nor a peer can be reached: stopping the workers")
                 self.report(self.registration.record.round, phase=NodePhase.PARTITIONED)
                 self.events.put_nowait(Partitioned())
-                await changed.until(lambda: run.away_since is None)
+                await changed.until(lambda: run.unreachable_since is None)
 
     def _trains_with_others(self) -> bool:
         return self._has_peers() and self.registration.record.phase is not NodePhase.DONE
@@ -466,7 +466,7 @@ class RendezvousNode:
         """Return whether a peer answers one of repeated probes in time, or the store is back."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within):
-                while self.run.away_since is not None and not await self._reaches_a_peer(within):
+                while self.run.unreachable_since is not None and not await self._reaches_a_peer(within):
                     await self.run.changed.after(self.run.changed.count, timeout=RETRY_MIN)
                 return True
         return False
@@ -505,6 +505,6 @@ def _listening(
             if ports is None or error.errno != errno.EADDRINUSE:
                 raise
     raise NoFreePort(
-        f"No port of --port-range {ports} is free on this node: give it a wider range, or see what else listens there "
-        "(ss -tlnp); each agent on a host needs up to 5 of them at a time."
+        f"No port of --port-range {ports} is free on this node: set a wider range, or find the processes that use "
+        "them (ss -tlnp); each agent on a host needs up to 5 of them at a time."
     )

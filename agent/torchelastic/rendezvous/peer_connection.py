@@ -1,9 +1,9 @@
-"""Connections between nodes, which distinguish a dead node from a silent one.
+"""Connections between nodes, which distinguish a dead node from an unreachable one.
 
 Every node holds one TCP connection to the leader. When a process exits, the kernel of its host closes its connections,
 so the peer notices at once; but a network can also break a connection between two healthy nodes. So the node that loses
-a connection connects again (:func:`probe`). A refusal means that no process listens there: the peer is dead. An answer
-means that the peer is alive. Silence is inconclusive; then the node's lease in the store decides.
+a connection connects again (:func:`probe`). A refusal means that no process listens on the port: the peer is dead. An
+answer means that the peer is alive. If there is no answer, the node's lease in the store decides.
 
 Each side sends exactly one line of JSON: ``{"run": …, "node": …, "stay": true}``, answered by
 ``{"run": …, "node": …}``. The run is identified by a digest of its id. Connections with other contents are closed.
@@ -36,14 +36,14 @@ ACCEPT_DELAY: Final = 1.0
 GREETING_TIMEOUT: Final = 2.0
 """Seconds for the other side to send its line."""
 
-SILENCE_TIMEOUT: Final = 3
-"""Seconds of silence after which the kernel closes a connection: less than a lease of 5 s."""
+NO_ANSWER_TIMEOUT: Final = 3
+"""Seconds without an answer after which the kernel closes a connection: less than a lease of 5 s."""
 
 PROBE_TIMEOUT: Final = 0.3
 """Seconds for a probe of a node whose connection was lost."""
 
 FINAL_PROBE_TIMEOUT: Final = 2.0
-"""Seconds for a probe after which silence means dead; a busy host may answer late. Callers limit them to the lease."""
+"""Seconds after which a node that gives no answer is dead; busy hosts answer late. Callers limit them to the lease."""
 
 
 class _Greeting(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -62,7 +62,7 @@ class Verdict(enum.Enum):
 
     ALIVE = "alive"
     DEAD = "dead"
-    SILENT = "silent"
+    NO_ANSWER = "no answer"
 
 
 class ConnectionObserver(Protocol):
@@ -183,7 +183,7 @@ async def hold_connection(address: str, *, run: str, node: str, peer: str, obser
 
 
 async def probe(address: str, *, run: str, node: str, peer: str, timeout: float = PROBE_TIMEOUT) -> Verdict:  # noqa: ASYNC109
-    """Connect to a peer's server; return whether the peer is alive, dead, or silent (no answer in time)."""
+    """Connect to a peer's server; return whether the peer is alive, is dead, or does not answer in time."""
     verdict, streams = await _greet(address, _Greeting(run=run_digest(run), node=node), peer, timeout)
     if streams is not None:
         await _close(streams[1])
@@ -204,7 +204,7 @@ async def _greet(
             writer.write(encode(greeting) + b"\n")
             answer = await _read_greeting(reader)
             if answer is None or answer.run != greeting.run:
-                return Verdict.SILENT, None  # the answer shows nothing about the peer
+                return Verdict.NO_ANSWER, None  # the answer shows nothing about the peer
             if answer.node != peer:
                 return Verdict.DEAD, None  # another node of this run has taken over the port
             stack.pop_all()
@@ -212,7 +212,7 @@ async def _greet(
     except (ConnectionRefusedError, ConnectionResetError):
         return Verdict.DEAD, None
     except (OSError, TimeoutError, ValueError, OverflowError):  # the last two: an invalid address
-        return Verdict.SILENT, None
+        return Verdict.NO_ANSWER, None
 
 
 async def _read_greeting(reader: asyncio.StreamReader) -> _Greeting | None:
@@ -228,9 +228,9 @@ async def _until_lost(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     connection = writer.get_extra_info("socket")
     with suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_TIMEOUT - 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, NO_ANSWER_TIMEOUT - 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_TIMEOUT * 1000)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, NO_ANSWER_TIMEOUT * 1000)
         await reader.read(1)  # the peer sends nothing more: this returns when the connection is lost
 
 

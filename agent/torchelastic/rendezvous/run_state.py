@@ -94,12 +94,12 @@ class RunStateWatch:
 
     Attributes:
         keys: the run's keys.
-        lasting: writes keys that outlive this node.
+        run_lease: writes keys that outlive this node.
         accepted_round: the last round that this node has accepted.
         changed: signals every change that this node notes, and every loss and return of the store.
-        away_since: when the store became unreachable, by the loop's clock; 0 before the first listing; None while the
-            store is reachable.
-        back_at: when the store last became reachable again, by the loop's clock; None if it was never unreachable.
+        unreachable_since: when the store became unreachable, by the loop's clock; 0 before the first listing; None
+            while the store is reachable.
+        reachable_since: when the store became reachable again, by the loop's clock; None if it was never unreachable.
         last_leader: the record of the node that leads, or led last; None if no leader is known.
         listings: the number of listings of all keys that this node has read.
         restored: whether a listing has shown that the store lost data: a different cluster id, or an earlier revision.
@@ -111,11 +111,11 @@ class RunStateWatch:
         self.settings = settings
         self.store = store
         self.keys = keys = RunKeys.of(settings.run_id)
-        self.lasting = RunLease(store, settings.run_id, ttl=settings.run_lease)
+        self.run_lease = RunLease(store, settings.run_id, ttl=settings.run_lease)
         self.accepted_round: RoundRecord | None = None
         self.changed = ChangeSignal()
-        self.away_since: float | None = 0.0
-        self.back_at: float | None = None
+        self.unreachable_since: float | None = 0.0
+        self.reachable_since: float | None = None
         self.last_leader: LeaderRecord | None = None
         self.listings = 0
         self.restored = False
@@ -193,9 +193,9 @@ class RunStateWatch:
         for key in self._decoders:
             self._set(key, self._versioned(key, entries.get(key)))
         self.listings += 1
-        if self.away_since:  # 0 before the first listing
-            self.back_at = asyncio.get_running_loop().time()
-        self.away_since = None
+        if self.unreachable_since:  # 0 before the first listing
+            self.reachable_since = asyncio.get_running_loop().time()
+        self.unreachable_since = None
         self.changed.send()
 
     def apply(self, change: Change) -> None:
@@ -216,9 +216,9 @@ class RunStateWatch:
             self.last_leader = self.leader.record
 
     def _lose(self, error: StoreUnavailable) -> None:
-        if self.away_since is None:
+        if self.unreachable_since is None:
             logger.warning("the watch of the run's keys broke: %s", error)
-            self.away_since = asyncio.get_running_loop().time()
+            self.unreachable_since = asyncio.get_running_loop().time()
             self.changed.send()
 
     def _versioned(self, key: str, entry: Entry | None) -> Versioned[Any]:

@@ -19,7 +19,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from torchelastic import machine
-from torchelastic.agent.function_call import pickled
+from torchelastic.agent.function_call import pickle_call
 from torchelastic.agent.server.api import ProcessFailure, RunResult, WorkerSpec, WorkerState
 from torchelastic.errors import SettingsError
 from torchelastic.metrics.worker import forward_torch
@@ -75,7 +75,7 @@ class TorchAgent(LocalElasticAgent):
                 local_world_size=spec.local_world_size,
                 rdzv_handler=cast("torch_rendezvous.RendezvousHandler", _Handler(spec)),
                 entrypoint=program if isinstance(program, str) else _call,
-                args=tuple(map(str, spec.args)) if isinstance(program, str) else (pickled(program, spec.args),),
+                args=tuple(map(str, spec.args)) if isinstance(program, str) else (pickle_call(program, spec.args),),
                 max_restarts=spec.max_restarts,
                 monitor_interval=spec.monitor_interval,
                 master_port=spec.master_port,

@@ -91,19 +91,19 @@ def absolute(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ForkedProcess:
-    """A forked process that waits for its role. If its link is closed before that, the process exits."""
+    """A forked process that waits for its task. If its connection is closed before that, the process exits."""
 
     child: Child
-    link: socket.socket
+    connection: socket.socket
 
-    def begin(self, role: str, content: Mapping[str, Any], output: tuple[int, int], extra: Sequence[int] = ()) -> None:
-        """Send the process its role ("worker", "command" or "store"), arguments, output and more descriptors."""
+    def begin(self, task: str, content: Mapping[str, Any], output: tuple[int, int], extra: Sequence[int] = ()) -> None:
+        """Send the process its task ("worker", "command" or "store"), arguments, output and more descriptors."""
         self.child.begin()
         with open(os.memfd_create("content"), "wb") as file:  # noqa: PTH123 - a descriptor
             file.write(json.dumps(content).encode())
             file.flush()
             with contextlib.suppress(OSError):  # the process has exited; its exit is reported
-                send(self.link, {"role": role}, [file.fileno(), *output, *extra])
+                send(self.connection, {"task": task}, [file.fileno(), *output, *extra])
 
 
 class ForkServer:
@@ -162,7 +162,7 @@ class ForkServer:
             await asyncio.wait([self._keeper])
             self._connection.close()
         for spare in self._spares:
-            spare.link.close()
+            spare.connection.close()
 
     async def ready(self) -> None:
         """Wait until everything is imported; a fork server that exits meanwhile is restarted.
@@ -174,7 +174,7 @@ class ForkServer:
             await self._fork_now(0)
 
     async def fork(self, count: int) -> list[ForkedProcess]:
-        """Return processes that wait for their role: spare processes, and new ones if there are too few.
+        """Return processes that wait for their task: spare processes, and new ones if there are too few.
 
         Raises:
             StartError: no process can be forked.
@@ -186,7 +186,7 @@ class ForkServer:
                     taken += await self._fork_now(count - len(taken))
         except BaseException:
             for process in taken:
-                process.link.close()
+                process.connection.close()
             raise
         self._refill.set()
         return taken
@@ -203,7 +203,7 @@ class ForkServer:
             if spare.child.running:
                 taken.append(spare)
             else:
-                spare.link.close()
+                spare.connection.close()
         return taken
 
     # -- the process
@@ -226,7 +226,7 @@ class ForkServer:
             await _receive(self._connection)
             self._compiler_imported = True
             for spare in self._take_spares(self._wanted):
-                spare.link.close()
+                spare.connection.close()
             await self._fork_missing_spares()
 
     async def _fork_missing_spares(self) -> None:

@@ -63,9 +63,9 @@ def main() -> None:
     set_title(["torchelastic: fork server"])
     inherited = dict(os.environ)
     with socket.socket(fileno=CONTROL) as control:
-        link = _serve(control)
-    if link is not None:
-        _run_task(link, agent, inherited)
+        connection = _serve(control)
+    if connection is not None:
+        _run_task(connection, agent, inherited)
 
 
 def _serve(control: socket.socket) -> socket.socket | None:
@@ -85,9 +85,9 @@ def _serve(control: socket.socket) -> socket.socket | None:
                     tempfile.tempdir = None  # each worker chooses its own folder for temporary files
                     send(control, {})
                 case _:
-                    answer, link = _fork_each([socket.socket(fileno=descriptor) for descriptor in descriptors])
-                    if link is not None:
-                        return link
+                    answer, connection = _fork_each([socket.socket(fileno=descriptor) for descriptor in descriptors])
+                    if connection is not None:
+                        return connection
                     send(control, answer)
     return None
 
@@ -110,8 +110,8 @@ def _fork() -> int:
         return os.fork()
 
 
-def _fork_each(links: Sequence[socket.socket]) -> tuple[dict[str, Any], socket.socket | None]:
-    """Fork a process for each link.
+def _fork_each(connections: Sequence[socket.socket]) -> tuple[dict[str, Any], socket.socket | None]:
+    """Fork a process for each connection.
 
     An intermediate process forks them, reports their ids and exits; the agent then becomes their parent. In the fork
     server, return the response for the agent. In a forked process, return its connection.
@@ -121,14 +121,14 @@ def _fork_each(links: Sequence[socket.socket]) -> tuple[dict[str, Any], socket.s
     if middle == 0:
         answer: dict[str, Any] = {"pids": []}
         try:
-            for link in links:
+            for connection in connections:
                 if (pid := _fork()) == 0:
                     os.close(reading)
                     os.close(writing)
-                    for other in links:
-                        if other is not link:
+                    for other in connections:
+                        if other is not connection:
                             other.close()
-                    return {}, link
+                    return {}, connection
                 answer["pids"].append(pid)
         except OSError as error:
             answer["error"] = f"no process can be forked: {error.strerror}"
@@ -138,8 +138,8 @@ def _fork_each(links: Sequence[socket.socket]) -> tuple[dict[str, Any], socket.s
     with os.fdopen(reading, "rb") as file:
         text = file.read()
     os.waitpid(middle, 0)  # the agent is now the parent of the forked processes
-    for link in links:
-        link.close()
+    for connection in connections:
+        connection.close()
     return json.loads(text) if text else {"error": "the process that forks workers has exited"}, None
 
 
@@ -215,7 +215,7 @@ def _problem(threads: set[int]) -> str:
 # -- a forked process
 
 
-def _run_task(link: socket.socket, agent: int, inherited: Mapping[str, str]) -> None:
+def _run_task(connection: socket.socket, agent: int, inherited: Mapping[str, str]) -> None:
     """Wait for the task of this process, and run it.
 
     `inherited` is the environment of the fork server before it imported anything.
@@ -223,7 +223,7 @@ def _run_task(link: socket.socket, agent: int, inherited: Mapping[str, str]) -> 
     os.setsid()
     set_title(["torchelastic: spare process"])
     try:
-        role, (memory, out, err, *listener) = _receive(link)
+        task, (memory, out, err, *listener) = _receive(connection)
     except (EOFError, OSError):  # the agent has exited, or no longer needs this process
         os._exit(1)
     set_parent_death_signal(signal.SIGKILL)
@@ -235,8 +235,8 @@ def _run_task(link: socket.socket, agent: int, inherited: Mapping[str, str]) -> 
     for number, descriptor in ((1, out), (2, err)):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    link.close()
-    match role["role"]:
+    connection.close()
+    match task["task"]:
         case "store":
             _serve_store(*listener, **content)
         case "command":

@@ -1,7 +1,7 @@
 """The worker pool: starts the workers and the TCPStore of each round.
 
 Workers are forked from the fork server. A worker then executes a command or a new interpreter if the program is not
-Python, if ``--start-method exec`` is given, or if the program needs a new interpreter.
+Python, if ``--start-method exec`` is set, or if the program needs a new interpreter.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _READ_AT_IMPORT: Final = (
 _READ_AT_USE: Final = ("TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME", "TORCH_EXTENSIONS_DIR")
 """Prefixes of variables that torch reads at each use, although they have one of the prefixes above."""
 
-_OF_THE_COMPILER: Final = ("TORCHDYNAMO_", "TORCHINDUCTOR_")
+_READ_BY_COMPILER: Final = ("TORCHDYNAMO_", "TORCHINDUCTOR_")
 """Prefixes of variables that torch reads when it imports its compiler, which is later than its own import."""
 
 _STARTED_WITH_INTERPRETER: Final = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
@@ -97,7 +97,7 @@ class Worker:
         """Return how the worker exited."""
         exit_code = self.child.ended.result()
         if exit_code not in {0, -signal.SIGKILL}:
-            await self.output.drained(_DRAIN_TIMEOUT)
+            await self.output.drain(_DRAIN_TIMEOUT)
         return WorkerExit(
             local_rank=self.local_rank,
             rank=self.rank,
@@ -125,7 +125,7 @@ class WorkerGroup:
     Args:
         workers: the workers by local rank.
         store: the process that serves the TCPStore; None if another node serves it.
-        report: called with the exit of each worker that ended by itself or hung, in the order of the exits.
+        report: called with the exit of each worker that exited by itself or hung, in the order of the exits.
         reaper: kills the workers' processes.
         mark: the tree mark of all workers of this agent.
         heartbeats: the heartbeats of the workers; None if no heartbeats are expected.
@@ -179,7 +179,7 @@ class WorkerGroup:
         await self._reaper.kill_trees([worker.child for worker in self.workers], self._mark)
         await asyncio.gather(*self._reporting, return_exceptions=True)
         for worker in self.workers:
-            await worker.output.drained(_DRAIN_TIMEOUT)
+            await worker.output.drain(_DRAIN_TIMEOUT)
             worker.output.close()
         if self.store is not None:
             asyncio.get_running_loop().call_later(_STORE_LINGER, self.store.signal, signal.SIGKILL)
@@ -331,7 +331,7 @@ class Workers:
         Args:
             round: the number of the round.
             environments: the variables of each worker, by local rank, in addition to this process's own environment.
-            report: called with the exit of each worker that ended by itself or hung, in the order of the exits.
+            report: called with the exit of each worker that exited by itself or hung, in the order of the exits.
             listener: the bound socket of the TCPStore, which the caller closes; None if another node serves it.
 
         Raises:
@@ -347,7 +347,7 @@ class Workers:
             memories = self.metrics.begin(dict(enumerate(ranks)))
         with contextlib.ExitStack() as stack:
             outputs: list[WorkerOutput] = []
-            orders: list[dict[str, str]] = []
+            variables: list[dict[str, str]] = []
             try:
                 for local_rank, environment in enumerate(environments):
                     output = open_output(
@@ -361,18 +361,18 @@ class Workers:
                     )
                     stack.callback(output.close)
                     outputs.append(output)
-                    orders.append({**self._base, **environment, ERROR_FILE: str(output.error_file)})
+                    variables.append({**self._base, **environment, ERROR_FILE: str(output.error_file)})
                     if local_rank in memories:
-                        orders[-1][METRICS_FILE] = memories[local_rank].path
+                        variables[-1][METRICS_FILE] = memories[local_rank].path
                     if heartbeats is not None:
-                        orders[-1][HEARTBEAT_FILE] = str(heartbeats.create_file(local_rank))
-                children = await self._fork(orders, outputs, listener)
+                        variables[-1][HEARTBEAT_FILE] = str(heartbeats.create_file(local_rank))
+                children = await self._fork(variables, outputs, listener)
             except OSError as error:
                 where = f"{error.filename}: " if error.filename else ""
                 raise StartError(f"no worker can be started: {where}{error.strerror}") from None
             finally:
                 for output in outputs:
-                    output.handed_over()
+                    output.close_descriptors()
             stack.pop_all()
         store = children.pop() if listener is not None else None
         for local_rank, of_worker in memories.items():
@@ -397,18 +397,18 @@ class Workers:
             if listener is not None:  # the TCPStore begins first, because the workers wait for it
                 _serve_store(processes[-1], listener)
             for process, environment, output in zip(processes, environments, outputs, strict=False):
-                process.begin(*self._role_of(environment), output.descriptors)
+                process.begin(*self._task_of(environment), output.descriptors)
         except OSError:
             for process in processes:
                 process.child.signal(signal.SIGKILL)
             raise
         finally:
             for process in processes:
-                process.link.close()
+                process.connection.close()
         return [process.child for process in processes]
 
-    def _role_of(self, environment: Mapping[str, str]) -> tuple[str, dict[str, object]]:
-        """Return the role of a worker with this environment, and the arguments of the role."""
+    def _task_of(self, environment: Mapping[str, str]) -> tuple[str, dict[str, object]]:
+        """Return the task of a worker with this environment, and the arguments of the task."""
         kind, argv = self._settings.program.kind, self._settings.program.argv
         if kind is ProgramKind.COMMAND:
             return "command", {"argv": argv, "environment": environment}
@@ -448,6 +448,6 @@ def _reason_to_execute(program: Program, environment: Mapping[str, str]) -> str:
         return ""
     before_torch = _IMPORTS_TORCH.split(source, maxsplit=1)[0]
     names = {match["name"] for match in _ASSIGNMENT.finditer(before_torch)}
-    names |= {match["name"] for match in _ASSIGNMENT.finditer(source) if match["name"].startswith(_OF_THE_COMPILER)}
+    names |= {match["name"] for match in _ASSIGNMENT.finditer(source) if match["name"].startswith(_READ_BY_COMPILER)}
     read = sorted(name for name in names if name.startswith(_READ_AT_IMPORT) and not name.startswith(_READ_AT_USE))
     return f"{path.name} sets {', '.join(read)}, which torch reads when it is imported" if read else ""

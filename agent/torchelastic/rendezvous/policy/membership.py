@@ -59,7 +59,7 @@ class Membership:
         outcome: the run's outcome.
         notice: the last notice.
         noticed_at: when this leader first saw ``notice``.
-        silent: nodes without a key that still answer: their lease expired, but they are alive.
+        keyless: nodes without a key that still answer: their lease expired, but they are alive.
         awaited: members without a key that may still reconnect after the store was unreachable.
         wait_until: the time until which the leader waits for the awaited members.
         dead: nodes that are known to be dead, although they may still have a key.
@@ -82,7 +82,7 @@ class Membership:
     outcome: OutcomeRecord | None = None
     notice: NoticeRecord | None = None
     noticed_at: float = 0.0
-    silent: dict[str, Peer] = field(default_factory=dict)
+    keyless: dict[str, Peer] = field(default_factory=dict)
     awaited: set[str] = field(default_factory=set)
     wait_until: float = 0.0
     dead: set[str] = field(default_factory=set)
@@ -117,17 +117,17 @@ class Membership:
     @property
     def incomplete(self) -> bool:
         """Whether a member without a key may still be alive."""
-        return not (self.ranks.keys().isdisjoint(self.silent) and self.ranks.keys().isdisjoint(self.awaited))
+        return not (self.ranks.keys().isdisjoint(self.keyless) and self.ranks.keys().isdisjoint(self.awaited))
 
-    def is_silent(self, node: str) -> bool:
+    def may_return(self, node: str) -> bool:
         """Return whether the node has no key, but counts as alive."""
-        return node in self.silent or node in self.awaited
+        return node in self.keyless or node in self.awaited
 
     def is_lost(self, node: str) -> bool:
         """Return whether a member cannot continue. A lease that expired while its node answers is not a loss."""
         if node in self.dead or self.is_partitioned(node):
             return True
-        return node not in self.peers and not self.is_silent(node)
+        return node not in self.peers and not self.may_return(node)
 
     def may_join(self, peer: Peer) -> bool:
         """Return whether the node is eligible for the next round."""
@@ -196,7 +196,7 @@ class Membership:
         for peer in self.peers.values():
             self._note(peer)
 
-    def saw(self, node: str, entry: Entry, *, answers: bool) -> Peer | None:
+    def note_key(self, node: str, entry: Entry, *, answers: bool) -> Peer | None:
         """Note a node's key; call :meth:`note_run` first.
 
         Args:
@@ -213,13 +213,13 @@ class Membership:
             if node not in self._warned:
                 self._warned.add(node)
                 logger.warning("ignoring the node %s: %s", node, error)
-            self.gone(node)
+            self.note_deleted_key(node)
             return None
         before = self.peers.get(node)
         failed_at = entry.modified if record.failure else 0
         if before is not None and record.failure == before.record.failure:
             failed_at = before.failed_at
-        self.silent.pop(node, None)
+        self.keyless.pop(node, None)
         self.left.discard(node)
         peer = self.peers[node] = Peer(
             id=node,
@@ -232,7 +232,7 @@ class Membership:
         self._note(peer)
         return peer if before is None else None
 
-    def gone(self, node: str) -> Peer | None:
+    def note_deleted_key(self, node: str) -> Peer | None:
         """Note that a node's key is gone; return the node if it may still be alive."""
         peer = self.peers.pop(node, None)
         if peer is not None and peer.record.phase is NodePhase.LEAVING:
@@ -240,7 +240,7 @@ class Membership:
             return None
         return None if node in self.dead else peer
 
-    def answers(self, node: str) -> bool:
+    def note_alive(self, node: str) -> bool:
         """Note that a node is alive; return whether that is new."""
         peer = self.peers.get(node)
         new = node in self.dead or (peer is not None and not peer.answers)

@@ -6,11 +6,11 @@ The leader calls :func:`plan` after every change and carries out the result. The
 2. A store that lost data is restored.
 3. All workers of all members exited with 0: the run has succeeded.
 4. A worker failed in a way that is configured as non-retryable: the run has failed.
-5. A member is lost, or a worker failed: the next round forms at once with the nodes that are present. A failure is
-   charged to the run's restarts. A change of membership is not charged, nor is a failure that a lost member explains
+5. A member is lost, or a worker failed: the next round forms at once with the nodes that are present. A failure
+   counts against the restart budget. A change of membership does not, nor does a failure that a lost member explains
    or whose exit code is configured as uncharged.
 6. A member leaves, the size has changed, or a node joins: the next round forms after the notice that workers have
-   asked for. Joins are debounced first. The round takes the desired number of nodes; others wait as spares.
+   asked for. Joins are debounced first. The round includes the desired number of nodes; others wait as spares.
 7. Too few nodes are left: the next round has no members, and all nodes wait.
 """
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 CAUSE_WINDOW: Final = 0.1
 """Seconds to wait for the cause of a failure that looks like a consequence: the exit of a peer may be reported a few
-milliseconds after the broken collective that it causes."""
+milliseconds after the failed collective operation that it causes."""
 
 REPORT_WINDOW: Final = 1.0
 """Seconds that a run that is about to fail waits for members that have not reported their failure yet."""
@@ -89,7 +89,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Resign:
-    """Give up the lead for one lease, in favour of a node that can restore a round that the store has lost."""
+    """Give up the lead for one lease, in favor of a node that can restore a round that the store has lost."""
 
 
 Decision = Hold | Resign | RoundRecord | NoticeRecord | OutcomeRecord
@@ -118,7 +118,7 @@ class _Plan:
         membership: what the leader knows.
         settings: the rules.
         before: the round from which the run continues.
-        here: the nodes that could be in the next round, in order of priority.
+        eligible: the nodes that could be in the next round, in order of priority.
         unconnected: the nodes that could be in the next round after they connect to this leader.
     """
 
@@ -133,13 +133,13 @@ class _Plan:
         ranks, last = membership.ranks, len(membership.ranks)
         fit = [peer for peer in membership.peers.values() if membership.may_join(peer)]
         self.unconnected = [peer for peer in fit if not peer.answers and peer.id not in ranks]
-        self.here = [peer for peer in fit if peer.answers or peer.id in ranks]
-        self.here.sort(key=lambda peer: (ranks.get(peer.id, last), peer.joined, peer.id))
+        self.eligible = [peer for peer in fit if peer.answers or peer.id in ranks]
+        self.eligible.sort(key=lambda peer: (ranks.get(peer.id, last), peer.joined, peer.id))
 
     @functools.cached_property
     def chosen(self) -> list[Peer]:
-        """The nodes that the next round takes, in rank order."""
-        return in_rank_order(self.here[: self.membership.size.target], self.membership.ranks)
+        """The nodes of the next round, in rank order."""
+        return in_rank_order(self.eligible[: self.membership.size.target], self.membership.ranks)
 
     def decide(self) -> Decision:
         """Return the decision."""
@@ -226,20 +226,20 @@ class _Plan:
 
     def _form_first(self) -> Decision:
         """Form a round without current members: when all desired nodes are present, or after the last call."""
-        membership, settings, here = self.membership, self.settings, len(self.here)
-        since = min((peer.arrived for peer in self.here), default=membership.now)
+        membership, settings, nodes = self.membership, self.settings, len(self.eligible)
+        since = min((peer.arrived for peer in self.eligible), default=membership.now)
         # Nodes that know a round that the store has lost may need one lease to reconnect.
         window = settings.last_call_timeout if membership.round else max(settings.last_call_timeout, settings.lease)
         is_over = membership.now >= since + window
-        if here < membership.size.min:
-            if membership.round is not None or membership.highest_round_seen <= settings.resume.round or not here:
+        if nodes < membership.size.min:
+            if membership.round is not None or membership.highest_round_seen <= settings.resume.round or not nodes:
                 return self._too_few(since)
             if is_over:  # workers of an older round than the lost one may still run
                 return self._pause(RoundReason.NODE_LOST, STORE_LOST_ROUND)
             return Hold(since + window, self._waiting_for())
-        if here >= membership.size.target or is_over:
+        if nodes >= membership.size.target or is_over:
             return self._form(RoundReason.NODE_JOINED, joined(self.chosen))
-        present = f"{count(here, 'node')} of {membership.size.target} {are(here)} present"
+        present = f"{count(nodes, 'node')} of {membership.size.target} {are(nodes)} present"
         return Hold(since + window, f"{present}; waiting for more until the last call ends")
 
     def _start_over(self) -> Decision:
@@ -256,11 +256,11 @@ class _Plan:
 
     def _leave_pause(self) -> Decision:
         """Form a round with members as soon as enough nodes are present."""
-        if all(peer.joined > self.membership.since for peer in self.here):
+        if all(peer.joined > self.membership.since for peer in self.eligible):
             return self._start_over()  # the nodes that waited are gone
-        if len(self.here) < self.membership.size.min:
+        if len(self.eligible) < self.membership.size.min:
             return self._too_few(self.membership.changed_at)
-        return self._debounced(self.here)
+        return self._debounced(self.eligible)
 
     # -- losses and failures
 
@@ -276,7 +276,7 @@ class _Plan:
 
     def _wait_for_spares(self) -> float:
         """Return the time until which to wait for spares to connect to a new leader, which avoids a second change."""
-        if len(self.here) >= self.membership.size.target:
+        if len(self.eligible) >= self.membership.size.target:
             return 0.0
         spares = [peer.arrived for peer in self.unconnected if peer.record.round == self.membership.number]
         return max(spares) + MAX_DEBOUNCE_FACTOR * self.settings.join_debounce if spares else 0.0
@@ -285,12 +285,12 @@ class _Plan:
         """Return whether all members of the round are leaving or gone."""
         membership = self.membership
         return not any(
-            membership.is_silent(node) or (membership.is_present(node) and not membership.is_leaving(node))
+            membership.may_return(node) or (membership.is_present(node) and not membership.is_leaving(node))
             for node in membership.ranks
         )
 
     def _after_failure(self, failures: Sequence[tuple[int, FailureRecord]]) -> Decision:
-        """Charge a worker's failure, or count an uncharged restart; then restart the workers or end the run."""
+        """Count a worker's failure against the budget or as uncharged; then restart the workers or end the run."""
         now, settings, round, failure = self.membership.now, self.settings, self.before, root_cause(failures)
         since = now if self.membership.failed_since is None else self.membership.failed_since
         all_reported = len(failures) == len(round.members)
@@ -340,12 +340,12 @@ class _Plan:
         membership, ranks, size = self.membership, self.membership.ranks, self.membership.size
         chosen = {peer.id for peer in self.chosen}
         # A member without a key, or a finished member that has left, is no reason for a new round.
-        stays = {node for node in ranks if node in chosen or membership.is_silent(node) or node in membership.done}
+        stays = {node for node in ranks if node in chosen or membership.may_return(node) or node in membership.done}
         finishing = any(map(membership.is_finishing, ranks))
         if away := [node for node in ranks if node not in stays]:
             cause = f"{named(away)} {are(len(away))} removed"
             return self._after_notice(self._form_or_pause(RoundReason.RESIZED, cause))
-        if len(stays.union(peer.id for peer in self.here)) < size.min and not finishing:
+        if len(stays.union(peer.id for peer in self.eligible)) < size.min and not finishing:
             cause = f"at least {count(size.min, 'node')} {are(size.min)} wanted now"
             return self._after_notice(self._pause(RoundReason.RESIZED, cause))
         joining = [peer for peer in self.chosen if peer.id not in ranks]
@@ -361,7 +361,7 @@ class _Plan:
 
     def _debounced(self, joining: Sequence[Peer]) -> Decision:
         """Add new nodes at once if all desired nodes are present, else after ``join_debounce`` without more joins."""
-        if len(self.here) < self.membership.size.target:
+        if len(self.eligible) < self.membership.size.target:
             until = self._debounce_until(joining)
             if self.membership.now < until:
                 return Hold(until)
@@ -400,7 +400,8 @@ class _Plan:
         awaits = membership.incomplete or any(peer.record.saved < notice.serial for peer in self._asking())
         if membership.now >= until or not awaits:
             return change
-        return Hold(until, f"{notice.cause}: the workers have {notice.seconds:g} s to save before the round changes")
+        why = f"{notice.cause}: the workers have {notice.seconds:g} s to save a checkpoint before the round changes"
+        return Hold(until, why)
 
     def _withdraw_notice(self, otherwise: Hold) -> Decision:
         """Withdraw the notice of a change that is no longer needed; without a notice, return ``otherwise``."""
@@ -434,7 +435,7 @@ class _Plan:
 
     def _form_or_pause(self, reason: RoundReason, cause: str) -> Decision:
         """Return the next round with the present nodes, or without members if there are too few nodes."""
-        return (self._pause if len(self.here) < self.membership.size.min else self._form)(reason, cause)
+        return (self._pause if len(self.eligible) < self.membership.size.min else self._form)(reason, cause)
 
     def _pause(self, reason: RoundReason, cause: str) -> RoundRecord:
         """Form a round without members: the remaining nodes stop their workers and wait."""
@@ -471,9 +472,9 @@ class _Plan:
 
     def _waiting_for(self, missing: Sequence[str] = ()) -> str:
         """Return the message that too few nodes are present; it names the present, missing and incompatible nodes."""
-        membership, here = self.membership, [peer.id for peer in self.here]
-        names = f" ({named(here)})" if 0 < len(here) <= MAX_NAMES else ""
-        parts = [f"{count(len(here), 'node')}{names} of at least {membership.size.min} {are(len(here))} present"]
+        membership, present = self.membership, [peer.id for peer in self.eligible]
+        names = f" ({named(present)})" if 0 < len(present) <= MAX_NAMES else ""
+        parts = [f"{count(len(present), 'node')}{names} of at least {membership.size.min} {are(len(present))} present"]
         if missing:
             parts.append(f"{named(missing)} {are(len(missing))} missing")
         if self.unconnected:
