@@ -223,7 +223,7 @@ class Notices:
         self._lock = threading.RLock()  # reentrant: a signal handler may answer
         self._callback: Callable[[Notice], object] | None = None
         self._signals: set[int] = set()
-        self._standing: tuple[int, Notice] | None = None
+        self._pending: tuple[int, Notice] | None = None
         self._shown = 0
         self._answered = 0
 
@@ -255,10 +255,10 @@ class Notices:
 
         If the change was canceled, the result is also None.
         """
-        standing = self._standing
-        if standing is None or not is_worker():
+        pending = self._pending
+        if pending is None or not is_worker():
             return None
-        self._shown, notice = standing
+        self._shown, notice = pending
         return notice
 
     def saved(self) -> None:
@@ -267,19 +267,19 @@ class Notices:
             self._answer(self._shown)
 
     def _closed(self) -> None:
-        self._standing = None
+        self._pending = None
 
     def _take(self, message: dict[str, Any]) -> None:
         number, seconds = int(message["notice"]), float(message["seconds"])
         with self._lock:
             if seconds == 0:
-                self._standing = None
+                self._pending = None
                 return
             if number <= self._answered:
                 return
-            known = self._standing is not None and self._standing[0] == number
+            known = self._pending is not None and self._pending[0] == number
             notice = Notice(str(message["reason"]), str(message["cause"]), time.monotonic() + seconds)
-            self._standing = number, notice
+            self._pending = number, notice
             callback = self._callback
         if callback is not None and not known:
             run_in_thread(self._call, callback, number, notice)
@@ -295,8 +295,8 @@ class Notices:
 
     def _answer(self, number: int) -> None:
         with self._lock:
-            if self._standing is not None and self._standing[0] == number:
-                self._standing = None
+            if self._pending is not None and self._pending[0] == number:
+                self._pending = None
                 self._answered = number
                 AGENT.send({"saved": number})
 

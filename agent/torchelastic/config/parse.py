@@ -1,6 +1,6 @@
 """Parse a command line and an environment into :class:`~torchelastic.config.settings.AgentSettings`.
 
-Errors that can be detected before the agent starts are raised here, with a sentence that names the flag or variable.
+This module raises all errors that can be detected before the agent starts; each message names the flag or variable.
 Differences from ``torchrun``:
 
 * A run of one node needs neither an etcd nor an id. A run of several nodes needs both, because unrelated runs with
@@ -222,7 +222,7 @@ def program_of_command(argv: Sequence[str], start_method: StartMethod = StartMet
 
 def _check_exists(program: Program, *, is_command: bool) -> None:
     """Raise SettingsError if the program does not exist."""
-    name, here = program.argv[0], Path.cwd()
+    name, folder = program.argv[0], Path.cwd()
     match program.kind:
         case ProgramKind.COMMAND:
             if not shutil.which(name):
@@ -230,8 +230,8 @@ def _check_exists(program: Program, *, is_command: bool) -> None:
         case ProgramKind.MODULE:
             package = name.partition(".")[0]
             # The working directory comes first, as with `python -m`.
-            if package not in sys.builtin_module_names and not PathFinder.find_spec(package, [str(here), *sys.path]):
-                raise SettingsError(f"Module {name} was not found in {here} or by {sys.executable}.")
+            if package not in sys.builtin_module_names and not PathFinder.find_spec(package, [str(folder), *sys.path]):
+                raise SettingsError(f"Module {name} was not found in {folder} or by {sys.executable}.")
         # pathlib would raise if the path is too long or a folder is not accessible.
         case ProgramKind.SCRIPT if os.path.isdir(name):  # noqa: PTH112
             if not os.path.isfile(os.path.join(name, "__main__.py")):  # noqa: PTH113, PTH118
@@ -239,7 +239,7 @@ def _check_exists(program: Program, *, is_command: bool) -> None:
         case ProgramKind.SCRIPT if not os.path.isfile(name):  # noqa: PTH113
             if not is_command and shutil.which(name):
                 raise SettingsError(f"There is no script {name}; to run the command {name}, put --no-python before it.")
-            raise SettingsError(f"Script {name} was not found in {here}.")
+            raise SettingsError(f"Script {name} was not found in {folder}.")
         case ProgramKind.SCRIPT if not os.access(name, os.R_OK):
             raise SettingsError(f"The current user cannot read the script {name}: permission denied.")
 

@@ -140,7 +140,7 @@ def exit_codes(raw: RawValue) -> frozenset[int]:
         if not 1 <= first <= last <= 255:
             raise raw.error(
                 "must be exit codes from 1 to 255 with commas between them, or ranges of them, for example "
-                "2,64-78,137, where 128 + n is signal n"
+                "2,64-78,137; 128 + n stands for signal n"
             )
         found.update(range(first, last + 1))
     return frozenset(found)

@@ -41,7 +41,7 @@ class AgentMetrics:
         names = ("job_namespace", "elasticjob")
         self._labels = {} if job is None else dict(zip(names, map(printable, job), strict=True))
         self._node: RendezvousNode | None = None
-        self._beside: tuple[Collector, ...] | None = None  # None while /metrics is not served
+        self._collectors: tuple[Collector, ...] | None = None  # None while /metrics is not served
         self._failed: set[Collector] = set()
         self._lock = threading.Lock()
         self._words: dict[Series, list[float]] = {}
@@ -49,16 +49,16 @@ class AgentMetrics:
         self._waits_since: float | None = None
         self._without_workers_since = 0.0
 
-    def page(self, *beside: Collector) -> CollectorRegistry:
+    def page(self, *others: Collector) -> CollectorRegistry:
         """Start recording the agent's series; return a registry of the series, the run's totals and other collectors.
 
         Args:
-            beside: the other collectors; families of the same name are merged. A collector that raises is left out
+            others: the other collectors; families of the same name are merged. A collector that raises is left out
                 and logged once.
         """
         from prometheus_client import CollectorRegistry
 
-        self._beside = beside
+        self._collectors = others
         registry = CollectorRegistry()
         registry.register(cast("Collector", self))
         return registry
@@ -66,7 +66,7 @@ class AgentMetrics:
     def collect(self) -> Iterable[Metric]:
         """Return the families with their current values; a registry calls this at each scrape, from any thread."""
         families = {family.name: family for family in self._own()}
-        for collector in self._beside or ():
+        for collector in self._collectors or ():
             try:
                 collected = list(collector.collect())
             except Exception:  # noqa: BLE001 - a failing collector must not hide the others
@@ -177,7 +177,7 @@ class AgentMetrics:
         self._show(family, value, **labels)
 
     def _show(self, family: Series, value: float, **labels: str) -> None:
-        if self._beside is None:
+        if self._collectors is None:
             return
         one, value = family.labelled(**labels) if labels else family, value / family.divisor
         with self._lock:

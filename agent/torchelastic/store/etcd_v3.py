@@ -220,7 +220,7 @@ class EtcdV3Store:
 
         async def read(endpoint: str) -> None:
             answer = await self._authorized(endpoint, "/v3/kv/range", body)
-            if not _understood(endpoint, answer).header.revision:  # etcd's revisions begin with 1
+            if not _parse_answer(endpoint, answer).header.revision:  # etcd's revisions begin with 1
                 raise WrongApi(f"the server at {endpoint} does not answer like etcd: {shown(answer)}")
 
         await self._servers.check(read)
@@ -352,7 +352,7 @@ class EtcdV3Store:
         body = msgspec.json.encode(message)  # encodes bytes as base64
 
         async def exchange(endpoint: str) -> _Answer:
-            return _understood(endpoint, await self._authorized(endpoint, path, body))
+            return _parse_answer(endpoint, await self._authorized(endpoint, path, body))
 
         return await self._servers.ask(exchange, repeatable=repeatable, at=at, limit=limit)
 
@@ -369,7 +369,7 @@ class EtcdV3Store:
                 self._token = None
                 who = {"name": self._settings.username, "password": self._settings.password or ""}
                 answer = await self._post(endpoint, "/v3/auth/authenticate", msgspec.json.encode(who))
-                self._token = _understood(endpoint, answer).token
+                self._token = _parse_answer(endpoint, answer).token
         return await self._post(endpoint, path, body)
 
     async def _post(self, endpoint: str, path: str, body: bytes) -> bytes:
@@ -453,7 +453,7 @@ class _Stream:
             if not chunk:
                 raise StoreUnavailable(f"etcd at {self._endpoint} ended the watch")
             self._pending += chunk
-        line = _understood(self._endpoint, bytes(self._pending[:end]))
+        line = _parse_answer(self._endpoint, bytes(self._pending[:end]))
         del self._pending[: end + 1]
         answer = line.result or _Answer()
         fault = line.error if isinstance(line.error, Fault) else None
@@ -464,7 +464,7 @@ class _Stream:
         return answer
 
 
-def _understood(endpoint: str, body: bytes) -> _Answer:
+def _parse_answer(endpoint: str, body: bytes) -> _Answer:
     try:
         return msgspec.json.decode(body, type=_Answer, strict=False)
     except msgspec.DecodeError as error:

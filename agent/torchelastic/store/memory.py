@@ -52,7 +52,7 @@ class MemoryStore:
         self._closed = False
 
     def another(self) -> MemoryStore:
-        """Return another client of the same data, which is closed or made unreachable separately."""
+        """Return another client of the same data, which can be closed or made unreachable separately."""
         other = MemoryStore()
         other._data = self._data
         return other

@@ -67,7 +67,7 @@ class LocalElasticAgent:
         shutdown_timeout: seconds between SIGTERM and SIGKILL when this node leaves the run.
 
     Raises:
-        SettingsError: a setting is invalid or unsupported; the message says what to change.
+        SettingsError: a setting is invalid or unsupported; the message states what to change.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class LocalElasticAgent:
             {name: RawValue(name.replace("-", "_"), f"{value}") for name, value in output.items() if value is not None},
             spec.local_world_size,
         )
-        self._agent: _OurAgent | TorchAgent | None = None
+        self._agent: _EmbeddedAgent | TorchAgent | None = None
         self._stopped = False
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:  # noqa: ARG002 - torch's signature; a spec has one role
@@ -98,7 +98,7 @@ class LocalElasticAgent:
 
         Raises:
             RendezvousError: this node cannot join the run.
-            SettingsError: a setting is invalid or unsupported; the message says what to change.
+            SettingsError: a setting is invalid or unsupported; the message states what to change.
             RuntimeError: another agent runs in this process, or this is a multiprocessing child that is starting.
             Exception: a custom rendezvous handler or a signal handler of the program raised it.
         """
@@ -159,7 +159,7 @@ class LocalElasticAgent:
                     agent.stop()
             thread.join(_JOIN_TIMEOUT)
 
-    def _new_agent(self, stopped: Callable[[], None]) -> _OurAgent | TorchAgent:
+    def _new_agent(self, stopped: Callable[[], None]) -> _EmbeddedAgent | TorchAgent:
         spec = self._spec
         handler = spec.rdzv_handler or ElasticRendezvousHandler(RendezvousParameters("torchelastic", "", "", 1, 1))
         if not isinstance(handler, ElasticRendezvousHandler):
@@ -182,10 +182,10 @@ class LocalElasticAgent:
         )
         rules = dataclasses.replace(settings.rendezvous, max_restarts=spec.max_restarts)
         call = None if isinstance(spec.entrypoint, str) else serialize_call(spec.entrypoint, spec.args)
-        return _OurAgent(dataclasses.replace(settings, rendezvous=rules), call)
+        return _EmbeddedAgent(dataclasses.replace(settings, rendezvous=rules), call)
 
 
-class _OurAgent(Agent):
+class _EmbeddedAgent(Agent):
     """An agent within another program, whose signals it does not handle.
 
     Args:
@@ -204,7 +204,7 @@ class _OurAgent(Agent):
 
         Raises:
             RendezvousConnectionError: this node cannot join the run.
-            SettingsError: a setting is invalid or unsupported; the message says what to change.
+            SettingsError: a setting is invalid or unsupported; the message states what to change.
         """
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             return runner.run(self._result())
