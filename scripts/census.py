@@ -164,12 +164,21 @@ async def apply_path() -> tuple[list[str], dict[str, int]]:
         async with ControlPlane(here) as cluster:
             await cluster.apply_crd((ROOT / "crds/elasticjob.yaml").read_text())
             async with OperatorProcess(here, cluster.kubeconfig, environ=_traced(here)):
+                selector = "--selector=elastic.pytorch.org/job=digits,elastic.pytorch.org/role=worker"
+                watch = await asyncio.create_subprocess_exec(
+                    *("kubectl", "get", "pods", selector, "--watch", "--output=name"),
+                    env=cluster.environ,
+                    stdout=subprocess.PIPE,
+                )
+                assert watch.stdout is not None
                 begin = asyncio.get_running_loop().time()
                 await cluster.kubectl("apply", "--filename", str(ROOT / "examples/digits.yaml"))
-                selector = "--selector=elastic.pytorch.org/job=digits,elastic.pytorch.org/role=worker"
-                while len((await cluster.kubectl("get", "pods", selector, "--output=name")).stdout.split()) < 2:  # noqa: ASYNC110 - a poll is enough
-                    await asyncio.sleep(0.1)
+                pods = set[bytes]()
+                while len(pods) < 2:
+                    pods.add(await watch.stdout.readline())
                 end = asyncio.get_running_loop().time()
+                watch.terminate()
+                await watch.wait()
         trace = _trace(here)
         return trace.modules(begin, end), _way_through_plan(trace)
 
