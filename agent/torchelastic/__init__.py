@@ -12,14 +12,16 @@ For launchers in Python:
   :mod:`torchelastic.agent.server`; the spec contains a :class:`RendezvousHandler`, see
   :mod:`torchelastic.rendezvous`.
 
-:mod:`torchelastic.metrics` is imported separately. Each name above is imported at its first use, so
-``import torchelastic`` is fast and never imports torch.
+:mod:`torchelastic.metrics` is imported separately. Modules of :mod:`torch.distributed.elastic` that torchelastic does
+not replace can be imported under torchelastic's names, see :mod:`torchelastic.lazy`. Each name above is imported at its
+first use, so ``import torchelastic`` is fast and never imports torch.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
+
+from torchelastic.lazy import install, lazy_attributes
 
 if TYPE_CHECKING:
     from torchelastic.agent.server.api import RunResult, WorkerSpec, WorkerState
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
         saved,
         step,
     )
+    from torchelastic.version import __version__
 
 __all__ = [
     "Checkpoint",
@@ -51,6 +54,7 @@ __all__ = [
     "RunResult",
     "WorkerSpec",
     "WorkerState",
+    "__version__",
     "ask_for_notice",
     "checkpoint",
     "elastic_launch",
@@ -61,23 +65,20 @@ __all__ = [
     "step",
 ]
 
-_MODULES: Final = {
-    "torchelastic.agent.server.api": "RunResult WorkerSpec WorkerState",
-    "torchelastic.agent.server.local_elastic_agent": "LocalElasticAgent",
-    "torchelastic.launcher.api": "LaunchConfig elastic_launch",
-    "torchelastic.rendezvous.api": "RendezvousHandler RendezvousInfo RendezvousParameters",
-    "torchelastic.training": (
-        "Checkpoint NonRetryableException Notice ask_for_notice checkpoint heartbeat notice round_stands saved step"
-    ),
-}
-_MODULE_OF: Final = {name: module for module, names in _MODULES.items() for name in names.split()}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)  # cached: some functions are called often
-    return found
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "torchelastic.agent.server.api": "RunResult WorkerSpec WorkerState",
+        "torchelastic.agent.server.local_elastic_agent": "LocalElasticAgent",
+        "torchelastic.launcher.api": "LaunchConfig elastic_launch",
+        "torchelastic.rendezvous.api": "RendezvousHandler RendezvousInfo RendezvousParameters",
+        "torchelastic.training": (
+            "Checkpoint NonRetryableException Notice ask_for_notice checkpoint heartbeat notice round_stands saved step"
+        ),
+        "torchelastic.version": "__version__",
+    },
+)
+install()
 
 
 def __dir__() -> list[str]:

@@ -58,7 +58,7 @@ def _stream(path: str) -> MetricStream:
     registry = MetricRegistry()
     registry.declare("my_app", counters=["samples"], histograms={"size": [1, 10]})
     registry.attach(SeriesHandler(open_memory(path), registry.type_of))
-    return MetricStream("my_app", registry)
+    return MetricStream("my_app", registry=registry)
 
 
 @pytest.fixture

@@ -40,6 +40,8 @@ __all__ = [
     "get_elapsed_time_ms",
     "initialize_metrics",
     "prof",
+    "profile",
+    "publish_metric",
     "put_metric",
 ]
 
@@ -189,17 +191,17 @@ class MetricRegistry:
         default = MetricType() if platform is None else platform.type
         return self._used.setdefault((group, name), self._declared.get((group, name), default))
 
-    def add(self, group: str, name: str, value: float) -> None:
-        """Pass a value with the current time to the handlers of the group."""
+    def add(self, group: str, name: str, value: float, handler: MetricHandler | None = None) -> None:
+        """Pass a value with the current time to the handlers of the group, or to this handler in their place."""
         routes = self._routes
-        handlers = routes.get(group, routes[None])
+        handlers = routes.get(group, routes[None]) if handler is None else (handler, *self.attached)
         if handlers:
             data = MetricData(time.time(), group, name, value)
-            for handler in handlers:
+            for each in handlers:
                 try:
-                    handler.emit(data)
+                    each.emit(data)
                 except Exception:  # noqa: BLE001 - a failing handler must not stop the program
-                    self._report(handler, data)
+                    self._report(each, data)
 
     def _route(self, attached: tuple[MetricHandler, ...]) -> None:
         self.attached = attached
@@ -229,17 +231,23 @@ declare: Final = REGISTRY.declare
 
 
 class MetricStream:
-    """A stream of values of the group ``group_name``. Handlers receive only values that are recorded later."""
+    """A stream of values of the group ``group_name``. Handlers receive only values that are recorded later.
 
-    __slots__ = ("_registry", "group_name")
+    The values go to ``handler``, or to the group's handlers if it is None.
+    """
 
-    def __init__(self, group_name: str, registry: MetricRegistry = REGISTRY) -> None:
+    __slots__ = ("_registry", "group_name", "handler")
+
+    def __init__(
+        self, group_name: str, handler: MetricHandler | None = None, registry: MetricRegistry = REGISTRY
+    ) -> None:
         self.group_name = group_name
+        self.handler = handler
         self._registry = registry
 
     def add_value(self, metric_name: str, metric_value: float) -> None:
         """Record one value."""
-        self._registry.add(self.group_name, metric_name, metric_value)
+        self._registry.add(self.group_name, metric_name, metric_value, self.handler)
 
 
 def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
@@ -254,6 +262,11 @@ def getStream(group: str) -> MetricStream:  # noqa: N802 - the name in torchelas
 def put_metric(metric_name: str, metric_value: float, metric_group: str = PLATFORM_GROUP) -> None:
     """Record one value."""
     REGISTRY.add(str(metric_group), metric_name, metric_value)
+
+
+def publish_metric(metric_group: str, metric_name: str, metric_value: float) -> None:
+    """Record one value; the older form of :func:`put_metric`."""
+    put_metric(metric_name, metric_value, metric_group)
 
 
 def get_elapsed_time_ms(start_time_in_seconds: float) -> int:
@@ -281,24 +294,32 @@ def prof(fn: Callable[..., Any] | None = None, group: str = PLATFORM_GROUP) -> C
     """
     if fn is None:
         return functools.partial(prof, group=group)
-    function = fn
     name = str(getattr(fn, "__qualname__", type(fn).__qualname__))
     if "." not in name and (module := getattr(fn, "__module__", None)):
         name = f"{module.rpartition('.')[2]}.{name}"
+    return _decorated(fn, name, group)
+
+
+def profile(group: str | None = None) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Decorate a function as :func:`prof` does; the older form, whose names begin with the name of the function."""
+    return lambda fn: _decorated(fn, getattr(fn, "__name__", type(fn).__name__), str(group or PLATFORM_GROUP))
+
+
+def _decorated(function: Callable[..., Any], name: str, group: str) -> Callable[..., Any]:
     duration = {f"{name}.duration.ms": DURATION_BUCKETS}
     REGISTRY.declare(group, counters=[f"{name}.success", f"{name}.failure"], histograms=duration)
 
-    @functools.wraps(fn)
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the function's own arguments
         with _measured(name, group):
             return function(*args, **kwargs)
 
-    @functools.wraps(fn)
+    @functools.wraps(function)
     async def call_and_wait(*args: Any, **kwargs: Any) -> object:  # noqa: ANN401
         with _measured(name, group):
             return await cast("Awaitable[object]", function(*args, **kwargs))
 
-    return call_and_wait if inspect.iscoroutinefunction(fn) else call
+    return call_and_wait if inspect.iscoroutinefunction(function) else call
 
 
 @contextlib.contextmanager

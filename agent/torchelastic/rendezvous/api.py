@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchelastic.errors import RendezvousClosedError, RendezvousError
+from torchelastic.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,6 +30,15 @@ __all__ = [
     "RendezvousStoreInfo",
     "RendezvousTimeoutError",
 ]
+
+__getattr__ = lazy_attributes(  # torch's module has these names, too
+    __name__,
+    {
+        "torchelastic.rendezvous.registry": (
+            "RendezvousHandlerCreator RendezvousHandlerRegistry rendezvous_handler_registry"
+        )
+    },
+)
 
 
 class RendezvousConnectionError(RendezvousError):

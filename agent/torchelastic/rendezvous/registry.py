@@ -9,7 +9,12 @@ if TYPE_CHECKING:
 
     from torchelastic.rendezvous.api import RendezvousHandler, RendezvousParameters
 
-__all__ = ["RendezvousHandlerCreator", "RendezvousHandlerRegistry", "rendezvous_handler_registry"]
+__all__ = [
+    "RendezvousHandlerCreator",
+    "RendezvousHandlerRegistry",
+    "get_rendezvous_handler",
+    "rendezvous_handler_registry",
+]
 
 RendezvousHandlerCreator: TypeAlias = "Callable[[RendezvousParameters], RendezvousHandler]"
 
@@ -51,3 +56,8 @@ class RendezvousHandlerRegistry:
 
 rendezvous_handler_registry = RendezvousHandlerRegistry()
 """The handlers of this process."""
+
+
+def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
+    """Create the handler that the parameters name: see :meth:`RendezvousHandlerRegistry.create_handler`."""
+    return rendezvous_handler_registry.create_handler(params)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchelastic.errors import SettingsError
+from torchelastic.lazy import lazy_attributes
 from torchelastic.output import DEFAULT_ROLE
 
 if TYPE_CHECKING:
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from torchelastic.rendezvous.api import RendezvousHandler
 
 __all__ = ["ProcessFailure", "RunResult", "WorkerSpec", "WorkerState"]
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {"torch.distributed.elastic.agent.server.api": "ElasticAgent SimpleElasticAgent Worker WorkerGroup"},
+)
 
 NOT_AVAILABLE = "<N/A>"
 

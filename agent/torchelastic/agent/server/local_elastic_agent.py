@@ -31,6 +31,7 @@ from torchelastic.config.parse import program_of_command, read_logs
 from torchelastic.config.parsers import RawValue
 from torchelastic.config.settings import AgentSettings, Program, ProgramKind
 from torchelastic.errors import SettingsError
+from torchelastic.lazy import lazy_attributes
 from torchelastic.metrics.agent import AgentMetrics
 from torchelastic.output import DEFAULT_ROLE
 from torchelastic.protocol import ExitCode
@@ -46,6 +47,16 @@ if TYPE_CHECKING:
     from torchelastic.agent.server.torch_agent import TorchAgent
 
 __all__ = ["LocalElasticAgent"]
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "torch.distributed.elastic.agent.server.local_elastic_agent": (
+            "TORCHELASTIC_ENABLE_FILE_TIMER TORCHELASTIC_HEALTH_CHECK_PORT TORCHELASTIC_TIMER_FILE "
+            "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
+        )
+    },
+)
 
 _JOIN_TIMEOUT: Final = 1.0
 """Seconds to wait for the end of the agent's thread after its result. Only a rendezvous handler can delay the end."""

@@ -1,0 +1,84 @@
+"""Names that are imported at their first use: attributes of modules, and torch's modules under torchelastic's names.
+
+``import torchelastic.timer.api`` imports ``torch.distributed.elastic.timer.api``, and both names mean the same module.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from typing import TYPE_CHECKING, Any, Final, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import ModuleType
+
+_PACKAGE: Final = "torchelastic"
+_TORCHS: Final = "torch.distributed.elastic"
+
+_MODULES: Final = {
+    _PACKAGE: "control_plane utils",
+    f"{_PACKAGE}.agent.server": "health_check_server",
+    f"{_PACKAGE}.events": "api handlers",
+    f"{_PACKAGE}.multiprocessing": "api redirects subprocess_handler tail_log",
+    f"{_PACKAGE}.multiprocessing.errors": "error_handler handlers",
+    f"{_PACKAGE}.rendezvous": (
+        "c10d_rendezvous_backend dynamic_rendezvous etcd_rendezvous etcd_rendezvous_backend etcd_server etcd_store "
+        "static_tcp_rendezvous utils"
+    ),
+    f"{_PACKAGE}.timer": "api debug_info_logging file_based_local_timer local_timer",
+}
+"""The modules that are torch's, by package. All modules of a package of torch are torch's, too."""
+
+
+def lazy_attributes(module: str, sources: Mapping[str, str]) -> Callable[[str], object]:
+    """Return a ``__getattr__`` for a module, which imports an attribute at its first use.
+
+    Args:
+        module: the name of the module.
+        sources: the names of the attributes, separated by spaces, by the module that defines them.
+    """
+    source_of = {name: source for source, names in sources.items() for name in names.split()}
+
+    def find(name: str) -> object:
+        if name not in source_of:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        found = getattr(import_module(source_of[name]), name)
+        setattr(sys.modules[module], name, found)  # some functions are called often
+        return found
+
+    return find
+
+
+class _TorchModules:
+    """Finds and loads torch's modules for the import system."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002 - the import system's signature
+        """Return how to import a module; None if it is not one of torch's, or this torch does not have it."""
+        if not name.startswith(f"{_PACKAGE}."):
+            return None
+        parent, _, child = name.rpartition(".")
+        real = getattr(sys.modules.get(parent), "__name__", parent)
+        if real == parent:
+            if child not in _MODULES.get(parent, "").split():
+                return None
+            real = parent.replace(_PACKAGE, _TORCHS, 1)
+        from importlib.util import find_spec
+
+        if find_spec(f"{real}.{child}") is None:
+            return None
+        return ModuleSpec(name, cast("Any", self), origin=f"{real}.{child}")
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Let the import system create a module, which :meth:`exec_module` replaces."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put torch's module in the place of this module."""
+        sys.modules[module.__name__] = import_module(cast("Any", module.__spec__).origin)
+
+
+def install() -> None:
+    """Make torch's modules importable under torchelastic's names."""
+    # First, because the import system would otherwise load a module of a package of torch a second time.
+    sys.meta_path.insert(0, cast("Any", _TorchModules()))

@@ -1,0 +1,186 @@
+"""The names of torch.distributed.elastic under torchelastic's names: the same modules, or objects that work alike."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+pytestmark = pytest.mark.real
+
+
+def output_of(program: str) -> list[str]:
+    """Run a program with the torch of the test, and return the lines of its output."""
+    command = [sys.executable, "-c", dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.usefixtures("each_torch")
+def test_every_public_module_and_name_of_torch_is_importable_under_torchelastics_name() -> None:
+    missing = output_of(
+        """
+        import importlib, pkgutil, types
+        import torch.distributed.elastic, torch.distributed.launcher
+
+        def defined(module):
+            listed = getattr(module, "__all__", None)
+            return listed or [
+                name
+                for name, value in vars(module).items()
+                if not name.startswith("_") and not isinstance(value, types.ModuleType)
+                and getattr(value, "__module__", module.__name__).startswith("torch")
+            ]
+
+        checked = 0
+        for package in (torch.distributed.elastic, torch.distributed.launcher):
+            for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+                if not found.name.rpartition(".")[2].startswith("_"):
+                    torchs = importlib.import_module(found.name)
+                    name = found.name.replace("torch.distributed.elastic", "torchelastic")
+                    ours = importlib.import_module(name.replace("torch.distributed", "torchelastic"))
+                    for each in defined(torchs):
+                        if not hasattr(ours, each):
+                            print(ours.__name__, each)
+                    checked += 1
+        assert checked > 30
+        """
+    )
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "agent.server.health_check_server",
+        "events.handlers",
+        "multiprocessing.api",
+        "multiprocessing.errors.error_handler",
+        "multiprocessing.errors.handlers",
+        "multiprocessing.redirects",
+        "multiprocessing.tail_log",
+        "rendezvous.dynamic_rendezvous",
+        "rendezvous.etcd_rendezvous",
+        "rendezvous.etcd_server",
+        "timer.local_timer",
+        "utils.data.elastic_distributed_sampler",
+        "utils.logging",
+    ],
+)
+def test_a_module_that_torchelastic_does_not_replace_is_torchs_own(module: str) -> None:
+    output_of(
+        f"""
+        import torchelastic.{module} as ours
+        import torch.distributed.elastic.{module} as torchs
+        assert ours is torchs
+        assert torchs.__spec__.name == torchs.__name__
+        """
+    )
+
+
+def test_modules_that_torch_does_not_have_are_not_found_and_importing_torchelastic_imports_no_torch() -> None:
+    lines = output_of(
+        """
+        import sys
+        from importlib.util import find_spec
+        import torchelastic, torchelastic.agent.server, torchelastic.metrics, torchelastic.rendezvous.registry
+        print(torchelastic.__version__)
+        assert "torch" not in sys.modules
+        for name in ("torchelastic.nothing", "torchelastic.utils.nothing", "torchelastic.rendezvous.nothing"):
+            assert find_spec(name) is None
+            try:
+                __import__(name)
+            except ModuleNotFoundError as error:
+                print(error.name)
+        for module in (torchelastic, torchelastic.agent.server, torchelastic.rendezvous.api):
+            assert not hasattr(module, "nothing")
+        """
+    )
+    version, *names = lines
+    assert version[0].isdigit()
+    assert names == ["torchelastic.nothing", "torchelastic.utils.nothing", "torchelastic.rendezvous.nothing"]
+
+
+@pytest.mark.usefixtures("each_torch")
+def test_samplers_iterators_loggers_and_handlers_work() -> None:
+    output_of(
+        """
+        import logging
+        from torchelastic.rendezvous import RendezvousParameters
+        from torchelastic.rendezvous.registry import get_rendezvous_handler
+        from torchelastic.utils.data import CyclingIterator, ElasticDistributedSampler
+        from torchelastic.utils.logging import get_logger
+
+        read = [[*ElasticDistributedSampler(range(10), num_replicas=2, rank=rank, start_index=4)] for rank in (0, 1)]
+        assert sorted(sum(read, [])) == [*range(4, 10)]
+        assert [*CyclingIterator(n=2, generator_fn=lambda epoch: iter([epoch, epoch]))] == [0, 0, 1, 1]
+        assert get_logger("mine") is logging.getLogger("mine")
+        for backend in ("torchelastic", "c10d", "static"):
+            at = "" if backend == "torchelastic" else "127.0.0.1:0"
+            handler = get_rendezvous_handler(RendezvousParameters(backend, at, "digits-7", 1, 1, rank=0))
+            assert handler.get_run_id() == "digits-7"
+        """
+    )
+
+
+RECORD = """
+    import {package}.metrics as metrics
+    from {package}.metrics.api import MetricHandler, MetricStream
+
+    class Collected(MetricHandler):
+        def emit(self, data):
+            print(data.group_name, data.name, data.value if "duration" not in data.name else "")
+
+    metrics.configure(Collected(), "configured")
+
+    @metrics.profile("configured")
+    def fails():
+        raise LookupError
+
+    @metrics.profile(group="configured")
+    def works():
+        return 7
+
+    assert works() == 7
+    try:
+        fails()
+    except LookupError:
+        print("raised")
+    metrics.publish_metric("configured", "loss", 3)
+    MetricStream("other", Collected()).add_value("steps", 4)
+    metrics.getStream("none").add_value("dropped", 5)
+    """
+
+
+def test_older_functions_for_metrics_record_the_same_values_as_torchs() -> None:
+    ours, torchs = (
+        output_of(RECORD.format(package=package)) for package in ("torchelastic", "torch.distributed.elastic")
+    )
+    assert ours == torchs
+    assert "other steps 4" in ours
+
+
+def test_events_reach_the_handler_of_their_type_and_torchs_destination() -> None:
+    lines = output_of(
+        """
+        from torchelastic import events
+
+        class Collected(events.EventHandler):
+            def record(self, event):
+                print("collected", event.name, event.metadata)
+
+        events.configure(Collected())
+        events.configure(events.ConsoleEventHandler(), "other")
+        events.configure(events.NullEventHandler(), "dropped")
+        events.record(events.Event("torchs", events.EventSource.WORKER, metadata={"step": 1}))
+        events.record("older", metadata={"step": 2})
+        events.record_event(events.Event("printed", "other"))
+        for kind in ("other", "dropped", "unknown"):
+            events.record("named", kind)
+        """
+    )
+    assert lines[:2] == ["collected torchs {'step': 1}", "collected older {'step': 2}"]
+    assert [line.partition('"name": ')[2].partition(",")[0] for line in lines[2:]] == ['"printed"', '"named"']
