@@ -165,7 +165,8 @@ FAILING = """
             elastic_launch(LaunchConfig(1, 1, 3, max_restarts=2), fail)(sys.argv[1])
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            print(f"rank {rank} first: {failure.message}, exit code {failure.exitcode}, of {list(error.failures)}")
+            message = failure.message["message"]
+            print(f"rank {rank} first: {message}, exit code {failure.exitcode}, of {list(error.failures)}")
             raise
 
     if __name__ == "__main__":
@@ -183,6 +184,58 @@ async def test_a_failed_run_raises_torchs_exception_with_the_root_cause_after_al
         f"{rank}.{restart}" for rank in range(3) for restart in range(3)
     )
     assert "ValueError: the data are broken" in error_file.read_text()
+
+
+OF_EITHER_LAUNCHER = """
+    import dataclasses, json
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from {package} import LaunchConfig, elastic_launch
+
+    def fail(how):
+        match how:
+            case "raise":
+                raise ValueError("the data are broken")
+            case "exit":
+                sys.exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def launch(function, *arguments, **config):
+        if "{package}" != "torchelastic":
+            config |= dict(rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0")
+        elastic_launch(LaunchConfig(1, 1, run_id="run", max_restarts=0, **config), function)(*arguments)
+"""
+
+LAUNCHERS = ["torchelastic", "torch.distributed.launcher"]
+
+
+async def test_failures_have_the_fields_of_torchs_launcher(tmp_path: Path) -> None:
+    source = """
+    if __name__ == "__main__":
+        for how in ("raise", "exit", "kill"):
+            try:
+                launch(fail, how, nproc_per_node=1)
+            except ChildFailedError as error:
+                [(rank, failure)] = error.failures.items()
+                fields = dataclasses.asdict(failure)
+                assert type(failure).__module__.startswith("torch.") and fields.pop("pid") and fields.pop("timestamp")
+                again = ChildFailedError(error.name, error.failures)
+                print("is", rank, str(again) == str(error), error.name, failure.signal_name(), failure.exitcode)
+                if os.path.exists(fields.pop("error_file")):
+                    assert json.load(open(failure.error_file)) == fields["error_file_data"]
+                print("has", sorted(fields), type(failure.message).__name__)
+                if how == "raise":
+                    traceback = failure.message["extraInfo"].pop("py_callstack")
+                    assert failure.message["extraInfo"].pop("timestamp")
+                    print("said", failure.message, traceback.strip().splitlines()[-1])
+"""
+    ours, torchs = [
+        [line for line in output.splitlines() if line.startswith(("is ", "has ", "said "))]
+        for output in [
+            await output_of(tmp_path, OF_EITHER_LAUNCHER.format(package=package) + source) for package in LAUNCHERS
+        ]
+    ]
+    assert ours == torchs
+    assert len(ours) == 7
 
 
 async def test_objects_of_the_program_are_passed_to_workers_and_their_child_processes_and_back(tmp_path: Path) -> None:

@@ -5,18 +5,12 @@ The names have the same meaning as in torch; the agent and the default rendezvou
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
-import shutil
-import tempfile
 import uuid
-import weakref
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchelastic.agent.server.api import NOT_AVAILABLE, WorkerSpec
+from torchelastic.agent.server.api import WorkerSpec
 from torchelastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torchelastic.output import DEFAULT_ROLE
 from torchelastic.rendezvous.api import RendezvousParameters
@@ -26,9 +20,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    from torchelastic.agent.server.api import ProcessFailure
     from torchelastic.rendezvous.api import RendezvousHandler
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
@@ -144,7 +135,9 @@ def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arg
     # No shutdown after Ctrl-C: torch's handlers would close the run, but the run continues on other nodes.
     _shut_down(handler)
     if result.is_failed():
-        raise _child_failed(spec.get_entrypoint_name(), result.failures)
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        raise ChildFailedError(spec.get_entrypoint_name(), result.failures)
     return result.return_values
 
 
@@ -167,19 +160,3 @@ def _shut_down(handler: RendezvousHandler) -> None:
         handler.shutdown()
     except Exception:
         logger.exception("the rendezvous handler could not be shut down")
-
-
-def _child_failed(name: str, failures: Mapping[int, ProcessFailure]) -> ChildFailedError:
-    """Return torch's exception; each failure has a file, because ``@record`` copies the file of the first one."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    folder = Path(tempfile.mkdtemp(prefix="torchelastic-"))
-    described: dict[int, Any] = {}
-    for rank, failure in failures.items():
-        path = folder / f"{rank}.json"
-        path.write_text(json.dumps({"message": failure.message, "timestamp": failure.timestamp}), encoding="utf-8")
-        known = failure.error_file != NOT_AVAILABLE
-        described[rank] = failure if known else dataclasses.replace(failure, error_file=str(path))
-    error = ChildFailedError(name, described)
-    weakref.finalize(error, shutil.rmtree, folder, ignore_errors=True)
-    return error

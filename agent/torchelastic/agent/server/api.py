@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import enum
-import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,16 +14,16 @@ from torchelastic.output import DEFAULT_ROLE
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
     from torchelastic.rendezvous.api import RendezvousHandler
 
-__all__ = ["ProcessFailure", "RunResult", "WorkerSpec", "WorkerState"]
+__all__ = ["RunResult", "WorkerSpec", "WorkerState"]
 
 __getattr__ = lazy_attributes(
     __name__,
-    {"torch.distributed.elastic.agent.server.api": "ElasticAgent SimpleElasticAgent Worker WorkerGroup"},
+    {"torch.distributed.elastic.agent.server.api": "ElasticAgent ProcessFailure SimpleElasticAgent Worker WorkerGroup"},
 )
-
-NOT_AVAILABLE = "<N/A>"
 
 
 @dataclass
@@ -102,42 +100,6 @@ class WorkerState(enum.StrEnum):
     def is_running(state: WorkerState) -> bool:
         """Return whether workers run in this state."""
         return state in {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessFailure:
-    """A worker that failed.
-
-    Attributes:
-        local_rank: the rank of the worker on its node.
-        pid: the process id.
-        exitcode: the exit code, or the negative number of the signal that killed the worker.
-        message: the reason for the failure.
-        host: the address of the node.
-        timestamp: when this node learned of the failure, in seconds since the Unix epoch.
-        error_file: the file in which the worker described the failure; "<N/A>" for none, as in torch.
-    """
-
-    local_rank: int
-    pid: int
-    exitcode: int
-    message: str
-    host: str = ""
-    timestamp: int = 0
-    error_file: str = NOT_AVAILABLE
-
-    def signal_name(self) -> str:
-        """Return the name of the signal that killed the worker; "<N/A>" if there is none, as in torch."""
-        if self.exitcode >= 0:
-            return NOT_AVAILABLE
-        try:
-            return signal.Signals(-self.exitcode).name
-        except ValueError:
-            return f"signal {-self.exitcode}"
-
-    def timestamp_isoformat(self) -> str:
-        """Return the timestamp in ISO format."""
-        return dt.datetime.fromtimestamp(self.timestamp, dt.UTC).astimezone().isoformat(sep="_")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,19 +12,24 @@ example a SIGTERM without a handler, its workers are killed, too.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import dataclasses
+import json
 import multiprocessing
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError, wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.agent.agent import Agent, Signals
 from torchelastic.agent.function_call import read_results, serialize_call, write_call
-from torchelastic.agent.server.api import ProcessFailure, RunResult, WorkerSpec, WorkerState
+from torchelastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torchelastic.agent.workers.pool import Workers
 from torchelastic.config import parsers
 from torchelastic.config.parse import program_of_command, read_logs
@@ -41,10 +46,12 @@ from torchelastic.rendezvous.handler import ElasticRendezvousHandler
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
-    from pathlib import Path
+
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     from torchelastic.agent.failures import ExitStatus
     from torchelastic.agent.server.torch_agent import TorchAgent
+    from torchelastic.protocol import FailureRecord
 
 __all__ = ["LocalElasticAgent"]
 
@@ -229,37 +236,53 @@ class _EmbeddedAgent(Agent):
         async with Workers(self._settings, owns_process=False) as workers:
             if self._call is not None:
                 write_call(workers.scratch, self._call)
-            return self._result_of(await self.run(workers), workers.scratch)
+            return self._result_of(await self.run(workers), workers)
 
-    def _result_of(self, ending: ExitStatus, scratch: Path) -> RunResult:
+    def _result_of(self, ending: ExitStatus, workers: Workers) -> RunResult:
         round, failure = self._round, ending.message.failure
         results: dict[int, Any] = {}
         if ending.code is ExitCode.SUCCEEDED and round is not None and self._node_id in round.nodes:
             first = round.first_rank(self._node_id)
-            results = read_results(scratch, round.number, range(first, first + self._settings.workers))
+            results = read_results(workers.scratch, round.number, range(first, first + self._settings.workers))
         match ending.code:
             case ExitCode.SUCCEEDED:
                 return RunResult(WorkerState.SUCCEEDED, return_values=results)
             case ExitCode.FAILED if failure is not None:
-                now = int(time.time())  # equal for all, so that the first failure in the list counts as the earliest
-                failures = {
-                    each.rank: ProcessFailure(
-                        local_rank=each.local_rank,
-                        pid=each.pid,
-                        exitcode=each.exit_code,
-                        message=each.message,
-                        host=each.host,
-                        timestamp=now,
-                    )
-                    for each in (failure, *self._failures)
-                }
-                return RunResult(WorkerState.FAILED, failures=failures)
+                return RunResult(WorkerState.FAILED, failures=self._failures_of(failure, workers))
             case ExitCode.LEFT | ExitCode.INTERRUPTED:
                 return RunResult(WorkerState.STOPPED)
             case ExitCode.BAD_INPUT:
                 raise SettingsError(ending.message.message)
             case _:
                 raise RendezvousConnectionError(ending.message.message)
+
+    def _failures_of(self, root: FailureRecord, workers: Workers) -> dict[int, ProcessFailure]:
+        """Return the root cause and this node's failures as torch's objects.
+
+        Each failure has an error file, because ``@record`` copies the file of the first failure. If the worker has not
+        written a file, or is on another node, the file contains the message of its failure.
+        """
+        from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+        folder = Path(tempfile.mkdtemp(prefix="torchelastic_"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        now = int(time.time())
+        failures: dict[int, ProcessFailure] = {}
+        for each in (root, *(other for other in self._failures if other.rank != root.rank)):
+            file, written = folder / f"{each.rank}.json", workers.error_files.get(each.rank)
+            is_own = self._round is not None and (each.node, each.round) == (self._node_id, self._round.number)
+            if is_own and written is not None and written.exists():
+                if written.is_relative_to(workers.scratch):  # the file is removed when the agent exits
+                    written = shutil.copyfile(written, file)
+                with contextlib.suppress(Exception):  # the program has written another format
+                    failures[each.rank] = ProcessFailure(each.local_rank, each.pid, each.exit_code, str(written))
+            if each.rank not in failures:
+                message = each.message if is_own else f"{each.message} (on {each.host})"
+                file.write_text(json.dumps({"message": message, "timestamp": now}), encoding="utf-8")
+                failures[each.rank] = ProcessFailure(each.local_rank, each.pid, each.exit_code, str(file))
+            # torch considers the failure with the earliest timestamp the root cause.
+            failures[each.rank].timestamp = max(failures[each.rank].timestamp, failures[root.rank].timestamp)
+        return failures
 
 
 def _as_text(streams: int | Mapping[int, int]) -> str:

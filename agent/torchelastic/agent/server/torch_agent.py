@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from torchelastic import machine
 from torchelastic.agent.function_call import pickle_call
-from torchelastic.agent.server.api import ProcessFailure, RunResult, WorkerSpec, WorkerState
+from torchelastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torchelastic.errors import SettingsError
 from torchelastic.metrics.worker import forward_torch
 from torchelastic.rendezvous.api import RendezvousGracefulExitError, RendezvousStateError
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined] # likewise
     from torch.distributed.elastic.agent.server.api import RunResult as TorchResult
     from torch.distributed.elastic.agent.server.api import WorkerGroup
-    from torch.distributed.elastic.multiprocessing import ProcessFailure as TorchFailure
 
     from torchelastic.config.settings import LogSettings
 
@@ -100,7 +99,7 @@ class TorchAgent(LocalElasticAgent):
         return RunResult(
             WorkerState[result.state.name],
             {rank: pickle.loads(each) if self._is_function else each for rank, each in values.items()},  # noqa: S301 - of our own worker
-            failures={rank: _failure(failure) for rank, failure in result.failures.items()},
+            failures=result.failures,
         )
 
     def stop(self) -> None:
@@ -185,15 +184,3 @@ def _call(carried: bytes) -> bytes:
     """Call the function, in a worker, and return its pickled result."""
     function, arguments = pickle.loads(carried)  # noqa: S301 - written by the program that starts the worker
     return cast("bytes", cloudpickle.dumps(function(*arguments)))
-
-
-def _failure(failure: TorchFailure) -> ProcessFailure:
-    message: Any = failure.message
-    return ProcessFailure(
-        local_rank=failure.local_rank,
-        pid=failure.pid,
-        exitcode=failure.exitcode,
-        message=str(message.get("message", "")) if isinstance(message, dict) else str(message),
-        timestamp=failure.timestamp,
-        error_file=failure.error_file,
-    )

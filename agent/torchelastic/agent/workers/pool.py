@@ -305,6 +305,11 @@ class Workers:
         group = self._group
         return {} if group is None else {worker.rank: worker.child.pid for worker in group.running}
 
+    @property
+    def error_files(self) -> Mapping[int, Path]:
+        """The error files of the last started workers by global rank; a worker creates its file when it fails."""
+        return {} if self._group is None else {each.rank: each.output.error_file for each in self._group.workers}
+
     def preload_compiler(self) -> None:
         """Preload torch's compiler, which a worker has imported, for the workers of later rounds."""
         self._fork_server.preload_compiler()
