@@ -619,8 +619,12 @@ class ExitCode(enum.IntEnum):
     """No port of the configured range is free on this host; a retry may find one."""
     AGENT_ERROR = 5
     """The store refused the agent (credentials, version), or the agent itself failed; a retry may succeed."""
+    HUNG_UP = 129
+    """The agent received SIGHUP and left the run."""
     INTERRUPTED = 130
     """The agent received SIGINT and left the run."""
+    QUIT = 131
+    """The agent received SIGQUIT and left the run."""
     LEFT = 143
     """The agent received SIGTERM and left the run; this is not a failure of the job."""
 

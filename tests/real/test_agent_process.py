@@ -108,7 +108,7 @@ async def test_an_agent_that_gets_sigterm_after_a_failure_does_not_wait_for_the_
         """
     )
     os.mkfifo(tmp_path / "go")
-    flags = ("--standalone", "--nproc-per-node=2", "--stop-timeout=600", "--stop-grace=0.1")
+    flags = ("--standalone", "--nproc-per-node=2", "--stop-timeout=600", "--shutdown-timeout=0.1")
     async with AgentProcess(*flags, program, tmp_path / "go") as agent:
         for rank in (0, 1):
             await agent.wait_for_line(rf"\[rank {rank}\] up")

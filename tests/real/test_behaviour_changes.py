@@ -37,7 +37,7 @@ IGNORES_SIGTERM = """
 async def test_a_spare_takes_over_at_once_and_workers_of_a_leaving_node_have_the_grace_period(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
-    flags = ("--nnodes=1:2", NO_TIMERS, "--stop-grace=60")
+    flags = ("--nnodes=1:2", NO_TIMERS, "--shutdown-timeout=60")
     saved = [tmp_path / "left", tmp_path / "removed"]
     async with (
         ControlledRun(tmp_path, etcd) as run,
@@ -80,7 +80,7 @@ async def test_workers_that_ignore_a_stop_are_killed_after_the_grace_period_or_a
 ) -> None:
     async with (
         ControlledRun(tmp_path, None) as run,
-        run.agent("one", "--standalone", f"--stop-grace={grace}") as agent,
+        run.agent("one", "--standalone", f"--shutdown-timeout={grace}") as agent,
     ):
         [worker] = await run.round(1, world=1)
         await worker.execute(IGNORES_SIGTERM)

@@ -58,7 +58,8 @@ async def test_lines_are_intact_with_many_writers_and_a_slow_reader(tmp_path: Pa
     program = tmp_path / "talkative.py"
     program.write_text(TALKATIVE)
     agent = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "torchelastic.run", "--standalone", "--nproc-per-node=2", "--node-name=one"),
+        *(sys.executable, "-m", "torchelastic.run", "--standalone", "--prefix", "--max-restarts=1"),
+        *("--nproc-per-node=2", "--node-name=one"),
         *(program, tmp_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -8,14 +8,14 @@ import re
 import signal
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
 from tests.support.agents import MEETING, AgentProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from tests.support.etcd import EtcdServer
 
@@ -29,6 +29,7 @@ class Torchrun(AgentProcess):
     """A ``torchrun`` process with its output."""
 
     program = ("-m", "torch.distributed.run")
+    settings: ClassVar[Mapping[str, str]] = {}
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import re
 import signal
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -52,6 +52,9 @@ class AgentProcess:
     program: Sequence[str] = ("-m", "torchelastic.run")
     """The arguments of Python before those of the agent."""
 
+    settings: ClassVar[Mapping[str, str]] = {"PET_PREFIX": "1", "PET_MAX_RESTARTS": "100"}
+    """The agent's settings, as in a pod; arguments override them."""
+
     def __init__(
         self,
         *arguments: str | Path,
@@ -61,7 +64,7 @@ class AgentProcess:
     ) -> None:
         self._arguments = [str(argument) for argument in arguments]
         self._within = within
-        self._env = {**os.environ, **(env or {})}
+        self._env = {**os.environ, **self.settings, **(env or {})}
         self._cwd = cwd
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None

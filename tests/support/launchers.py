@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from textwrap import dedent
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from tests.support.agents import AgentProcess
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 
@@ -15,6 +16,7 @@ class Launcher(AgentProcess):
     """A script that launches workers, with its output."""
 
     program = ()
+    settings: ClassVar[Mapping[str, str]] = {}
 
 
 def script(folder: Path, source: str) -> Path:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import aiohttp
 import yaml
@@ -16,7 +16,7 @@ from elastic_operator.local.run_dir import RunDir
 from tests.support.agents import AgentProcess, until_gone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     Snapshot = dict[str, Any]
 
@@ -38,6 +38,7 @@ class LocalRun(AgentProcess):
     """
 
     program = ("-m", "elastic_operator.cli.main", "run", "--plain")
+    settings: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, home: Path, manifest: Path, *arguments: str, environ: dict[str, str] | None = None) -> None:
         super().__init__(*arguments, manifest, env={"ELASTICJOB_HOME": str(home), **(environ or {})})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import pty
 import sys
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 from tests.support.local_runs import LIMIT
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
 
@@ -50,7 +51,9 @@ async def answer(home: Path, *argv: str) -> tuple[int, str, str]:
 
 
 class Terminal:
-    """A command on a terminal of 80 columns and 24 lines, with its output."""
+    """A command on a terminal of 80 columns and 24 lines, with its output; ``program`` has the arguments of Python."""
+
+    program: Sequence[str] = ("-m", "elastic_operator.cli.main")
 
     def __init__(self, home: Path, *argv: str) -> None:
         self._argv = argv
@@ -64,12 +67,14 @@ class Terminal:
         termios.tcsetwinsize(theirs, (24, 80))
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "elastic_operator.cli.main", *self._argv),
+            *self.program,
+            *self._argv,
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
             env=self._environ,
             start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY, 0),
         )
         os.close(theirs)
         asyncio.get_running_loop().add_reader(self._side, self._read)
@@ -88,6 +93,10 @@ class Terminal:
         except OSError:  # the command has closed its side
             asyncio.get_running_loop().remove_reader(self._side)
         self._more.set()
+
+    def type(self, text: str) -> None:
+        """Type text; "\\x03" is Ctrl-C if the command has a controlling terminal."""
+        os.write(self._side, text.encode())
 
     async def shows(self, text: str) -> None:
         """Wait until the command has written this text."""

@@ -47,7 +47,7 @@ def test_the_text_mentions_only_existing_flags() -> None:
         ("max-restarts", RendezvousSettings.__dataclass_fields__["max_restarts"].default),
         ("notice", RendezvousSettings.__dataclass_fields__["notice"].default),
         ("stop-timeout", AgentSettings.__dataclass_fields__["stop_timeout"].default),
-        ("stop-grace", AgentSettings.__dataclass_fields__["stop_grace"].default),
+        ("shutdown-timeout", AgentSettings.__dataclass_fields__["shutdown_timeout"].default),
         ("role", AgentSettings.__dataclass_fields__["role"].default),
     ],
 )

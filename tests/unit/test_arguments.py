@@ -143,7 +143,7 @@ def test_without_flags_one_worker_runs_on_one_node_without_etcd() -> None:
         ("PET_NPROC_PER_NODE=3", "workers", 3),
         ("PET_RDZV_ID=a --rdzv-id=b", "rendezvous.run_id", "b"),
         ("PET_NNODES= PET_RDZV_ENDPOINT=", "store", None),
-        ("PET_MODULE=0 PET_STOP_GRACE=0", "program.kind", ProgramKind.SCRIPT),
+        ("PET_MODULE=0 PET_SHUTDOWN_TIMEOUT=0", "program.kind", ProgramKind.SCRIPT),
     ],
 )
 def test_flags_and_variables_become_settings(given: str, setting: str, value: object) -> None:
@@ -297,7 +297,7 @@ def test_static_rendezvous_flags_are_ignored_with_one_warning(caplog: pytest.Log
             "--rdzv-endpoint=http://e --rdzv-conf=protocol=https",
             "protocol=https: --rdzv-endpoint specifies http://; set only one",
         ),
-        ("--stop-grace=inf", "--stop-grace inf: must be a time in seconds, 0 or more."),
+        ("--shutdown-timeout=inf", "--shutdown-timeout inf: must be a time in seconds, 0 or more."),
         ("--heartbeat-timeout=0", "--heartbeat-timeout 0: must be a time in seconds, above 0."),
         (
             "--non-retryable-exit-codes=0",

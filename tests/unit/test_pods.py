@@ -157,7 +157,7 @@ def test_grace_period_is_passed_to_the_agents(tmp_path: Path, period: int | None
     job = a_job(args=(str(script),), grace_period=grace, template=template)
     settings = parsed_by_the_agent(job)
 
-    assert settings.stop_grace == grace
+    assert settings.shutdown_timeout == grace
     assert problem_of(msgspec.structs.replace(job.spec, image="i")) is None
     if period is None:
         assert settings.rendezvous.notice + grace < termination_settings(job.spec)[0]
@@ -336,25 +336,25 @@ def test_flags_and_variables_in_addition_to_the_fields_are_valid() -> None:
 
     assert problem_of(a_job(command=("a",), args=("b",), env=env, template=container_template(image="c")).spec) is None
     for args in (
-        ("--stop-grace=4", "--rdzv-conf=lease=3", "x.py"),
-        ("x.py", "--stop-grace=4", "--standalone", "--max-restarts=3"),
+        ("--shutdown-timeout=4", "--rdzv-conf=lease=3", "x.py"),
+        ("x.py", "--shutdown-timeout=4", "--standalone", "--max-restarts=3"),
         ("--", "x.py", "--rdzv-id=mine"),
     ):
         assert problem_of(a_job(args=args, grace_period=3).spec) is None
-    of_a_command = a_job(command=("a",), args=("--stop-grace=4", "--nnodes=3"), nproc_per_node=2)
+    of_a_command = a_job(command=("a",), args=("--shutdown-timeout=4", "--nnodes=3"), nproc_per_node=2)
     assert problem_of(of_a_command.spec) is None
 
 
 def test_flags_take_precedence_over_fields(tmp_path: Path) -> None:
     (script := tmp_path / "train.py").touch()
-    flags = ("--nproc_per_node=4", "--stop-grace=90", "--port-range=1024-1040", "--non-retryable-exit-codes=4")
+    flags = ("--nproc_per_node=4", "--shutdown-timeout=90", "--port-range=1024-1040", "--non-retryable-exit-codes=4")
     rules = (exit_rule(FAIL, 3),)
     ports = RendezvousSpec(ports=PortRange(2000, 2015))
     job = a_job(args=(*flags, str(script)), nproc_per_node=2, grace_period=3, rendezvous=ports, failure_rules=rules)
     settings = parsed_by_the_agent(job)
 
     assert problem_of(msgspec.structs.replace(job.spec, image="i")) is None
-    assert (settings.workers, settings.stop_grace, settings.non_retryable_exit_codes) == (4, 90, {4})
+    assert (settings.workers, settings.shutdown_timeout, settings.non_retryable_exit_codes) == (4, 90, {4})
     assert settings.rendezvous.ports is not None
     assert settings.rendezvous.ports.first == 1024
     assert termination_settings(job.spec)[0] == 145

@@ -76,7 +76,7 @@ def test_the_pod_of_a_minimal_job() -> None:
     }
     (owner,) = metadata["ownerReferences"]
     assert (owner["kind"], owner["uid"], owner["controller"]) == ("ElasticJob", UID, True)
-    assert (spec["restartPolicy"], spec["hostname"], spec["terminationGracePeriodSeconds"]) == ("Never", "digits-1", 60)
+    assert (spec["restartPolicy"], spec["hostname"], spec["terminationGracePeriodSeconds"]) == ("Never", "digits-1", 85)
     assert (spec["automountServiceAccountToken"], spec["enableServiceLinks"]) == (False, False)
     assert spec["securityContext"] == {"seccompProfile": {"type": "RuntimeDefault"}}
     assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
@@ -92,7 +92,7 @@ def test_all_variables_of_the_operator_are_reserved() -> None:
     job = a_job(image="i", args=("x.py",))
     resumed = replace(POD, resume=ResumeRecord(round=7, restarts=2, uncharged_restarts=1))
     env = env_of(worker_of(worker_pod(job, resumed, PodSettings(), store=STORE)))
-    assert env.keys() == RESERVED
+    assert env.keys() - {"PET_PREFIX"} == RESERVED, "a job may set PET_PREFIX"
     assert decode(env[Env.RESUME].encode(), ResumeRecord) == resumed.resume
     assert Env.RESUME not in env_of(worker_of(pod_of()))
 
@@ -210,46 +210,48 @@ def test_the_jobs_metrics_port_overrides_the_operators_and_host_network_pods_hav
 @pytest.mark.parametrize(
     ("spec", "period"),
     [
-        ({}, 60),
-        ({"args": ("--stop_grace", "60", "x.py")}, 115),
-        ({"args": ("--stop-grace=soon", "x.py")}, 60),
-        ({"args": ("--stop-grace=inf", "x.py")}, 60),
-        ({"args": ("--stop-grace=60",), "command": ("x",)}, 60),
-        ({"env": ({"name": "PET_STOP_GRACE", "value": "95"},)}, 150),
-        ({"args": ("--notice", "100", "x.py")}, 130),
-        ({"env": ({"name": "PET_NOTICE", "value": "0"},)}, 60),
-        ({"env": ({"name": "PET_NOTICE", "value": "300"}, {"name": "PET_STOP_GRACE", "value": "10"})}, 335),
+        ({}, 85),
+        ({"args": ("--shutdown_timeout", "60", "x.py")}, 115),
+        ({"args": ("--shutdown-timeout=soon", "x.py")}, 85),
+        ({"args": ("--shutdown-timeout=inf", "x.py")}, 85),
+        ({"args": ("--shutdown-timeout=60",), "command": ("x",)}, 85),
+        ({"env": ({"name": "PET_SHUTDOWN_TIMEOUT", "value": "95"},)}, 150),
+        ({"args": ("--notice", "100", "x.py")}, 155),
+        ({"env": ({"name": "PET_NOTICE", "value": "0"},)}, 85),
+        ({"env": ({"name": "PET_NOTICE", "value": "300"}, {"name": "PET_SHUTDOWN_TIMEOUT", "value": "10"})}, 355),
     ],
 )
-def test_the_grace_period_of_the_pod_is_longer_than_notice_and_stop_grace(spec: dict[str, Any], period: int) -> None:
+def test_the_grace_period_of_the_pod_is_longer_than_notice_and_shutdown_timeout(
+    spec: dict[str, Any], period: int
+) -> None:
     pod = pod_of(**spec)
     assert pod["spec"]["terminationGracePeriodSeconds"] == period
     users = {entry["name"] for entry in spec.get("env", ())}
-    assert {"PET_NOTICE", "PET_STOP_GRACE"} & env_of(worker_of(pod)).keys() == users
+    assert {"PET_NOTICE", "PET_SHUTDOWN_TIMEOUT"} & env_of(worker_of(pod)).keys() == users
 
 
 @pytest.mark.parametrize(
     ("period", "args", "notice", "grace"),
     [
-        (3600, (), "3570", "5"),
-        (30, (), "17.5", "5"),
+        (3600, (), "3545", "30"),
+        (30, (), "11.25", "11.25"),
         (8, (), "3", "3"),
         (30, ("--notice=20",), None, "2.5"),
-        (30, ("--stop-grace=10",), "12.5", None),
-        (30, ("--stop-grace=2", "--notice=3"), None, None),
+        (30, ("--shutdown-timeout=10",), "12.5", None),
+        (30, ("--shutdown-timeout=2", "--notice=3"), None, None),
     ],
 )
-def test_the_grace_period_of_the_template_is_divided_into_notice_and_stop_grace_unless_the_user_sets_them(
+def test_the_grace_period_of_the_template_is_divided_into_notice_and_shutdown_timeout_unless_the_user_sets_them(
     period: int, args: tuple[str, ...], notice: str | None, grace: str | None
 ) -> None:
     pod = pod_of({"terminationGracePeriodSeconds": period}, args=(*args, "x.py"))
     assert pod["spec"]["terminationGracePeriodSeconds"] == period
     env = env_of(worker_of(pod))
-    assert (env.get("PET_NOTICE"), env.get("PET_STOP_GRACE")) == (notice, grace)
+    assert (env.get("PET_NOTICE"), env.get("PET_SHUTDOWN_TIMEOUT")) == (notice, grace)
 
 
 def test_notice_and_grace_have_the_defaults_of_the_agent() -> None:
-    assert AgentSettings.__dataclass_fields__["stop_grace"].default == GRACE
+    assert AgentSettings.__dataclass_fields__["shutdown_timeout"].default == GRACE
     assert RendezvousSettings.__dataclass_fields__["notice"].default == NOTICE
     assert AGENT_TIME > 0
 

@@ -52,7 +52,12 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-LEAVING_SIGNALS: Final = {signal.SIGTERM: ExitCode.LEFT, signal.SIGINT: ExitCode.INTERRUPTED}
+LEAVING_SIGNALS: Final = {
+    signal.SIGTERM: ExitCode.LEFT,
+    signal.SIGINT: ExitCode.INTERRUPTED,
+    signal.SIGHUP: ExitCode.HUNG_UP,
+    signal.SIGQUIT: ExitCode.QUIT,
+}
 """The signals that ask an agent to leave, with the agent's exit codes."""
 
 LEAVE_TIMEOUT: Final = 0.5
@@ -106,7 +111,8 @@ class Signals:
 
     def __init__(self, received: Callable[[signal.Signals], None], *, listen: bool = True) -> None:
         self._received = received
-        self._numbers = LEAVING_SIGNALS if listen else ()
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # as under nohup
+        self._numbers = LEAVING_SIGNALS.keys() - ignored if listen else ()
         self.number = signal.SIGTERM
         self.first = asyncio.Event()
         self.hurry = asyncio.Event()
@@ -278,7 +284,7 @@ class Agent:
                     await self._stop_workers(0.0)
                 case OutcomeRecord() as outcome:
                     await self._unless_signalled(self._stop_workers(self._settings.stop_timeout))
-                    await self._stop_workers(self._settings.stop_grace)
+                    await self._stop_workers(self._settings.shutdown_timeout, self._signals.number)
                     self._report_outcome(outcome)
                     return ExitStatus.of_run(outcome)
                 case signal.Signals() as number:
@@ -312,7 +318,10 @@ class Agent:
         else:
             self._metrics.waits()
         taken_away = round.members and not takes_part
-        await self._stop_workers(self._settings.stop_grace if taken_away else self._settings.stop_timeout)
+        if taken_away:
+            await self._stop_workers(self._settings.shutdown_timeout, signal.SIGTERM)
+        else:
+            await self._stop_workers(self._settings.stop_timeout)
         self._socket.begin(round)
         self._round = round
         self._failures = []
@@ -454,7 +463,7 @@ class Agent:
                     event = await self._events.get()
                 if self._ends_leaving(event):
                     break
-        await self._stop_workers(self._settings.stop_grace)
+        await self._stop_workers(self._settings.shutdown_timeout, number)
         self._metrics.worker_state(self._settings.role, "stopped")
 
     def _ends_leaving(self, event: object) -> bool:
@@ -477,12 +486,12 @@ class Agent:
                 return True
         return False
 
-    async def _stop_workers(self, grace: float) -> None:
-        """Stop the workers of this node; a second signal ends the grace period."""
+    async def _stop_workers(self, grace: float, number: signal.Signals | None = None) -> None:
+        """Stop the workers of this node as :meth:`WorkerGroup.stop` does; a second signal ends the grace period."""
         if self._group is not None:
             self._history.enter(RunState.STOPPING)
             with self._metrics.measured("LocalElasticAgent._stop_workers"):
-                await self._signals.unless_hurried(self._group.stop(grace))
+                await self._signals.unless_hurried(self._group.stop(grace, number))
                 if not self._group.stopped:
                     await self._group.stop(0.0)
             self._group = None

@@ -1,8 +1,8 @@
-"""The output of workers: to files, to the agent's own streams with the rank before each line, or to both.
+"""The standard streams of workers: the agent's own streams, files, or the console with the rank before each line.
 
-If the output goes to a file only, the worker writes to the file itself. Otherwise the worker writes to a pipe. The
-agent reads the pipe, and a thread writes whole lines to the console. A slow reader of the console therefore blocks the
-workers, but not the agent.
+By default, a worker inherits the agent's streams. If the output goes to a file only, the worker writes to the file
+itself. Otherwise the worker writes to a pipe. The agent reads the pipe, and a thread writes whole lines to the console,
+and unfinished lines after a moment. A slow reader of the console therefore blocks the workers, but not the agent.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ TAIL_LIMIT: Final = 16 << 10
 """Number of bytes at the end of a worker's output that are kept to explain a failure."""
 
 _CHUNK: Final = 64 << 10
-_LINE_LIMIT: Final = 1 << 20
-"""Maximum length of a line in bytes; longer lines are forwarded in parts."""
-
 _PIPE_LIMIT: Final = 1 << 20
 """Maximum number of bytes in a pipe."""
+
+_UNFINISHED_DELAY: Final = 0.05
+"""Seconds after which an unfinished line is written to the console: a progress bar, for example, or a question."""
+
+_LINE_START: Final = re.compile(rb"(?<=\n)(?=.)|(?<=\r)(?=[^\n])", re.DOTALL)
+"""Matches the start of each line but the first; a carriage return also starts a line, which replaces the former."""
 
 _PIECE: Final = re.compile(rb"(?s:.{0,%d})\n|[^\n]+\n?" % (select.PIPE_BUF - 1))
 """Matches as many whole lines as the kernel writes to a pipe atomically. A longer line is one match."""
@@ -58,9 +61,10 @@ class Console:
     """
 
     def __init__(self, *, carries_log: bool = False) -> None:
-        self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, bytes, bytes] | None] = queue.SimpleQueue()
         self._queued = 0  # bytes, counted without a lock: a few more or less do not matter
         self._written = 0
+        self._writes = 0
         handlers = logging.getLogger().handlers if carries_log else []
         self._handlers = [handler for handler in handlers if getattr(handler, "stream", None) is sys.stderr]
         for handler in self._handlers:
@@ -68,10 +72,10 @@ class Console:
         self._thread = threading.Thread(target=self._write_all, name="console", daemon=True)
         self._thread.start()
 
-    def write(self, descriptor: int, lines: bytes) -> None:
-        """Write whole lines to a descriptor."""
-        self._queued += len(lines)
-        self._queue.put((descriptor, lines))
+    def write(self, descriptor: int, output: bytes, prefix: bytes = b"") -> None:
+        """Write output to a descriptor, with a prefix before each line. The prefix identifies the source."""
+        self._queued += len(output)
+        self._queue.put((descriptor, output, prefix))
 
     @property
     def full(self) -> bool:
@@ -85,17 +89,39 @@ class Console:
         self._queue.put(None)
         deadline = time.monotonic() + limit
         seen = -1
-        while self._thread.is_alive() and seen != self._written and time.monotonic() < deadline:
-            seen = self._written
+        while self._thread.is_alive() and seen != self._writes and time.monotonic() < deadline:
+            seen = self._writes
             await asyncio.to_thread(self._thread.join, patience)
 
     def _write_all(self) -> None:
+        same = False
+        with contextlib.suppress(OSError):  # one of the two is closed
+            same = os.path.sameopenfile(1, 2)
+        unfinished: dict[
+            int, tuple[tuple[int, bytes], bytes]
+        ] = {}  # the source and the last byte of a line without end
         while (item := self._queue.get()) is not None:
-            descriptor, lines = item
-            for piece in _PIECE.finditer(lines):
-                with contextlib.suppress(OSError):  # the reader has closed the stream: this output is dropped
-                    _write(descriptor, piece[0])
-                self._written += len(piece[0])
+            descriptor, output, prefix = item
+            key = 1 if same else descriptor
+            text = _LINE_START.sub(lambda _, prefix=prefix: prefix, output)  # type: ignore[misc]
+            source = descriptor, prefix
+            former, last = unfinished.pop(key, (source, b"\n"))
+            if former != source:
+                text = b"\n" + prefix + text
+            elif (last == b"\n" and output[:1] != b"\r") or (last == b"\r" and output[:1] != b"\n"):
+                text = prefix + text
+            if not output.endswith(b"\n"):
+                unfinished[key] = source, output[-1:]
+            self._write_pieces(descriptor, text)
+            self._written += len(output)
+        for key in unfinished:
+            self._write_pieces(key, b"\n")
+
+    def _write_pieces(self, descriptor: int, text: bytes) -> None:
+        for piece in _PIECE.finditer(text):
+            with contextlib.suppress(OSError):  # the reader has closed the stream: this output is dropped
+                _write(descriptor, piece[0])
+            self._writes += 1
 
 
 class _LogStream:
@@ -133,6 +159,7 @@ class LogPipe:
         self._console = console
         self._descriptor = descriptor
         self._rest = b""
+        self._unfinished: asyncio.TimerHandle | None = None
         self.tail = b""
         self._read_fd, self.write_fd = os.pipe()
         os.set_blocking(self._read_fd, False)
@@ -167,11 +194,10 @@ class LogPipe:
             return 0
         self.tail = (self.tail + data)[-TAIL_LIMIT:]
         self._write_to_file(data)
-        lines, newline, rest = (self._rest + data).rpartition(b"\n")
-        if len(rest) > _LINE_LIMIT:
-            lines, newline, rest = lines + newline + rest, b"\n", b""
-        self._rest = rest
+        lines, newline, self._rest = (self._rest + data).rpartition(b"\n")
         self._forward(lines + newline)
+        if self._rest and self._unfinished is None:
+            self._unfinished = self._loop.call_later(_UNFINISHED_DELAY, self._forward_rest)
         return len(data)
 
     def _end(self) -> None:
@@ -180,6 +206,8 @@ class LogPipe:
             os.close(self._read_fd)
             self._forward(self._rest + b"\n" if self._rest else b"")
             self._rest = b""
+            if self._unfinished is not None:
+                self._unfinished.cancel()
             if self._file is not None:
                 os.close(self._file)
             self.ended.set_result(None)
@@ -207,10 +235,23 @@ class LogPipe:
         else:
             self._loop.add_reader(self._read_fd, self._read)
 
-    def _forward(self, lines: bytes) -> None:
-        if lines:
-            prefix = self._prefix
-            self._console.write(self._descriptor, prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n")
+    def _forward_rest(self) -> None:
+        self._unfinished = None
+        self._forward(self._rest)
+        self._rest = b""
+
+    def _forward(self, output: bytes) -> None:
+        if output:
+            self._console.write(self._descriptor, output, self._prefix)
+
+
+class InheritedStream:
+    """One of the agent's own streams, which the worker inherits."""
+
+    tail: Final = b""
+
+    def __init__(self, descriptor: int) -> None:
+        self.write_fd = os.dup(descriptor)
 
 
 class LogFile:
@@ -233,23 +274,30 @@ class LogFile:
             return b""
 
 
+WorkerStream = LogPipe | LogFile | InheritedStream
+
+
 class WorkerOutput:
     """The output of one worker, and its error file, to which the worker may write an exception."""
 
-    def __init__(self, out: LogPipe | LogFile, err: LogPipe | LogFile, error_file: Path) -> None:
+    def __init__(self, out: WorkerStream, err: WorkerStream, error_file: Path) -> None:
         self._out = out
         self._err = err
         self._pipes = [stream for stream in (out, err) if isinstance(stream, LogPipe)]
         self.error_file = error_file
 
     @property
-    def descriptors(self) -> tuple[int, int]:
-        """The worker's standard output and standard error."""
-        return self._out.write_fd, self._err.write_fd
+    def streams(self) -> dict[int, int]:
+        """The descriptors of the worker's standard streams; the agent's standard input is one of them if it is open."""
+        streams = {1: self._out.write_fd, 2: self._err.write_fd}
+        with contextlib.suppress(OSError):
+            os.fstat(0)
+            streams = {0: 0, **streams}
+        return streams
 
     def close_descriptors(self) -> None:
         """Close the descriptors after the worker has inherited them."""
-        for descriptor in {*self.descriptors}:
+        for descriptor in {self._out.write_fd, self._err.write_fd}:
             os.close(descriptor)
 
     async def drain(self, seconds: float) -> None:
@@ -277,10 +325,12 @@ def open_output(
     redirected = settings.redirects.get(local_rank, Streams.NONE)
     teed = settings.tee.get(local_rank, Streams.NONE)
 
-    def stream(which: Streams, name: str) -> LogPipe | LogFile:
+    def stream(which: Streams, name: str) -> WorkerStream:
         to_file = settings.directory is not None and which in redirected | teed
         if to_file and which not in teed:
             return LogFile(folder / name)
+        if not settings.prefix and which not in teed:
+            return InheritedStream(which.value)
         file = folder / name if to_file else None
         return LogPipe(prefix=prefix.encode(), console=console, descriptor=which.value, file=file)
 

@@ -81,7 +81,7 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
     "Size": (
         Flag("nnodes N|MIN:MAX", "number of nodes, or minimum and maximum, as in 1:4. Default: 1", parsers.nodes),
         Flag("nproc-per-node N|auto|cpu|gpu", "workers on this node; auto: one per GPU, else one per CPU. Default: 1"),
-        Flag("max-restarts N", "worker failures that the run survives. Default: 100", parsers.integer(0, _MAX_COUNT)),
+        Flag("max-restarts N", "worker failures that the run survives. Default: 0", parsers.integer(0, _MAX_COUNT)),
         Flag(
             "non-retryable-exit-codes CODE[-CODE][,…]",
             "codes that fail the run; 128 + n for signal n",
@@ -121,6 +121,7 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
             "streams to write only to files: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank: 0:1,1:3",
             short="r",
         ),
+        Flag("prefix", "write the rank before each line on the console", parsers.switch),
         Flag("tee STREAMS", "streams to write to files and to the console, in the same format", short="t"),
     ),
     "Node": (
@@ -128,8 +129,14 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
         Flag("port-range FIRST-LAST", "at least 16 ports to listen on. Default: any free ports", parsers.ports),
         Flag("node-name NAME", "name in logs and for the operator. Default: host name", parsers.name(_NODE_NAME_LIMIT)),
         Flag("notice SECONDS", "time to save a checkpoint before a planned change. Default: 30", _TIME),
-        Flag("stop-timeout SECONDS", "from SIGTERM to SIGKILL between two rounds. Default: 0", _TIME),
-        Flag("stop-grace SECONDS", "from SIGTERM to SIGKILL when this node leaves the run. Default: 5", _TIME),
+        Flag(
+            "stop-timeout SECONDS",
+            "from SIGTERM to SIGKILL between two rounds, if a worker handles SIGTERM. Default: 5",
+            _TIME,
+        ),
+        Flag(
+            "shutdown-timeout SECONDS", "from the signal to SIGKILL when this node leaves the run. Default: 30", _TIME
+        ),
         Flag("topology-key NAME", "nodes with the same key get consecutive ranks. Default: host id", parsers.name()),
         Flag("metrics-port PORT", "port of /metrics for Prometheus; 0 for any free port", parsers.integer(0, 65535)),
         Flag("termination-log FILE", "file for the termination message, in JSON", parsers.path),
@@ -164,6 +171,9 @@ OPERATOR_VARIABLES: Final[Mapping[str, str]] = {
     "job_created": Env.JOB_CREATED,
 }
 """The operator's variables by the name of the value; a flag and its PET_ variable override them."""
+
+_TORCH_VARIABLES: Final = {"shutdown-timeout": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
+"""Variables of torch's launcher that are not called ``PET_<NAME>``, by flag."""
 
 _FIELDS: Final = {"rdzv-id": "run_id", "local-addr": "address", "port-range": "ports"}
 """The fields of the settings whose names differ from the names of their flags, by flag."""
@@ -215,7 +225,8 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
         SystemExit: after ``--help`` or ``--version``.
     """
     torchrun_variables = {name: f"PET_{name.upper().replace('-', '_')}" for name in _BY_NAME}
-    raw = from_variables(environ, OPERATOR_VARIABLES) | from_variables(environ, torchrun_variables)
+    variables = {**_TORCH_VARIABLES, **OPERATOR_VARIABLES}
+    raw = from_variables(environ, variables) | from_variables(environ, torchrun_variables)
     short = [f"{written[1:]}{':' * bool(flag.metavar)}" for written, flag in _SPELLINGS.items() if len(written) == 2]
     long = [f"{written[2:]}{'=' * bool(flag.metavar)}" for written, flag in _SPELLINGS.items() if len(written) > 2]
     try:

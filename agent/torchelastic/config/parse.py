@@ -84,7 +84,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
         **{"job": ("", node["rendezvous"].run_id), **line.settings(AgentSettings), **node},
         program=_program(line),
         workers=workers,
-        logs=read_logs(line.raw, workers),
+        logs=read_logs(line.raw, workers, prefix=line.values.get("prefix", False)),
     )
     _warn_about_ignored_flags(line, node["rendezvous"].size)
     return settings
@@ -244,12 +244,13 @@ def _check_exists(program: Program, *, is_command: bool) -> None:
             raise SettingsError(f"The current user cannot read the script {name}: permission denied.")
 
 
-def read_logs(raw: Mapping[str, RawValue], workers: int) -> LogSettings:
+def read_logs(raw: Mapping[str, RawValue], workers: int, *, prefix: bool = False) -> LogSettings:
     """Return the destinations of the workers' output.
 
     Args:
         raw: the unparsed values of ``log-dir``, ``redirects`` and ``tee``, each of them optional.
         workers: the number of workers.
+        prefix: see :class:`~torchelastic.config.settings.LogSettings`.
 
     Raises:
         SettingsError: a value is invalid.
@@ -258,13 +259,13 @@ def read_logs(raw: Mapping[str, RawValue], workers: int) -> LogSettings:
     if (folder := raw.get("log-dir")) is None:
         if redirects:
             raise raw["redirects"].error("there is no folder for the files; set --log-dir")
-        return LogSettings(tee=tee)
+        return LogSettings(tee=tee, prefix=prefix)
     # The existing part of the path must be a writable folder.
     directory = Path(folder.text).absolute()
     existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))  # noqa: PTH110 - as above
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise folder.error(f"{existing} is not a writable folder")
-    return LogSettings(directory, redirects, tee)
+    return LogSettings(directory, redirects, tee, prefix)
 
 
 def _streams(raw: RawValue | None, workers: int) -> dict[int, Streams]:

@@ -67,11 +67,14 @@ class LogSettings:
         redirects: by local rank, streams that go only to ``stdout.log`` and ``stderr.log``. If neither this nor
             ``tee`` names a rank, both streams go to one file ``output.log``.
         tee: by local rank, streams that go to files and to the agent's own streams, with the rank before each line.
+        prefix: whether the rank precedes each line of the streams that go to the agent's own streams. If it does not,
+            workers inherit the agent's streams, except those in ``tee``.
     """
 
     directory: Path | None = None
     redirects: Mapping[int, Streams] = field(default_factory=dict)
     tee: Mapping[int, Streams] = field(default_factory=dict)
+    prefix: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,7 @@ class RendezvousSettings:
     run_id: str
     size: SizeRecord
     unique_run: bool = False
-    max_restarts: int = 100
+    max_restarts: int = 0
     last_call_timeout: float = 10.0
     join_debounce: float = 0.05
     join_timeout: float = 600.0
@@ -158,8 +161,8 @@ class AgentSettings(NodeSettings):
         workers: the number of workers.
         role: the role of the workers, as torchrun's --role.
         logs: the destinations of the workers' output.
-        stop_grace: seconds between SIGTERM and SIGKILL when this node leaves the run.
-        stop_timeout: seconds between SIGTERM and SIGKILL between two rounds.
+        shutdown_timeout: seconds between the signal and SIGKILL when this node leaves the run.
+        stop_timeout: seconds between SIGTERM and SIGKILL between two rounds, for workers that handle SIGTERM.
         heartbeat_timeout: seconds without a heartbeat after which a worker counts as hung; None for no limit.
         non_retryable_exit_codes: exit codes of workers after which the run fails at once; 128 + n for signal n.
         uncharged_exit_codes: exit codes of workers that do not count against the restart budget; 128 + n for signal n.
@@ -173,8 +176,8 @@ class AgentSettings(NodeSettings):
     workers: int = 1
     role: str = DEFAULT_ROLE
     logs: LogSettings = field(default_factory=LogSettings)
-    stop_grace: float = 5.0
-    stop_timeout: float = 0.0
+    shutdown_timeout: float = 30.0
+    stop_timeout: float = 5.0
     heartbeat_timeout: float | None = None
     non_retryable_exit_codes: frozenset[int] = frozenset()
     uncharged_exit_codes: frozenset[int] = frozenset()

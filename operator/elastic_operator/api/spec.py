@@ -416,7 +416,7 @@ _KNOWN: Final = (
     _SWITCHES
     | _OPERATORS
     | _FIELDS.keys()
-    | {"help", "metrics-port", "node-name", "notice", "stop-grace", "termination-log", "version"}
+    | {"help", "metrics-port", "node-name", "notice", "shutdown-timeout", "termination-log", "version"}
 )
 """Flags that the operator looks for. Launchers accept any unambiguous prefix of a flag."""
 

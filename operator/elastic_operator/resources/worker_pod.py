@@ -248,7 +248,7 @@ LAUNCHER: Final = "torchelastic-run"
 NOTICE: Final = 30.0
 """The default notice in seconds."""
 
-GRACE: Final = 5.0
+GRACE: Final = 30.0
 """The default grace in seconds."""
 
 _LONGEST_NOTICE: Final = 24 * 3600.0
@@ -298,6 +298,7 @@ def agent_variables(
         "PET_NNODES": f"{spec.min_replicas}:{spec.max_replicas}",
         "PET_NPROC_PER_NODE": str(spec.nproc_per_node),
         "PET_MAX_RESTARTS": str(spec.max_restarts),
+        "PET_PREFIX": "1",
         Env.NODE_NAME: pod.name,
         Env.SIZE: encode(pod.size).decode(),
         Env.JOB: f"{job.namespace}/{job.name}",
@@ -327,9 +328,9 @@ def _exit_codes(rules: tuple[FailureRule, ...], action: FailureAction) -> str:
 def termination_settings(spec: AppliedSpec) -> tuple[int, dict[str, str]]:
     """Return the termination grace period of a job's pods in seconds, and the variables for their agents."""
     variables: dict[str, str] = {}
-    notice, grace = _given_time(spec, "notice"), _given_time(spec, "stop-grace")
+    notice, grace = _given_time(spec, "notice"), _given_time(spec, "shutdown-timeout")
     if grace is None and spec.grace_period is not None:
-        grace, variables["PET_STOP_GRACE"] = float(spec.grace_period), f"{spec.grace_period}"
+        grace, variables["PET_SHUTDOWN_TIMEOUT"] = float(spec.grace_period), f"{spec.grace_period}"
     period = integer(spec.template, "spec", "terminationGracePeriodSeconds")
     if period is None or period < 0:
         # The period covers at least the agent's defaults, because a flag that was found may belong to the program.
@@ -337,7 +338,7 @@ def termination_settings(spec: AppliedSpec) -> tuple[int, dict[str, str]]:
     left = period - min(AGENT_TIME, period / 4)
     if grace is None:
         grace = min(GRACE, left / 2 if notice is None else max(left - notice, 0.0))
-        variables["PET_STOP_GRACE"] = f"{grace:g}"
+        variables["PET_SHUTDOWN_TIMEOUT"] = f"{grace:g}"
     if notice is None:
         variables["PET_NOTICE"] = f"{min(max(left - grace, 0.0), _LONGEST_NOTICE):g}"
     return period, variables

@@ -194,7 +194,7 @@ class LocalElasticAgent:
             workers=spec.local_world_size,
             role=spec.role,
             logs=self._logs,
-            stop_grace=self._shutdown_timeout,
+            shutdown_timeout=self._shutdown_timeout,
             heartbeat_timeout=spec.heartbeat_timeout,
             non_retryable_exit_codes=frozenset(spec.non_retryable_exit_codes),
         )

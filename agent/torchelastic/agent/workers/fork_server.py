@@ -96,14 +96,17 @@ class ForkedProcess:
     child: Child
     connection: socket.socket
 
-    def begin(self, task: str, content: Mapping[str, Any], output: tuple[int, int], extra: Sequence[int] = ()) -> None:
-        """Send the process its task ("worker", "command" or "store"), arguments, output and more descriptors."""
+    def begin(
+        self, task: str, content: Mapping[str, Any], streams: Mapping[int, int], extra: Sequence[int] = ()
+    ) -> None:
+        """Send the process its task ("worker", "command" or "store"), arguments, streams and more descriptors."""
         self.child.begin()
         with open(os.memfd_create("content"), "wb") as file:  # noqa: PTH123 - a descriptor
             file.write(json.dumps(content).encode())
             file.flush()
             with contextlib.suppress(OSError):  # the process has exited; its exit is reported
-                send(self.connection, {"task": task}, [file.fileno(), *output, *extra])
+                message = {"task": task, "streams": [*streams]}
+                send(self.connection, message, [file.fileno(), *streams.values(), *extra])
 
 
 class ForkServer:

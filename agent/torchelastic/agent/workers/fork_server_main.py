@@ -223,7 +223,7 @@ def _run_task(connection: socket.socket, agent: int, inherited: Mapping[str, str
     os.setsid()
     set_title(["torchelastic: spare process"])
     try:
-        task, (memory, out, err, *listener) = _receive(connection)
+        message, (memory, *descriptors) = _receive(connection)
     except (EOFError, OSError):  # the agent has exited, or no longer needs this process
         os._exit(1)
     set_parent_death_signal(signal.SIGKILL)
@@ -232,13 +232,13 @@ def _run_task(connection: socket.socket, agent: int, inherited: Mapping[str, str
     with open(memory, "rb") as file:  # noqa: PTH123 - a descriptor
         file.seek(0)
         content = json.loads(file.read())
-    for number, descriptor in ((1, out), (2, err)):
+    for number, descriptor in zip(message["streams"], descriptors, strict=False):
         os.dup2(descriptor, number)
         os.close(descriptor)
     connection.close()
-    match task["task"]:
+    match message["task"]:
         case "store":
-            _serve_store(*listener, **content)
+            _serve_store(descriptors[-1], **content)
         case "command":
             os.sched_setaffinity(0, os.sched_getaffinity(agent))  # OpenMP may have changed the affinity
             _execute(**content)

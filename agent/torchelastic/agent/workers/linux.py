@@ -81,6 +81,16 @@ def read_process(pid: int) -> ProcessEntry | None:
     return ProcessEntry(pid, int(fields[1]), int(fields[3]), fields[0].decode(), int(fields[19]))
 
 
+def handles(pid: int, number: int) -> bool:
+    """Return whether a process has its own handler for a signal."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:  # the process has been reaped
+        return False
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
 def read_table() -> Table:
     """Return all visible processes by id."""
     table = {}

@@ -24,7 +24,7 @@ from torchelastic.agent.failures import ERROR_FILE, Explanation, WorkerExit, exp
 from torchelastic.agent.logs import Console, make_folder, open_output
 from torchelastic.agent.workers import hang
 from torchelastic.agent.workers.fork_server import ForkServer, python_command
-from torchelastic.agent.workers.linux import TREE_MARK
+from torchelastic.agent.workers.linux import TREE_MARK, handles
 from torchelastic.agent.workers.processes import Reaper, Watchdog
 from torchelastic.agent_socket import CHANNEL, HEARTBEAT_FILE, METRICS_FILE
 from torchelastic.config.settings import ProgramKind, StartMethod
@@ -161,21 +161,31 @@ class WorkerGroup:
         """The workers that have not exited."""
         return [worker for worker in self.workers if worker.child.running]
 
-    async def stop(self, grace: float) -> None:
+    async def stop(self, grace: float, number: signal.Signals | None = None) -> None:
         """Stop all workers and all processes that they started, and wait for their exit; the TCPStore exits later.
 
         Args:
-            grace: seconds between SIGTERM and SIGKILL; 0 for SIGKILL at once. A second call may shorten it.
+            grace: seconds between the signal and SIGKILL; 0 for SIGKILL at once. A second call may shorten it.
+            number: the signal; None for SIGTERM and SIGKILL at once to workers that do not handle SIGTERM.
         """
         self._stopping = True
         if self._monitor is not None:
             self._monitor.cancel()
             await asyncio.wait([self._monitor])
         children = [worker.child for worker in self.running]
+        if number is None:
+            number = signal.SIGTERM
+            children = [child for child in children if handles(child.pid, number)]
         if grace > 0 and children:
             for child in children:
-                child.signal(signal.SIGTERM)
+                child.signal(number)
             await asyncio.wait([child.ended for child in children], timeout=grace)
+            for worker in self.running:
+                if worker.child in children:
+                    logger.warning(
+                        "rank %d, process %d, is killed: it runs %g s after %s.",
+                        *(worker.rank, worker.child.pid, grace, number.name),
+                    )
         await self._reaper.kill_trees([worker.child for worker in self.workers], self._mark)
         await asyncio.gather(*self._reporting, return_exceptions=True)
         for worker in self.workers:
@@ -402,7 +412,7 @@ class Workers:
             if listener is not None:  # the TCPStore begins first, because the workers wait for it
                 _serve_store(processes[-1], listener)
             for process, environment, output in zip(processes, environments, outputs, strict=False):
-                process.begin(*self._task_of(environment), output.descriptors)
+                process.begin(*self._task_of(environment), output.streams)
         except OSError:
             for process in processes:
                 process.child.signal(signal.SIGKILL)
@@ -427,7 +437,7 @@ def _serve_store(process: ForkedProcess, listener: socket.socket) -> None:
     listener.listen()
     host, port = listener.getsockname()[:2]
     local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
-    process.begin("store", {"host": local, "port": port}, (2, 2), [listener.fileno()])
+    process.begin("store", {"host": local, "port": port}, {1: 2, 2: 2}, [listener.fileno()])
 
 
 def _temporary_folder() -> Path:

@@ -275,10 +275,11 @@ def _wait(kind: int, pid: int, options: int) -> os.waitid_result | None:
 
 
 def spawn(argv: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int]) -> int:
-    """Start a process that leads its own session, with default signal handling; return its id.
+    """Start a process that leads its own session, with default signal handling (SIGHUP stays ignored); return its id.
 
     `descriptors` maps descriptors of the new process to those of this process. The standard input is empty by default.
     """
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # as under nohup
     with contextlib.ExitStack() as stack:
         nothing = stack.enter_context(Path(os.devnull).open("rb")).fileno()
         actions = []
@@ -294,7 +295,7 @@ def spawn(argv: Sequence[str], environment: Mapping[str, str], descriptors: Mapp
             file_actions=actions,
             setsid=True,
             setsigmask=(),
-            setsigdef=signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP},
+            setsigdef=signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP} - ignored,
         )
 
 

@@ -1,0 +1,163 @@
+"""What a user sees of ``torchelastic-run`` and of torchrun, side by side: output, signals and exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, ClassVar
+
+import pytest
+
+from tests.support.agents import AgentProcess
+from tests.support.terminals import Terminal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.parametrize("module", ["torch.distributed.run", "torchelastic.run"]),
+]
+
+ASKS = """
+import sys
+print("half", end="\\r", flush=True)
+answer = input("name? ")
+print(f"<{answer}> {sys.stdin.isatty()} {sys.stdout.isatty()} {sys.stderr.isatty()}")
+"""
+
+HANDLES = """
+import os, pathlib, signal, sys
+
+def handle(number, frame):
+    print("got", signal.Signals(number).name, flush=True)
+    open(sys.argv[1]).read()
+    print("saved", flush=True)
+    sys.exit()
+
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(number, handle)
+print("ready", flush=True)
+if os.environ["RANK"] == "1":
+    open(sys.argv[2]).read()
+    sys.exit(3)
+try:
+    while True:
+        signal.pause()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    open(sys.argv[1]).read()
+finally:
+    print("finally", flush=True)
+"""
+"""A worker that, on a signal, reads a pipe and then exits. Rank 1 fails after it has read another pipe."""
+
+
+class OnTerminal(Terminal):
+    """A launcher on a terminal."""
+
+    def __init__(self, module: str, folder: Path, *argv: str) -> None:
+        super().__init__(folder, "-m", module, "--standalone", *argv)
+
+    program = ()
+
+
+class WithoutSettings(AgentProcess):
+    """A launcher without settings of its own."""
+
+    settings: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, module: str, *arguments: str | Path, within: Sequence[str] = ()) -> None:
+        self.program = ("-m", module)
+        super().__init__("--standalone", *arguments, within=within)
+
+
+@pytest.fixture
+def handling(tmp_path: Path) -> tuple[Path, Path, Path]:
+    """The program ``HANDLES`` and its pipes."""
+    (program := tmp_path / "handles.py").write_text(HANDLES)
+    saved, fail = tmp_path / "saved", tmp_path / "fail"
+    for pipe in (saved, fail):
+        os.mkfifo(pipe)
+    return program, saved, fail
+
+
+async def test_a_worker_has_the_terminal_of_its_launcher(module: str, tmp_path: Path) -> None:
+    (program := tmp_path / "asks.py").write_text(ASKS)
+    async with OnTerminal(module, tmp_path, str(program)) as terminal:
+        await terminal.shows("half\r")
+        await terminal.shows("name? ")
+        terminal.type("digits\n")
+        assert await terminal.exit_code() == 0
+        await terminal.shows("<digits> True True True")
+
+
+async def test_redirected_output_and_input_have_only_what_the_program_reads_and_writes(
+    module: str, tmp_path: Path
+) -> None:
+    (program := tmp_path / "asks.py").write_text(ASKS)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", module, "--standalone", str(program)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate(b"digits\n")
+    assert (process.returncode, out) == (0, b"half\rname? <digits> False False False\n"), err.decode()
+
+
+async def test_ctrl_c_is_a_keyboard_interrupt_and_the_program_has_time(
+    module: str, tmp_path: Path, handling: tuple[Path, Path, Path]
+) -> None:
+    program, saved, fail = handling
+    async with OnTerminal(module, tmp_path, str(program), str(saved), str(fail)) as terminal:
+        await terminal.shows("ready")
+        terminal.type("\x03")
+        await terminal.shows("interrupted")
+        await asyncio.to_thread(saved.write_text, "")
+        await terminal.shows("finally")
+        assert await terminal.exit_code() != 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+async def test_signals_reach_the_program_and_it_has_time(
+    module: str, number: signal.Signals, handling: tuple[Path, Path, Path]
+) -> None:
+    async with WithoutSettings(module, *handling) as launcher:
+        await launcher.wait_for_line("^ready")
+        launcher.kill(number)
+        await launcher.wait_for_line(f"^got {number.name}")
+        await asyncio.to_thread(handling[1].write_text, "")
+        await launcher.wait_for_line("^saved")
+        assert await launcher.code() != 0
+
+
+async def test_the_hangup_signal_is_ignored_under_nohup_unlike_under_torchrun(module: str, tmp_path: Path) -> None:
+    (program := tmp_path / "hangup.py").write_text(
+        "import os, signal\nfor pid in (os.getppid(), os.getpid()): os.kill(pid, signal.SIGHUP)\nprint('alive')"
+    )
+    async with WithoutSettings(module, program, within=["nohup"]) as launcher:
+        assert (await launcher.code() == 0) is (module == "torchelastic.run")
+    assert ("alive" in launcher.lines) is (module == "torchelastic.run")
+
+
+async def test_the_failure_of_a_rank_is_sigterm_for_the_others_and_they_have_time(
+    module: str, handling: tuple[Path, Path, Path]
+) -> None:
+    async with WithoutSettings(module, "--nproc-per-node=2", *handling) as launcher:
+        await launcher.wait_for_line("^ready")
+        await asyncio.to_thread(handling[2].write_text, "")
+        await launcher.wait_for_line("^got SIGTERM")
+        await asyncio.to_thread(handling[1].write_text, "")
+        await launcher.wait_for_line("^saved")
+        assert await launcher.code() == 1
+
+
+async def test_workers_are_not_restarted_by_default(module: str, tmp_path: Path) -> None:
+    (program := tmp_path / "fails.py").write_text("print('begins', flush=True)\nraise SystemExit(3)")
+    async with WithoutSettings(module, program) as launcher:
+        assert await launcher.code() == 1
+    assert launcher.lines.count("begins") == 1
