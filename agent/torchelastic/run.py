@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from torchelastic.agent.failures import ExitStatus
+from torchelastic.agent.failures import ExitStatus, record_message
 from torchelastic.config.parse import parse
 from torchelastic.errors import SettingsError, StartError
 from torchelastic.output import TIME_FORMAT, log_format
@@ -62,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StartError as error:  # only this node fails; the run may continue
         print(f"torchelastic-run: {error}", file=sys.stderr)  # noqa: T201
         return ExitCode.FAILED
+    if (failure := ending.message.failure) is not None and ending.code is ExitCode.FAILED:
+        record_message(failure.message)  # for the program that started this agent
     with suppress(OSError):  # stderr is closed; the exit code remains
         if ending.code in (ExitCode.FAILED, ExitCode.STORE_UNAVAILABLE, ExitCode.AGENT_ERROR):
             print(f"torchelastic-run: the run has failed: {ending.message.message}", file=sys.stderr)  # noqa: T201

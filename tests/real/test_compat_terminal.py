@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 
 from tests.support.agents import AgentProcess
+from tests.support.ports import free_range
 from tests.support.terminals import Terminal
 
 if TYPE_CHECKING:
@@ -72,7 +74,7 @@ class WithoutSettings(AgentProcess):
 
     def __init__(self, module: str, *arguments: str | Path, within: Sequence[str] = ()) -> None:
         self.program = ("-m", module)
-        super().__init__("--standalone", *arguments, within=within)
+        super().__init__(*arguments, within=within)
 
 
 @pytest.fixture
@@ -126,7 +128,7 @@ async def test_ctrl_c_is_a_keyboard_interrupt_and_the_program_has_time(
 async def test_signals_reach_the_program_and_it_has_time(
     module: str, number: signal.Signals, handling: tuple[Path, Path, Path]
 ) -> None:
-    async with WithoutSettings(module, *handling) as launcher:
+    async with WithoutSettings(module, "--standalone", *handling) as launcher:
         await launcher.wait_for_line("^ready")
         launcher.kill(number)
         await launcher.wait_for_line(f"^got {number.name}")
@@ -139,7 +141,7 @@ async def test_the_hangup_signal_is_ignored_under_nohup_unlike_under_torchrun(mo
     (program := tmp_path / "hangup.py").write_text(
         "import os, signal\nfor pid in (os.getppid(), os.getpid()): os.kill(pid, signal.SIGHUP)\nprint('alive')"
     )
-    async with WithoutSettings(module, program, within=["nohup"]) as launcher:
+    async with WithoutSettings(module, "--standalone", program, within=["nohup"]) as launcher:
         assert (await launcher.code() == 0) is (module == "torchelastic.run")
     assert ("alive" in launcher.lines) is (module == "torchelastic.run")
 
@@ -147,7 +149,7 @@ async def test_the_hangup_signal_is_ignored_under_nohup_unlike_under_torchrun(mo
 async def test_the_failure_of_a_rank_is_sigterm_for_the_others_and_they_have_time(
     module: str, handling: tuple[Path, Path, Path]
 ) -> None:
-    async with WithoutSettings(module, "--nproc-per-node=2", *handling) as launcher:
+    async with WithoutSettings(module, "--standalone", "--nproc-per-node=2", *handling) as launcher:
         await launcher.wait_for_line("^ready")
         await asyncio.to_thread(handling[2].write_text, "")
         await launcher.wait_for_line("^got SIGTERM")
@@ -158,6 +160,60 @@ async def test_the_failure_of_a_rank_is_sigterm_for_the_others_and_they_have_tim
 
 async def test_workers_are_not_restarted_by_default(module: str, tmp_path: Path) -> None:
     (program := tmp_path / "fails.py").write_text("print('begins', flush=True)\nraise SystemExit(3)")
-    async with WithoutSettings(module, program) as launcher:
+    async with WithoutSettings(module, "--standalone", program) as launcher:
         assert await launcher.code() == 1
     assert launcher.lines.count("begins") == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--rdzv-backend=c10d --rdzv-endpoint=localhost:0 --rdzv-conf=is_host=1,timeout=60 --run-path",
+        "--rdzv_backend=static --master_addr=localhost --master_port={port} --node_rank=0",
+        "--nnodes=1:1 --rdzv-id=digits --rdzv-backend=c10d --rdzv-endpoint=localhost:{port}",
+    ],
+)
+async def test_one_node_runs_with_any_rendezvous_of_torch(module: str, flags: str, tmp_path: Path) -> None:
+    (program := tmp_path / "ranks.py").write_text(
+        "import os; print('rank', os.environ['RANK'], os.environ['WORLD_SIZE'])"
+    )
+    flags = flags.format(port=free_range(1).first)
+    async with WithoutSettings(module, "--nproc-per-node=2", *flags.split(), program) as launcher:
+        assert await launcher.code() == 0
+    assert {"rank 0 2", "rank 1 2"} <= {*launcher.lines}
+
+
+async def test_only_the_chosen_ranks_are_on_the_console(module: str, tmp_path: Path) -> None:
+    (program := tmp_path / "ranks.py").write_text("import os; print('rank', os.environ['RANK'])")
+    flags = ("--standalone", "--nproc-per-node=2", "--local-ranks-filter=1", program)
+    async with WithoutSettings(module, *flags) as launcher:
+        assert await launcher.code() == 0
+    assert [line for line in launcher.lines if line.startswith("rank")] == ["rank 1"]
+
+
+async def test_redirected_output_without_a_folder_goes_to_a_temporary_folder(module: str, tmp_path: Path) -> None:
+    (program := tmp_path / "streams.py").write_text("import sys; print('to the file'); print('shown', file=sys.stderr)")
+    environ = ("env", f"TMPDIR={tmp_path}", "LOGLEVEL=INFO")
+    async with WithoutSettings(module, "--standalone", "--redirects=1", program, within=environ) as launcher:
+        assert await launcher.code() == 0
+    assert "shown" in launcher.lines
+    [file] = tmp_path.glob("torchelastic*/**/stdout.log")
+    assert file.read_text() == "to the file\n"
+    folder = file.relative_to(tmp_path).parts[0]
+    assert any(folder in line for line in launcher.lines), "the folder is named"
+
+
+async def test_the_error_file_of_the_launcher_has_the_root_cause(module: str, tmp_path: Path) -> None:
+    (program := tmp_path / "fails.py").write_text(
+        "import os\n"
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\n"
+        "def main():\n"
+        "    raise ValueError(f'no data for rank {os.environ[\"RANK\"]}')\n"
+        "main()\n"
+    )
+    error = tmp_path / "error.json"
+    environ = ("env", f"TORCHELASTIC_ERROR_FILE={error}")
+    async with WithoutSettings(module, "--standalone", program, within=environ) as launcher:
+        assert await launcher.code() == 1
+    assert "ValueError: no data for rank 0" in json.loads(error.read_text())["message"]["message"]

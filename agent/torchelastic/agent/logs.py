@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import itertools
 import logging
@@ -17,8 +18,10 @@ import queue
 import re
 import select
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.config.settings import Streams
@@ -26,7 +29,6 @@ from torchelastic.errors import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from torchelastic.config.settings import LogSettings
 
@@ -325,10 +327,14 @@ def open_output(
     redirected = settings.redirects.get(local_rank, Streams.NONE)
     teed = settings.tee.get(local_rank, Streams.NONE)
 
+    hidden = settings.shown is not None and local_rank not in settings.shown
+
     def stream(which: Streams, name: str) -> WorkerStream:
         to_file = settings.directory is not None and which in redirected | teed
-        if to_file and which not in teed:
+        if to_file and (which not in teed or hidden):
             return LogFile(folder / name)
+        if hidden:
+            return LogFile(Path(os.devnull))
         if not settings.prefix and which not in teed:
             return InheritedStream(which.value)
         file = folder / name if to_file else None
@@ -347,13 +353,31 @@ def open_output(
         raise _unwritable(folder, error) from None
 
 
-def make_folder(settings: LogSettings) -> None:
-    """Create the folder of ``--log-dir`` if it is set; raise SettingsError if that is not possible."""
+def make_folder(settings: LogSettings) -> LogSettings:
+    """Create the folder for the workers' files, and return the settings with this folder.
+
+    Raises:
+        SettingsError: the folder cannot be created.
+    """
+    if settings.directory is None and settings.redirects:
+        settings = dataclasses.replace(settings, directory=temporary_folder())
+        logger.info("the redirected output of the workers is in %s", settings.directory)
     if settings.directory is not None:
         try:
             settings.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unwritable(settings.directory, error) from None
+    return settings
+
+
+def temporary_folder() -> Path:
+    """Create a private folder for temporary files; raise SettingsError if that is not possible."""
+    try:
+        return Path(tempfile.mkdtemp(prefix="torchelastic-"))
+    except OSError as error:
+        raise SettingsError(
+            f"there is no folder for temporary files: {error.strerror}. Mount a writable folder at /tmp, or set TMPDIR."
+        ) from None
 
 
 def _unwritable(folder: Path, error: OSError) -> SettingsError:

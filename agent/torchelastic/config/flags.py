@@ -77,6 +77,12 @@ CONF: Final[Mapping[str, Callable[[RawValue], Any]]] = {
 CONF_ALIASES: Final = {"timeout": "join_timeout"}
 """Keys of torch's handlers, with torchelastic's key of the same meaning, which takes precedence if both are set."""
 
+_IGNORED_CONF: Final = frozenset(
+    {"close_timeout", "heartbeat", "is_host", "keep_alive_interval", "keep_alive_max_attempt", "read_timeout"}
+    | {"rank", "shared", "store_type", "use_libuv"}
+)
+"""Keys of torch's handlers without a meaning for this rendezvous."""
+
 FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
     "Size": (
         Flag("nnodes N|MIN:MAX", "number of nodes, or minimum and maximum, as in 1:4. Default: 1", parsers.nodes),
@@ -121,6 +127,7 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
             "streams to write only to files: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank: 0:1,1:3",
             short="r",
         ),
+        Flag("local-ranks-filter RANK[,…]", "local ranks whose output is on the console. Default: all", parsers.ranks),
         Flag("prefix", "write the rank before each line on the console", parsers.switch),
         Flag("tee STREAMS", "streams to write to files and to the console, in the same format", short="t"),
     ),
@@ -142,6 +149,8 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
         Flag("termination-log FILE", "file for the termination message, in JSON", parsers.path),
     ),
     "Accepted for scripts written for torchrun": (
+        Flag("run-path", "ignored: a script always runs as __main__ in a prepared process", parsers.switch),
+        Flag("use-env", "ignored: workers read LOCAL_RANK from the environment", parsers.switch),
         Flag("monitor-interval SECONDS", "ignored: the agent notices the exit of a worker at once", parsers.seconds()),
         Flag("node-rank RANK", "ignored, with a warning: the nodes agree on their ranks"),
         Flag("master-addr ADDR", "ignored, with a warning: the nodes agree on an address"),
@@ -255,6 +264,8 @@ def read_conf(source: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, RawVal
     conf: dict[str, RawValue] = {}
     for written, value in pairs:
         name = written.replace("-", "_")
+        if name in _IGNORED_CONF:
+            continue
         key = CONF_ALIASES.get(name, name)
         if key not in CONF:
             known = (*CONF, *CONF_ALIASES)

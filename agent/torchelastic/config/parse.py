@@ -84,7 +84,11 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
         **{"job": ("", node["rendezvous"].run_id), **line.settings(AgentSettings), **node},
         program=_program(line),
         workers=workers,
-        logs=read_logs(line.raw, workers, prefix=line.values.get("prefix", False)),
+        logs=dataclasses.replace(
+            read_logs(line.raw, workers),
+            prefix=line.values.get("prefix", False),
+            shown=line.values.get("local-ranks-filter"),
+        ),
     )
     _warn_about_ignored_flags(line, node["rendezvous"].size)
     return settings
@@ -112,7 +116,10 @@ def read_node(line: CommandLine) -> dict[str, Any]:
     """
     size = line.values.get("size") or line.values.get("nnodes") or SizeRecord(min=1, max=1, desired=1)
     standalone = line.values.get("standalone", False)
-    store = None if standalone else _read_store(line)
+    backend = line.raw.get("rdzv-backend", RawValue("", "torchelastic"))
+    of_torch = backend.text.strip().lower() in _UNSUPPORTED_BACKENDS
+    # The nodes of a run of one node need not find each other.
+    store = None if standalone or (of_torch and size.max == 1) else _read_store(line, backend)
     if store is None and size.max > 1:
         raise SettingsError(
             f"A run of up to {size.max} nodes needs an etcd: set --rdzv-endpoint HOST:2379"
@@ -139,9 +146,8 @@ def read_node(line: CommandLine) -> dict[str, Any]:
     }
 
 
-def _read_store(line: CommandLine) -> StoreSettings | None:
+def _read_store(line: CommandLine, backend: RawValue) -> StoreSettings | None:
     """Return the settings of the store; None if ``--rdzv-endpoint`` is not set."""
-    backend = line.raw.get("rdzv-backend", RawValue("", "torchelastic"))
     if (name := backend.text.strip().lower().replace("_", "-")) not in BACKENDS:
         unknown = "unknown rendezvous; remove this flag to use etcd"
         raise backend.error(_UNSUPPORTED_BACKENDS.get(name, unknown))
@@ -244,28 +250,25 @@ def _check_exists(program: Program, *, is_command: bool) -> None:
             raise SettingsError(f"The current user cannot read the script {name}: permission denied.")
 
 
-def read_logs(raw: Mapping[str, RawValue], workers: int, *, prefix: bool = False) -> LogSettings:
+def read_logs(raw: Mapping[str, RawValue], workers: int) -> LogSettings:
     """Return the destinations of the workers' output.
 
     Args:
         raw: the unparsed values of ``log-dir``, ``redirects`` and ``tee``, each of them optional.
         workers: the number of workers.
-        prefix: see :class:`~torchelastic.config.settings.LogSettings`.
 
     Raises:
         SettingsError: a value is invalid.
     """
     redirects, tee = (_streams(raw.get(name), workers) for name in ("redirects", "tee"))
     if (folder := raw.get("log-dir")) is None:
-        if redirects:
-            raise raw["redirects"].error("there is no folder for the files; set --log-dir")
-        return LogSettings(tee=tee, prefix=prefix)
+        return LogSettings(None, redirects, tee)
     # The existing part of the path must be a writable folder.
     directory = Path(folder.text).absolute()
     existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))  # noqa: PTH110 - as above
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise folder.error(f"{existing} is not a writable folder")
-    return LogSettings(directory, redirects, tee, prefix)
+    return LogSettings(directory, redirects, tee)
 
 
 def _streams(raw: RawValue | None, workers: int) -> dict[int, Streams]:

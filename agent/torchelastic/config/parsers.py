@@ -175,6 +175,14 @@ def modules(raw: RawValue) -> tuple[str, ...]:
     return found
 
 
+def ranks(raw: RawValue) -> frozenset[int]:
+    """Parse comma-separated ranks."""
+    try:
+        return frozenset(int(rank) for rank in raw.text.split(","))
+    except ValueError:
+        raise raw.error("must be ranks with commas between them, for example 0,1") from None
+
+
 def record(kind: type[Record]) -> Callable[[RawValue], Record]:
     """Return a parser for a record of the protocol in JSON."""
 

@@ -63,18 +63,21 @@ class LogSettings:
     """The destinations of the workers' output.
 
     Attributes:
-        directory: the folder for files in ``round_N/rank_R/``; None for no files.
+        directory: the folder for files in ``round_N/rank_R/``; None for no files, or for a temporary folder if
+            ``redirects`` names a rank.
         redirects: by local rank, streams that go only to ``stdout.log`` and ``stderr.log``. If neither this nor
             ``tee`` names a rank, both streams go to one file ``output.log``.
         tee: by local rank, streams that go to files and to the agent's own streams, with the rank before each line.
         prefix: whether the rank precedes each line of the streams that go to the agent's own streams. If it does not,
             workers inherit the agent's streams, except those in ``tee``.
+        shown: the local ranks whose output goes to the console; None for all.
     """
 
     directory: Path | None = None
     redirects: Mapping[int, Streams] = field(default_factory=dict)
     tee: Mapping[int, Streams] = field(default_factory=dict)
     prefix: bool = False
+    shown: frozenset[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

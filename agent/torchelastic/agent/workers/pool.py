@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from torchelastic.agent.failures import ERROR_FILE, Explanation, WorkerExit, explain
-from torchelastic.agent.logs import Console, make_folder, open_output
+from torchelastic.agent.logs import Console, make_folder, open_output, temporary_folder
 from torchelastic.agent.workers import hang
 from torchelastic.agent.workers.fork_server import ForkServer, python_command
 from torchelastic.agent.workers.linux import TREE_MARK, handles
 from torchelastic.agent.workers.processes import Reaper, Watchdog
 from torchelastic.agent_socket import CHANNEL, HEARTBEAT_FILE, METRICS_FILE
 from torchelastic.config.settings import ProgramKind, StartMethod
-from torchelastic.errors import SettingsError, StartError
+from torchelastic.errors import StartError
 from torchelastic.output import rank_label
 from torchelastic.protocol import FailureKind
 
@@ -251,8 +251,8 @@ class Workers:
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
-            make_folder(self._settings.logs)
-            self.scratch = self._shared = _temporary_folder()
+            self._logs = make_folder(self._settings.logs)
+            self.scratch = self._shared = temporary_folder()
             if self._settings.heartbeat_timeout is not None:
                 with contextlib.suppress(OSError):  # a folder in memory, where no write waits for a disk
                     self._shared = Path(tempfile.mkdtemp(prefix="torchelastic-", dir="/dev/shm"))
@@ -366,7 +366,7 @@ class Workers:
             try:
                 for local_rank, environment in enumerate(environments):
                     output = open_output(
-                        self._settings.logs,
+                        self._logs,
                         self._console,
                         self.scratch,
                         round=round,
@@ -438,15 +438,6 @@ def _serve_store(process: ForkedProcess, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
     process.begin("store", {"host": local, "port": port}, {1: 2, 2: 2}, [listener.fileno()])
-
-
-def _temporary_folder() -> Path:
-    try:
-        return Path(tempfile.mkdtemp(prefix="torchelastic-"))
-    except OSError as error:
-        raise SettingsError(
-            f"there is no folder for temporary files: {error.strerror}. Mount a writable folder at /tmp, or set TMPDIR."
-        ) from None
 
 
 def _reason_to_execute(program: Program, environment: Mapping[str, str]) -> str:
