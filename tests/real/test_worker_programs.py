@@ -181,8 +181,10 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         ('os.environ["OMP_NUM_THREADS"] = "1"', StartMethod.EXEC),
         ('os.environ.pop("OMP_NUM_THREADS"); os.environ.setdefault("OMP_NUM_THREADS", "1")', StartMethod.FORK_SERVER),
         ('os.environ.update(OMP_NUM_THREADS="1")', StartMethod.FORK_SERVER),
+        ('os.environ.update({"A": "b", "OMP_NUM_THREADS": "1"})', StartMethod.FORK_SERVER),
+        ('os.environ |= {"OMP_NUM_THREADS": "1"}', StartMethod.FORK_SERVER),
     ],
-    ids=["assigned", "executed", "default", "updated"],
+    ids=["assigned", "executed", "default", "updated", "updated from a dict", "merged"],
 )
 async def test_a_program_sees_variables_that_it_sets_before_importing_torch(
     statement: str, method: StartMethod, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -200,9 +202,10 @@ async def test_a_program_sees_variables_that_it_sets_before_importing_torch(
     [
         "from torch import nn; import os; os.environ['OMP_NUM_THREADS'] = '1'",
         "import os; os.environ['HOME'] = os.environ['CUDA_VISIBLE_DEVICES'] = '/nowhere'; import torch",
+        "# os.environ['OMP_NUM_THREADS'] = '1'\nimport torch",
         "import os; print(end=os.environ.get('OMP_NUM_THREADS') == '7' and 'x' or ''); import torch",
     ],
-    ids=["after the import", "read later", "not set"],
+    ids=["after the import", "read later", "in a comment", "not set"],
 )
 async def test_any_other_program_is_forked(source: str, tmp_path: Path) -> None:
     program = script(tmp_path, f"import sys; print('torch' in sys.modules)\n{source}")

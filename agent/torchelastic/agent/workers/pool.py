@@ -6,12 +6,12 @@ Python, if ``--start-method exec`` is set, or if the program needs a new interpr
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import dataclasses
 import logging
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -72,11 +72,6 @@ _READ_BY_COMPILER: Final = ("TORCHDYNAMO_", "TORCHINDUCTOR_")
 
 _STARTED_WITH_INTERPRETER: Final = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
 """Variables of coverage, which starts only in a new interpreter."""
-
-_ASSIGNMENT: Final = re.compile(
-    r"\benviron(?:\[|\.setdefault\(|\.update\(\{?)\s*[\"']?(?P<name>[A-Z][A-Z0-9_]+)[\"']?\s*(?:\]\s*=[^=]|[,:]|=[^=])"
-)
-_IMPORTS_TORCH: Final = re.compile(r"^\s*(?:import|from)\s+torch\b", re.MULTILINE)
 
 
 @dataclass(slots=True, eq=False)
@@ -452,8 +447,45 @@ def _reason_to_execute(program: Program, environment: Mapping[str, str]) -> str:
         source = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    before_torch = _IMPORTS_TORCH.split(source, maxsplit=1)[0]
-    names = {match["name"] for match in _ASSIGNMENT.finditer(before_torch)}
-    names |= {match["name"] for match in _ASSIGNMENT.finditer(source) if match["name"].startswith(_READ_BY_COMPILER)}
-    read = sorted(name for name in names if name.startswith(_READ_AT_IMPORT) and not name.startswith(_READ_AT_USE))
-    return f"{path.name} sets {', '.join(read)}, which torch reads when it is imported" if read else ""
+    changed = _changed_variables(source)
+    read = sorted(name for name in changed if name.startswith(_READ_AT_IMPORT) and not name.startswith(_READ_AT_USE))
+    if not read:
+        return ""
+    return f"{path.name} sets {', '.join(read)}, which torch reads when it is imported (set it for the agent instead)"
+
+
+def _changed_variables(source: str) -> set[str]:
+    """Return the variables that a program sets in ``os.environ`` before it imports torch, or torch's compiler."""
+    try:
+        nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt | ast.expr)]
+    except (SyntaxError, ValueError):
+        return set()
+    first_import = min((_position(node) for node in nodes if _imports_torch(node)), default=(len(source), 0))
+    changed: set[str] = set()
+    for node in nodes:
+        names: Sequence[ast.expr | None] = ()
+        match node:
+            case ast.Subscript(value=target, slice=name, ctx=ast.Store()):
+                names = [name]
+            case ast.Call(func=ast.Attribute(value=target, attr="setdefault"), args=[name, *_]):
+                names = [name]
+            case ast.Call(func=ast.Attribute(value=target, attr="update"), args=values, keywords=keywords):
+                names = [key for value in values if isinstance(value, ast.Dict) for key in value.keys]
+                names = [*names, *(ast.Constant(keyword.arg) for keyword in keywords)]
+            case ast.AugAssign(target=target, value=ast.Dict(keys=names)):
+                pass
+        if names and ast.unparse(target) in {"os.environ", "environ"}:
+            found = {str(name.value) for name in names if isinstance(name, ast.Constant)}
+            early = _position(node) < first_import
+            changed |= {name for name in found if early or name.startswith(_READ_BY_COMPILER)}
+    return changed
+
+
+def _position(node: ast.stmt | ast.expr) -> tuple[int, int]:
+    return node.lineno, node.col_offset
+
+
+def _imports_torch(node: ast.AST) -> bool:
+    names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+    names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    return any(name.partition(".")[0] == "torch" for name in names)
