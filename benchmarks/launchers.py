@@ -44,7 +44,8 @@ class Launcher:
             first: whether the agent is the run's first, which hosts torchrun's store.
             reports_ready: whether the agent writes the time at which torch is imported (:mod:`benchmarks.ready`).
         """
-        common = (f"--nnodes={nnodes}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={run_id}", f"--local-addr={address}")
+        rendezvous = (f"--nnodes={nnodes}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={run_id}")
+        common = (*rendezvous, f"--local-addr={address}", "--max-restarts=100")
         if self.is_ours:
             conf: Mapping[str, float] = self.conf
             program = "torchelastic.run"
@@ -52,7 +53,7 @@ class Launcher:
         else:
             conf = {**self.conf, "is_host": int(first)}
             program = _READY if reports_ready else "torch.distributed.run"
-            more = ["--rdzv-backend=c10d", "--max-restarts=100", "--monitor-interval=0.1"]
+            more = ["--rdzv-backend=c10d", "--monitor-interval=0.1"]
         if conf:
             more.append("--rdzv-conf=" + ",".join(f"{key}={value:g}" for key, value in conf.items()))
         return [sys.executable, "-m", program, *common, *more, str(WORKER)]

@@ -15,7 +15,16 @@ POD = "digits-0-aaaaa"
 
 
 def test_ranks_and_rounds_are_parsed_from_real_agent_output() -> None:
-    agent = [sys.executable, "-m", "torchelastic.run", "--standalone", "--nproc-per-node", "2", "--node-name", POD]
+    agent = [
+        sys.executable,
+        "-m",
+        "torchelastic.run",
+        "--standalone",
+        "--prefix",
+        "--nproc-per-node=2",
+        "--node-name",
+        POD,
+    ]
     program = ["--role", "trainer", "--no-python", "--", "sh", "-c", "echo rank $RANK; echo bad news >&2"]
     done = subprocess.run([*agent, *program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120, check=True)
     log = PodLog(POD)
