@@ -59,7 +59,7 @@ async def test_an_agent_paused_during_its_exit_keeps_its_last_message_and_exit_c
         """
     )
     agent = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "torchelastic.run", "--standalone", "--max-restarts=0"),
+        *(sys.executable, "-m", "torchelastic.run", "--standalone", "--prefix"),
         *(f"--termination-log={last_words}", program, tmp_path / "up"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -68,7 +68,9 @@ class NodeFactory:
         **settings: Any,
     ) -> TestNode:
         size = SizeRecord(min=low, max=high, desired=wanted)
-        rules = RendezvousSettings(run_id=self._run_id, size=size, **{**self._settings, **settings})
+        rules = RendezvousSettings(
+            run_id=self._run_id, size=size, **{"max_restarts": 100, **self._settings, **settings}
+        )
         store = await (connect or self.connect)()
         self._stack.push_async_callback(store.close)
         inner = RendezvousNode(

@@ -19,7 +19,7 @@ from torchelastic.protocol import (
 from torchelastic.rendezvous.policy.membership import Membership, Peer
 from torchelastic.rendezvous.policy.plan import plan
 
-SETTINGS = RendezvousSettings(run_id="run", size=SizeRecord(min=1, max=4))
+SETTINGS = RendezvousSettings(run_id="run", size=SizeRecord(min=1, max=4), max_restarts=100)
 
 
 def node_id(name: str) -> str:

@@ -150,7 +150,6 @@ def test_unsupported_handler_parameters_are_refused(changes: dict[str, Any], wor
         (lambda: LocalElasticAgent(WorkerSpec(fn=print), start_method="thread"), "fork-server or exec"),
         (lambda: LocalElasticAgent(WorkerSpec(fn=print, tee=4)), "0 .none., 1"),
         (lambda: LocalElasticAgent(WorkerSpec(fn=print, tee={1: 3})), "there is no local rank 1"),
-        (lambda: LocalElasticAgent(WorkerSpec(fn=print, redirects=3)), "set --log-dir"),
     ],
 )
 def test_an_invalid_worker_spec_is_explained(make: Callable[[], object], words: str) -> None:
