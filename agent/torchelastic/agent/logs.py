@@ -63,7 +63,7 @@ class Console:
     """
 
     def __init__(self, *, carries_log: bool = False) -> None:
-        self._queue: queue.SimpleQueue[tuple[int, bytes, bytes] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, bytes, bytes, object] | None] = queue.SimpleQueue()
         self._queued = 0  # bytes, counted without a lock: a few more or less do not matter
         self._written = 0
         self._writes = 0
@@ -74,10 +74,10 @@ class Console:
         self._thread = threading.Thread(target=self._write_all, name="console", daemon=True)
         self._thread.start()
 
-    def write(self, descriptor: int, output: bytes, prefix: bytes = b"") -> None:
-        """Write output to a descriptor, with a prefix before each line. The prefix identifies the source."""
+    def write(self, descriptor: int, output: bytes, prefix: bytes = b"", source: object = None) -> None:
+        """Write output to a descriptor, with a prefix before each line; only the same source continues a line."""
         self._queued += len(output)
-        self._queue.put((descriptor, output, prefix))
+        self._queue.put((descriptor, output, prefix, source))
 
     @property
     def full(self) -> bool:
@@ -99,16 +99,13 @@ class Console:
         same = False
         with contextlib.suppress(OSError):  # one of the two is closed
             same = os.path.sameopenfile(1, 2)
-        unfinished: dict[
-            int, tuple[tuple[int, bytes], bytes]
-        ] = {}  # the source and the last byte of a line without end
+        unfinished: dict[int, tuple[object, bytes]] = {}  # the source and the last byte of a line without end
         while (item := self._queue.get()) is not None:
-            descriptor, output, prefix = item
+            descriptor, output, prefix, source = item
             key = 1 if same else descriptor
             text = _LINE_START.sub(lambda _, prefix=prefix: prefix, output)  # type: ignore[misc]
-            source = descriptor, prefix
             former, last = unfinished.pop(key, (source, b"\n"))
-            if former != source:
+            if former is not source:
                 text = b"\n" + prefix + text
             elif (last == b"\n" and output[:1] != b"\r") or (last == b"\r" and output[:1] != b"\n"):
                 text = prefix + text
@@ -244,7 +241,7 @@ class LogPipe:
 
     def _forward(self, output: bytes) -> None:
         if output:
-            self._console.write(self._descriptor, output, self._prefix)
+            self._console.write(self._descriptor, output, self._prefix, self)
 
 
 class InheritedStream:
