@@ -123,7 +123,7 @@ def exceed_the_timer(requests):
 def main():
     from torchelastic import events, timer
 
-    for part in ("timer", "events", "multiprocessing", "multiprocessing.errors"):
+    for part in ("timer", "multiprocessing", "multiprocessing.errors"):
         ours, torchs = (importlib.import_module(f"{of}.{part}") for of in ("torchelastic", "torch.distributed.elastic"))
         names = [name for name in getattr(torchs, "__all__", dir(torchs)) if not name.startswith("_")]
         assert all(getattr(ours, name) is getattr(torchs, name) for name in names), part

@@ -306,7 +306,11 @@ async def test_a_program_that_launches_workers_on_import_gets_an_error(tmp_path:
 
 async def test_a_command_runs_like_a_function(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text("import os, sys; print('ran', sys.argv[1:], os.environ['RANK']); sys.exit(int(sys.argv[1]))")
+    program.write_text(
+        "import os, sys\n"
+        "os.write(1, f'ran {sys.argv[1:]} {os.environ[\"RANK\"]}\\n'.encode())\n"
+        "sys.exit(int(sys.argv[1]))\n"
+    )
     output = await output_of(
         tmp_path,
         """

@@ -175,7 +175,7 @@ async def test_workers_are_not_restarted_by_default(module: str, tmp_path: Path)
 )
 async def test_one_node_runs_with_any_rendezvous_of_torch(module: str, flags: str, tmp_path: Path) -> None:
     (program := tmp_path / "ranks.py").write_text(
-        "import os; print('rank', os.environ['RANK'], os.environ['WORLD_SIZE'])"
+        'import os; os.write(1, f\'rank {os.environ["RANK"]} {os.environ["WORLD_SIZE"]}\\n\'.encode())'
     )
     flags = flags.format(port=free_range(1).first)
     async with WithoutSettings(module, "--nproc-per-node=2", *flags.split(), program) as launcher:
