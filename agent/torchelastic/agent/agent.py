@@ -147,7 +147,8 @@ class Signals:
     def take(self, number: signal.Signals) -> None:
         """Handle a signal."""
         if self.first.is_set():
-            self.hurry.set()
+            if number is not signal.SIGHUP:  # a terminal that is closed sends it twice
+                self.hurry.set()
         else:
             self.number = number
             self.first.set()

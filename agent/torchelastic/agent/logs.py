@@ -341,7 +341,7 @@ def open_output(
         folder.mkdir(parents=True, exist_ok=True)
         names = (f"error-{number}.json" if number > 1 else "error.json" for number in itertools.count(1))
         error_file = next(path for path in map(folder.joinpath, names) if not path.exists())
-        if settings.directory is not None and not redirected | teed:
+        if settings.directory is not None and not settings.is_temporary and not redirected | teed:
             both = LogFile(folder / "output.log")
             return WorkerOutput(both, both, error_file)
         out = stream(Streams.OUT, "stdout.log")
@@ -357,7 +357,7 @@ def make_folder(settings: LogSettings) -> LogSettings:
         SettingsError: the folder cannot be created.
     """
     if settings.directory is None and settings.redirects:
-        settings = dataclasses.replace(settings, directory=temporary_folder())
+        settings = dataclasses.replace(settings, directory=temporary_folder(), is_temporary=True)
         logger.info("the redirected output of the workers is in %s", settings.directory)
     if settings.directory is not None:
         try:

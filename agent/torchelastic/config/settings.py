@@ -71,6 +71,7 @@ class LogSettings:
         prefix: whether the rank precedes each line of the streams that go to the agent's own streams. If it does not,
             workers inherit the agent's streams, except those in ``tee``.
         shown: the local ranks whose output goes to the console; None for all.
+        is_temporary: whether the user did not set the folder, so that it has only redirected streams.
     """
 
     directory: Path | None = None
@@ -78,6 +79,7 @@ class LogSettings:
     tee: Mapping[int, Streams] = field(default_factory=dict)
     prefix: bool = False
     shown: frozenset[int] | None = None
+    is_temporary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
