@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import torchelastic as worker
+from scripts import differences
 from torchelastic.config import flags
 from torchelastic.config.settings import AgentSettings, RendezvousSettings
 from torchelastic.protocol import ExitCode, Member, RoundRecord, SizeRecord
@@ -37,7 +38,7 @@ def test_the_tables_list_exactly_the_existing_flags() -> None:
 
 
 def test_the_text_mentions_only_existing_flags() -> None:
-    own = PAGE.replace("`--enable-v2`", "").partition("- Not supported: ")[0]  # without flags of etcd and torchrun
+    own = PAGE.replace("`--enable-v2`", "").partition("## What differs from torchrun\n")[0]  # without flags of others
     assert set(re.findall(r"--([a-z][a-z-]+)", own)) <= FLAGS.keys()
 
 
@@ -81,6 +82,10 @@ def test_every_function_for_programs_is_listed() -> None:
 def test_every_exit_code_is_listed() -> None:
     codes = {name for name in rows("Exit codes") if name.isdecimal()}
     assert codes == {str(code.value) for code in ExitCode}
+
+
+def test_the_differences_from_torchrun_are_those_of_the_tests() -> None:
+    assert differences.updated(PAGE) == PAGE, "run `python -m scripts.differences`"
 
 
 def test_the_readme_links_to_the_page_and_its_anchors_exist() -> None:
