@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from types import ModuleType
+    from types import CodeType, ModuleType
 
 _PACKAGE: Final = "torchelastic"
 _TORCHS: Final = "torch.distributed.elastic"
@@ -69,6 +69,13 @@ class _TorchModules:
         if find_spec(f"{real}.{child}") is None:
             return None
         return ModuleSpec(name, cast("Any", self), origin=f"{real}.{child}")
+
+    def get_code(self, name: str) -> CodeType | None:
+        """Return the code of a module, for ``python -m``."""
+        from importlib.util import find_spec
+
+        torchs = find_spec(cast("Any", self.find_spec(name)).origin)
+        return cast("CodeType | None", cast("Any", torchs).loader.get_code(cast("Any", torchs).name))
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Let the import system create a module, which :meth:`exec_module` replaces."""

@@ -626,7 +626,11 @@ class ExitCode(enum.IntEnum):
     QUIT = 131
     """The agent received SIGQUIT and left the run."""
     LEFT = 143
-    """The agent received SIGTERM and left the run; this is not a failure of the job."""
+    """The agent received SIGTERM and left the run."""
+
+
+LEFT_CODES: Final = frozenset({ExitCode.HUNG_UP, ExitCode.INTERRUPTED, ExitCode.QUIT, ExitCode.LEFT})
+"""The exit codes of an agent that left the run on a signal, which is not a failure of the job."""
 
 
 class TerminationMessage(_VersionedRecord, frozen=True, rename="camel"):

@@ -81,6 +81,11 @@ def test_a_module_that_torchelastic_does_not_replace_is_torchs_own(module: str) 
     )
 
 
+def test_a_module_of_torch_can_be_run_as_a_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "torchelastic.utils.logging"], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_modules_that_torch_does_not_have_are_not_found_and_importing_torchelastic_imports_no_torch() -> None:
     lines = output_of(
         """

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from torchelastic.agent.agent import SignalledFirst, Signals
+
+
+@pytest.mark.parametrize("second", [signal.SIGHUP, signal.SIGTERM])
+def test_closing_the_terminal_sends_two_sighups_and_the_grace_period_stays(second: signal.Signals) -> None:
+    signals = Signals(lambda _number: None)
+    signals.take(signal.SIGHUP)
+    signals.take(second)
+    assert signals.number is signal.SIGHUP
+    assert signals.hurry.is_set() is (second is not signal.SIGHUP)
 
 
 async def test_no_work_starts_after_the_signal_that_cancels_it() -> None:

@@ -107,11 +107,12 @@ def test_back_off_time_is_not_healthy_time() -> None:
     assert (made.create, made.wake_at) == ((), NOW + LONGEST_BACK_OFF)
 
 
-def test_an_index_whose_pods_leave_repeatedly_backs_off_without_a_charge() -> None:
+@pytest.mark.parametrize("signalled", [129, 130, 131, 143], ids=["SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM"])
+def test_an_index_whose_pods_leave_repeatedly_backs_off_without_a_charge(signalled: int) -> None:
     job = that_trained(a_job(replicas=2, minimum=2))
-    [second] = plan(job, a_world(running(0), left(1)), NOW).create
+    [second] = plan(job, a_world(running(0), died(1, signalled)), NOW).create
     assert (second.failures, second.failed) == (1, NOW)
-    made = plan(job, a_world(running(0), left(1, failures=2, failed=NOW - 3)), NOW)
+    made = plan(job, a_world(running(0), died(1, signalled, failures=2, failed=NOW - 3)), NOW)
     assert (made.create, made.wake_at) == ((), NOW + back_off(3))
     assert "digits-1 failed 3 times in a row and is" in condition(made.status, ConditionType.WAITING).message
     assert made.status.pod_failures == 0

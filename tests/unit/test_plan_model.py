@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from elastic_operator.api.spec import FailureRule
 
 ACCIDENTS = st.sampled_from([137, 139, 3, 1, 127, None])
-LEAVES = st.sampled_from([143, 130])
+LEAVES = st.sampled_from([129, 130, 131, 143])
 RULES = st.lists(
     st.builds(
         on_reasons, st.sampled_from(FailureAction), st.sampled_from(["OOMKilled", "Evicted"]), exclude=st.booleans()

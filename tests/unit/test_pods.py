@@ -18,6 +18,7 @@ from elastic_operator.api.spec import (
     PodCondition,
     PortRange,
     RendezvousSpec,
+    launcher_flags,
     program_of,
 )
 from elastic_operator.api.validation import problem_of
@@ -29,6 +30,7 @@ from elastic_operator.resources.worker_pod import (
     termination_settings,
 )
 from tests.support.builders import UID, a_job, size
+from torchelastic.config.flags import FLAGS
 from torchelastic.config.parse import parse
 from torchelastic.config.settings import AgentSettings, ProgramKind
 from torchelastic.protocol import Env, ResumeRecord
@@ -69,6 +71,13 @@ def test_args_without_a_command_may_contain_launcher_flags() -> None:
 
     assert settings.workers == 5
     assert (settings.program.kind, settings.program.argv) == (ProgramKind.MODULE, ("json.tool", "--nnodes"))
+
+
+def test_the_operator_knows_which_flags_of_the_agent_have_a_value() -> None:
+    for flag in (flag for flags in FLAGS.values() for flag in flags):
+        for written in (f"--{flag.name}", *([f"-{flag.short}"] if flag.short else [])):
+            [found, *_] = launcher_flags((written, "train.py"))
+            assert (found.words == (written,)) is (not flag.metavar), written
 
 
 @pytest.mark.parametrize(

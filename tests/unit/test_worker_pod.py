@@ -216,6 +216,16 @@ def test_the_jobs_metrics_port_overrides_the_operators_and_host_network_pods_hav
         ({"args": ("--shutdown-timeout=inf", "x.py")}, 85),
         ({"args": ("--shutdown-timeout=60",), "command": ("x",)}, 85),
         ({"env": ({"name": "PET_SHUTDOWN_TIMEOUT", "value": "95"},)}, 150),
+        ({"env": ({"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": "95"},)}, 150),
+        (
+            {
+                "env": (
+                    {"name": "PET_SHUTDOWN_TIMEOUT", "value": "60"},
+                    {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": "95"},
+                )
+            },
+            115,
+        ),
         ({"args": ("--notice", "100", "x.py")}, 155),
         ({"env": ({"name": "PET_NOTICE", "value": "0"},)}, 85),
         ({"env": ({"name": "PET_NOTICE", "value": "300"}, {"name": "PET_SHUTDOWN_TIMEOUT", "value": "10"})}, 355),
@@ -226,7 +236,7 @@ def test_the_grace_period_of_the_pod_is_longer_than_notice_and_shutdown_timeout(
 ) -> None:
     pod = pod_of(**spec)
     assert pod["spec"]["terminationGracePeriodSeconds"] == period
-    users = {entry["name"] for entry in spec.get("env", ())}
+    users = {entry["name"] for entry in spec.get("env", ())} - {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
     assert {"PET_NOTICE", "PET_SHUTDOWN_TIMEOUT"} & env_of(worker_of(pod)).keys() == users
 
 

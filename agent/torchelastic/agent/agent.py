@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from torchelastic.agent.failures import OUT_OF_MEMORY, ExitStatus, describe_in_log, failure_of_node, failure_of_worker
 from torchelastic.agent.worker_socket import WorkerSocket
+from torchelastic.agent.workers.processes import ignored_signals
 from torchelastic.agent_socket import CHANNEL
 from torchelastic.errors import NoFreePort, SettingsError, StartError, StoreError
 from torchelastic.output import STARTED
 from torchelastic.protocol import (
+    LEFT_CODES,
     ExitCode,
     FailureKind,
     FailureRecord,
@@ -111,8 +113,7 @@ class Signals:
 
     def __init__(self, received: Callable[[signal.Signals], None], *, listen: bool = True) -> None:
         self._received = received
-        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # as under nohup
-        self._numbers = LEAVING_SIGNALS.keys() - ignored if listen else ()
+        self._numbers = LEAVING_SIGNALS.keys() - ignored_signals() if listen else ()
         self.number = signal.SIGTERM
         self.first = asyncio.Event()
         self.hurry = asyncio.Event()
@@ -199,7 +200,7 @@ class Agent:
         """
         began = time.monotonic()
         status = await self._take_part(workers, metrics_port)
-        if status.code not in LEAVING_SIGNALS.values():  # an agent that leaves has neither succeeded nor failed
+        if status.code not in LEFT_CODES:  # an agent that leaves has neither succeeded nor failed
             succeeded = status.code is ExitCode.SUCCEEDED
             self._metrics.took("SimpleElasticAgent.run", time.monotonic() - began, succeeded=succeeded)
         return status

@@ -20,6 +20,7 @@ from elastic_operator.api.status import LastFailure
 from elastic_operator.controller import messages
 from elastic_operator.controller.model import PATIENCE, EndedPod, Pod, PodEnd, PodPhase, Snapshot, TerminationCause
 from torchelastic.protocol import (
+    LEFT_CODES,
     ExitCode,
     FailureRecord,
     OutcomeState,
@@ -139,7 +140,7 @@ def pod_end(pod: Pod) -> PodEnd:
     over_limit = pod.termination_cause is TerminationCause.OVER_LIMIT or _POD_DEADLINE in pod.reasons
     if over_limit and not pod.terminating:
         return PodEnd.FAILED
-    if pod.terminating or code in (ExitCode.LEFT, ExitCode.INTERRUPTED):
+    if pod.terminating or code in LEFT_CODES:
         return PodEnd.LEFT
     cause = pod.termination_cause
     if cause in _NOT_ITS_FAULT or (cause is None and code == ExitCode.STORE_UNAVAILABLE):

@@ -43,7 +43,7 @@ from elastic_operator.controller import model
 from elastic_operator.controller import status as statuses
 from elastic_operator.controller.failures import FailureCount, count_failures, find_completion, pod_end
 from elastic_operator.controller.messages import completion_event, running_events, suspension_events
-from torchelastic.protocol import ExitCode, ResumeRecord, SizeRecord, TimeBreakdown
+from torchelastic.protocol import LEFT_CODES, ExitCode, ResumeRecord, SizeRecord, TimeBreakdown
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -420,8 +420,7 @@ def _left(pod: model.Pod) -> bool:
     """Return whether the pod left or was deleted before it ended by itself."""
     if pod_end(pod) is not model.PodEnd.LEFT:
         return False
-    asked_to = (None, ExitCode.SUCCEEDED, ExitCode.INTERRUPTED, ExitCode.LEFT)
-    return not pod.phase.ended or pod.exit_code in asked_to
+    return not pod.phase.ended or pod.exit_code in {None, ExitCode.SUCCEEDED, *LEFT_CODES}
 
 
 def _obsolete(ended: Sequence[model.Pod], missing: Iterable[model.NewPod]) -> tuple[model.Pod, ...]:

@@ -19,7 +19,7 @@ from elastic_operator.controller.model import IncompatibleImage, Pod, PodPhase, 
 from elastic_operator.kubernetes.client import with_hint
 from elastic_operator.resources.worker_pod import LAUNCHER
 from torchelastic.errors import MalformedRecord
-from torchelastic.protocol import PROTOCOL_VERSION, ExitCode, SizeRecord, TerminationMessage, decode, shorten
+from torchelastic.protocol import LEFT_CODES, PROTOCOL_VERSION, SizeRecord, TerminationMessage, decode, shorten
 
 DISRUPTION: Final = "DisruptionTarget"
 """The condition of pods that are about to be removed for external reasons."""
@@ -171,8 +171,8 @@ def why_waiting(pod: Json, name: str = WORKER) -> str:
 
 def last_message(pod: Json, worker: ContainerState) -> TerminationMessage | str | None:
     """Return the termination message of an ended worker, or other information about its end; None if there is none."""
-    # An agent does not know why it received SIGTERM.
-    if (is_over_its_limit(pod) and worker.exit_code != 0) or (worker.exit_code == ExitCode.LEFT and _end_of_pod(pod)):
+    # An agent does not know why it received a signal.
+    if (is_over_its_limit(pod) and worker.exit_code != 0) or (worker.exit_code in LEFT_CODES and _end_of_pod(pod)):
         return _end_of_pod(pod)
     said = text(worker.terminated, "message").strip()
     try:

@@ -328,7 +328,7 @@ def _exit_codes(rules: tuple[FailureRule, ...], action: FailureAction) -> str:
 def termination_settings(spec: AppliedSpec) -> tuple[int, dict[str, str]]:
     """Return the termination grace period of a job's pods in seconds, and the variables for their agents."""
     variables: dict[str, str] = {}
-    notice, grace = _given_time(spec, "notice"), _given_time(spec, "shutdown-timeout")
+    notice, grace = _given_time(spec, "notice"), _given_time(spec, "shutdown-timeout", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     if grace is None and spec.grace_period is not None:
         grace, variables["PET_SHUTDOWN_TIMEOUT"] = float(spec.grace_period), f"{spec.grace_period}"
     period = integer(spec.template, "spec", "terminationGracePeriodSeconds")
@@ -344,11 +344,14 @@ def termination_settings(spec: AppliedSpec) -> tuple[int, dict[str, str]]:
     return period, variables
 
 
-def _given_time(spec: AppliedSpec, flag: str) -> float | None:
-    """Return the seconds from a flag in the arguments, or else from its variable; None without a valid value."""
+def _given_time(spec: AppliedSpec, flag: str, *variables: str) -> float | None:
+    """Return the seconds from a flag in the arguments, or else from its variables; None without a valid value.
+
+    The flag's own variable takes precedence over the others.
+    """
     command, args = program_of(spec)
-    variable = "PET_" + flag.upper().replace("-", "_")
-    given = [entry.get("value") for entry in user_env(spec) if entry.get("name") == variable]
+    names = [*variables, f"PET_{flag.upper().replace('-', '_')}"]
+    given = [entry.get("value") for name in names for entry in user_env(spec) if entry.get("name") == name]
     given += [each.value for each in (() if command else launcher_flags(args)) if each.name == flag]
     try:
         seconds = float(str(given[-1])) if given else -1.0

@@ -39,7 +39,7 @@ from torchelastic.errors import SettingsError
 from torchelastic.lazy import lazy_attributes
 from torchelastic.metrics.agent import AgentMetrics
 from torchelastic.output import DEFAULT_ROLE
-from torchelastic.protocol import ExitCode
+from torchelastic.protocol import LEFT_CODES, ExitCode
 from torchelastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
 from torchelastic.rendezvous.handler import ElasticRendezvousHandler
 
@@ -249,7 +249,7 @@ class _EmbeddedAgent(Agent):
                 return RunResult(WorkerState.SUCCEEDED, return_values=results)
             case ExitCode.FAILED if failure is not None:
                 return RunResult(WorkerState.FAILED, failures=self._failures_of(failure, workers))
-            case ExitCode.LEFT | ExitCode.INTERRUPTED:
+            case code if code in LEFT_CODES:
                 return RunResult(WorkerState.STOPPED)
             case ExitCode.BAD_INPUT:
                 raise SettingsError(ending.message.message)

@@ -274,12 +274,16 @@ def _wait(kind: int, pid: int, options: int) -> os.waitid_result | None:
         return None
 
 
+def ignored_signals() -> frozenset[signal.Signals]:
+    """Return the signals that this process and the processes that it starts ignore: SIGHUP under nohup, else none."""
+    return frozenset({signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else ())
+
+
 def spawn(argv: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int]) -> int:
     """Start a process that leads its own session, with default signal handling (SIGHUP stays ignored); return its id.
 
     `descriptors` maps descriptors of the new process to those of this process. The standard input is empty by default.
     """
-    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # as under nohup
     with contextlib.ExitStack() as stack:
         nothing = stack.enter_context(Path(os.devnull).open("rb")).fileno()
         actions = []
@@ -295,7 +299,7 @@ def spawn(argv: Sequence[str], environment: Mapping[str, str], descriptors: Mapp
             file_actions=actions,
             setsid=True,
             setsigmask=(),
-            setsigdef=signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP} - ignored,
+            setsigdef=signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP} - ignored_signals(),
         )
 
 
