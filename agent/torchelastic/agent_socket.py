@@ -128,8 +128,8 @@ def run_in_thread(function: Callable[..., object], *arguments: object) -> None:
 
 
 def introduction() -> dict[str, Any]:
-    """Return the first message of a process to its agent: its round and local rank."""
-    values = {"round": os.environ.get("TORCHELASTIC_ROUND", ""), "local_rank": os.environ.get("LOCAL_RANK", "")}
+    """Return the first message of a process to its agent: its round and rank."""
+    values = {"round": os.environ.get("TORCHELASTIC_ROUND", ""), "rank": os.environ.get("RANK", "")}
     return {key: int(text) if text.isdecimal() else 0 for key, text in values.items()}
 
 

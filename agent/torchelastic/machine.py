@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from torchelastic.errors import SettingsError
 from torchelastic.store.api import split_endpoint
 
 if TYPE_CHECKING:
@@ -136,6 +137,24 @@ def gpu_count(environ: Mapping[str, str], root: Path = Path("/")) -> int:
         present = sum(1 for _ in (root / "proc/driver/nvidia/gpus").glob("*"))
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     return present if visible is None else _visible(visible, present)
+
+
+def own_device(environ: Mapping[str, str], local_rank: int) -> dict[str, str]:
+    """Return the variables with which a worker sees only the GPU with the index of its local rank.
+
+    Raises:
+        SettingsError: the worker has no GPU.
+    """
+    variables = [name for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if name in environ]
+    if not variables:
+        return {"CUDA_VISIBLE_DEVICES": f"{local_rank}"}
+    devices = environ[variables[0]].split(",")
+    if local_rank >= len(devices):
+        raise SettingsError(
+            f"{variables[0]}={environ[variables[0]]} has no GPU for local rank {local_rank}: set --nproc-per-node to "
+            f"{len(devices)} or less."
+        )
+    return dict.fromkeys(variables, devices[local_rank].strip())
 
 
 def _visible(devices: str, present: int) -> int:

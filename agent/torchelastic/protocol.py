@@ -30,11 +30,15 @@ import enum
 import hashlib
 import itertools
 import json
-from typing import Annotated, Final, TypeVar
+import signal
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import msgspec
 
 from torchelastic.errors import MalformedRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 KEY_ROOT: Final = "/torchelastic"
 
@@ -625,11 +629,25 @@ class ExitCode(enum.IntEnum):
     """The agent received SIGINT and left the run."""
     QUIT = 131
     """The agent received SIGQUIT and left the run."""
+    USER_SIGNAL_1 = 138
+    """The agent received SIGUSR1, which it handles only if it is told to, and left the run."""
+    USER_SIGNAL_2 = 140
+    """The agent received SIGUSR2, likewise, and left the run."""
     LEFT = 143
     """The agent received SIGTERM and left the run."""
 
 
-LEFT_CODES: Final = frozenset({ExitCode.HUNG_UP, ExitCode.INTERRUPTED, ExitCode.QUIT, ExitCode.LEFT})
+LEAVING_SIGNALS: Final[Mapping[signal.Signals, ExitCode]] = {
+    signal.SIGTERM: ExitCode.LEFT,
+    signal.SIGINT: ExitCode.INTERRUPTED,
+    signal.SIGHUP: ExitCode.HUNG_UP,
+    signal.SIGQUIT: ExitCode.QUIT,
+    signal.SIGUSR1: ExitCode.USER_SIGNAL_1,
+    signal.SIGUSR2: ExitCode.USER_SIGNAL_2,
+}
+"""The signals that can ask an agent to leave, with the agent's exit codes."""
+
+LEFT_CODES: Final = frozenset(LEAVING_SIGNALS.values())
 """The exit codes of an agent that left the run on a signal, which is not a failure of the job."""
 
 

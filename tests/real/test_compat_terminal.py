@@ -7,16 +7,15 @@ import json
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.agents import AgentProcess
+from tests.support.agents import WithoutSettings
 from tests.support.ports import free_range
 from tests.support.terminals import Terminal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 pytestmark = [
@@ -35,12 +34,12 @@ HANDLES = """
 import os, pathlib, signal, sys
 
 def handle(number, frame):
-    print("got", signal.Signals(number).name, flush=True)
+    print(f"got {signal.Signals(number).name}", flush=True)
     open(sys.argv[1]).read()
     print("saved", flush=True)
     sys.exit()
 
-for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
     signal.signal(number, handle)
 print("ready", flush=True)
 if os.environ["RANK"] == "1":
@@ -65,16 +64,6 @@ class OnTerminal(Terminal):
         super().__init__(folder, "-m", module, "--standalone", *argv)
 
     program = ()
-
-
-class WithoutSettings(AgentProcess):
-    """A launcher without settings of its own."""
-
-    settings: ClassVar[Mapping[str, str]] = {}
-
-    def __init__(self, module: str, *arguments: str | Path, within: Sequence[str] = ()) -> None:
-        self.program = ("-m", module)
-        super().__init__(*arguments, within=within)
 
 
 @pytest.fixture
@@ -124,11 +113,19 @@ async def test_ctrl_c_is_a_keyboard_interrupt_and_the_program_has_time(
         assert await terminal.exit_code() != 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize(
+    ("number", "flags"),
+    [
+        (signal.SIGTERM, []),
+        (signal.SIGHUP, []),
+        (signal.SIGQUIT, []),
+        (signal.SIGUSR1, ["--signals-to-handle=SIGTERM,SIGUSR1"]),
+    ],
+)
 async def test_signals_reach_the_program_and_it_has_time(
-    module: str, number: signal.Signals, handling: tuple[Path, Path, Path]
+    module: str, number: signal.Signals, flags: list[str], handling: tuple[Path, Path, Path]
 ) -> None:
-    async with WithoutSettings(module, "--standalone", *handling) as launcher:
+    async with WithoutSettings(module, "--standalone", *flags, *handling) as launcher:
         await launcher.wait_for_line("^ready")
         launcher.kill(number)
         await launcher.wait_for_line(f"^got {number.name}")

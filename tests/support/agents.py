@@ -167,3 +167,13 @@ async def until_gone(pid: int) -> None:
         finally:
             loop.remove_reader(handle)
             os.close(handle)
+
+
+class WithoutSettings(AgentProcess):
+    """A launcher without settings of its own."""
+
+    settings: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, module: str, *arguments: str | Path, within: Sequence[str] = ()) -> None:
+        self.program = ("-m", module)
+        super().__init__(*arguments, within=within)

@@ -23,6 +23,7 @@ from torchelastic.agent_socket import CHANNEL
 from torchelastic.errors import NoFreePort, SettingsError, StartError, StoreError
 from torchelastic.output import STARTED
 from torchelastic.protocol import (
+    LEAVING_SIGNALS,
     LEFT_CODES,
     ExitCode,
     FailureKind,
@@ -41,6 +42,7 @@ from torchelastic.store.client import connect_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
     from types import TracebackType
 
     from torchelastic.agent.failures import WorkerExit
@@ -53,14 +55,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-
-LEAVING_SIGNALS: Final = {
-    signal.SIGTERM: ExitCode.LEFT,
-    signal.SIGINT: ExitCode.INTERRUPTED,
-    signal.SIGHUP: ExitCode.HUNG_UP,
-    signal.SIGQUIT: ExitCode.QUIT,
-}
-"""The signals that ask an agent to leave, with the agent's exit codes."""
 
 LEAVE_TIMEOUT: Final = 0.5
 """Seconds after which a leaving node assumes that no leader will form a round without it."""
@@ -103,7 +97,7 @@ class Signals:
 
     Args:
         received: called for each signal.
-        listen: False to handle only the signals that are passed to :meth:`take`.
+        numbers: the signals; without any, only the signals that are passed to :meth:`take` are handled.
 
     Attributes:
         number: the first signal; SIGTERM if there was none.
@@ -111,9 +105,11 @@ class Signals:
         hurry: set by the second signal, which asks the agent to exit at once.
     """
 
-    def __init__(self, received: Callable[[signal.Signals], None], *, listen: bool = True) -> None:
+    def __init__(
+        self, received: Callable[[signal.Signals], None], numbers: AbstractSet[signal.Signals] = frozenset()
+    ) -> None:
         self._received = received
-        self._numbers = LEAVING_SIGNALS.keys() - ignored_signals() if listen else ()
+        self._numbers = numbers - ignored_signals()
         self.number = signal.SIGTERM
         self.first = asyncio.Event()
         self.hurry = asyncio.Event()
@@ -179,7 +175,7 @@ class Agent:
         self._settings = settings
         self._metrics = metrics
         self._events: asyncio.Queue[Any] = asyncio.Queue()
-        self._signals = Signals(self._events.put_nowait)
+        self._signals = Signals(self._events.put_nowait, settings.signals)
         self._node: RendezvousNode
         self._socket: WorkerSocket
         self._node_id = f"{settings.node_name}.{secrets.token_hex(4)}"
@@ -418,7 +414,7 @@ class Agent:
         return self._group is None or round is not self._round
 
     def _worker_succeeded(self, ended: WorkerEnded) -> None:
-        self._socket.forget(ended.exit.local_rank)
+        self._socket.forget(ended.exit.rank)
         self._unfinished.discard(ended.exit.local_rank)
         done = not self._unfinished
         self._node.report(ended.round.number, phase=NodePhase.DONE if done else NodePhase.FINISHING)

@@ -38,7 +38,7 @@ _Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 
 class _Registration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     round: _Number
-    local_rank: _Number
+    rank: _Number
     check_timeout: _Seconds | None = None
 
 
@@ -54,7 +54,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Process:
     """A connected process of a worker, the seconds of notice that it asks for, and the last notice that it answered."""
 
-    local_rank: int
+    rank: int
     writer: asyncio.StreamWriter
     seconds: float = 0.0
     answered: int = 0
@@ -108,7 +108,6 @@ class WorkerSocket:
         self._changed = changed
         self._compiler_imported = compiler_imported
         self._round = 0
-        self._reporter: int | None = None
         self._began = 0.0
         self._first_step = self._last_checkpoint = 0.0  # in seconds since the Unix epoch
         self._processes: set[_Process] = set()
@@ -141,8 +140,6 @@ class WorkerSocket:
     def begin(self, round: RoundRecord) -> None:
         """Start a round: disconnect the workers of the previous round."""
         self._round = round.number
-        first = next((member.node for member in round.members if member.workers), None)
-        self._reporter = 0 if first == self._node.node else None  # the local rank of the worker with rank 0
         self._began = time.time()
         self._first_step = self._last_checkpoint = 0.0
         self._leaders_notice = 0
@@ -151,9 +148,9 @@ class WorkerSocket:
             process.writer.close()
         self._processes.clear()
 
-    def forget(self, local_rank: int) -> None:
+    def forget(self, rank: int) -> None:
         """Remove an exited worker: its answer to a notice is no longer awaited."""
-        for process in [process for process in self._processes if process.local_rank == local_rank]:
+        for process in [process for process in self._processes if process.rank == rank]:
             process.writer.close()
             self._processes.discard(process)
         self._changed()
@@ -232,7 +229,7 @@ class WorkerSocket:
         try:
             with contextlib.suppress(OSError, ValueError, RecursionError):  # also for an invalid message
                 sender = await _receive(reader, _Registration)
-                process = _Process(sender.local_rank, writer)
+                process = _Process(sender.rank, writer)
                 current = sender.round == self._round
                 if sender.check_timeout is not None:
                     timeout = min(sender.check_timeout, _MAX_CHECK_SECONDS)
@@ -261,7 +258,7 @@ class WorkerSocket:
             self._changed()
         if message.compiler:
             self._compiler_imported()
-        if process.local_rank == self._reporter:
+        if process.rank == 0:
             self._report_progress(message)
 
     def _report_progress(self, message: _Message) -> None:

@@ -119,6 +119,12 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
         Flag("preload MODULE[,…]", "modules that the fork server imports in addition to torch", parsers.modules),
         Flag("heartbeat-timeout SECONDS", "time without a heartbeat after which a worker is hung", parsers.seconds()),
         Flag("role NAME", "role of the workers, for logs and metrics. Default: default", parsers.name()),
+        Flag("virtual-local-rank", "each worker has LOCAL_RANK 0 and sees only its own GPU", parsers.switch),
+        Flag(
+            "numa-binding MODE",
+            "bind each worker to the CPUs near its GPU: node, socket, exclusive or core-complex",
+            parsers.one_of("node", "socket", "exclusive", "core-complex"),
+        ),
     ),
     "Output": (
         Flag("log-dir DIR", "write the workers' output to files, round_N/rank_R/ below this folder"),
@@ -144,6 +150,11 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
         Flag(
             "shutdown-timeout SECONDS", "from the signal to SIGKILL when this node leaves the run. Default: 30", _TIME
         ),
+        Flag(
+            "signals-to-handle SIGNAL[,…]",
+            "signals on which this node leaves the run. Default: SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+            parsers.signals,
+        ),
         Flag("topology-key NAME", "nodes with the same key get consecutive ranks. Default: host id", parsers.name()),
         Flag("metrics-port PORT", "port of /metrics for Prometheus; 0 for any free port", parsers.integer(0, 65535)),
         Flag("termination-log FILE", "file for the termination message, in JSON", parsers.path),
@@ -151,6 +162,11 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
     "Accepted for scripts written for torchrun": (
         Flag("run-path", "ignored: a script always runs as __main__ in a prepared process", parsers.switch),
         Flag("use-env", "ignored: workers read LOCAL_RANK from the environment", parsers.switch),
+        Flag(
+            "event-log-handler NAME",
+            "only null is possible: the agent records no events for torch's handlers",
+            parsers.one_of("null"),
+        ),
         Flag("monitor-interval SECONDS", "ignored: the agent notices the exit of a worker at once", parsers.seconds()),
         Flag("node-rank RANK", "ignored, with a warning: the nodes agree on their ranks"),
         Flag("master-addr ADDR", "ignored, with a warning: the nodes agree on an address"),
@@ -181,10 +197,13 @@ OPERATOR_VARIABLES: Final[Mapping[str, str]] = {
 }
 """The operator's variables by the name of the value; a flag and its PET_ variable override them."""
 
-_TORCH_VARIABLES: Final = {"shutdown-timeout": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
+_TORCH_VARIABLES: Final = {
+    "shutdown-timeout": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+    "signals-to-handle": "TORCHELASTIC_SIGNALS_TO_HANDLE",
+}
 """Variables of torch's launcher that are not called ``PET_<NAME>``, by flag."""
 
-_FIELDS: Final = {"rdzv-id": "run_id", "local-addr": "address", "port-range": "ports"}
+_FIELDS: Final = {"rdzv-id": "run_id", "local-addr": "address", "port-range": "ports", "signals-to-handle": "signals"}
 """The fields of the settings whose names differ from the names of their flags, by flag."""
 
 _BY_NAME: Final = {flag.name: flag for flags in FLAGS.values() for flag in flags}

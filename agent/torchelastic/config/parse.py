@@ -80,9 +80,11 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
     line = flags.read(argv, environ)
     node = read_node(line)
     workers = _workers(line, environ)
+    if line.values.get("virtual-local-rank"):
+        machine.own_device(environ, workers - 1)  # each worker needs one
     settings = AgentSettings(
         **{"job": ("", node["rendezvous"].run_id), **line.settings(AgentSettings), **node},
-        program=_program(line),
+        program=_program(line, environ),
         workers=workers,
         logs=dataclasses.replace(
             read_logs(line.raw, workers),
@@ -193,7 +195,7 @@ def _workers(line: CommandLine, environ: Mapping[str, str]) -> int:
     return counts[text]
 
 
-def _program(line: CommandLine) -> Program:
+def _program(line: CommandLine, environ: Mapping[str, str]) -> Program:
     """Return the program of the workers."""
     argv = line.program
     if not argv or not argv[0]:
@@ -202,7 +204,10 @@ def _program(line: CommandLine) -> Program:
     is_command, is_module = line.values.get("no-python", False), line.values.get("module", False)
     if is_command and is_module:
         raise SettingsError("--no-python and --module cannot be combined: a module is always Python.")
-    if is_command:
+    if not is_command and (interpreter := environ.get("PYTHON_EXEC")):
+        argv = (interpreter, "-u", *(["-m"] * is_module), *argv)
+        program = Program(ProgramKind.COMMAND, argv)
+    elif is_command:
         program = dataclasses.replace(program_of_command(argv), start_method=method)
     else:
         program = Program(ProgramKind.MODULE if is_module else ProgramKind.SCRIPT, argv, method)
@@ -242,7 +247,7 @@ def _check_exists(program: Program, *, is_command: bool) -> None:
         case ProgramKind.SCRIPT if os.path.isdir(name):  # noqa: PTH112
             if not os.path.isfile(os.path.join(name, "__main__.py")):  # noqa: PTH113, PTH118
                 raise SettingsError(f"{name} is a folder without a __main__.py: pass the path of a Python file in it.")
-        case ProgramKind.SCRIPT if not os.path.isfile(name):  # noqa: PTH113
+        case ProgramKind.SCRIPT if not os.path.exists(name):  # noqa: PTH110
             if not is_command and shutil.which(name):
                 raise SettingsError(f"There is no script {name}; to run the command {name}, put --no-python before it.")
             raise SettingsError(f"Script {name} was not found in {folder}.")

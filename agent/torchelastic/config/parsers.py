@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from torchelastic.config.settings import PortRange, StartMethod
 from torchelastic.errors import MalformedRecord, SettingsError
-from torchelastic.protocol import SizeRecord, decode
+from torchelastic.protocol import LEAVING_SIGNALS, SizeRecord, decode
 
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Callable, Mapping
 
     import msgspec
@@ -181,6 +182,26 @@ def ranks(raw: RawValue) -> frozenset[int]:
         return frozenset(int(rank) for rank in raw.text.split(","))
     except ValueError:
         raise raw.error("must be ranks with commas between them, for example 0,1") from None
+
+
+def signals(raw: RawValue) -> frozenset[signal.Signals]:
+    """Parse comma-separated names of the signals that can ask an agent to leave."""
+    known = {number.name: number for number in LEAVING_SIGNALS}
+    try:
+        return frozenset(known[name.strip()] for name in raw.text.split(","))
+    except KeyError:
+        raise raw.error(f"must be signals with commas between them, out of {', '.join(known)}") from None
+
+
+def one_of(*values: str) -> Callable[[RawValue], str]:
+    """Return a parser for one of these values."""
+
+    def read(raw: RawValue) -> str:
+        if raw.text not in values:
+            raise raw.error(f"must be {' or '.join(values)}")
+        return raw.text
+
+    return read
 
 
 def record(kind: type[Record]) -> Callable[[RawValue], Record]:

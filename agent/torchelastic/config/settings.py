@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -168,6 +169,9 @@ class AgentSettings(NodeSettings):
         logs: the destinations of the workers' output.
         shutdown_timeout: seconds between the signal and SIGKILL when this node leaves the run.
         stop_timeout: seconds between SIGTERM and SIGKILL between two rounds, for workers that handle SIGTERM.
+        signals: the signals on which this node leaves the run, and which its workers then get.
+        virtual_local_rank: whether each worker has local rank 0 and only its own GPU, as torchrun's flag.
+        numa_binding: the mode in which torch binds each worker to the CPUs near its GPU; empty for no binding.
         heartbeat_timeout: seconds without a heartbeat after which a worker counts as hung; None for no limit.
         non_retryable_exit_codes: exit codes of workers after which the run fails at once; 128 + n for signal n.
         uncharged_exit_codes: exit codes of workers that do not count against the restart budget; 128 + n for signal n.
@@ -183,6 +187,9 @@ class AgentSettings(NodeSettings):
     logs: LogSettings = field(default_factory=LogSettings)
     shutdown_timeout: float = 30.0
     stop_timeout: float = 5.0
+    signals: frozenset[signal.Signals] = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+    virtual_local_rank: bool = False
+    numa_binding: str = ""
     heartbeat_timeout: float | None = None
     non_retryable_exit_codes: frozenset[int] = frozenset()
     uncharged_exit_codes: frozenset[int] = frozenset()

@@ -409,7 +409,9 @@ def _of_launcher(own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     return {**current, "args": [*kept, *words[seen:]]}, fields
 
 
-_SWITCHES: Final = frozenset({"m", "module", "no-python", "prefix", "run-path", "standalone", "use-env"})
+_SWITCHES: Final = frozenset(
+    {"m", "module", "no-python", "prefix", "run-path", "standalone", "use-env", "virtual-local-rank"}
+)
 """Flags without a value."""
 
 _KNOWN: Final = (

@@ -214,7 +214,7 @@ class _EmbeddedAgent(Agent):
     def __init__(self, settings: AgentSettings, call: bytes | None) -> None:
         super().__init__(settings, AgentMetrics())
         self._call = call
-        self._signals = Signals(self._events.put_nowait, listen=False)
+        self._signals = Signals(self._events.put_nowait)
         self._loop = asyncio.new_event_loop()
 
     def launch(self) -> RunResult:

@@ -241,9 +241,36 @@ def _run_task(connection: socket.socket, agent: int, inherited: Mapping[str, str
             _serve_store(descriptors[-1], **content)
         case "command":
             os.sched_setaffinity(0, os.sched_getaffinity(agent))  # OpenMP may have changed the affinity
+            _bind_near_gpu(content)
             _execute(**content)
         case _:
+            _bind_near_gpu(content)
             _run_worker(inherited, **content)
+
+
+def _bind_near_gpu(content: dict[str, Any]) -> None:
+    """With ``--numa-binding``, let torch bind this process to the CPUs near its GPU; exit if it cannot.
+
+    torch initializes CUDA for this. A child process does it, because the program may initialize CUDA differently.
+    """
+    if (binding := content.pop("numa_binding", None)) is None:
+        return
+    worker = os.getpid()
+    if (child := _fork()) == 0:
+        try:
+            from torch.numa import binding as numa
+
+            options = numa.NumaOptions(numa.AffinityMode(binding["mode"]))
+            apply = numa._maybe_apply_numa_binding_to_current_process  # noqa: SLF001 - torch has no public function
+            apply(device_index=binding["device"], numa_options=options)
+            os.sched_setaffinity(worker, os.sched_getaffinity(0))
+        except Exception as error:  # noqa: BLE001 - torch has logged it
+            _set_environment(content["environment"])
+            record_exception(error)
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1] != 0:
+        os._exit(1)
 
 
 def _serve_store(listener: int, *, host: str, port: int) -> None:

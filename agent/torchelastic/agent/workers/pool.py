@@ -29,6 +29,7 @@ from torchelastic.agent.workers.processes import Reaper, Watchdog
 from torchelastic.agent_socket import CHANNEL, HEARTBEAT_FILE, METRICS_FILE
 from torchelastic.config.settings import ProgramKind, StartMethod
 from torchelastic.errors import StartError
+from torchelastic.machine import own_device
 from torchelastic.output import rank_label
 from torchelastic.protocol import FailureKind
 
@@ -284,7 +285,9 @@ class Workers:
             base.pop(name, None)
         if self._settings.heartbeat_timeout is not None:
             base.update(hang.FAULTHANDLER_ENV)
-        if self._settings.workers > 1:  # as under torchrun
+        # These are torchrun's defaults.
+        base.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        if self._settings.workers > 1:
             base.setdefault("OMP_NUM_THREADS", "1")
         return {**base, TREE_MARK: self._mark}
 
@@ -372,6 +375,8 @@ class Workers:
                     stack.callback(output.close)
                     outputs.append(output)
                     variables.append({**self._base, **environment, ERROR_FILE: str(output.error_file)})
+                    if self._settings.virtual_local_rank:
+                        variables[-1].update(own_device(self._base, local_rank), LOCAL_RANK="0")
                     if local_rank in memories:
                         variables[-1][METRICS_FILE] = memories[local_rank].path
                     if heartbeats is not None:
@@ -406,8 +411,11 @@ class Workers:
         try:
             if listener is not None:  # the TCPStore begins first, because the workers wait for it
                 _serve_store(processes[-1], listener)
-            for process, environment, output in zip(processes, environments, outputs, strict=False):
-                process.begin(*self._task_of(environment), output.streams)
+            for local_rank, (environment, output) in enumerate(zip(environments, outputs, strict=True)):
+                task, content = self._task_of(environment)
+                if mode := self._settings.numa_binding:
+                    content["numa_binding"] = {"mode": mode, "device": local_rank}
+                processes[local_rank].begin(task, content, output.streams)
         except OSError:
             for process in processes:
                 process.child.signal(signal.SIGKILL)
@@ -444,7 +452,8 @@ def _reason_to_execute(program: Program, environment: Mapping[str, str]) -> str:
         return f"{name} is compiled"
     path = Path(name) if program.kind is ProgramKind.SCRIPT else Path(f"{name.replace('.', '/')}.py")
     try:
-        source = path.read_text(encoding="utf-8", errors="replace")
+        # A pipe, such as /dev/stdin, can be read only once.
+        source = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     except OSError:
         return ""
     changed = _changed_variables(source)
