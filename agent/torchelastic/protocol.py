@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 import msgspec
 
 from torchelastic.errors import MalformedRecord
+from torchelastic.output import DEFAULT_ROLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -245,6 +246,7 @@ class RoundRecord(_VersionedRecord, frozen=True):
         cause: the reason as a sentence.
         failure: the last worker failure that was charged, if any; its message may be shortened.
         time_breakdown: the time breakdown up to this round, for the next leader if the store loses its own copy.
+        roles: the role of each member's workers; empty if all workers have the same role.
     """
 
     number: Number
@@ -259,6 +261,11 @@ class RoundRecord(_VersionedRecord, frozen=True):
     cause: Sentence = ""
     failure: FailureRecord | None = None
     time_breakdown: TimeBreakdown | None = None
+    roles: tuple[_Name, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.roles and len(self.roles) != len(self.members):
+            raise ValueError("each member needs a role")
 
     @property
     def name(self) -> str:
@@ -282,6 +289,17 @@ class RoundRecord(_VersionedRecord, frozen=True):
             ValueError: the node is not a member.
         """
         return sum(member.workers for member in self.members[: self.nodes.index(node)])
+
+    def with_role_of(self, node: str) -> tuple[Member, ...]:
+        """Return the members whose workers have the same role as those of one member, in rank order.
+
+        Raises:
+            ValueError: the node is not a member.
+        """
+        if not self.roles:
+            return self.members
+        role = self.roles[self.nodes.index(node)]
+        return tuple(member for member, each in zip(self.members, self.roles, strict=True) if each == role)
 
 
 class FailureKind(enum.StrEnum):
@@ -400,6 +418,7 @@ class NodeRecord(_VersionedRecord, frozen=True):
         name: the name of the pod or host.
         address: the address at which peers reach the node.
         workers: the number of workers that the node runs in a round.
+        role: the role of these workers.
         size: the size with which the node was started.
         link: port of the node's peer server (see :mod:`torchelastic.rendezvous.peer_connection`).
         store: port on which the node can serve the next round's TCPStore; not the port of an earlier round.
@@ -432,6 +451,7 @@ class NodeRecord(_VersionedRecord, frozen=True):
     failure: FailureRecord | None = None
     metrics: Count = 0
     topology_key: _Name = ""
+    role: _Name = DEFAULT_ROLE
     notice: _Seconds = 0.0
     saved: _KnownNumber = 0
     first_step_at: _Time = 0.0

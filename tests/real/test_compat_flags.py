@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
+import uuid
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.agents import WithoutSettings
+from tests.support.ports import free_range
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.support.etcd import EtcdServer
 
 pytestmark = pytest.mark.real
 
@@ -70,6 +75,45 @@ async def test_a_binding_to_a_gpu_that_does_not_exist_fails_with_the_reason(
         assert await launcher.code() in (1, 2)
         await launcher.wait_for_line(reason)
     assert not any(line.startswith("rank 0") for line in launcher.lines)
+
+
+NUMA = """
+import os, shutil
+import torch.numa.binding
+torch.numa.binding._get_logical_cpus_to_bind_to = lambda **_: {min(os.sched_getaffinity(0))}
+shutil.which = lambda _: "/usr/bin/numactl"
+"""
+"""A module that lets torch find a GPU near the first CPU."""
+
+
+async def test_a_worker_runs_on_the_cpus_that_torch_chooses(tmp_path: Path) -> None:
+    (tmp_path / "numa.py").write_text(NUMA)
+    (program := tmp_path / "cpus.py").write_text("import os; print('cpus', os.sched_getaffinity(0))")
+    async with WithoutSettings("torchelastic.run", "--numa-binding=node", "--preload=numa", program) as launcher:
+        assert await launcher.code() == 0
+    assert f"cpus { ({min(os.sched_getaffinity(0))}) }" in launcher.lines
+
+
+ROLES = """
+import os
+names = ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "WORLD_SIZE")
+os.write(1, " ".join(["role", *(os.environ[name] for name in names)]).encode() + b"\\n")
+"""
+
+
+@launchers
+async def test_the_workers_of_each_role_are_counted(module: str, tmp_path: Path, etcd: EtcdServer) -> None:
+    (program := tmp_path / "roles.py").write_text(ROLES)
+    flags = ["--nnodes=2", f"--rdzv-id={uuid.uuid4()}", f"--rdzv-endpoint={etcd.endpoint}"]
+    if module == "torch.distributed.run":
+        flags[-1:] = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_range(1).first}"]
+    async with (
+        WithoutSettings(module, *flags, "--role=trainer", "--nproc-per-node=2", program) as trainer,
+        WithoutSettings(module, *flags, "--role=evaluator", program) as evaluator,
+    ):
+        assert (await trainer.code(), await evaluator.code()) == (0, 0)
+    assert {"role trainer 0 2 3", "role trainer 1 2 3"} <= {*trainer.lines}
+    assert "role evaluator 0 1 3" in evaluator.lines
 
 
 @launchers

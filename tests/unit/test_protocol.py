@@ -55,6 +55,14 @@ def test_a_round_is_decoded_with_and_without_a_failure() -> None:
     assert bare.failure is None
 
 
+def test_a_round_with_too_few_roles_is_malformed() -> None:
+    members = tuple(Member(node, "10.0.0.1", 2) for node in ("a.1", "b.1"))
+    round = RoundRecord(number=7, members=members, roles=("trainer", "evaluator"))
+    assert decode(encode(round), RoundRecord) == round
+    with pytest.raises(MalformedRecord, match="each member needs a role"):
+        decode(encode(round).replace(b',"evaluator"', b""), RoundRecord)
+
+
 def test_only_the_number_of_a_round_of_another_version_is_decoded() -> None:
     record = b'{"round":{"number":7,"protocol":%d,"members":"in another form","store":4},"outcome":%s}'
     outcome = OutcomeRecord(OutcomeState.FAILED, round=7, message="it broke")

@@ -244,6 +244,7 @@ class Agent:
             size=settings.rendezvous.size,
             metrics=metrics_port,
             topology_key=settings.topology_key,
+            role=settings.role,
         )
         node = RendezvousNode(
             store,

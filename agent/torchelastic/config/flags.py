@@ -118,7 +118,7 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
         ),
         Flag("preload MODULE[,…]", "modules that the fork server imports in addition to torch", parsers.modules),
         Flag("heartbeat-timeout SECONDS", "time without a heartbeat after which a worker is hung", parsers.seconds()),
-        Flag("role NAME", "role of the workers, for logs and metrics. Default: default", parsers.name()),
+        Flag("role NAME", "role of this node's workers. Default: default", parsers.name()),
         Flag("virtual-local-rank", "each worker has LOCAL_RANK 0 and sees only its own GPU", parsers.switch),
         Flag(
             "numa-binding MODE",

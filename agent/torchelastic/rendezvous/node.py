@@ -90,6 +90,8 @@ def worker_environments(
     """
     group_rank = round.nodes.index(node)
     first = round.first_rank(node)
+    of_role = round.with_role_of(node)
+    first_of_role = sum(member.workers for member in of_role[: of_role.index(round.members[group_rank])])
     workers = round.members[group_rank].workers
     host, _, port = round.store.rpartition(":")
     shared = {
@@ -98,7 +100,7 @@ def worker_environments(
         "LOCAL_WORLD_SIZE": str(workers),
         "WORLD_SIZE": str(round.world_size),
         "ROLE_NAME": role,
-        "ROLE_WORLD_SIZE": str(round.world_size),
+        "ROLE_WORLD_SIZE": str(sum(member.workers for member in of_role)),
         "MASTER_ADDR": host.strip("[]"),
         "MASTER_PORT": port,
         "TORCHELASTIC_ROUND": str(round.number),
@@ -109,7 +111,7 @@ def worker_environments(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     return [
-        shared | {"LOCAL_RANK": str(local), "RANK": str(first + local), "ROLE_RANK": str(first + local)}
+        shared | {"LOCAL_RANK": str(local), "RANK": str(first + local), "ROLE_RANK": str(first_of_role + local)}
         for local in range(workers)
     ]
 

@@ -192,7 +192,7 @@ class LocalElasticAgent:
             **node | ({"address": spec.local_addr} if spec.local_addr else {}),
             program=program,
             workers=spec.local_world_size,
-            role=spec.role,
+            role=parsers.name()(RawValue("WorkerSpec.role", spec.role)),
             logs=self._logs,
             shutdown_timeout=self._shutdown_timeout,
             heartbeat_timeout=spec.heartbeat_timeout,

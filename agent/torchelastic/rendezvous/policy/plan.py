@@ -444,6 +444,7 @@ class _Plan:
     def _form(self, reason: RoundReason, cause: str) -> Decision:
         """Return the next round with the chosen nodes; its TCPStore is on a node with an unused port."""
         chosen, before = self.chosen, self.before
+        roles = tuple(peer.record.role for peer in chosen)
         # A node that has received the current round offers a new port.
         able = (peer for peer in chosen if peer.record.store and peer.record.round >= self.membership.number)
         host = next(able, None)
@@ -455,6 +456,7 @@ class _Plan:
             self._next_round(reason, cause),
             uncharged_restarts=before.uncharged_restarts + (before.number > 0 and not failed),
             members=tuple(Member(peer.id, peer.record.address, peer.record.workers) for peer in chosen),
+            roles=roles if len({*roles}) > 1 else (),
             store=f"{bracketed(host.record.address)}:{host.record.store}",
         )
 
