@@ -214,7 +214,7 @@ def train(options: argparse.Namespace, data: TensorDataset, device: torch.device
             print(f"{progress}  loss {loss.item():.3f}  {speed:.1f}k samples/s", flush=True)
             said_step, said = step, now
         if folder and (now - saved >= options.checkpoint_every or step == total):
-            with torchelastic.checkpoint():  # reports the checkpoint to the agent
+            with torchelastic.report_checkpoint():  # reports the checkpoint to the agent
                 save(folder, step, model, optimizer)
             saved = time.monotonic()
     return model

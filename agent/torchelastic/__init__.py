@@ -3,7 +3,8 @@
 For training programs (see :mod:`torchelastic.training`; without an agent, they report nothing):
 
 * :func:`heartbeat`, :func:`ask_for_notice`, :func:`notice`, :func:`saved`, :func:`round_stands`,
-  :class:`NonRetryableException`, :func:`step` and :func:`checkpoint`.
+  :class:`NonRetryableException`, :func:`step` and :func:`report_checkpoint`;
+* :class:`State`, :func:`train` and :class:`StopException` for training that survives changes of its world.
 
 For launchers in Python:
 
@@ -26,24 +27,29 @@ from torchelastic.lazy import install, lazy_attributes
 if TYPE_CHECKING:
     from torchelastic.agent.server.api import RunResult, WorkerSpec, WorkerState
     from torchelastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torchelastic.coordinator import Coordinator, StopException
     from torchelastic.launcher.api import LaunchConfig, elastic_launch
     from torchelastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousParameters
+    from torchelastic.state import State
+    from torchelastic.train_loop import train
     from torchelastic.training import (
-        Checkpoint,
+        CheckpointReport,
         NonRetryableException,
         Notice,
         ask_for_notice,
-        checkpoint,
         heartbeat,
         notice,
+        report_checkpoint,
         round_stands,
         saved,
         step,
     )
     from torchelastic.version import __version__
+    from torchelastic.worker_stats import SimpleWorkerStats, WorkerStats
 
 __all__ = [
-    "Checkpoint",
+    "CheckpointReport",
+    "Coordinator",
     "LaunchConfig",
     "LocalElasticAgent",
     "NonRetryableException",
@@ -52,17 +58,22 @@ __all__ = [
     "RendezvousInfo",
     "RendezvousParameters",
     "RunResult",
+    "SimpleWorkerStats",
+    "State",
+    "StopException",
     "WorkerSpec",
     "WorkerState",
+    "WorkerStats",
     "__version__",
     "ask_for_notice",
-    "checkpoint",
     "elastic_launch",
     "heartbeat",
     "notice",
+    "report_checkpoint",
     "round_stands",
     "saved",
     "step",
+    "train",
 ]
 
 __getattr__ = lazy_attributes(
@@ -70,12 +81,17 @@ __getattr__ = lazy_attributes(
     {
         "torchelastic.agent.server.api": "RunResult WorkerSpec WorkerState",
         "torchelastic.agent.server.local_elastic_agent": "LocalElasticAgent",
+        "torchelastic.coordinator": "Coordinator StopException",
         "torchelastic.launcher.api": "LaunchConfig elastic_launch",
         "torchelastic.rendezvous.api": "RendezvousHandler RendezvousInfo RendezvousParameters",
+        "torchelastic.state": "State",
+        "torchelastic.train_loop": "train",
         "torchelastic.training": (
-            "Checkpoint NonRetryableException Notice ask_for_notice checkpoint heartbeat notice round_stands saved step"
+            "CheckpointReport NonRetryableException Notice ask_for_notice heartbeat notice report_checkpoint "
+            "round_stands saved step"
         ),
         "torchelastic.version": "__version__",
+        "torchelastic.worker_stats": "SimpleWorkerStats WorkerStats",
     },
 )
 install()

@@ -1,7 +1,7 @@
 """Optional functions with which a training program communicates with its agent.
 
-* :func:`step` and :func:`checkpoint` record metrics (see :mod:`torchelastic.metrics`). On rank 0 they also report the
-  time of the first step and of the last checkpoint to the agent, for the time breakdown of the run.
+* :func:`step` and :func:`report_checkpoint` record metrics (see :mod:`torchelastic.metrics`). On rank 0 they also
+  report the time of the first step and of the last checkpoint to the agent, for the time breakdown of the run.
 * :func:`ask_for_notice` asks for time to save a checkpoint before a planned change of the round: before a node joins
   or leaves, or the size changes. :func:`notice` returns the notice, and :func:`saved` answers it. Without a request,
   workers are stopped at once.
@@ -55,7 +55,7 @@ _LONGEST: Final = 1e6
 """Maximum number of seconds in a request; the agent also applies its own limit."""
 
 
-class Checkpoint:
+class CheckpointReport:
     """A checkpoint that is being written; it contains the state of the training at the beginning of the write.
 
     In a ``with`` statement, the write begins with the block, and is complete when the block ends without an exception.
@@ -104,21 +104,21 @@ def step() -> None:
         REPORTS.add("first_step_at", time.time())
 
 
-def checkpoint() -> Checkpoint:
+def report_checkpoint() -> CheckpointReport:
     """Return a context manager for a block that writes a checkpoint of the training up to the block.
 
     ::
 
-        with torchelastic.checkpoint():
+        with torchelastic.report_checkpoint():
             torch.save(state, path)
 
     If the block ends without an exception, its duration is measured as ``checkpoint.write_latency_ms``. If several
     ranks write, the block of rank 0 is reported; it must end after all ranks have written. To write in the background::
 
-        writing = torchelastic.checkpoint()
+        writing = torchelastic.report_checkpoint()
         torch.distributed.checkpoint.async_save(state, checkpoint_id=path).add_done_callback(writing.done)
     """
-    return Checkpoint()
+    return CheckpointReport()
 
 
 class Reports:

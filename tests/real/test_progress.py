@@ -101,7 +101,7 @@ async def test_a_report_before_a_sigkill_is_kept_with_the_failure(run: Run) -> N
         if round == 1:
             time.sleep(0.05)
             print(f"checkpoint of {time.time()}", flush=True)
-            with torchelastic.checkpoint():
+            with torchelastic.report_checkpoint():
                 time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
         signal.pause()
@@ -123,7 +123,7 @@ async def test_a_child_of_a_worker_cannot_report_for_it_but_an_executed_program_
         def train():
             torchelastic.step()
             torchelastic.step()
-            with torchelastic.checkpoint():
+            with torchelastic.report_checkpoint():
                 pass
 
         if __name__ == "__main__":
@@ -143,7 +143,7 @@ async def test_a_child_of_a_worker_cannot_report_for_it_but_an_executed_program_
             assert os.waitpid(pid, 0)[1] == 0
             print("nothing is kept", flush=True)
             time.sleep(0.2)
-            executed = "import torchelastic, signal\\nwith torchelastic.checkpoint(): pass\\nsignal.pause()"
+            executed = "import torchelastic, signal\\nwith torchelastic.report_checkpoint(): pass\\nsignal.pause()"
             os.execv(sys.executable, [sys.executable, "-c", executed])
         """
     async with run.records as records, run.agent(source, f"--metrics-port={port}") as agent:
@@ -166,13 +166,13 @@ async def test_each_checkpoint_of_concurrent_signal_handlers_and_threads_is_coun
         def handle(*_):
             global handled
             handled += 1
-            with torchelastic.checkpoint():
+            with torchelastic.report_checkpoint():
                 pass
 
         def work():
             for _ in range(5_000):
                 torchelastic.step()
-                with torchelastic.checkpoint():
+                with torchelastic.report_checkpoint():
                     pass
 
         torchelastic.step()  # imports modules, which a signal handler must not import meanwhile
@@ -190,7 +190,7 @@ async def test_each_checkpoint_of_concurrent_signal_handlers_and_threads_is_coun
             thread.join()
         signal.setitimer(signal.ITIMER_REAL, 0)
         began = time.time()
-        with torchelastic.checkpoint():
+        with torchelastic.report_checkpoint():
             pass
         took = time.monotonic() - started
         print(f"{handled} handled, {handled + 5_000 * (3 + worked) + 1} in {took} s, the last at {began}", flush=True)
@@ -213,7 +213,7 @@ def test_a_program_runs_unchanged_without_an_agent(tmp_path: Path) -> None:
     calls = """
         for _ in range(1000):
             torchelastic.step()
-            with torchelastic.checkpoint():
+            with torchelastic.report_checkpoint():
                 pass
         print(os.listdir("/proc/self/task") == [str(os.getpid())], len(os.listdir("/proc/self/fd")))
         """

@@ -53,7 +53,7 @@ round, rank, world = os.environ["TORCHELASTIC_ROUND"], dist.get_rank(), dist.get
 
 
 def save_and_end(*_):
-    with torchelastic.checkpoint():
+    with torchelastic.report_checkpoint():
         pass
     sys.exit()
 
@@ -68,7 +68,7 @@ for step in range(1_000_000):
     if stop.item():
         break
     if step % 50 == 10:
-        with torchelastic.checkpoint():
+        with torchelastic.report_checkpoint():
             time.sleep(0.01)
         print(f"round {round} rank {rank} of {world} pid {os.getpid()}", flush=True)
     time.sleep(0.01)

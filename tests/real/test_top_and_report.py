@@ -32,7 +32,7 @@ while not finish.exists():
     step += 1
     time.sleep(0.02 + 0.05 * rank)
     if step == 5 and rank == 0:
-        with torchelastic.checkpoint():
+        with torchelastic.report_checkpoint():
             time.sleep(0.05)
     if step == 10:
         print(f"ten steps of {os.environ['WORLD_SIZE']} workers", flush=True)

@@ -34,7 +34,7 @@ for step in range(1_000_000):
     stream.add_value("batch.ms", 5)
     time.sleep(0.1)
     if step % 10 == 9:
-        with torchelastic.checkpoint():
+        with torchelastic.report_checkpoint():
             time.sleep(0.02)
 """
 """A program with steps of a tenth of a second, and a checkpoint after every tenth step."""

@@ -238,7 +238,7 @@ def test_an_invalid_time_is_refused(seconds: float) -> None:
 
 
 async def test_a_failed_checkpoint_is_not_reported(agent: Agent) -> None:
-    with pytest.raises(OSError, match="full"), torchelastic.checkpoint():
+    with pytest.raises(OSError, match="full"), torchelastic.report_checkpoint():
         raise OSError("the disk is full")
     torchelastic.step()
     await agent.node.until(first_step_at=bool)
@@ -248,10 +248,10 @@ async def test_a_failed_checkpoint_is_not_reported(agent: Agent) -> None:
 async def test_the_first_and_last_of_several_checkpoints_within_a_second_are_reported(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writing = [torchelastic.checkpoint() for _ in range(2000)]
+    writing = [torchelastic.report_checkpoint() for _ in range(2000)]
     await asyncio.sleep(0.002)  # times are in milliseconds, and the last time must differ
     before = time.time()
-    writing.append(torchelastic.checkpoint())
+    writing.append(torchelastic.report_checkpoint())
     for each in writing:
         each.done()
     await agent.node.until(last_checkpoint_at=bool)
@@ -266,7 +266,7 @@ async def test_the_first_and_last_of_several_checkpoints_within_a_second_are_rep
 async def test_a_background_checkpoint_is_reported_when_its_future_succeeds(agent: Agent) -> None:
     failed, cancelled, written = Future[None](), Future[None](), Future[None]()
     for future in (failed, cancelled, written):
-        future.add_done_callback(torchelastic.checkpoint().done)
+        future.add_done_callback(torchelastic.report_checkpoint().done)
     failed.set_exception(OSError("the disk is full"))
     assert cancelled.cancel()
     torchelastic.step()
@@ -283,7 +283,7 @@ async def test_a_worker_reconnects_to_its_agent(agent: Agent, monkeypatch: pytes
     agent.forget(0)
     async with asyncio.timeout(PATIENCE):
         while agent.node.reported["last_checkpoint_at"] == 0:
-            with torchelastic.checkpoint():
+            with torchelastic.report_checkpoint():
                 await asyncio.sleep(0.05)
     assert len({stepped for stepped, _ in agent.node.progress}) == 1
 
@@ -299,7 +299,7 @@ async def test_an_agent_that_reads_nothing_does_not_block_training(
             monkeypatch.setenv(name, value)
         began = time.monotonic()
         for _ in range(20_000):
-            with torchelastic.checkpoint():
+            with torchelastic.report_checkpoint():
                 torchelastic.step()
         assert time.monotonic() - began < PATIENCE
         assert not AGENT.send({"last_checkpoint_at": 1.0})  # the socket's buffer is full

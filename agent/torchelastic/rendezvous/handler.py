@@ -108,6 +108,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     Args:
         parameters: the rendezvous parameters, of torch's type or torchelastic's.
+        arrival_timeout: seconds after which this node leaves a new round if :meth:`next_rendezvous` has not been called
+            again, because the others wait for it. The next call joins the run again. None for no limit.
 
     Attributes:
         settings: the settings from the parameters.
@@ -116,10 +118,10 @@ class ElasticRendezvousHandler(RendezvousHandler):
         SettingsError: a parameter is invalid; the message says what to change.
     """
 
-    def __init__(self, parameters: RendezvousParameters) -> None:
+    def __init__(self, parameters: RendezvousParameters, *, arrival_timeout: float | None = None) -> None:
         self.settings = _settings_of(parameters)
         self._backend = parameters.backend
-        self._node_id = f"{self.settings.node_name}.{secrets.token_hex(4)}"
+        self._arrival_timeout = arrival_timeout
         self._status = _Status()
         self._changed = threading.Condition()
         self._returned: _Status | None = None
@@ -128,7 +130,10 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self._stores: deque[TCPStore] = deque(maxlen=2)
         self._closed = False
         self._leaves = False
+        self._is_waiting = False
+        self._is_late = False
         self._thread: threading.Thread | None = None
+        self._node_id: str
         self._loop: asyncio.AbstractEventLoop
         self._participation: asyncio.Task[None]
         self._node: RendezvousNode
@@ -145,11 +150,20 @@ class ElasticRendezvousHandler(RendezvousHandler):
         """
         if self._closed:
             raise RendezvousClosedError(_LEFT)
+        if self._is_late and self._thread is not None:
+            self._thread.join(_STOP_TIMEOUT)
+            self._thread = None
         if self._thread is None:
             self._start()
-        seen = 0
+        self._is_waiting = True
+        try:
+            return self._next_round()
+        finally:
+            self._is_waiting = False
+
+    def _next_round(self) -> RendezvousInfo:
+        seen = self._status.serial if self._returned is None else self._returned.serial
         if self._returned is not None:
-            seen = self._returned.serial
             self._report_failure(self._returned, "its workers have failed or were stopped", FailureKind.PROGRAM)
         while True:
             status = self._wait_for_round_after(seen)
@@ -166,6 +180,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
         status, returned = self._status, self._returned
         if self._closed or returned is None:
             return 0
+        if self._is_late:
+            return 1
         if status.outcome is not None or status.partitioned:
             return 1
         if not self._is_over(returned):
@@ -350,6 +366,10 @@ class ElasticRendezvousHandler(RendezvousHandler):
     # -- the thread
 
     def _start(self) -> None:
+        self._node_id = f"{self.settings.node_name}.{secrets.token_hex(4)}"
+        self._status = _Status(serial=self._status.serial)
+        self._returned = None
+        self._is_late = self._leaves = False
         self._loop = asyncio.new_event_loop()
         self._participation = self._loop.create_task(self._take_part())
         thread = threading.Thread(target=self._run, name="torchelastic: rendezvous", daemon=True)
@@ -417,10 +437,21 @@ class ElasticRendezvousHandler(RendezvousHandler):
                     self._update(serial=self._status.serial + 1, record=record, server=server, partitioned=False)
                     if record.members:
                         node.history.workers_started()  # approximately now
+                    if self._arrival_timeout is not None and not self._is_waiting:
+                        asyncio.get_running_loop().call_later(
+                            self._arrival_timeout, self._leave_if_late, self._returned
+                        )
                 case Partitioned():
                     self._update(partitioned=True)
                 case OutcomeRecord() as outcome:
                     self._update(outcome=outcome)
+
+    def _leave_if_late(self, returned: _Status | None) -> None:
+        """Leave the run if the caller is still in the round that was returned before."""
+        if self._returned is returned and not self._is_waiting:
+            logger.warning("this node leaves: the other nodes have waited for it for %g s.", self._arrival_timeout)
+            self._is_late = self._leaves = True
+            self._participation.cancel()
 
 
 def _settings_of(parameters: RendezvousParameters) -> NodeSettings:

@@ -1,0 +1,179 @@
+"""A coordinator without an agent: each process of the program is a node of the run, and finds the others in etcd."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import math
+import os
+import sys
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import parse_qsl, urlsplit
+
+from torchelastic.coordinator import Coordinator, StopException
+from torchelastic.errors import RendezvousClosedError, RendezvousError, SettingsError
+from torchelastic.metrics.api import profile
+from torchelastic.rendezvous.api import RendezvousParameters
+from torchelastic.training import NonRetryableException
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined] # not listed in its __all__
+
+    from torchelastic.state import State
+    from torchelastic.worker_stats import WorkerStats
+
+__all__ = ["CoordinatorP2P"]
+
+logger = logging.getLogger(__name__)
+
+_PREFIX: Final = "/torchelastic/p2p"
+"""The default of ``etcd_prefix``."""
+
+_PROGRESS_INTERVAL: Final = 1000
+"""Number of steps between two comparisons of the ranks' speeds."""
+
+_STRAGGLER: Final = 0.8
+"""Fraction of the highest speed below which a rank is a straggler."""
+
+
+class CoordinatorP2P(Coordinator):
+    """Forms the worlds of a program whose processes find each other in an etcd.
+
+    Args:
+        c10d_backend: the backend of the process group, such as "gloo".
+        init_method: ``etcd://HOST:PORT/RUN_ID?min_workers=1&max_workers=4``. More parameters are ``timeout``,
+            ``etcd_prefix``, which separates runs with the same id, and the keys of ``--rdzv-conf``.
+        max_num_trainers: the number of ranks at which no rank looks for new ones.
+        process_group_timeout: milliseconds after which a collective fails. A rank that does not come to the next world
+            within this time after its step is left out.
+        coordinator_pg_timeout: the same for the coordinator's own collectives.
+
+    Raises:
+        SettingsError: an argument is invalid; the message says what to change.
+    """
+
+    def __init__(
+        self,
+        c10d_backend: str,
+        init_method: str,
+        max_num_trainers: int,
+        process_group_timeout: float = 10_000,
+        coordinator_pg_timeout: float = 600_000,
+    ) -> None:
+        from torchelastic.rendezvous.handler import ElasticRendezvousHandler
+
+        self._backend = c10d_backend
+        self._handler = ElasticRendezvousHandler(_parameters(init_method), arrival_timeout=process_group_timeout / 1000)
+        self._max_num_trainers = max_num_trainers
+        self._timeout = dt.timedelta(milliseconds=process_group_timeout)
+        self._own_timeout = dt.timedelta(milliseconds=coordinator_pg_timeout)
+        self._stopped = False
+        self._steps = 0
+        self._rank = self._world_size = 0
+        self._store: Store
+        self._group: Any = None
+
+    @profile()
+    def rendezvous_barrier(self) -> tuple[Store, int, int]:
+        """Leave the current world, and wait for the next one."""
+        self._destroy_process_group()
+        try:
+            self._store, self._rank, self._world_size = self._handler.next_rendezvous()
+        except RendezvousClosedError as closed:
+            self._stopped = True
+            raise StopException(f"{closed}") from None
+        except RendezvousError as error:
+            raise NonRetryableException(f"{error}") from error
+        # For code that reads them; init_process_group() does not need them.
+        os.environ.update(RANK=f"{self._rank}", WORLD_SIZE=f"{self._world_size}")
+        return self._store, self._rank, self._world_size
+
+    @profile()
+    def init_process_group(self) -> None:
+        """Create the default process group; and another one with gloo if the default has another backend."""
+        import torch.distributed as dist
+
+        self._excepthook = sys.excepthook
+        dist.init_process_group(
+            self._backend, store=self._store, rank=self._rank, world_size=self._world_size, timeout=self._timeout
+        )
+        self._group = None if self._backend == "gloo" else dist.new_group(backend="gloo", timeout=self._own_timeout)
+
+    def _destroy_process_group(self) -> None:
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_initialized():
+            distributed.destroy_process_group()
+            sys.excepthook = self._excepthook  # init_process_group() adds a rank to tracebacks, each time another one
+
+    @profile()
+    def should_rendezvous(self, state: State) -> bool:  # noqa: ARG002 - the interface
+        """Return whether nodes wait to join, or the world has changed; always False with ``max_num_trainers`` ranks."""
+        if self._world_size >= self._max_num_trainers:
+            return False
+        import torch
+        import torch.distributed as dist
+
+        waiting = torch.tensor(self._handler.num_nodes_waiting())
+        dist.all_reduce(waiting, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(waiting.item())
+
+    @profile()
+    def should_stop_training(self) -> bool:
+        """Return whether the run has ended."""
+        return self._stopped
+
+    @profile()
+    def signal_training_done(self) -> None:
+        """Report success, wait a moment for the other ranks to do so, and leave the run."""
+        self._stopped = True
+        self._handler.shutdown()
+        self._destroy_process_group()
+
+    @profile()
+    def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:  # noqa: ARG002 - the interface
+        """Compare the speeds of the ranks from time to time, and log which ranks are slow."""
+        self._steps += 1
+        if worker_stats is None or self._steps % _PROGRESS_INTERVAL or self._world_size == 1:
+            return
+        import torch
+        import torch.distributed as dist
+
+        rate = worker_stats.get_progress_rate()
+        gathered = torch.zeros(self._world_size)
+        gathered[self._rank] = math.nan if rate is None else rate
+        dist.all_reduce(gathered, group=self._group)
+        rates = {rank: rate for rank, rate in enumerate(gathered.tolist()) if not math.isnan(rate)}
+        if slow := [rank for rank, rate in rates.items() if rate < _STRAGGLER * max(rates.values())]:
+            logger.warning("Slow ranks: %s. The progress rates by rank are %s.", slow, rates)
+
+    @profile()
+    def report_progress(self, state: State) -> None:
+        """Do nothing; the step has been counted as a metric."""
+
+    @profile()
+    def on_error(self, error: Exception) -> None:
+        """Log the error."""
+        logger.warning("rank %d: %s: %s", self._rank, type(error).__name__, f"{error}".partition("\n")[0])
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called this method."""
+        import torch.distributed as dist
+
+        dist.barrier(group=self._group)
+
+
+def _parameters(init_method: str) -> RendezvousParameters:
+    """Parse the URL of an etcd and a run."""
+    url = urlsplit(init_method)
+    run_id = url.path.strip("/")
+    query = dict(parse_qsl(url.query))
+    if url.scheme != "etcd" or not url.netloc or not run_id:
+        raise SettingsError(
+            f"init_method={init_method!r} must be etcd://HOST:PORT/RUN_ID?min_workers=MIN&max_workers=MAX"
+        )
+    limits = [query.pop(name, "") for name in ("min_workers", "max_workers")]
+    if not all(limit.isdecimal() for limit in limits):
+        raise SettingsError(f"init_method={init_method!r}: min_workers and max_workers must be numbers of processes.")
+    prefix = query.pop("etcd_prefix", _PREFIX).strip("/").replace("/", "-")
+    least, most = map(int, limits)
+    return RendezvousParameters("torchelastic", url.netloc, f"{prefix}-{run_id}", least, most, **query)

@@ -1,0 +1,102 @@
+"""The loop that trains through changes of the world: see :func:`train`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from torchelastic.checkpoint import CheckpointUtil
+from torchelastic.coordinator import StopException
+from torchelastic.metrics.api import put_metric
+from torchelastic.training import step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torchelastic.coordinator import Coordinator
+    from torchelastic.state import State
+
+__all__ = ["MAX_FAILURES", "train"]
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES: Final = 100
+"""Number of failures in a row, without a complete step between them, after which :func:`train` gives up."""
+
+StateType = TypeVar("StateType", bound="State")
+
+
+def train(coordinator: Coordinator, train_step: Callable[[StateType], Any], state: StateType) -> StateType:
+    """Call ``train_step(state)`` until it raises StopIteration, in a world of ranks that may change after each step.
+
+    When ranks join or leave, all ranks form another world, call :meth:`~torchelastic.State.sync`, and continue. If a
+    step raises RuntimeError, as a collective does when a rank is lost, the state is first rolled back to its last
+    snapshot.
+
+    Args:
+        coordinator: forms the worlds, for example a :class:`torchelastic.p2p.CoordinatorP2P`.
+        train_step: trains for one step. It returns nothing, or the state and its
+            :class:`~torchelastic.worker_stats.WorkerStats`.
+        state: the state.
+
+    Returns:
+        The state after the last step; also if another process has ended the run.
+
+    Raises:
+        NonRetryableException: this process cannot join the run.
+        RuntimeError: 100 attempts in a row have failed; its cause is the last failure.
+        Exception: any other exception of the program.
+    """
+    checkpoints = CheckpointUtil(coordinator)
+    entered, failures = False, 0
+    while not coordinator.should_stop_training():
+        snapshot = state.capture_snapshot()
+        try:
+            with _measured("outer_train_loop.duration.ms"):
+                _, rank, world_size = coordinator.rendezvous_barrier()
+                coordinator.init_process_group()
+                if not entered:  # later, the ranks that stay have a newer state than the checkpoint
+                    checkpoints.load_checkpoint(state, rank)
+                    entered = True
+                with _measured("state_sync.duration.ms"):
+                    state.sync(world_size, rank)
+            with _measured("inner_train_loop.duration.ms"):
+                while True:
+                    snapshot = state.capture_snapshot()
+                    step()
+                    try:
+                        result = train_step(state)
+                    except StopIteration:
+                        coordinator.signal_training_done()
+                        return state
+                    state, stats = (state, None) if result is None else result
+                    coordinator.monitor_progress(state, stats)
+                    if coordinator.should_save_checkpoint() or state.should_save_checkpoint(rank):
+                        checkpoints.save_checkpoint(state, rank)
+                    failures = 0
+                    if coordinator.should_rendezvous(state):
+                        break
+                    coordinator.report_progress(state)
+        except StopException:
+            break
+        except RuntimeError as error:
+            coordinator.on_error(error)
+            failures += 1
+            if failures >= MAX_FAILURES:
+                raise RuntimeError(f"The training has failed {failures} times without a complete step.") from error
+            state.apply_snapshot(snapshot)
+        except Exception as error:
+            coordinator.on_error(error)
+            raise
+    return state
+
+
+@contextlib.contextmanager
+def _measured(name: str) -> Iterator[None]:
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        put_metric(name, (time.perf_counter() - began) * 1000)

@@ -1,0 +1,212 @@
+"""Training that survives changes of its world, in plain processes that find each other in an etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import uuid
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
+
+import pytest
+
+from tests.support.agents import AgentProcess
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from pathlib import Path
+
+    from tests.support.etcd import EtcdServer
+
+pytestmark = pytest.mark.real
+
+PROGRAM = '''
+"""Adds the numbers 11 to 30, one in each step: the world's ranks take turns to contribute the number."""
+
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import torchelastic
+from torchelastic.checkpoint import FileSystemCheckpointManager, set_checkpoint_manager
+from torchelastic.p2p import CoordinatorP2P
+
+etcd_endpoint, run_id, min_workers, max_workers, folder, fault = sys.argv[1:7]
+numbers = list(range(11, 31))
+
+
+class MyState(torchelastic.State):
+    def __init__(self):
+        self.index = self.total = 0
+
+    def sync(self, world_size, rank):
+        if fault == "sync fails" and once("sync"):
+            raise RuntimeError("the sync failed")
+        newest = torch.tensor([self.index, self.total])
+        dist.all_reduce(newest, op=dist.ReduceOp.MAX)
+        self.index, self.total = newest.tolist()
+        self.world_size, self.rank = world_size, rank
+        os.write(1, f"world of {world_size}, rank {rank}, index {self.index}\\n".encode())
+
+    if fault != "no rollback":
+
+        def capture_snapshot(self):
+            return self.index, self.total
+
+        def apply_snapshot(self, snapshot):
+            self.index, self.total = snapshot
+
+    def should_save_checkpoint(self, rank):
+        return True
+
+
+def once(name):
+    """Whether this call is the first one of all processes with this name."""
+    try:
+        open(f"{folder}/{name}", "x")
+    except FileExistsError:
+        return False
+    return True
+
+
+def train_step(state: torchelastic.State):
+    if state.index == len(numbers):
+        raise StopIteration
+    if state.index == 10:
+        half = torch.tensor(int(os.path.exists(f"{folder}/half")))
+        dist.all_reduce(half, op=dist.ReduceOp.MIN)
+        if not half.item():  # until the test has done its part
+            if once(f"waits {os.getpid()}"):
+                os.write(1, b"waits\\n")
+            time.sleep(0.01)
+            return None
+    if fault == "retryable" and state.index in {3, 7} and once(f"failure {state.index}"):
+        raise RuntimeError("a retryable error")
+    if fault == "always":
+        raise RuntimeError("always fails")
+    if fault == "other" and state.index == 5:
+        raise ValueError("not retryable")
+    if fault == "stuck" and state.index == 5 and once("stuck"):
+        os.write(1, b"stuck\\n")
+        while not os.path.exists(f"{folder}/continue"):
+            time.sleep(0.01)
+    number = torch.tensor(numbers[state.index] if state.index % state.world_size == state.rank else 0)
+    dist.all_reduce(number)
+    state.total += number.item()
+    state.index += 1
+    return state, torchelastic.SimpleWorkerStats(1.0)
+
+
+set_checkpoint_manager(FileSystemCheckpointManager(f"{folder}/checkpoints"))
+coordinator = CoordinatorP2P(
+    c10d_backend="gloo",
+    init_method=f"etcd://{etcd_endpoint}/{run_id}?min_workers={min_workers}&max_workers={max_workers}&last_call_timeout=0",
+    max_num_trainers=int(max_workers),
+    process_group_timeout=2000 if fault == "stuck" else 60000,
+)
+state = torchelastic.train(coordinator, train_step, MyState())
+os.write(1, f"the sum is {state.total}\\n".encode())
+'''
+
+
+class Trainer(AgentProcess):
+    """A process of the program."""
+
+    program = ()
+    settings: ClassVar[Mapping[str, str]] = {}
+
+
+Start: TypeAlias = "Callable[..., Awaitable[Trainer]]"
+
+
+@pytest.fixture
+def half(tmp_path: Path) -> Path:
+    """The file for which the program waits after ten steps."""
+    return tmp_path / "half"
+
+
+@pytest.fixture
+async def start(etcd: EtcdServer, tmp_path: Path) -> AsyncIterator[Start]:
+    """A function that starts processes of one run."""
+    (program := tmp_path / "main.py").write_text(PROGRAM)
+    run_id = str(uuid.uuid4().int)
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start_one(fault: str = "none", least: int = 1, most: int = 4) -> Trainer:
+            arguments = (program, etcd.endpoint, run_id, str(least), str(most), tmp_path, fault)
+            return await stack.enter_async_context(Trainer(*arguments, env={"PYTHONWARNINGS": "default"}))
+
+        yield start_one
+
+
+async def ends_with_the_sum(*trainers: Trainer) -> None:
+    for each in trainers:
+        assert await each.code() == 0, each.output
+        assert each.lines[-1] == "the sum is 410", each.output
+
+
+@pytest.mark.parametrize("fault", ["none", "sync fails", "retryable", "no rollback"])
+async def test_each_number_counts_once(start: Start, fault: str, half: Path) -> None:
+    half.touch()
+    await ends_with_the_sum(*[await start(fault, least=2) for _ in range(2)])
+
+
+async def test_ranks_join_leave_and_die_while_the_others_continue(start: Start, half: Path) -> None:
+    first = await start()
+    await first.wait_for_line("world of 1, rank 0, index 0")
+    second, third = await start(), await start()
+    await first.wait_for_line("world of 3, rank 0, index 10")
+    await second.wait_for_line("world of 3")
+    third.kill()
+    await first.wait_for_line("world of 2, rank 0, index 10")
+    first.kill(signal.SIGTERM)
+    await second.wait_for_line("world of 1, rank 0, index 10")
+    last = await start()
+    await last.wait_for_line("world of 2, rank 1, index 10")
+    half.touch()
+    await ends_with_the_sum(second, last)
+
+
+async def test_a_rank_that_is_stuck_is_left_out_and_comes_back(start: Start, half: Path) -> None:
+    trainers = [await start("stuck", least=2, most=3) for _ in range(3)]
+    waits = {asyncio.create_task(each.wait_for_line("^stuck")): each for each in trainers}
+    done, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for other in others:
+        other.cancel()
+    stuck = waits[done.pop()]
+    for each in trainers:
+        if each is not stuck:
+            await each.wait_for_line("world of 2, rank ., index 5")
+    (half.parent / "continue").touch()
+    await stuck.wait_for_line("world of 3, rank 2")
+    half.touch()
+    await ends_with_the_sum(*trainers)
+
+
+async def test_after_the_loss_of_all_ranks_training_continues_from_the_checkpoint(start: Start, half: Path) -> None:
+    trainers = [await start(least=2) for _ in range(2)]
+    for each in trainers:
+        await each.wait_for_line("world of 2")
+        await each.wait_for_line("^waits")
+    for each in trainers:
+        each.kill()
+    half.touch()
+    trainers = [await start(least=2) for _ in range(2)]
+    await trainers[0].wait_for_line("world of 2, rank ., index 10")
+    await ends_with_the_sum(*trainers)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("always", "RuntimeError: The training has failed 100 times without a complete step."),
+        ("other", "ValueError: not retryable"),
+    ],
+)
+async def test_a_failure_that_stays_ends_the_program(start: Start, fault: str, message: str) -> None:
+    trainer = await start(fault)
+    assert await trainer.code() == 1
+    assert trainer.lines[-1] == f"[rank0]: {message}", trainer.output
