@@ -165,14 +165,32 @@ OPERATIONS: Final = (
 )
 """The operations of the agent whose outcome and duration are measured."""
 
+TRAINING_OPERATIONS: Final = (
+    "rendezvous_barrier",
+    "init_process_group",
+    "load_checkpoint",
+    "state_sync",
+    "train_step",
+    "monitor_progress",
+    "should_save_checkpoint",
+    "save_checkpoint",
+    "should_rendezvous",
+    "report_progress",
+    "on_error",
+    "should_stop_training",
+    "signal_training_done",
+    "inner_train_loop",
+    "outer_train_loop",
+)
+"""The operations of :func:`torchelastic.train`."""
+
 PLATFORM_SERIES: Final = {
     "round": ROUND,
     "world_size": WORLD_SIZE,
-    "train_step.duration.ms": OPERATION_DURATION.labelled(operation="train_step"),
     "checkpoint.write_latency_ms": CHECKPOINT_WRITE,
 }
 """The series of torchelastic's group by metric name, in any process; torch's own agent uses some of these names."""
-for _name in OPERATIONS:
+for _name in OPERATIONS + TRAINING_OPERATIONS:
     _operation = _name.rpartition(".")[2].lstrip("_")
     PLATFORM_SERIES[f"{_name}.duration.ms"] = OPERATION_DURATION.labelled(operation=_operation)
     for _outcome in ("success", "failure"):
