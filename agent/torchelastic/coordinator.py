@@ -5,6 +5,8 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING
 
+from torchelastic.metrics.api import profile
+
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined] # not listed in its __all__
 
@@ -51,6 +53,7 @@ class Coordinator(abc.ABC):
     def barrier(self) -> None:
         """Wait until all ranks have called this method."""
 
+    @profile()
     def should_save_checkpoint(self) -> bool:
         """Return whether to write a checkpoint after this step, regardless of the state; all ranks must agree."""
         return False

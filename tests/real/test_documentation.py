@@ -85,7 +85,7 @@ def test_an_example_without_an_agent_prints_what_its_text_promises(heading: str,
 
 
 def test_every_example_is_run_here() -> None:
-    assert [len(SHOWN), len(METRICS), len(PYTHON_API)] == [3, 5, 6]
+    assert [len(SHOWN), len(METRICS), len(PYTHON_API)] == [3, 5, 7]
 
 
 # -- launching from Python
@@ -114,6 +114,15 @@ async def test_the_multi_node_example_trains_on_two_nodes(tmp_path: Path, etcd: 
     async with Launcher(path, etcd.endpoint, run_id) as a, Launcher(path, etcd.endpoint, run_id) as b:
         assert [await a.code(), await b.code()] == [0, 0]
     assert {a.lines[-1], b.lines[-1]} == {"{0: 0}", "{1: 1}"}
+
+
+async def test_the_example_that_survives_changes_trains_in_two_processes(tmp_path: Path, etcd: EtcdServer) -> None:
+    (path := tmp_path / "main.py").write_text(below("Training that survives changes of the world"))
+    arguments = (path, etcd.endpoint, "1234")
+    async with Launcher(*arguments, cwd=tmp_path) as first, Launcher(*arguments, cwd=tmp_path) as second:
+        assert [await first.code(), await second.code()] == [0, 0], first.output
+    assert first.lines[-1] == second.lines[-1] == "trained 200 steps"
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1", "2", "3", "4"}
 
 
 @pytest.mark.parametrize(("number", "ranks", "said"), [(0, 1, "trained"), (1, 2, "written")])

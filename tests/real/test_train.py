@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import signal
 import uuid
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 
-from tests.support.agents import AgentProcess
+from tests.support.launchers import Launcher
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
     from tests.support.etcd import EtcdServer
@@ -109,7 +109,7 @@ if fault == "full":
 set_checkpoint_manager(FileSystemCheckpointManager(f"{folder}/checkpoints"))
 coordinator = CoordinatorP2P(
     c10d_backend="gloo",
-    init_method=f"etcd://{etcd_endpoint}/{run_id}?min_workers={min_workers}&max_workers={max_workers}&last_call_timeout=0",
+    init_method=f"etcd://{etcd_endpoint}/{run_id}?min_workers={min_workers}&max_workers={max_workers}&last_call_timeout=0&lease=1",
     max_num_trainers=int(max_workers),
     process_group_timeout=2000 if fault == "stuck" else 60000,
 )
@@ -118,14 +118,7 @@ os.write(1, f"the sum is {state.total}\\n".encode())
 '''
 
 
-class Trainer(AgentProcess):
-    """A process of the program."""
-
-    program = ()
-    settings: ClassVar[Mapping[str, str]] = {}
-
-
-Start: TypeAlias = "Callable[..., Awaitable[Trainer]]"
+Start: TypeAlias = "Callable[..., Awaitable[Launcher]]"
 
 
 @pytest.fixture
@@ -141,14 +134,14 @@ async def start(etcd: EtcdServer, tmp_path: Path) -> AsyncIterator[Start]:
     run_id = str(uuid.uuid4().int)
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start_one(fault: str = "none", least: int = 1, most: int = 4) -> Trainer:
+        async def start_one(fault: str = "none", least: int = 1, most: int = 4) -> Launcher:
             arguments = (program, etcd.endpoint, run_id, str(least), str(most), tmp_path, fault)
-            return await stack.enter_async_context(Trainer(*arguments, env={"PYTHONWARNINGS": "default"}))
+            return await stack.enter_async_context(Launcher(*arguments, env={"PYTHONWARNINGS": "default"}))
 
         yield start_one
 
 
-async def ends_with_the_sum(*trainers: Trainer) -> None:
+async def ends_with_the_sum(*trainers: Launcher) -> None:
     for each in trainers:
         assert await each.code() == 0, each.output
         assert "the sum is 410" in each.lines, each.output
@@ -176,7 +169,7 @@ async def test_ranks_join_leave_and_die_while_the_others_continue(start: Start, 
     await ends_with_the_sum(second, last)
     shown = {line.rpartition(": ")[2].partition("=")[0] for line in second.lines if "][torchelastic]: " in line}
     operations = "init_process_group should_rendezvous should_stop_training signal_training_done monitor_progress "
-    operations += "report_progress load_checkpoint save_checkpoint rendezvous_barrier"
+    operations += "report_progress should_save_checkpoint load_checkpoint save_checkpoint rendezvous_barrier"
     assert {f"{name}.{what}" for name in operations.split() for what in ("success", "duration.ms")} <= shown
     durations = {f"{name}.duration.ms" for name in ("state_sync", "train_step", "inner_train_loop", "outer_train_loop")}
     assert {"checkpoint.write_latency_ms", "on_error.success", *durations} <= shown
