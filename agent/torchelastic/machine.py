@@ -50,6 +50,31 @@ def own_address(endpoints: Iterable[str]) -> str:
     return _source_address(socket.AF_INET, _UNREACHABLE_ADDRESS) or "127.0.0.1"
 
 
+def local_addresses(host: str) -> tuple[str, ...]:
+    """Return the addresses of a host that are addresses of this machine, IPv4 first; empty for another machine.
+
+    If the host is this machine's own name and has only a loopback address, as on Debian, the address of the interface
+    with the default route precedes it, because other machines cannot reach the loopback address.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # UnicodeError: not a valid host name
+        return ()
+    addresses = [str(address[0]) for family, *_, address in found if _is_local(family, address)]
+    if host not in (*addresses, "localhost") and all(each == "::1" or each.startswith("127.") for each in addresses):
+        addresses += [own_address(())] * bool(addresses)
+    return tuple(sorted({*addresses}, key=lambda each: (":" in each, each.startswith("127."))))
+
+
+def _is_local(family: int, address: tuple[str | int, ...] | tuple[int, bytes]) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+            return True
+    except OSError:
+        return False
+
+
 def _source_address(family: int, peer: tuple[str | int, ...] | tuple[int, bytes]) -> str | None:
     """Return this machine's address for a connection to the peer; None if there is no route."""
     try:

@@ -430,6 +430,7 @@ class NodeRecord(_VersionedRecord, frozen=True):
         failure: the worker failure in ``round`` that the node considers the root cause; None if there is none.
         metrics: port of the node's /metrics; 0 for none.
         topology_key: nodes with the same key, such as a host, get consecutive ranks; empty for none.
+        node_rank: the node's place among the nodes of a round (``--node-rank``); None for a place after them.
         notice: seconds of notice that the workers in ``round`` ask for before a planned change; 0 for none.
         saved: the serial of the last notice that all workers have answered.
         first_step_at: when the program began its first step in ``round``, in seconds since the Unix epoch; 0 if
@@ -452,6 +453,7 @@ class NodeRecord(_VersionedRecord, frozen=True):
     metrics: Count = 0
     topology_key: _Name = ""
     role: _Name = DEFAULT_ROLE
+    node_rank: Count | None = None
     notice: _Seconds = 0.0
     saved: _KnownNumber = 0
     first_step_at: _Time = 0.0

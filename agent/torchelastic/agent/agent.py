@@ -205,6 +205,7 @@ class Agent:
         async with AsyncExitStack() as stack:
             stack.enter_context(self._signals)
             try:
+                await self._signals.unless_first(self._serve_etcd(stack, workers))
                 node = self._node = await self._make_node(stack, metrics_port)
                 self._socket = await stack.enter_async_context(
                     WorkerSocket(
@@ -232,6 +233,15 @@ class Agent:
                 await node.leave()
                 return ExitStatus.of_error(error)
 
+    async def _serve_etcd(self, stack: AsyncExitStack, workers: Workers) -> None:
+        """Serve the etcd of the run until the stack is closed, if the endpoint is on this machine."""
+        settings = self._settings
+        if settings.store is not None and settings.etcd_addresses:
+            from torchelastic.agent.etcd_host import EtcdHost  # few runs need it
+
+            run_id, addresses = settings.rendezvous.run_id, settings.etcd_addresses
+            await stack.enter_async_context(EtcdHost(settings.store, addresses, run_id, workers.start_daemon).serving())
+
     async def _make_node(self, stack: AsyncExitStack, metrics_port: int) -> RendezvousNode:
         settings = self._settings
         connecting = connect_within(settings.rendezvous.join_timeout, settings.store)
@@ -245,6 +255,7 @@ class Agent:
             metrics=metrics_port,
             topology_key=settings.topology_key,
             role=settings.role,
+            node_rank=settings.node_rank,
         )
         node = RendezvousNode(
             store,

@@ -98,11 +98,22 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
         ),
     ),
     "Rendezvous": (
-        Flag("rdzv-endpoint HOST[:2379][,…]", "endpoints of one etcd cluster; http:// or https:// is optional"),
-        Flag("rdzv-id ID", "id of the run on all its nodes, unique in the etcd cluster; required for several nodes"),
+        Flag(
+            "rdzv-endpoint HOST[:PORT][,…]",
+            "with c10d or static, one of the nodes; else the endpoints of one etcd cluster, with http:// or https:// "
+            "if needed. Default port: 29400 (c10d), 29500 (static), 2379",
+        ),
+        Flag("rdzv-id ID", "id of the run on all its nodes, unique in the etcd cluster; required with an etcd"),
         Flag("rdzv-conf KEY=VALUE[,…]", f"more settings of the rendezvous and of etcd: {', '.join(CONF)}"),
-        Flag("rdzv-backend NAME", "torchelastic (alias: etcd), or etcd-v3 or etcd-v2 to select etcd's API version"),
-        Flag("standalone", "run on this node only, without etcd. Default without --rdzv-endpoint", parsers.switch),
+        Flag(
+            "rdzv-backend NAME",
+            "c10d or static: a node serves the rendezvous; torchelastic (alias: etcd), or etcd-v3 or etcd-v2 to select "
+            "the API version: an etcd does. Default: torchelastic; static without --rdzv-endpoint",
+        ),
+        Flag("master-addr ADDR", "with static, the host of --rdzv-endpoint. Default: 127.0.0.1"),
+        Flag("master-port PORT", "with static, the port of --rdzv-endpoint. Default: 29500"),
+        Flag("node-rank RANK", "place of this node among the nodes, from 0", parsers.integer(0, _MAX_COUNT)),
+        Flag("standalone", "run on this node only. Default with one node and no --rdzv-endpoint", parsers.switch),
     ),
     "Program": (
         Flag("module", "the program is a Python module, as in python -m", parsers.switch, short="m"),
@@ -168,9 +179,6 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
             parsers.one_of("null"),
         ),
         Flag("monitor-interval SECONDS", "ignored: the agent notices the exit of a worker at once", parsers.seconds()),
-        Flag("node-rank RANK", "ignored, with a warning: the nodes agree on their ranks"),
-        Flag("master-addr ADDR", "ignored, with a warning: the nodes agree on an address"),
-        Flag("master-port PORT", "ignored, with a warning: a free port is used"),
     ),
 }
 """The flags by the heading under which ``--help`` shows them."""

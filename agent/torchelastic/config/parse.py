@@ -3,10 +3,10 @@
 This module raises all errors that can be detected before the agent starts; each message names the flag or variable.
 Differences from ``torchrun``:
 
-* A run of one node needs neither an etcd nor an id. A run of several nodes needs both, because unrelated runs with
-  torchrun's default id would join each other.
-* ``--node-rank``, ``--master-addr`` and ``--master-port`` are ignored with a warning: many scripts pass them and work
-  without them.
+* A run of one node needs neither an etcd nor an id. A run of several nodes with an etcd needs an id, because unrelated
+  runs with torchrun's default id would join each other.
+* ``--master-addr`` and ``--master-port`` are ignored with a warning if they do not name the endpoint: many scripts pass
+  them and work without them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from torchelastic.config.settings import (
     Streams,
 )
 from torchelastic.errors import SettingsError
-from torchelastic.protocol import PROTOCOL_VERSION, Env, SizeRecord
-from torchelastic.store.api import StoreSettings, parse_endpoints
+from torchelastic.protocol import PROTOCOL_VERSION, Env, SizeRecord, bracketed
+from torchelastic.store.api import DEFAULT_PORT, StoreSettings, parse_endpoints, split_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,13 +51,11 @@ _MAX_WORKERS: Final = 10_000
 BACKENDS: Final[Mapping[str, int | None]] = {"torchelastic": None, "etcd": None, "etcd-v3": 3, "etcd-v2": 2}
 """The names of torchelastic's rendezvous, with the version of etcd's API that each selects; None to detect it."""
 
-_USE_ETCD: Final = (
-    "remove this flag, and set --rdzv-endpoint to the address of an etcd, unless the run has only one node"
-)
-_UNSUPPORTED_BACKENDS: Final = {
-    "c10d": f"this agent does not support torch's own rendezvous; {_USE_ETCD}",
-    "static": f"the nodes agree on ranks and addresses by themselves; {_USE_ETCD}",
-}
+_TORCH_BACKENDS: Final[Mapping[str, int]] = {"c10d": 29400, "static": 29500}
+"""torch's names of a rendezvous that one of the nodes serves, with the default ports."""
+
+_TORCH_RUN_ID: Final = "none"
+"""torch's default id of a run; each run with one of torch's backends has its own etcd."""
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
@@ -98,8 +96,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
 
 def _warn_about_ignored_flags(line: CommandLine, size: SizeRecord) -> None:
     """Warn about flags without effect, after all other checks."""
-    if ignored := [line.raw[name].source for name in ("node-rank", "master-addr", "master-port") if name in line.raw]:
-        _log.warning("%s ignored: the nodes agree on ranks and addresses by themselves.", " and ".join(ignored))
+    names = () if size.max > 1 and _backend(line).text == "static" else ("master-addr", "master-port")
+    if ignored := [line.raw[name].source for name in names if name in line.raw]:
+        _log.warning("%s ignored: the nodes agree on an address by themselves.", " and ".join(ignored))
     requested: SizeRecord = line.values.get("nnodes", size)
     if (requested.min, requested.max) != (size.min, size.max):
         _log.warning(
@@ -118,23 +117,29 @@ def read_node(line: CommandLine) -> dict[str, Any]:
     """
     size = line.values.get("size") or line.values.get("nnodes") or SizeRecord(min=1, max=1, desired=1)
     standalone = line.values.get("standalone", False)
-    backend = line.raw.get("rdzv-backend", RawValue("", "torchelastic"))
-    of_torch = backend.text.strip().lower() in _UNSUPPORTED_BACKENDS
+    backend = _backend(line)
+    of_torch = backend.text in _TORCH_BACKENDS
     # The nodes of a run of one node need not find each other.
     store = None if standalone or (of_torch and size.max == 1) else _read_store(line, backend)
     if store is None and size.max > 1:
         raise SettingsError(
-            f"A run of up to {size.max} nodes needs an etcd: set --rdzv-endpoint HOST:2379"
+            f"A run of up to {size.max} nodes needs the address of one of them: set --rdzv-backend c10d and "
+            "--rdzv-endpoint HOST, or set --rdzv-endpoint to an etcd"
             f"{', and remove --standalone, which limits the run to one node' * standalone}."
         )
     rules = line.settings(RendezvousSettings) | {"size": size}
+    if of_torch and store is not None:
+        rules.setdefault("run_id", _TORCH_RUN_ID)
     if "run_id" not in rules and size.max > 1:
         raise SettingsError(
             "--rdzv-id is missing: nodes with the same id train together, so a run of several nodes needs an id that "
             "no other run on this etcd has, for example --rdzv-id digits-7."
         )
     own = line.settings(NodeSettings)
-    address = own.get("address") or ("127.0.0.1" if store is None else machine.own_address(store.endpoints))
+    served = machine.local_addresses(split_endpoint(store.endpoints[0])[0]) if of_torch and store is not None else ()
+    address = own.get("address") or (
+        served[0] if served else "127.0.0.1" if store is None else machine.own_address(store.endpoints)
+    )
     # Only an address that the user chose selects an interface.
     chosen = "address" in own and line.raw["local-addr"].source != Env.NODE_ADDRESS
     return {
@@ -143,20 +148,39 @@ def read_node(line: CommandLine) -> dict[str, Any]:
         **own,
         "rendezvous": RendezvousSettings(**{"run_id": os.urandom(16).hex(), **rules}),
         "store": store,
+        "etcd_addresses": served,
         "address": address,
         "interface": machine.interface_of(address) if chosen else "",
     }
 
 
+def _backend(line: CommandLine) -> RawValue:
+    """Return the name of the rendezvous; the flags of torch's static rendezvous select it, as under torchrun."""
+    if (raw := line.raw.get("rdzv-backend")) is not None:
+        return dataclasses.replace(raw, text=raw.text.strip().lower().replace("_", "-"))
+    static = "rdzv-endpoint" not in line.raw and not {"node-rank", "master-addr", "master-port"}.isdisjoint(line.raw)
+    return RawValue("--rdzv-backend", "static" if static else "torchelastic")
+
+
+def _endpoint(line: CommandLine, backend: str) -> RawValue | None:
+    """Return the endpoint of the rendezvous, with torch's defaults for its backends; None if it is not known."""
+    if (endpoint := line.raw.get("rdzv-endpoint")) is not None or backend in BACKENDS:
+        return endpoint
+    if backend == "c10d":
+        return RawValue("--rdzv-endpoint", "localhost", between=" ")
+    host = line.raw.get("master-addr", RawValue("--master-addr", "127.0.0.1", between=" "))
+    port = line.raw.get("master-port")
+    return dataclasses.replace(host, text=f"{bracketed(host.text)}{f':{port.text}' if port else ''}")
+
+
 def _read_store(line: CommandLine, backend: RawValue) -> StoreSettings | None:
-    """Return the settings of the store; None if ``--rdzv-endpoint`` is not set."""
-    if (name := backend.text.strip().lower().replace("_", "-")) not in BACKENDS:
-        unknown = "unknown rendezvous; remove this flag to use etcd"
-        raise backend.error(_UNSUPPORTED_BACKENDS.get(name, unknown))
-    if (endpoint := line.raw.get("rdzv-endpoint")) is None:
+    """Return the settings of the store; None if its address is not set."""
+    if (name := backend.text) not in {*BACKENDS, *_TORCH_BACKENDS}:
+        raise backend.error("unknown rendezvous; use c10d, or remove this flag to use etcd")
+    if (endpoint := _endpoint(line, name)) is None:
         return None
     try:
-        written, endpoints = parse_endpoints(endpoint.text)
+        written, endpoints = parse_endpoints(endpoint.text, _TORCH_BACKENDS.get(name, DEFAULT_PORT))
     except SettingsError as error:
         # The message shows the invalid part only, because the value may contain a password.
         raise endpoint.error(str(error), secret=True) from None
@@ -170,6 +194,8 @@ def _read_store(line: CommandLine, backend: RawValue) -> StoreSettings | None:
     for one, other in (("key", "cert"), ("username", "password"), ("password", "username")):
         if one in values and other not in {*values, *files}:
             raise line.raw[one].error(f"{one} requires {other}", secret=True)
+    if name in _TORCH_BACKENDS and (len(endpoints) > 1 or protocol != "http"):
+        raise endpoint.error(f"with {name}, the endpoint is HOST:PORT of one node, without TLS")
     return StoreSettings(
         endpoints=endpoints,
         protocol=protocol,
@@ -178,7 +204,7 @@ def _read_store(line: CommandLine, backend: RawValue) -> StoreSettings | None:
         key=files.get("key"),
         username=values.get("username"),
         password=values.get("password"),
-        version=BACKENDS[name],
+        version=BACKENDS.get(name, 3),
     )
 
 

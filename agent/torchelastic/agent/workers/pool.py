@@ -25,7 +25,7 @@ from torchelastic.agent.logs import Console, make_folder, open_output, temporary
 from torchelastic.agent.workers import hang
 from torchelastic.agent.workers.fork_server import ForkServer, python_command
 from torchelastic.agent.workers.linux import TREE_MARK, handles
-from torchelastic.agent.workers.processes import Reaper, Watchdog
+from torchelastic.agent.workers.processes import Reaper, Watchdog, spawn
 from torchelastic.agent_socket import CHANNEL, HEARTBEAT_FILE, METRICS_FILE
 from torchelastic.config.settings import ProgramKind, StartMethod
 from torchelastic.errors import StartError
@@ -329,6 +329,12 @@ class Workers:
             StartError: torch or a module of ``--preload`` cannot be imported, or the fork server cannot be started.
         """
         await self._fork_server.ready()
+
+    def start_daemon(
+        self, command: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int]
+    ) -> None:
+        """Start a process that outlives the workers and this agent; the arguments are those of :func:`spawn`."""
+        self._reaper.spare(spawn(command, environment, descriptors))
 
     async def start(
         self,

@@ -144,6 +144,7 @@ class Reaper:
         self.closing = False
         self._memory_kills = MemoryKills()
         self._children: dict[int, Child] = {}
+        self._daemons: set[int] = set()
         self._loop: asyncio.AbstractEventLoop
         self._settled = asyncio.Event()
         self._settled.set()
@@ -189,6 +190,10 @@ class Reaper:
         self._children[pid] = child
         child.ended.add_done_callback(lambda _: self._children.pop(pid, None))
         return child
+
+    def spare(self, daemon: int) -> None:
+        """Let the session of this child continue when workers, or this process, end."""
+        self._daemons.add(daemon)
 
     def _sweep(self) -> None:
         """Reap all exited children, known ones and orphans."""
@@ -237,7 +242,8 @@ class Reaper:
         return with_descendants(table, [*roots, *(child.pid for child in children if child.running)])
 
     def _is_orphan(self, entry: ProcessEntry) -> bool:
-        return entry.parent == os.getpid() and entry.pid not in self._children
+        unknown = entry.pid not in self._children and entry.session not in self._daemons
+        return unknown and entry.parent == os.getpid()
 
     async def _kill(self, entry: ProcessEntry) -> bool:
         try:

