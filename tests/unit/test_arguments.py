@@ -117,6 +117,17 @@ def test_without_flags_one_worker_runs_on_one_node_without_etcd() -> None:
         ("--rdzv-conf=crash_loop_seconds=2", "rendezvous.crash_loop_seconds", 2.0),
         ("--rdzv-endpoint=e --rdzv-backend=etcd", "store.version", None),
         ("--rdzv-endpoint=e --rdzv-backend=ETCD_V3", "store.version", 3),
+        ("--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=192.0.2.1", "store.endpoints", ("192.0.2.1:29400",)),
+        ("--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=192.0.2.1", "etcd_addresses", ()),
+        ("--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1", "etcd_addresses", ("127.0.0.1",)),
+        ("--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1", "rendezvous.run_id", "none"),
+        ("--nnodes=2 --rdzv-backend=c10d --rdzv-id=a", "rendezvous.run_id", "a"),
+        ("--nnodes=2 --rdzv-backend=c10d", "store.endpoints", ("localhost:29400",)),
+        ("--nnodes=2 --rdzv-backend=static", "store.endpoints", ("127.0.0.1:29500",)),
+        ("--nnodes=2 --master-addr=::1", "store.endpoints", ("[::1]:29500",)),
+        ("--nnodes=2 --node-rank=0 --master-port=9", "store.endpoints", ("127.0.0.1:9",)),
+        ("--nnodes=2 --node-rank=1 --rdzv-id=7 --rdzv-endpoint=e", "store.endpoints", ("e:2379",)),
+        ("--node-rank=1", "node_rank", 1),
         ("--rdzv-id -7", "rendezvous.run_id", "-7"),  # a value may start with a dash
         ("--standalone --rdzv-id=mine", "rendezvous.run_id", "mine"),
         ("--standalone --rdzv-backend=c10d --rdzv-endpoint=localhost:0", "store", None),
@@ -246,11 +257,13 @@ def test_an_unknown_protocol_version_is_reported_in_the_termination_message(
     assert termination_message.message in capsys.readouterr().err
 
 
-def test_static_rendezvous_flags_are_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_master_address_is_ignored_with_one_warning_on_one_node(caplog: pytest.LogCaptureFixture) -> None:
+    run("--nnodes=2 --node-rank=0 --master-port=29501 PET_MASTER_ADDR=127.0.0.1")
+    assert not caplog.records
     run("--node-rank=0 --master-port=29501 PET_MASTER_ADDR=127.0.0.1")
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage().startswith("--node-rank and PET_MASTER_ADDR and --master-port ignored: the nodes agree")
+    assert record.getMessage().startswith("PET_MASTER_ADDR and --master-port ignored: the nodes agree")
 
 
 # -- invalid flags and variables
@@ -264,14 +277,16 @@ def test_static_rendezvous_flags_are_ignored_with_one_warning(caplog: pytest.Log
         ("--nnodes=2 --rdzv-endpoint=e", "--rdzv-id is missing"),
         (
             "--nnodes=2 --rdzv-id=a",
-            "A run of up to 2 nodes needs an etcd: set --rdzv-endpoint H",
+            "A run of up to 2 nodes needs the address of one of them: set --rdzv-backend c10d and --rdzv-endpoint H",
         ),
         ("--nproc-per-node=1.5", "--nproc-per-node 1.5: must be a whole number from 1 to 10000, or auto, cpu or gpu."),
         (
-            "--nnodes=2 --rdzv-backend=c10d",
-            "--rdzv-backend c10d: this agent does not support torch's own rendezvous; remove this",
+            "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=a,b",
+            "--rdzv-endpoint a,b: with c10d, the endpoint is HOST:PORT of one node, without TLS.",
         ),
-        ("--rdzv-backend=etcd-v4", "--rdzv-backend etcd-v4: unknown rendezvous; remove this flag"),
+        ("--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=a:0", "a port is a number from 1 to 65535"),
+        ("--nnodes=2 --master-port=http", '--master-addr: "127.0.0.1:http" is not an address; write host:port, for'),
+        ("--rdzv-backend=etcd-v4", "--rdzv-backend etcd-v4: unknown rendezvous; use c10d, or remove this flag"),
         ("--rdzv-endpoint=::1", "put it into brackets: [::1]:2379"),
         ("--rdzv-endpoint=etcd:0", "a port is a number from 1 to 65535"),
         ("--rdzv-endpoint=http://etcd/v3", "is not an address"),

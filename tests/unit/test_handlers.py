@@ -129,7 +129,7 @@ def test_rendezvous_parameters_become_settings(monkeypatch: pytest.MonkeyPatch) 
         ({"backend": ""}, "is empty"),
         ({"min_nodes": 0}, "at least one node"),
         ({"min_nodes": 5}, "max_nodes=4 is below min_nodes=5"),
-        ({"endpoint": ""}, "needs an etcd"),
+        ({"endpoint": ""}, "needs the address of one of them"),
         ({"run_id": ""}, "--rdzv-id is missing"),
         ({"endpoint": "etcd:99999"}, "has the port 99999"),
         ({"lesae": 1}, "Did you mean lease"),

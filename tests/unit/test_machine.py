@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import TYPE_CHECKING
 
 import pytest
 
-from torchelastic.machine import cpu_count, gpu_count, host_id, interface_of, own_address
+from torchelastic.machine import cpu_count, gpu_count, host_id, interface_of, local_addresses, own_address
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,6 +89,28 @@ def test_gpus_are_counted_by_device_files_or_without_any_by_the_driver(tmp_path:
 def test_the_address_is_that_of_the_interface_towards_the_first_store_whose_name_resolves() -> None:
     assert own_address(["no-such-host.invalid:2379", f"{'x' * 64}:2379", "127.0.0.1:2379"]) == "127.0.0.1"
     assert own_address(["localhost:2379"]) in {"127.0.0.1", "::1"}
+
+
+@pytest.mark.parametrize(
+    ("host", "addresses"),
+    [
+        pytest.param("127.0.0.2", ("127.0.0.2",), id="an address of this machine"),
+        pytest.param("192.0.2.77", (), id="another machine"),
+        pytest.param("no-such-host.invalid", (), id="an unknown name"),
+    ],
+)
+def test_the_local_addresses_of_a_host(host: str, addresses: tuple[str, ...]) -> None:
+    assert local_addresses(host) == addresses
+
+
+def test_a_name_with_a_loopback_address_also_has_an_address_for_other_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr("torchelastic.machine.own_address", lambda _: "10.0.0.7")
+    assert local_addresses("node-1") == ("10.0.0.7", "127.0.1.1")
+    assert local_addresses("localhost") == ("127.0.1.1",)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,16 @@ OF_TWO_RACKS = [peer(name, joined=i, topology_key="xy"[i % 2]) for i, name in en
         pytest.param(snapshot(*OF_TWO_RACKS, wanted=6, high=6), "acebdf", id="grouped by topology key"),
         pytest.param(snapshot(*reversed(OF_TWO_RACKS), wanted=6, high=6), "acebdf", id="grouped in any order"),
         pytest.param(
+            snapshot(peer("a"), peer("b", node_rank=1), peer("c", node_rank=1), peer("d", node_rank=0), wanted=4),
+            "dbca",
+            id="by node rank",
+        ),
+        pytest.param(
+            snapshot(peer("a", round=1, node_rank=1), peer("b", node_rank=0), wanted=2, round=round(1, "a")),
+            "ba",
+            id="a new node with a lower node rank",
+        ),
+        pytest.param(
             snapshot(peer("a", round=1), *OF_TWO_RACKS[1:3], wanted=2, round=round(1, "a")),
             "ab",
             id="arrival precedes the topology key",

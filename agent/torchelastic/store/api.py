@@ -59,6 +59,8 @@ class StoreSettings:
 def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[str | None, tuple[str, ...]]:
     """Parse ``host[:port][,host[:port]…]``; each part may begin with ``http://`` or ``https://``.
 
+    ``default_port`` is the port of the parts without one.
+
     Returns:
         The protocol, or None if no endpoint has one; and host:port of each server, with IPv6 addresses in brackets.
 
@@ -71,7 +73,7 @@ def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[str | 
     for part in (piece.strip() for piece in text.split(",")):
         match = _ENDPOINT.fullmatch(part)
         if match is None:
-            raise SettingsError(_why_not(part))
+            raise SettingsError(_why_not(part, default_port))
         if (protocol := match["protocol"]) is not None:
             if protocol.lower() not in {"http", "https"}:
                 raise SettingsError(f'"{part}" starts with {protocol}://, but etcd is reached over http:// or https://')
@@ -79,7 +81,7 @@ def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[str | 
         try:
             match["host"].encode("idna")  # like the name lookup
         except ValueError:
-            raise SettingsError(_why_not(part)) from None
+            raise SettingsError(_why_not(part, default_port)) from None
         port = default_port if match["port"] is None else int(match["port"])
         if not 1 <= port <= 65535:
             raise SettingsError(f'"{part}" has the port {port}; a port is a number from 1 to 65535')
@@ -89,14 +91,14 @@ def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[str | 
     return next(iter(protocols), None), tuple(dict.fromkeys(endpoints))
 
 
-def _why_not(part: str) -> str:
+def _why_not(part: str, port: int) -> str:
     if not part:
         return "one of the addresses is empty; write host:port, several with one comma between them"
     if "@" in part:
         return "a user and password do not belong in the address; set username=… and password=… in --rdzv-conf"
     if part.count(":") > 1 and "[" not in part and "://" not in part:
-        return f'"{part}" looks like an IPv6 address; put it into brackets: [{part}]:{DEFAULT_PORT}'
-    return f'"{part}" is not an address; write host:port, for example etcd-server:{DEFAULT_PORT}'
+        return f'"{part}" looks like an IPv6 address; put it into brackets: [{part}]:{port}'
+    return f'"{part}" is not an address; write host:port, for example node-1:{port}'
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
