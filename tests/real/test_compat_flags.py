@@ -171,6 +171,26 @@ async def test_signals_and_event_handlers_that_the_agent_does_not_have_are_refus
         assert await launcher.code() == (2 if module == "torchelastic.run" else 0)
 
 
+@launchers
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--shutdown-timeout=-1",
+        "--monitor-interval=-1",
+        "--rdzv-conf=join_timeout=-1",
+        "--rdzv-conf=last_call_timeout=-1",
+        "--rdzv-conf=close_timeout=-1",
+        "--rdzv-conf=heartbeat_timeout=-1",
+        "--rdzv-conf=read_timeout=-1",
+    ],
+)
+async def test_negative_times_are_refused(module: str, flag: str, program: Path) -> None:
+    backend = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+    async with WithoutSettings(module, *backend, flag, program) as launcher:
+        assert await launcher.code() == (2 if module == "torchelastic.run" else 1)
+    assert not any(line.startswith("rank") for line in launcher.lines)
+
+
 @pytest.mark.differs(
     "The abbreviations `--t`, `--te` and `--node-` are ambiguous. torchrun has fewer flags with these letters."
 )

@@ -147,6 +147,15 @@ def test_unsupported_handler_parameters_are_refused(changes: dict[str, Any], wor
         (lambda: WorkerSpec(), "entrypoint is not set"),
         (lambda: WorkerSpec(fn=print, entrypoint="python"), "both fn and entrypoint"),
         (lambda: WorkerSpec(fn=print, local_world_size=0), "at least one worker"),
+        (
+            lambda: WorkerSpec(fn=print, monitor_interval=-1),
+            "WorkerSpec.monitor_interval=-1: must be a time in seconds",
+        ),
+        (
+            lambda: WorkerSpec(fn=print, heartbeat_timeout=0),
+            "WorkerSpec.heartbeat_timeout=0: must be a time in seconds",
+        ),
+        (lambda: LocalElasticAgent(WorkerSpec(fn=print), exit_barrier_timeout=-1), "exit_barrier_timeout=-1: must be"),
         (lambda: LocalElasticAgent(WorkerSpec(fn=print), start_method="thread"), "fork-server or exec"),
         (lambda: LocalElasticAgent(WorkerSpec(fn=print, tee=4)), "0 .none., 1"),
         (lambda: LocalElasticAgent(WorkerSpec(fn=print, tee={1: 3})), "there is no local rank 1"),

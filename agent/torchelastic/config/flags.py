@@ -77,9 +77,9 @@ CONF: Final[Mapping[str, Callable[[RawValue], Any]]] = {
 CONF_ALIASES: Final = {"timeout": "join_timeout"}
 """Keys of torch's handlers, with torchelastic's key of the same meaning, which takes precedence if both are set."""
 
-_IGNORED_CONF: Final = frozenset(
-    {"close_timeout", "heartbeat", "is_host", "keep_alive_interval", "keep_alive_max_attempt", "read_timeout"}
-    | {"rank", "shared", "store_type", "use_libuv"}
+_IGNORED_TIMES: Final = frozenset({"close_timeout", "heartbeat_timeout", "keep_alive_interval", "read_timeout"})
+_IGNORED_CONF: Final = _IGNORED_TIMES | frozenset(
+    {"heartbeat", "is_host", "keep_alive_max_attempt", "rank", "shared", "store_type", "use_libuv"}
 )
 """Keys of torch's handlers without a meaning for this rendezvous."""
 
@@ -286,11 +286,13 @@ def read_conf(source: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, RawVal
     """Return the values of ``--rdzv-conf`` by torchelastic's names of the keys.
 
     Raises:
-        SettingsError: a key does not exist.
+        SettingsError: a key does not exist, or an ignored time is invalid, as for torch's handlers.
     """
     conf: dict[str, RawValue] = {}
     for written, value in pairs:
-        name = written.replace("-", "_")
+        name, raw = written.replace("-", "_"), RawValue(f"{source} {written}", f"{value}")
+        if name in _IGNORED_TIMES:
+            parsers.seconds()(raw)
         if name in _IGNORED_CONF:
             continue
         key = CONF_ALIASES.get(name, name)
@@ -299,7 +301,7 @@ def read_conf(source: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, RawVal
             hint = _similar(name, known) or f"The keys are {', '.join(known)}."
             raise SettingsError(f'{source}: there is no key "{written}". {hint}')
         if key == name or key not in conf:
-            conf[key] = RawValue(f"{source} {written}", f"{value}")
+            conf[key] = raw
     return conf
 
 

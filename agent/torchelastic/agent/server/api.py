@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchelastic.config import parsers
+from torchelastic.config.parsers import RawValue
 from torchelastic.errors import SettingsError
 from torchelastic.lazy import lazy_attributes
 from torchelastic.output import DEFAULT_ROLE
@@ -77,6 +79,9 @@ class WorkerSpec:
             raise SettingsError("WorkerSpec.entrypoint is not set: set it to a function or a command.")
         if self.local_world_size < 1:
             raise SettingsError(f"WorkerSpec.local_world_size={self.local_world_size}: at least one worker is needed.")
+        for name in ("monitor_interval", "heartbeat_timeout"):
+            if (value := getattr(self, name)) is not None:
+                parsers.seconds()(RawValue(f"WorkerSpec.{name}", f"{value}"))
 
     def get_entrypoint_name(self) -> str:
         """Return the name of the function or command."""

@@ -102,7 +102,9 @@ class LocalElasticAgent:
         output = {"log-dir": folder, "redirects": _as_text(spec.redirects), "tee": _as_text(spec.tee)}
         self._spec = spec
         self._start_method = parsers.start_method(RawValue("start_method", f"{start_method}"))
-        self._exit_barrier_timeout = exit_barrier_timeout
+        self._exit_barrier_timeout = parsers.seconds(zero=True)(
+            RawValue("exit_barrier_timeout", f"{exit_barrier_timeout}")
+        )
         self._shutdown_timeout = shutdown_timeout
         self._logs = read_logs(
             {name: RawValue(name.replace("-", "_"), f"{value}") for name, value in output.items() if value is not None},
