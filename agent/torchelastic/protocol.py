@@ -239,6 +239,8 @@ class RoundRecord(_VersionedRecord, frozen=True):
         store: host:port of the TCPStore of this round.
         restarts: number of worker failures charged to the job so far.
         early_failures: number of consecutive failures soon after the start of a worker.
+        failures_without_step: number of consecutive failures in rounds that completed no step; None if the program has
+            not reported a complete step or a checkpoint so far.
         uncharged_restarts: number of restarts so far that were not charged: after a change of membership or an
             uncharged failure, or when enough nodes were present again.
         desired: the desired size when this round was committed; None if unknown.
@@ -255,6 +257,7 @@ class RoundRecord(_VersionedRecord, frozen=True):
     store: _Address = ""
     restarts: Count = 0
     early_failures: Count = 0
+    failures_without_step: Count | None = None
     uncharged_restarts: Count = 0
     desired: Count | None = None
     reason: RoundReason = RoundReason.NODE_JOINED
@@ -435,6 +438,7 @@ class NodeRecord(_VersionedRecord, frozen=True):
         saved: the serial of the last notice that all workers have answered.
         first_step_at: when the program began its first step in ``round``, in seconds since the Unix epoch; 0 if
             unknown. Reported by rank 0.
+        has_stepped: whether the program has completed a step in ``round``. Reported by rank 0.
         last_checkpoint_at: when the write of the last checkpoint in ``round`` began; 0 if unknown. Reported by rank 0.
     """
 
@@ -457,6 +461,7 @@ class NodeRecord(_VersionedRecord, frozen=True):
     notice: _Seconds = 0.0
     saved: _KnownNumber = 0
     first_step_at: _Time = 0.0
+    has_stepped: bool = False
     last_checkpoint_at: _Time = 0.0
 
 

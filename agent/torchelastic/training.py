@@ -97,11 +97,15 @@ def step() -> None:
     """
     now = time.perf_counter()
     before, REPORTS.step_began = REPORTS.step_began, now
-    if before:
-        put_metric("train_step.duration.ms", (now - before) * 1000)
+    if not before:
+        REPORTS.add("first_step_at", time.time())
+        return
+    put_metric("train_step.duration.ms", (now - before) * 1000)
+    if REPORTS.has_stepped:
         REPORTS.send()
     else:
-        REPORTS.add("first_step_at", time.time())
+        REPORTS.has_stepped = True
+        REPORTS.add("second_step_at", time.time())
 
 
 def report_checkpoint() -> CheckpointReport:
@@ -126,19 +130,21 @@ class Reports:
 
     Attributes:
         step_began: when this process last called :func:`step`, by ``time.perf_counter``; 0 before the first call.
+        has_stepped: whether this process has completed a step.
     """
 
     def __init__(self) -> None:
         self.step_began = 0.0
+        self.has_stepped = False
         self._lock = threading.RLock()  # reentrant: a signal handler may report a checkpoint; never held while waiting
         self._unsent: dict[str, float] = {}
         self._next = -math.inf
 
     def add(self, what: str, when: float) -> None:
-        """Report the first step or a checkpoint to the agent.
+        """Report one of the first two steps or a checkpoint to the agent.
 
         Args:
-            what: ``first_step_at``, or ``last_checkpoint_at``, which replaces an unsent one.
+            what: ``first_step_at``, ``second_step_at``, or ``last_checkpoint_at``, which replaces an unsent one.
             when: the time, in seconds since the Unix epoch.
         """
         if is_worker() and os.environ.get("RANK") == "0":

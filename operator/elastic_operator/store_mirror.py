@@ -192,7 +192,7 @@ class StoreMirror:
 
 def _but_progress(node: protocol.NodeRecord) -> protocol.NodeRecord:
     """Return the node's record without its program's progress, which only the leader needs."""
-    return msgspec.structs.replace(node, first_step_at=0.0, last_checkpoint_at=0.0)
+    return msgspec.structs.replace(node, first_step_at=0.0, has_stepped=False, last_checkpoint_at=0.0)
 
 
 def _record(entry: Entry | None, kind: type[_Record]) -> _Record | None:

@@ -225,3 +225,20 @@ def test_a_program_runs_unchanged_without_an_agent(tmp_path: Path) -> None:
     assert alone == "True"
     assert before == after
     assert ended.stderr == ""
+
+
+async def test_a_run_that_fails_again_and_again_before_a_step_ends(tmp_path: Path) -> None:
+    (program := tmp_path / "train.py").write_text(
+        "import os, torchelastic\n"
+        "os.write(1, b'starts\\n')\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    torchelastic.step()\n"
+        "torchelastic.step()\n"
+        "raise ValueError('a bad batch')\n"
+    )
+    async with AgentProcess("--standalone", "--rdzv-conf=crash_loop_seconds=0", program) as agent:
+        assert await agent.code() == 1
+    assert agent.lines[-1].endswith(
+        "ValueError: a bad batch (train.py:6); its workers failed 3 times in a row before they had completed a step"
+    )
+    assert sum(line.endswith("starts") for line in agent.lines) == 4

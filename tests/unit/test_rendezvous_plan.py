@@ -263,6 +263,30 @@ def test_a_crash_loop_ends_the_run_early(free: bool) -> None:
     assert (again.early_failures, again.uncharged_restarts) == (2, 1 if free else 0)
 
 
+@pytest.mark.parametrize(
+    ("before", "progress", "after"),
+    [
+        pytest.param(None, {}, None, id="the program reports nothing"),
+        pytest.param(None, {"has_stepped": True}, 0, id="the first step"),
+        pytest.param(2, {"has_stepped": True}, 0, id="a step"),
+        pytest.param(2, {"last_checkpoint_at": 7.0}, 0, id="a checkpoint"),
+        pytest.param(1, {"first_step_at": 7.0}, 2, id="an incomplete step"),
+        pytest.param(2, {"first_step_at": 7.0}, "end", id="the limit"),
+    ],
+)
+def test_failures_without_a_complete_step_end_the_run(
+    before: int | None, progress: dict[str, Any], after: int | str | None
+) -> None:
+    failed = peer("a", round=1, failure=failure("a", uptime=60.0, message="ValueError: x"), **progress)
+    situation = snapshot(failed, wanted=1, round=round(1, "a", failures_without_step=before), failed_since=0.0)
+    if after == "end":
+        assert outcome_of(situation).message == (
+            "rank 0 on a: ValueError: x; its workers failed 3 times in a row before they had completed a step"
+        )
+    else:
+        assert next_round(situation).failures_without_step == after
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_non_retryable_failure_ends_the_run_despite_other_failures(lost: bool) -> None:
     final = failure("b", rank=1, message="NonRetryableException: no such data", final=True)

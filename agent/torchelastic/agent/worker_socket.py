@@ -46,6 +46,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requested_notice: _Seconds | None = None
     saved: _Number | None = None
     first_step_at: _Time = 0.0
+    second_step_at: _Time = 0.0
     last_checkpoint_at: _Time = 0.0
     compiler: bool = False
 
@@ -110,6 +111,7 @@ class WorkerSocket:
         self._round = 0
         self._began = 0.0
         self._first_step = self._last_checkpoint = 0.0  # in seconds since the Unix epoch
+        self._has_stepped = False
         self._processes: set[_Process] = set()
         self._notice: _Notice | None = None
         self._count = 0
@@ -142,6 +144,7 @@ class WorkerSocket:
         self._round = round.number
         self._began = time.time()
         self._first_step = self._last_checkpoint = 0.0
+        self._has_stepped = False
         self._leaders_notice = 0
         self._notice = None
         for process in self._processes:
@@ -268,7 +271,13 @@ class WorkerSocket:
             self._first_step = round(min(message.first_step_at, now), 3)
         if message.last_checkpoint_at >= self._began:
             self._last_checkpoint = round(max(self._last_checkpoint, min(message.last_checkpoint_at, now)), 3)
-        self._node.report(self._round, first_step_at=self._first_step, last_checkpoint_at=self._last_checkpoint)
+        self._has_stepped |= message.second_step_at >= self._began
+        self._node.report(
+            self._round,
+            first_step_at=self._first_step,
+            has_stepped=self._has_stepped,
+            last_checkpoint_at=self._last_checkpoint,
+        )
 
 
 async def _receive(reader: asyncio.StreamReader, kind: type[Any]) -> Any:  # noqa: ANN401 - of that kind

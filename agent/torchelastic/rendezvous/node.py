@@ -324,7 +324,7 @@ class RendezvousNode:
         Args:
             round: the round's number.
             changes: fields of the node's record: ``phase``, ``failure``, ``notice``, ``saved``, ``first_step_at``,
-                ``last_checkpoint_at``.
+                ``has_stepped``, ``last_checkpoint_at``.
         """
         if self._leaving and changes.get("phase") is not NodePhase.DONE:
             changes.pop("phase", None)
@@ -400,6 +400,7 @@ class RendezvousNode:
             notice=0.0,
             saved=0,
             first_step_at=0.0,
+            has_stepped=False,
             last_checkpoint_at=0.0,
         )
         self._notice = None

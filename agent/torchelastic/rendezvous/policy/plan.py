@@ -297,6 +297,8 @@ class _Plan:
         if failure.kind is not FailureKind.PROGRAM and now < since + CAUSE_WINDOW and not all_reported:
             return Hold(since + CAUSE_WINDOW)
         early = round.early_failures + 1 if failure.uptime < settings.crash_loop_seconds else 0
+        if not self._has_stepped() and round.failures_without_step is not None:
+            self._continue_with(failures_without_step=round.failures_without_step + 1)
         if why := self._why_run_ends(failure, early):
             explained = failure.non_retryable and failure.kind is FailureKind.PROGRAM
             if not explained and not all_reported and now < since + REPORT_WINDOW:
@@ -311,6 +313,16 @@ class _Plan:
             self._continue_with(restarts=round.restarts + 1, failure=kept)
         return self._form_or_pause(RoundReason.WORKER_FAILED, describe(failure))
 
+    def _has_stepped(self) -> bool:
+        """Return whether the program has completed a step or written a checkpoint in the round."""
+        present = (
+            self.membership.peers[node].record for node in self.membership.ranks if node in self.membership.peers
+        )
+        return any(
+            record.round == self.membership.number and (record.has_stepped or record.last_checkpoint_at > 0)
+            for record in present
+        )
+
     def _why_run_ends(self, failure: FailureRecord, early: int) -> str:
         """Return why the run ends with this failure; empty if it restarts."""
         settings = self.settings
@@ -320,8 +332,9 @@ class _Plan:
         if spent and settings.max_restarts == 0:
             return "restarts are not allowed"
         if early >= settings.crash_loop_limit:
-            frequency = "once" if early == 1 else f"{early} times in a row"
-            return f"its workers failed {frequency} within {settings.crash_loop_seconds:g} s of their start"
+            return f"its workers failed {_times(early)} within {settings.crash_loop_seconds:g} s of their start"
+        if (idle := self.before.failures_without_step or 0) >= settings.crash_loop_limit:
+            return f"its workers failed {_times(idle)} before they had completed a step"
         return f"no restarts are left (the limit is {settings.max_restarts})" if spent else ""
 
     # -- planned changes
@@ -465,6 +478,7 @@ class _Plan:
             number=max(self.before.number, self.membership.highest_round_seen) + 1,
             restarts=self.before.restarts,
             early_failures=self.before.early_failures,
+            failures_without_step=0 if self._has_stepped() else self.before.failures_without_step,
             uncharged_restarts=self.before.uncharged_restarts,
             desired=self.membership.size.desired,
             reason=reason,
@@ -487,3 +501,7 @@ class _Plan:
             names = named([peer.id for peer in others])
             parts.append(f"{names} cannot take part: {other_version(others[0].record.protocol)}")
         return "; ".join(parts)
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times in a row"
