@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.agents import until_gone
-from tests.support.launchers import Launcher
+from tests.support.agents import WithoutSettings, until_gone
 from tests.support.ports import free_range
 
 if TYPE_CHECKING:
@@ -41,15 +40,15 @@ if dist.get_world_size() == 2:
 """A worker that fails when the other one ends, and succeeds if it is alone."""
 
 
-class Node(Launcher):
+class Node(WithoutSettings):
     """A node with a worker that ends when the test says so; ``pipe`` is the path of a new pipe.
 
     Attributes:
         worker: the process id of the last worker that :meth:`restarts` returned.
     """
 
-    def __init__(self, pipe: Path, *arguments: str | Path) -> None:
-        super().__init__(*arguments, pipe)
+    def __init__(self, module: str, pipe: Path, *arguments: str | Path) -> None:
+        super().__init__(module, *arguments, pipe)
         os.mkfifo(pipe)
         self._pipe = pipe
         self._seen = 0
@@ -68,23 +67,23 @@ class Node(Launcher):
 
 @pytest.fixture
 def flags(module: str, etcd: EtcdServer) -> tuple[list[str], list[str]]:
-    """The command lines of the two nodes of a run; under torchrun, the first node serves the rendezvous."""
+    """The flags of the two nodes of a run; under torchrun, the first node serves the rendezvous."""
     rendezvous = {
         TORCHRUN: ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_range(1).first}"],
         OURS: [f"--rdzv-endpoint={etcd.endpoint}"],
     }[module]
-    common = ["-m", module, *rendezvous, f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1", "--nnodes=1:2"]
+    common = [*rendezvous, f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1", "--nnodes=1:2"]
     common += ["--monitor-interval=0.02"]
     first, second = (f"--rdzv-conf=last_call_timeout=100,is_host={is_host}" for is_host in (1, 0))
     return [*common, first], [*common, second]
 
 
 @pytest.fixture
-def nodes(flags: tuple[list[str], list[str]], max_restarts: int, tmp_path: Path) -> tuple[Node, Node]:
+def nodes(module: str, flags: tuple[list[str], list[str]], max_restarts: int, tmp_path: Path) -> tuple[Node, Node]:
     """Two nodes with the program ``ENDS_WHEN_TOLD``."""
     (program := tmp_path / "ends.py").write_text(ENDS_WHEN_TOLD)
     first, second = (
-        Node(tmp_path / f"pipe-{number}", *each, f"--max-restarts={max_restarts}", program)
+        Node(module, tmp_path / f"pipe-{number}", *each, f"--max-restarts={max_restarts}", program)
         for number, each in enumerate(flags)
     )
     return first, second
@@ -136,7 +135,8 @@ async def test_a_failure_ends_the_run_on_all_nodes_and_under_torchrun_on_its_nod
             0,
             1,
             marks=pytest.mark.differs(
-                "The first node may leave. It serves torchrun's rendezvous `c10d`, so the others then fail."
+                "Any node may leave, also the first one. With torchrun's backend `c10d`, the first node serves the "
+                "rendezvous, and the others fail without it."
             ),
         ),
         pytest.param(
@@ -153,7 +153,7 @@ async def test_the_others_continue_when_a_node_leaves_and_fail_under_torchrun(
     module: str, flags: tuple[list[str], list[str]], leaver: int, max_restarts: int, tmp_path: Path
 ) -> None:
     (program := tmp_path / "receives.py").write_text(RECEIVES_IF_TWO)
-    nodes = [Launcher(*each, f"--max-restarts={max_restarts}", program) for each in flags]
+    nodes = [WithoutSettings(module, *each, f"--max-restarts={max_restarts}", program) for each in flags]
     async with nodes[0], nodes[1]:
         for node in nodes:
             await node.wait_for_line("^world size 2")

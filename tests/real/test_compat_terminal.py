@@ -49,6 +49,7 @@ try:
     while True:
         signal.pause()
 except KeyboardInterrupt:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher may pass on the signal that the terminal has sent
     print("interrupted", flush=True)
     open(sys.argv[1]).read()
 finally:
@@ -110,9 +111,13 @@ async def test_ctrl_c_is_a_keyboard_interrupt_and_the_program_has_time(
         await terminal.shows("interrupted")
         await asyncio.to_thread(saved.write_text, "")
         await terminal.shows("finally")
-        assert await terminal.exit_code() != 0
+        assert await terminal.exit_code() == (130 if module == "torchelastic.run" else 1)
 
 
+@pytest.mark.differs(
+    "An agent that leaves on a signal exits with 128 and the signal's number, such as 143 for SIGTERM. torchrun exits "
+    "with 1."
+)
 @pytest.mark.parametrize(
     ("number", "flags"),
     [
@@ -131,7 +136,7 @@ async def test_signals_reach_the_program_and_it_has_time(
         await launcher.wait_for_line(f"^got {number.name}")
         await asyncio.to_thread(handling[1].write_text, "")
         await launcher.wait_for_line("^saved")
-        assert await launcher.code() != 0
+        assert await launcher.code() == (128 + number if module == "torchelastic.run" else 1)
 
 
 @pytest.mark.differs("Under `nohup`, the agent and its workers ignore SIGHUP. torchrun and its workers exit.")
@@ -154,6 +159,17 @@ async def test_the_failure_of_a_rank_is_sigterm_for_the_others_and_they_have_tim
         await asyncio.to_thread(handling[1].write_text, "")
         await launcher.wait_for_line("^saved")
         assert await launcher.code() == 1
+
+
+@pytest.mark.differs(
+    "A Python program runs in a process that has already imported torch; see [how workers are "
+    "started](#how-workers-are-started). torchrun starts a new interpreter."
+)
+async def test_a_program_starts_with_torch_imported_unlike_under_torchrun(module: str, tmp_path: Path) -> None:
+    (program := tmp_path / "imported.py").write_text("import sys; print('torch' in sys.modules)")
+    async with WithoutSettings(module, "--standalone", program) as launcher:
+        assert await launcher.code() == 0
+    assert str(module == "torchelastic.run") in launcher.lines
 
 
 async def test_workers_are_not_restarted_by_default(module: str, tmp_path: Path) -> None:
