@@ -58,7 +58,7 @@ for name in torchelastic.__all__:
     getattr(torchelastic, name)
 assert "torch" not in sys.modules
 assert "LaunchConfig" in dir(torchelastic)
-assert not hasattr(torchelastic, "State")
+assert not hasattr(torchelastic, "no_such_name")
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 

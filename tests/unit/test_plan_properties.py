@@ -38,9 +38,10 @@ def instances_of(cls: type, **fields: st.SearchStrategy[Any]) -> st.SearchStrate
     return st.builds(cls, **{name: st.from_type(hint) for name, hint in hints.items()} | fields)
 
 
-RECORDS = ("SizeRecord", "FailureRecord", "TerminationMessage", "Member", "RoundRecord", "OutcomeRecord")
+RECORDS = ("SizeRecord", "FailureRecord", "TerminationMessage", "Member", "OutcomeRecord")
 for record in (*(getattr(protocol, name) for name in RECORDS), IncompatibleImage):
     st.register_type_strategy(record, instances_of(record))
+st.register_type_strategy(protocol.RoundRecord, instances_of(protocol.RoundRecord, roles=st.just(())))
 PODS = instances_of(
     Pod,
     name=NAMES,
