@@ -25,7 +25,14 @@ pytestmark = pytest.mark.real
 
 PROBE = Path(__file__).parents[1] / "support" / "probe.py"
 
-OURS = {"LOCAL_RANK", "PROBE_OUT", "RANK", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_PROCESS_TREE"}
+OURS = {
+    "LOCAL_RANK",
+    "PROBE_OUT",
+    "RANK",
+    "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_PROCESS_TREE",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+}
 
 
 def comparable(path: Path) -> dict[str, Any]:
