@@ -310,6 +310,8 @@ class FailureKind(enum.StrEnum):
 
     PROGRAM = "program"
     """An exception or exit of the program, a signal from another process, or the out-of-memory killer."""
+    UNKNOWN = "unknown"
+    """An exit or a crash of a worker whose error the agent does not know, because the worker inherits its streams."""
     COMMUNICATION = "communication"
     """A failed collective operation, usually because another worker has failed."""
 
@@ -625,6 +627,8 @@ class Env:
     """When the job was created, in seconds since the Unix epoch: the start of its time breakdown."""
     UNIQUE_RUN: Final = "TORCHELASTIC_UNIQUE_RUN"
     """"1": the run id is never reused, so an outcome in the store belongs to this run."""
+    COMBINED_OUTPUT: Final = "TORCHELASTIC_COMBINED_OUTPUT"
+    """"1": both streams of a worker go only to one file, ``output.log``, below ``--log-dir``."""
     CHECKPOINT_DIR: Final = "TORCHELASTIC_CHECKPOINT_DIR"
     """The program's checkpoint directory; the agent passes it to the program unchanged."""
     TERMINATION_LOG: Final = "TORCHELASTIC_TERMINATION_LOG"

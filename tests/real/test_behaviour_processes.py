@@ -163,7 +163,7 @@ async def test_an_agent_in_a_program_kills_its_processes_and_no_other_children(t
 async def test_a_command_is_killed_with_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program(ProgramKind.COMMAND, ("sh", "-c", "sleep 600 & echo $! > child.part; mv child.part child; wait"))
     monkeypatch.chdir(tmp_path)
-    async with workers_of(program, LogSettings(tmp_path / "logs")) as workers:
+    async with workers_of(program, LogSettings(tmp_path / "logs", combined=True)) as workers:
         group = await start_workers(workers, {})
         child = int(await text_of(tmp_path / "child"))
         os.kill(group.workers[0].child.pid, signal.SIGKILL)

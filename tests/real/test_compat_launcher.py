@@ -84,6 +84,50 @@ async def test_a_launcher_from_the_torch_customization_guide_runs(tmp_path: Path
     assert "Warning" not in output
 
 
+LOGS = """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+
+    def work():
+        rank = int(os.environ["RANK"])
+        os.write(1, b"out %d\\n" % rank)
+        os.write(2, b"err %d\\n" % rank)
+
+    if __name__ == "__main__":
+        folder, package, backend = sys.argv[1:]
+        launcher = __import__(f"{package}.launcher.api", fromlist=["api"])
+        tee = {0: Std.OUT, 1: Std.OUT, 2: Std.ALL}
+        config = launcher.LaunchConfig(
+            1, 1, 3, DefaultLogsSpecs(folder, redirects={0: Std.ERR}, tee=tee, local_ranks_filter={1, 2}),
+            rdzv_backend=backend,
+            rdzv_endpoint="localhost:0" if backend == "c10d" else "",
+            log_line_prefix_template="<${rank}> ",
+            duplicate_stdout_filters=["1", "2"],
+        )
+        launcher.elastic_launch(config, work)()
+        print("waits", config.shutdown_timeout, "s")
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "backend"), [("torch.distributed", "c10d"), ("torchelastic", "c10d"), ("torchelastic", "torchelastic")]
+)
+async def test_logs_specs_choose_the_files_and_the_console(package: str, backend: str, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    output = await output_of(tmp_path, LOGS, logs, package, backend)
+    lines = sorted(line for line in output.splitlines() if re.search(r"(out|err) \d$", line))
+    assert lines == ["<1> out 1", "<2> err 2", "<2> out 2", "err 1"]
+    assert re.search(r"^waits 30(\.0)? s$", output, re.MULTILINE)
+    files = {path.relative_to(*logs.glob("*/attempt_0")): path.read_text() for path in logs.rglob("*.log")}
+    assert {os.fspath(path): "".join(sorted(text.splitlines(keepends=True))) for path, text in files.items()} == {
+        "0/stdout.log": "out 0\n",
+        "0/stderr.log": "err 0\n",
+        "1/stdout.log": "out 1\n",
+        "2/stdout.log": "out 2\n",
+        "2/stderr.log": "err 2\n",
+        "filtered_stdout.log": "<1> out 1\n<2> out 2\n",
+    }
+
+
 LAUNCH = """
     import json, logging
     from torchelastic.launcher.api import LaunchConfig, elastic_launch

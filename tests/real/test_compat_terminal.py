@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -197,12 +198,74 @@ async def test_one_node_runs_with_any_rendezvous_of_torch(module: str, flags: st
     assert {"rank 0 2", "rank 1 2"} <= {*launcher.lines}
 
 
-async def test_only_the_chosen_ranks_are_on_the_console(module: str, tmp_path: Path) -> None:
-    (program := tmp_path / "ranks.py").write_text("import os; print('rank', os.environ['RANK'])")
-    flags = ("--standalone", "--nproc-per-node=2", "--local-ranks-filter=1", program)
-    async with WithoutSettings(module, *flags) as launcher:
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("--local-ranks-filter=1", "rank 1"),
+        ("--redirects=0:3", "rank 1"),
+        ("--log-dir=logs", "rank 0,rank 1"),
+        ("--tee=1", "[default0]:rank 0,[default1]:rank 1"),
+        ("--tee=1:1 --role=eval --local-ranks-filter=1", "[eval1]:rank 1"),
+        (
+            "--tee=1 --log-line-prefix-template=${role_name}/$local_rank/$rank/$x:",
+            "default/0/0/$x:rank 0,default/1/1/$x:rank 1",
+        ),
+        ("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=${rank}| --tee=1", "0|rank 0,1|rank 1"),
+    ],
+)
+async def test_the_console_has_the_chosen_streams_with_the_chosen_prefix(
+    module: str, settings: str, expected: str, tmp_path: Path
+) -> None:
+    (program := tmp_path / "ranks.py").write_text("import os; os.write(1, b'rank %s\\n' % os.environb[b'RANK'])")
+    words = settings.split()
+    flags = ("--standalone", "--nproc-per-node=2", *(word for word in words if word.startswith("--")))
+    environ = ("env", f"--chdir={tmp_path}", *(word for word in words if not word.startswith("--")))
+    async with WithoutSettings(module, *flags, program, within=environ) as launcher:
         assert await launcher.code() == 0
-    assert [line for line in launcher.lines if line.startswith("rank")] == ["rank 1"]
+    assert ",".join(sorted(line for line in launcher.lines if re.search(r"rank \d$", line))) == expected
+
+
+async def test_lines_of_all_ranks_that_contain_a_text_are_copied_to_a_file(module: str, tmp_path: Path) -> None:
+    (program := tmp_path / "fruit.py").write_text(
+        "import os, sys\n"
+        "for line in ('an apple', 'a, b', 'a pear'): os.write(1, f'{line} {os.environ[\"RANK\"]}\\n'.encode())\n"
+        "os.write(2, b'an apple, a pear')\n"
+    )
+    filters = ("--duplicate-stdout-filters=apple,a,, b", "--duplicate_stderr_filters=pear")
+    flags = ("--standalone", "--nproc-per-node=2", f"--log-dir={tmp_path}", "--tee=0:3,1:1", *filters)
+    async with WithoutSettings(module, *flags, program) as launcher:
+        assert await launcher.code() == 0
+    found = {path.name: sorted(path.read_text().splitlines()) for path in tmp_path.rglob("filtered_*.log")}
+    assert found == {
+        "filtered_stdout.log": [f"[default{rank}]:{line} {rank}" for rank in (0, 1) for line in ("a, b", "an apple")],
+        "filtered_stderr.log": ["[default0]:an apple, a pear"],
+    }
+
+
+async def test_logs_specs_of_an_installed_package_choose_the_files(module: str, tmp_path: Path) -> None:
+    (tmp_path / "own_logs.py").write_text(
+        "import os\n"
+        "from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs\n"
+        "class OwnLogs(DefaultLogsSpecs):\n"
+        "    def reify(self, envs):\n"
+        "        files = super().reify(envs)\n"
+        "        for rank, env in envs.items():\n"
+        "            env['SECRET'] = f'of {rank}'\n"
+        "            files.stdouts[rank] = os.path.join(self.root_log_dir, f'{env[\"RANK\"]}.txt')\n"
+        "        return files\n"
+    )
+    (package := tmp_path / "own_logs-1.dist-info").mkdir()
+    (package / "METADATA").write_text("Name: own-logs\nVersion: 1\n")
+    (package / "entry_points.txt").write_text("[torchrun.logs_specs]\nown = own_logs:OwnLogs\n")
+    (program := tmp_path / "secret.py").write_text(
+        "import os, sys; print(os.environ['SECRET']); sys.stderr.write('x\\n')"
+    )
+    flags = ("--standalone", "--nproc-per-node=2", f"--log-dir={tmp_path}", "--logs-specs=own", "--redirects=1:2")
+    async with WithoutSettings(module, *flags, program, within=("env", f"PYTHONPATH={tmp_path}")) as launcher:
+        assert await launcher.code() == 0
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == ["of 0\n", "of 1\n"]
+    assert launcher.lines.count("x") == 1
+    assert [path.read_text() for path in tmp_path.rglob("stderr.log")] == ["x\n"]
 
 
 async def test_redirected_output_without_a_folder_goes_to_a_temporary_folder(module: str, tmp_path: Path) -> None:
@@ -217,8 +280,35 @@ async def test_redirected_output_without_a_folder_goes_to_a_temporary_folder(mod
     assert any(folder in line for line in launcher.lines), "the folder is named"
 
 
-async def test_the_error_file_of_the_launcher_has_the_root_cause(module: str, tmp_path: Path) -> None:
-    (program := tmp_path / "fails.py").write_text(
+NESTED = """
+import subprocess, sys
+from torch.distributed.elastic.multiprocessing.errors import record
+
+@record
+def main():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", sys.argv[1]]
+    assert subprocess.run(command).returncode == 1
+    raise RuntimeError("no model")
+
+main()
+"""
+"""A program that fails after a launcher that it runs has failed."""
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (["fails.py"], "ValueError: no data for rank 0"),
+        (["nested.py", "fails.py"], "RuntimeError: no model"),
+        (["-m", "torch.distributed.run", "--standalone", "fails.py"], "ValueError: no data for rank 0"),
+    ],
+    ids=["a program", "a program after a nested launcher", "a nested launcher"],
+)
+async def test_the_error_file_of_the_launcher_has_the_root_cause(
+    module: str, program: Sequence[str], expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / "nested.py").write_text(NESTED)
+    (tmp_path / "fails.py").write_text(
         "import os\n"
         "from torch.distributed.elastic.multiprocessing.errors import record\n"
         "@record\n"
@@ -226,8 +316,16 @@ async def test_the_error_file_of_the_launcher_has_the_root_cause(module: str, tm
         "    raise ValueError(f'no data for rank {os.environ[\"RANK\"]}')\n"
         "main()\n"
     )
-    error = tmp_path / "error.json"
-    environ = ("env", f"TORCHELASTIC_ERROR_FILE={error}")
-    async with WithoutSettings(module, "--standalone", program, within=environ) as launcher:
+    (error := tmp_path / "error.json").write_text("of an earlier run")
+    environ = ("env", f"--chdir={tmp_path}", f"TORCHELASTIC_ERROR_FILE={error}")
+    async with WithoutSettings(module, "--standalone", *program, within=environ) as launcher:
         assert await launcher.code() == 1
-    assert "ValueError: no data for rank 0" in json.loads(error.read_text())["message"]["message"]
+    assert expected in json.loads(error.read_text())["message"]["message"]
+
+
+async def test_a_warning_of_the_compiler_is_printed_once(module: str, tmp_path: Path) -> None:
+    (program := tmp_path / "escapes.py").write_text("import torch\nprint('\\d')")
+    environ = ("env", "PYTHONWARNINGS=default")
+    async with WithoutSettings(module, "--standalone", program, within=environ) as launcher:
+        assert await launcher.code() == 0
+    assert len([line for line in launcher.lines if "escapes.py" in line and "invalid escape" in line]) == 1

@@ -45,17 +45,18 @@ STUCK = """
     """
 
 
-@pytest.mark.parametrize("method", ["fork-server", "exec"])
-async def test_a_hanging_worker_fails_with_the_place_where_it_hangs(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(("method", "prefix"), [("fork-server", "[rank 0] "), ("exec", "")])
+async def test_a_hanging_worker_fails_with_the_place_where_it_hangs(tmp_path: Path, method: str, prefix: str) -> None:
     program = program_of(tmp_path, STUCK)
     log = tmp_path / "last-words"
-    async with AgentProcess(*ONCE, f"--start-method={method}", f"--termination-log={log}", program) as agent:
+    flags, env = (f"--start-method={method}", f"--termination-log={log}"), {"PET_PREFIX": f"{int(bool(prefix))}"}
+    async with AgentProcess(*ONCE, *flags, program, env=env) as agent:
         assert await agent.code() == 1
     failure = json.loads(log.read_text())["failure"]
     where = "it was in stuck (program.py:7), called by train (program.py:12), called by <module> (program.py:14)"
     assert failure["message"] == f"no heartbeat for 3 s; {where}"
     assert failure["exit_code"] == -signal.SIGABRT
-    assert "[rank 0] Fatal Python error: Aborted" in agent.output
+    assert f"{prefix}Fatal Python error: Aborted" in agent.lines
 
 
 async def test_a_stopped_process_is_reported_as_stopped(tmp_path: Path) -> None:

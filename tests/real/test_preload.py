@@ -48,7 +48,7 @@ async def test_a_module_beside_the_program_is_imported_once_for_all_workers(
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     (tmp_path / "model.py").write_text(f"{MODEL}\nprint('loading', end='')")
     program = script(tmp_path, TELLS_WHO_IMPORTED, preload=["model"])
-    async with workers_of(program, LogSettings(tmp_path / "logs"), 2) as workers:
+    async with workers_of(program, LogSettings(tmp_path / "logs", combined=True), 2) as workers:
         await workers.ready()
         group = await start_workers(workers, {}, {"SET_BY_THE_MODEL": "the worker's"})
         assert [(await next_exit(group)).exit_code for _ in range(2)] == [0, 0]

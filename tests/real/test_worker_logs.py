@@ -38,10 +38,10 @@ async def run(logs: LogSettings, folder: Path, source: str, count: int = 1) -> N
 
 async def test_streams_are_redirected_and_teed_by_local_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "logs"
-    logs = LogSettings(folder, redirects={0: Streams.ERR, 1: Streams.BOTH}, tee={0: Streams.OUT})
+    logs = LogSettings(folder, redirects={0: Streams.ERR, 1: Streams.BOTH}, tee={0: Streams.OUT}, combined=True)
     await run(logs, tmp_path, BOTH_STREAMS, 3)
     out, err = capfd.readouterr()
-    assert out == "[rank 0] one\n[rank 0] three\n[rank 0] five\n"
+    assert out == "[default0]:one\n[default0]:three\n[default0]:five\n"
     assert err == ""
     found = {str(path.relative_to(folder / "round_1")): path.read_text() for path in folder.rglob("*.log")}
     assert found == {
@@ -101,7 +101,7 @@ async def test_a_full_disk_loses_the_log_file_but_not_the_console(
     folder.mkdir(parents=True)
     (folder / "stdout.log").symlink_to("/dev/full")
     await run(LogSettings(tmp_path / "logs", tee={0: Streams.BOTH}), tmp_path, BOTH_STREAMS)
-    assert capfd.readouterr().out == "[rank 0] one\n[rank 0] three\n[rank 0] five\n"
+    assert capfd.readouterr().out == "[default0]:one\n[default0]:three\n[default0]:five\n"
     assert (folder / "stderr.log").read_text() == "two\nfour\n"
     [warning] = caplog.messages
     assert f"{folder}/stdout.log cannot be written: No space left on device." in warning

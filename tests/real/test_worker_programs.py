@@ -211,8 +211,9 @@ async def test_a_program_sees_variables_that_it_sets_before_importing_torch(
         "import os; os.environ['HOME'] = os.environ['CUDA_VISIBLE_DEVICES'] = '/nowhere'; import torch",
         "# os.environ['OMP_NUM_THREADS'] = '1'\nimport torch",
         "import os; print(end=os.environ.get('OMP_NUM_THREADS') == '7' and 'x' or ''); import torch",
+        f"import torch; class_ = type('C', (), {{'update': lambda self, _: self}}); class_(){'.update({1: 2})' * 500}",
     ],
-    ids=["after the import", "read later", "in a comment", "not set"],
+    ids=["after the import", "read later", "in a comment", "not set", "nested deeply"],
 )
 async def test_any_other_program_is_forked(source: str, tmp_path: Path) -> None:
     program = script(tmp_path, f"import sys; print('torch' in sys.modules)\n{source}")

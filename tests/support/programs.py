@@ -32,7 +32,7 @@ def script(
 
 async def run(program: Program, folder: Path, env: Mapping[str, str] | None = None) -> tuple[WorkerExit, str]:
     """Run one worker until it exits, and return its exit and its output."""
-    async with workers_of(program, LogSettings(folder)) as workers:
+    async with workers_of(program, LogSettings(folder, combined=True)) as workers:
         group = await start_workers(workers, env or {})
         end = await next_exit(group)
         await group.stop(0)

@@ -72,7 +72,7 @@ class WorkerRunner:
     workers: Workers = field(init=False)
 
     async def __aenter__(self) -> Self:
-        self.workers = workers_of(ANY_PROGRAM, LogSettings(self.folder / "logs"), 2)
+        self.workers = workers_of(ANY_PROGRAM, LogSettings(self.folder / "logs", combined=True), 2)
         await self.workers.__aenter__()
         return self
 

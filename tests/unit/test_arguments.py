@@ -345,6 +345,7 @@ def test_the_master_address_is_ignored_with_one_warning_on_one_node(caplog: pyte
         ("--log-dir=x -r=4", "-r 4: must be 0 (none), 1 (stdout), 2 (stderr) or 3 (both)"),
         ("--log-dir=x --tee=1:3", "--tee 1:3: there is no local rank 1: this node has 1 worker."),
         ("--log-dir=train.py/x", "--log-dir train.py/x: "),
+        ("--logs-specs=mine", "--logs-specs mine: no installed package has this entry point"),
         ("PET_STANDALONE=maybe", "PET_STANDALONE=maybe: must be 1 for on or 0 for off."),
         ("PET_RDZV_CONF=lease=0", "PET_RDZV_CONF lease=0: must be a time"),
         ("TORCHELASTIC_PROTOCOL=2", "The operator uses version 2 of the protocol"),

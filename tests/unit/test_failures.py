@@ -66,6 +66,11 @@ def test_without_an_exception_the_exit_code_or_signal_is_reported(
     assert words(error_json, exit_code, tail).startswith(expected)
 
 
+@pytest.mark.parametrize(("exit_code", "kind"), [(1, "unknown"), (-6, "unknown"), (-9, "program"), (-15, "program")])
+def test_a_crash_without_captured_output_has_an_unknown_cause(error_json: Path, exit_code: int, kind: str) -> None:
+    assert explain(exit_code, error_file=error_json, tail="", out_of_memory=False).kind.value == kind
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -181,10 +186,10 @@ def test_a_long_exception_is_shortened(error_json: Path, monkeypatch: pytest.Mon
     assert len(message) <= MESSAGE_LIMIT
 
 
-def test_the_first_recorded_exception_is_kept(error_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_replaces_the_record_of_another_process(error_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ERROR_FILE, str(error_json))
+    error_json.write_text(record("RuntimeError: of a nested launcher"))
     record_exception(ValueError("the reason"))
-    record_exception(RuntimeError("its consequence"))
     assert words(error_json, 1) == "ValueError: the reason"
     assert [path.name for path in error_json.parent.iterdir()] == ["error.json"]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from torchelastic import LocalElasticAgent, RunResult, WorkerSpec, WorkerState
 from torchelastic.errors import SettingsError
@@ -157,6 +159,8 @@ def test_unsupported_handler_parameters_are_refused(changes: dict[str, Any], wor
         ),
         (lambda: LocalElasticAgent(WorkerSpec(fn=print), exit_barrier_timeout=-1), "exit_barrier_timeout=-1: must be"),
         (lambda: LocalElasticAgent(WorkerSpec(fn=print), start_method="thread"), "fork-server or exec"),
+        (lambda: LocalElasticAgent(WorkerSpec(fn=print), shutdown_timeout=-1), "shutdown_timeout=-1: must be a time"),
+        (lambda: LocalElasticAgent(WorkerSpec(fn=print, tee=3), DefaultLogsSpecs(os.devnull)), "remove log_dir"),
         (lambda: LocalElasticAgent(WorkerSpec(fn=print, tee=4)), "0 .none., 1"),
         (lambda: LocalElasticAgent(WorkerSpec(fn=print, tee={1: 3})), "there is no local rank 1"),
     ],

@@ -238,8 +238,9 @@ def test_a_failure_is_charged_and_named_whichever_node_reports_it(reporter: str)
     assert (decision.cause, decision.failure) == ("rank 1 on b: ValueError: bad", broken)
 
 
-def test_a_communication_failure_waits_briefly_for_its_cause() -> None:
-    here = (peer("a", round=1, failure=failure("a", kind=FailureKind.COMMUNICATION)), peer("b", round=1))
+@pytest.mark.parametrize("kind", [FailureKind.UNKNOWN, FailureKind.COMMUNICATION])
+def test_a_failure_that_another_may_explain_waits_briefly_for_it(kind: FailureKind) -> None:
+    here = (peer("a", round=1, failure=failure("a", kind=kind)), peer("b", round=1))
     situation = snapshot(*here, wanted=2, now=1.0, round=round(1, "a", "b"), failed_since=1.0)
     assert hold_of(plan(situation, SETTINGS)).until == pytest.approx(1.1)
     assert members(next_round(dataclasses.replace(situation, now=1.1))) == ("a", "b")

@@ -43,6 +43,9 @@ MESSAGE_LIMIT: Final = 4096
 ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
 """The environment variable with the path of a worker's error file."""
 
+_RECORD: Final = '/torch/distributed/elastic/multiprocessing/errors/__init__.py"'
+"""The file of ``@record`` in the traceback of an exception that it has recorded."""
+
 _RECORDED_MESSAGE: Final = 8 << 10
 _RECORDED_TRACE: Final = 32 << 10
 _FILE_LIMIT: Final = 256 << 10
@@ -125,7 +128,9 @@ def explain(exit_code: int, *, error_file: Path, tail: str, out_of_memory: bool)
         return Explanation(_kind(crash), shorten(f"{describe_exit(exit_code)}: {crash}", MESSAGE_LIMIT))
     lines = [line.rstrip() for line in tail.splitlines() if line.strip() and not _NATIVE_FRAME.match(line)]
     last = " | ".join(lines[-_TAIL_LINES:])
-    text = f"{describe_exit(exit_code)}; it last printed: {last}" if last else describe_exit(exit_code)
+    if not last:  # the agent has not seen the output
+        return Explanation(FailureKind.UNKNOWN, describe_exit(exit_code))
+    text = f"{describe_exit(exit_code)}; it last printed: {last}"
     kinds = {_kind(line) for line in lines[-_LAST_LINES:]}
     kind = FailureKind.COMMUNICATION if FailureKind.COMMUNICATION in kinds else FailureKind.PROGRAM
     return Explanation(kind, shorten(text, MESSAGE_LIMIT))
@@ -135,10 +140,14 @@ def explain(exit_code: int, *, error_file: Path, tail: str, out_of_memory: bool)
 
 
 def record_exception(error: BaseException) -> None:
-    """Write an uncaught exception to the error file, unless ``@record`` has written it."""
-    name, text = type(error).__qualname__, _text_of(error)
+    """Write an uncaught exception to the error file, unless ``@record`` has written it.
+
+    An exception that ``@record`` has written is replaced only if it is final, because ``@record`` does not record this.
+    """
+    name, text, final = type(error).__qualname__, _text_of(error), _is_final(error)
     trace = "".join(traceback.format_exception(error))
-    record_message(f"{name}: {text}" if text else name, trace, final=_is_final(error))
+    if final or _RECORD not in trace or not Path(os.environ.get(ERROR_FILE, "")).is_file():
+        record_message(f"{name}: {text}" if text else name, trace, final=final)
 
 
 def _text_of(error: BaseException) -> str:
@@ -155,16 +164,14 @@ def _is_final(error: BaseException) -> bool:
 
 
 def record_message(message: str, trace: str = "", *, final: bool = False) -> None:
-    """Write the error file atomically, unless it exists.
+    """Write the error file atomically; an existing file, which may be of a process that this one ran, is replaced.
 
     Args:
         message: the exception, or another reason.
         trace: its traceback.
-        final: whether the failure is non-retryable; if so, an existing file is replaced, because ``@record`` does not
-            record this property.
+        final: whether the failure is non-retryable.
     """
-    path = os.environ.get(ERROR_FILE)
-    if not path or (Path(path).exists() and not final):
+    if not (path := os.environ.get(ERROR_FILE)):
         return
     details: dict[str, Any] = {"py_callstack": _bounded(trace, _RECORDED_TRACE), "timestamp": str(int(time.time()))}
     if final:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import errno
 import itertools
 import logging
@@ -17,18 +16,24 @@ import os
 import queue
 import re
 import select
+import socket
 import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.config.settings import Streams
 from torchelastic.errors import SettingsError
+from torchelastic.output import rank_label
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
     from torchelastic.config.settings import LogSettings
 
@@ -49,6 +54,8 @@ _LINE_START: Final = re.compile(rb"(?<=\n)(?=.)|(?<=\r)(?=[^\n])", re.DOTALL)
 
 _PIECE: Final = re.compile(rb"(?s:.{0,%d})\n|[^\n]+\n?" % (select.PIPE_BUF - 1))
 """Matches as many whole lines as the kernel writes to a pipe atomically. A longer line is one match."""
+
+_RESTART_COUNT: Final = "TORCHELASTIC_RESTART_COUNT"
 
 _QUEUE_LIMIT: Final = 1 << 20
 _RETRY_DELAY: Final = 0.01
@@ -144,15 +151,43 @@ def _write(descriptor: int, data: bytes) -> None:
             select.select([], [descriptor], [])
 
 
+class LineFilter:
+    """Copies the lines of one stream that contain one of some texts to a file that several streams share."""
+
+    def __init__(self, path: Path, prefix: bytes, texts: Sequence[str]) -> None:
+        self._file = _open_log(path)
+        self._prefix = prefix
+        self._texts = [text.encode() for text in texts]
+        self._rest = b""
+
+    def write(self, data: bytes) -> None:
+        """Copy the lines that end in this part of the stream."""
+        *lines, rest = (self._rest + data).split(b"\n")
+        self._rest = rest[-_CHUNK:]
+        for line in lines:
+            if any(text in line for text in self._texts):
+                with contextlib.suppress(OSError):  # a full disk; the line is on the console
+                    os.write(self._file, self._prefix + line + b"\n")
+
+    def close(self) -> None:
+        """Copy the last line, and close the file."""
+        if self._rest:
+            self.write(b"\n")
+        os.close(self._file)
+
+
 class LogPipe:
-    """A pipe for one stream of a worker. The agent copies it to its own `descriptor`, and to `file` unless it is None.
+    """A pipe for one stream of a worker. The agent copies it to its own `descriptor`, to `file`, and through `lines`.
 
     The worker writes to `write_fd`. `tail` is the end of its output. `ended` is done when the pipe is no longer read.
     """
 
-    def __init__(self, *, prefix: bytes, console: Console, descriptor: int, file: Path | None) -> None:
+    def __init__(
+        self, *, prefix: bytes, console: Console, descriptor: int, file: Path | None, lines: LineFilter | None = None
+    ) -> None:
         self._path = file
         self._file = None if file is None else _open_log(file)
+        self._lines = lines
         self._loop = asyncio.get_running_loop()
         self._prefix = prefix
         self._console = console
@@ -193,6 +228,8 @@ class LogPipe:
             return 0
         self.tail = (self.tail + data)[-TAIL_LIMIT:]
         self._write_to_file(data)
+        if self._lines is not None:
+            self._lines.write(data)
         lines, newline, self._rest = (self._rest + data).rpartition(b"\n")
         self._forward(lines + newline)
         if self._rest and self._unfinished is None:
@@ -209,6 +246,8 @@ class LogPipe:
                 self._unfinished.cancel()
             if self._file is not None:
                 os.close(self._file)
+            if self._lines is not None:
+                self._lines.close()
             self.ended.set_result(None)
 
     def _write_to_file(self, data: bytes) -> None:
@@ -316,55 +355,152 @@ class WorkerOutput:
             pipe.close()
 
 
-def open_output(
-    settings: LogSettings, console: Console, scratch: Path, *, round: int, rank: int, local_rank: int, prefix: str
-) -> WorkerOutput:
-    """Open a worker's files and pipes; raise SettingsError if that is not possible."""
-    folder = (settings.directory or scratch) / f"round_{round}" / f"rank_{rank}"
-    redirected = settings.redirects.get(local_rank, Streams.NONE)
-    teed = settings.tee.get(local_rank, Streams.NONE)
+@dataclass
+class Destinations:
+    """The files of the workers on this node by local rank, with the attributes of torch's ``LogsDest``.
 
-    hidden = settings.shown is not None and local_rank not in settings.shown
+    Attributes:
+        stdouts: the files for standard output; empty for the console.
+        stderrs: the files for standard error; empty for the console.
+        tee_stdouts: the files of ``stdouts`` whose content also goes to the console.
+        tee_stderrs: the files of ``stderrs`` whose content also goes to the console.
+        error_files: the files to which workers write an exception.
+        filtered_stdout: the file for lines of ``tee_stdouts`` that contain one of the filters.
+        filtered_stderr: the file for lines of ``tee_stderrs`` that contain one of the filters.
+    """
 
-    def stream(which: Streams, name: str) -> WorkerStream:
-        to_file = settings.directory is not None and which in redirected | teed
-        if to_file and (which not in teed or hidden):
-            return LogFile(folder / name)
-        if hidden:
-            return LogFile(Path(os.devnull))
-        if not settings.prefix and which not in teed:
-            return InheritedStream(which.value)
-        file = folder / name if to_file else None
-        return LogPipe(prefix=prefix.encode(), console=console, descriptor=which.value, file=file)
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        names = (f"error-{number}.json" if number > 1 else "error.json" for number in itertools.count(1))
-        error_file = next(path for path in map(folder.joinpath, names) if not path.exists())
-        if settings.directory is not None and not settings.is_temporary and not redirected | teed:
-            both = LogFile(folder / "output.log")
-            return WorkerOutput(both, both, error_file)
-        out = stream(Streams.OUT, "stdout.log")
-        return WorkerOutput(out, stream(Streams.ERR, "stderr.log"), error_file)
-    except OSError as error:
-        raise _unwritable(folder, error) from None
+    stdouts: dict[int, str] = field(default_factory=dict)
+    stderrs: dict[int, str] = field(default_factory=dict)
+    tee_stdouts: dict[int, str] = field(default_factory=dict)
+    tee_stderrs: dict[int, str] = field(default_factory=dict)
+    error_files: dict[int, str] = field(default_factory=dict)
+    filtered_stdout: str = ""
+    filtered_stderr: str = ""
 
 
-def make_folder(settings: LogSettings) -> LogSettings:
-    """Create the folder for the workers' files, and return the settings with this folder.
+class Logs:
+    """Opens the output of the workers of each round.
+
+    Args:
+        settings: the destinations of the output.
+        console: the agent's standard streams.
+        scratch: a folder for the error files if the settings name no folder.
+        role: the role of the workers.
+        reads_stderr: whether no worker inherits standard error, so that the agent can read it.
 
     Raises:
-        SettingsError: the folder cannot be created.
+        SettingsError: the folder of the settings cannot be created.
     """
-    if settings.directory is None and settings.redirects:
-        settings = dataclasses.replace(settings, directory=temporary_folder(), is_temporary=True)
-        logger.info("the redirected output of the workers is in %s", settings.directory)
-    if settings.directory is not None:
+
+    def __init__(
+        self, settings: LogSettings, console: Console, scratch: Path, role: str, *, reads_stderr: bool
+    ) -> None:
+        self._settings = settings
+        self._console = console
+        self._role = role
+        self._reads_stderr = reads_stderr
+        self._folder = settings.directory or scratch
+        if settings.directory is None and (settings.redirects or settings.tee):
+            self._folder = temporary_folder()
+            logger.info("the files with the workers' output are in %s", self._folder)
         try:
-            settings.directory.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise _unwritable(settings.directory, error) from None
-    return settings
+            raise _unwritable(self._folder, error) from None
+
+    def open(self, round: int, environments: Sequence[dict[str, str]]) -> Iterator[WorkerOutput]:
+        """Open the files and pipes of each worker, in the order of their local ranks.
+
+        Args:
+            round: the number of the round.
+            environments: the workers' variables, which the user's ``LogsSpecs`` may change.
+
+        Raises:
+            SettingsError: a file or pipe cannot be opened.
+        """
+        folder = self._folder / f"round_{round}"
+        try:
+            files: Destinations | LogsDest = self._files(folder, [int(each["RANK"]) for each in environments])
+            if self._settings.specs is not None:
+                files = _reify(self._settings.specs, round, environments, files.error_files)
+            for local_rank, environment in enumerate(environments):
+                yield self._output(files, local_rank, environment["RANK"])
+        except OSError as error:
+            raise _unwritable(folder, error) from None
+
+    def _files(self, folder: Path, ranks: Sequence[int]) -> Destinations:
+        settings, files = self._settings, Destinations()
+        for local_rank, rank in enumerate(ranks):
+            own = folder / f"rank_{rank}"
+            own.mkdir(parents=True, exist_ok=True)
+            teed = settings.tee.get(local_rank, Streams.NONE)
+            saved = teed | settings.redirects.get(local_rank, Streams.NONE)
+            hidden = settings.local_ranks_filter is not None and local_rank not in settings.local_ranks_filter
+            for which, name, paths, tee_paths in (
+                (Streams.OUT, "stdout.log", files.stdouts, files.tee_stdouts),
+                (Streams.ERR, "stderr.log", files.stderrs, files.tee_stderrs),
+            ):
+                paths[local_rank] = str(own / name) if which in saved else os.devnull if hidden else ""
+                if settings.combined and not saved:
+                    paths[local_rank] = str(own / "output.log")
+                if which in teed and not hidden:
+                    tee_paths[local_rank] = paths[local_rank]
+            names = (f"error-{number}.json" if number > 1 else "error.json" for number in itertools.count(1))
+            files.error_files[local_rank] = next(str(path) for path in map(own.joinpath, names) if not path.exists())
+        files.filtered_stdout, files.filtered_stderr = (
+            str(folder / f"filtered_std{name}.log") for name in ("out", "err")
+        )
+        return files
+
+    def _output(self, files: Destinations | LogsDest, local_rank: int, rank: str) -> WorkerOutput:
+        settings = self._settings
+        default = f"[{rank_label(self._role)} $rank] " if settings.prefix else "[${role_name}${local_rank}]:"
+        prefix = Template(settings.log_line_prefix_template or default).safe_substitute(
+            role_name=self._role, local_rank=local_rank, rank=rank, hostname=socket.gethostname()
+        )
+
+        def stream(
+            which: Streams,
+            paths: Mapping[int, str],
+            tee_paths: Mapping[int, str],
+            filters: Sequence[str],
+            filtered: str,
+        ) -> WorkerStream:
+            path = paths.get(local_rank, "")
+            teed = bool(path) and local_rank in tee_paths
+            if path and not teed:
+                return LogFile(Path(path))
+            if not teed and not settings.prefix and not (self._reads_stderr and which is Streams.ERR):
+                return InheritedStream(which.value)
+            before = prefix.encode() if teed or settings.prefix else b""
+            return LogPipe(
+                prefix=before,
+                console=self._console,
+                descriptor=which.value,
+                file=Path(path) if teed else None,
+                lines=LineFilter(Path(filtered), before, filters) if teed and filters else None,
+            )
+
+        out = (files.stdouts, files.tee_stdouts, settings.duplicate_stdout_filters, files.filtered_stdout)
+        err = (files.stderrs, files.tee_stderrs, settings.duplicate_stderr_filters, files.filtered_stderr)
+        error_file = Path(files.error_files[local_rank])
+        return WorkerOutput(stream(Streams.OUT, *out), stream(Streams.ERR, *err), error_file)
+
+
+def _reify(
+    specs: LogsSpecs, round: int, environments: Sequence[dict[str, str]], error_files: Mapping[int, str]
+) -> LogsDest:
+    """Return the files that the user's object chooses; `error_files` are for workers for which it chooses none."""
+    # torch's class deletes the files of an earlier attempt with the same number, and not every round is a restart.
+    attempt = {_RESTART_COUNT: str(round - 1)}
+    changed = {local_rank: environment | attempt for local_rank, environment in enumerate(environments)}
+    files = specs.reify(changed)
+    for local_rank, environment in enumerate(environments):
+        environment.update({name: value for name, value in changed[local_rank].items() if name != _RESTART_COUNT})
+        if files.error_files.get(local_rank) in {None, "", os.devnull}:
+            files.error_files[local_rank] = error_files[local_rank]
+        Path(files.error_files[local_rank]).unlink(missing_ok=True)
+    return files
 
 
 def temporary_folder() -> Path:

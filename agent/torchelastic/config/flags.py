@@ -138,15 +138,33 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
         ),
     ),
     "Output": (
-        Flag("log-dir DIR", "write the workers' output to files, round_N/rank_R/ below this folder"),
+        Flag(
+            "log-dir DIR", "folder for the files of --redirects and --tee, in round_N/rank_R/. Default: a temporary one"
+        ),
         Flag(
             "redirects STREAMS",
             "streams to write only to files: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank: 0:1,1:3",
             short="r",
         ),
-        Flag("local-ranks-filter RANK[,…]", "local ranks whose output is on the console. Default: all", parsers.ranks),
-        Flag("prefix", "write the rank before each line on the console", parsers.switch),
         Flag("tee STREAMS", "streams to write to files and to the console, in the same format", short="t"),
+        Flag(
+            "log-line-prefix-template TEMPLATE",
+            "text before each line of --tee on the console. Default: [${role_name}${local_rank}]:; also ${rank}, "
+            "${hostname}",
+        ),
+        Flag("prefix", "write the rank before each line on the console", parsers.switch),
+        Flag("local-ranks-filter RANK[,…]", "local ranks whose output is on the console. Default: all", parsers.ranks),
+        Flag(
+            "duplicate-stdout-filters TEXT[,…]",
+            "copy the lines of stdout in --tee that contain a TEXT to filtered_stdout.log; ,, for a comma",
+            parsers.texts,
+        ),
+        Flag("duplicate-stderr-filters TEXT[,…]", "likewise for stderr and filtered_stderr.log", parsers.texts),
+        Flag(
+            "logs-specs NAME",
+            "the LogsSpecs that chooses files and streams: an entry point of an installed package, in the group "
+            "torchrun.logs_specs",
+        ),
     ),
     "Node": (
         Flag("local-addr ADDR", "address for other nodes; gloo and NCCL use its network interface", parsers.address),
@@ -187,6 +205,7 @@ _FROM_OPERATOR: Final[Mapping[str, Callable[[RawValue], Any]]] = {
     "size": parsers.record(SizeRecord),
     "unique_run": parsers.switch,
     "resume": parsers.record(ResumeRecord),
+    "combined": parsers.switch,
     "job": parsers.job,
     "job_created": parsers.seconds(zero=True),
 }
@@ -199,6 +218,7 @@ OPERATOR_VARIABLES: Final[Mapping[str, str]] = {
     "termination-log": Env.TERMINATION_LOG,
     "size": Env.SIZE,
     "unique_run": Env.UNIQUE_RUN,
+    "combined": Env.COMBINED_OUTPUT,
     "resume": Env.RESUME,
     "job": Env.JOB,
     "job_created": Env.JOB_CREATED,
@@ -206,6 +226,7 @@ OPERATOR_VARIABLES: Final[Mapping[str, str]] = {
 """The operator's variables by the name of the value; a flag and its PET_ variable override them."""
 
 _TORCH_VARIABLES: Final = {
+    "log-line-prefix-template": "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
     "shutdown-timeout": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
     "signals-to-handle": "TORCHELASTIC_SIGNALS_TO_HANDLE",
 }

@@ -40,7 +40,9 @@ from torchelastic.protocol import PROTOCOL_VERSION, Env, SizeRecord, bracketed
 from torchelastic.store.api import DEFAULT_PORT, StoreSettings, parse_endpoints, split_endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.distributed.elastic.multiprocessing import LogsSpecs
 
     from torchelastic.config.flags import CommandLine
 
@@ -84,11 +86,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
         **{"job": ("", node["rendezvous"].run_id), **line.settings(AgentSettings), **node},
         program=_program(line, environ),
         workers=workers,
-        logs=dataclasses.replace(
-            read_logs(line.raw, workers),
-            prefix=line.values.get("prefix", False),
-            shown=line.values.get("local-ranks-filter"),
-        ),
+        logs=_logs(line, workers),
     )
     _warn_about_ignored_flags(line, node["rendezvous"].size)
     return settings
@@ -281,8 +279,31 @@ def _check_exists(program: Program, *, is_command: bool) -> None:
             raise SettingsError(f"The current user cannot read the script {name}: permission denied.")
 
 
-def read_logs(raw: Mapping[str, RawValue], workers: int) -> LogSettings:
-    """Return the destinations of the workers' output.
+def _logs(line: CommandLine, workers: int) -> LogSettings:
+    logs = LogSettings(**{**line.settings(LogSettings), **read_streams(line.raw, workers)})
+    if (raw := line.raw.get("logs-specs")) is None:
+        return logs
+    import importlib.metadata
+
+    if not (found := importlib.metadata.entry_points(group="torchrun.logs_specs", name=raw.text)):
+        raise raw.error("no installed package has this entry point in the group torchrun.logs_specs")
+    return dataclasses.replace(logs, specs=make_specs(found[raw.text].load(), logs))
+
+
+def make_specs(kind: Callable[..., LogsSpecs], logs: LogSettings) -> LogsSpecs:
+    """Return an object of torch's class, or of a subclass, with these settings; this imports torch."""
+    from torch.distributed.elastic.multiprocessing import Std
+
+    return kind(
+        log_dir=None if logs.directory is None else str(logs.directory),
+        redirects={rank: Std(int(streams)) for rank, streams in logs.redirects.items()} or Std.NONE,
+        tee={rank: Std(int(streams)) for rank, streams in logs.tee.items()} or Std.NONE,
+        local_ranks_filter=None if logs.local_ranks_filter is None else set(logs.local_ranks_filter),
+    )
+
+
+def read_streams(raw: Mapping[str, RawValue], workers: int) -> dict[str, Any]:
+    """Return the folder and the streams of the workers' output by field of :class:`LogSettings`.
 
     Args:
         raw: the unparsed values of ``log-dir``, ``redirects`` and ``tee``, each of them optional.
@@ -291,15 +312,15 @@ def read_logs(raw: Mapping[str, RawValue], workers: int) -> LogSettings:
     Raises:
         SettingsError: a value is invalid.
     """
-    redirects, tee = (_streams(raw.get(name), workers) for name in ("redirects", "tee"))
+    streams: dict[str, Any] = {name: _streams(raw.get(name), workers) for name in ("redirects", "tee")}
     if (folder := raw.get("log-dir")) is None:
-        return LogSettings(None, redirects, tee)
+        return streams
     # The existing part of the path must be a writable folder.
     directory = Path(folder.text).absolute()
     existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))  # noqa: PTH110 - as above
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise folder.error(f"{existing} is not a writable folder")
-    return LogSettings(directory, redirects, tee)
+    return streams | {"directory": directory}
 
 
 def _streams(raw: RawValue | None, workers: int) -> dict[int, Streams]:

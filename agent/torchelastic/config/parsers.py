@@ -204,6 +204,11 @@ def one_of(*values: str) -> Callable[[RawValue], str]:
     return read
 
 
+def texts(raw: RawValue) -> tuple[str, ...]:
+    """Parse comma-separated texts; a double comma stands for a comma in a text."""
+    return tuple(text.replace("\0", ",") for text in raw.text.replace(",,", "\0").split(","))
+
+
 def record(kind: type[Record]) -> Callable[[RawValue], Record]:
     """Return a parser for a record of the protocol in JSON."""
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from torch.distributed.elastic.multiprocessing import LogsSpecs
+
     from torchelastic.protocol import SizeRecord
     from torchelastic.store.api import StoreSettings
 
@@ -65,22 +67,31 @@ class LogSettings:
 
     Attributes:
         directory: the folder for files in ``round_N/rank_R/``; None for no files, or for a temporary folder if
-            ``redirects`` names a rank.
-        redirects: by local rank, streams that go only to ``stdout.log`` and ``stderr.log``. If neither this nor
-            ``tee`` names a rank, both streams go to one file ``output.log``.
-        tee: by local rank, streams that go to files and to the agent's own streams, with the rank before each line.
-        prefix: whether the rank precedes each line of the streams that go to the agent's own streams. If it does not,
-            workers inherit the agent's streams, except those in ``tee``.
-        shown: the local ranks whose output goes to the console; None for all.
-        is_temporary: whether the user did not set the folder, so that it has only redirected streams.
+            ``redirects`` or ``tee`` names a rank.
+        redirects: by local rank, streams that go only to ``stdout.log`` and ``stderr.log``.
+        tee: by local rank, streams that go to these files and, with a prefix before each line, to the agent's own
+            streams. Workers inherit the agent's streams if they are in neither of the two mappings.
+        combined: whether both streams of a worker without ``redirects`` and ``tee`` go to one file ``output.log``.
+        prefix: whether the rank precedes each line on the agent's own streams, so that workers do not inherit them.
+        local_ranks_filter: the local ranks whose output goes to the console; None for all.
+        log_line_prefix_template: the prefix before each line, with ``${role_name}``, ``${local_rank}``, ``${rank}`` and
+            ``${hostname}``; empty for the default one.
+        duplicate_stdout_filters: texts; lines of standard output in ``tee`` that contain one of them are also written
+            to the file ``filtered_stdout.log`` of the round.
+        duplicate_stderr_filters: likewise for standard error and ``filtered_stderr.log``.
+        specs: the user's object that chooses the files and streams instead of all settings above but ``prefix``.
     """
 
     directory: Path | None = None
     redirects: Mapping[int, Streams] = field(default_factory=dict)
     tee: Mapping[int, Streams] = field(default_factory=dict)
+    combined: bool = False
     prefix: bool = False
-    shown: frozenset[int] | None = None
-    is_temporary: bool = False
+    local_ranks_filter: frozenset[int] | None = None
+    log_line_prefix_template: str = ""
+    duplicate_stdout_filters: tuple[str, ...] = ()
+    duplicate_stderr_filters: tuple[str, ...] = ()
+    specs: LogsSpecs | None = None
 
 
 @dataclass(frozen=True, slots=True)

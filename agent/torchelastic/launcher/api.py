@@ -6,19 +6,23 @@ The names have the same meaning as in torch; the agent and the default rendezvou
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torchelastic.agent.server.api import WorkerSpec
 from torchelastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torchelastic.config import parsers
+from torchelastic.config.parsers import RawValue
 from torchelastic.output import DEFAULT_ROLE
 from torchelastic.rendezvous.api import RendezvousParameters
 from torchelastic.rendezvous.registry import rendezvous_handler_registry
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Mapping, Sequence
+
+    from torch.distributed.elastic.multiprocessing import LogsSpecs
 
     from torchelastic.rendezvous.api import RendezvousHandler
 
@@ -35,7 +39,7 @@ class LaunchConfig:
         min_nodes: the minimum number of nodes.
         max_nodes: the maximum number of nodes.
         nproc_per_node: number of workers on this node.
-        logs_specs: torch's ``LogsSpecs`` for the log folder; used if ``log_dir`` is not set.
+        logs_specs: see :class:`~torchelastic.agent.server.LocalElasticAgent`.
         run_id: the id of the run; nodes with the same id train together. Optional for one node.
         role: the role of the workers.
         rdzv_endpoint: the address of the rendezvous: by default, the endpoints of an etcd. Required if the run has more
@@ -46,18 +50,23 @@ class LaunchConfig:
         max_restarts: maximum number of worker failures in the run that count against the restart budget.
         monitor_interval: seconds between polls; used only with torch's backends.
         start_method: see :class:`~torchelastic.agent.server.LocalElasticAgent`.
+        log_line_prefix_template: the text before each line of the streams in ``tee`` on the console, with
+            ``${role_name}``, ``${local_rank}``, ``${rank}`` and ``${hostname}``; None for torch's default.
         metrics_cfg: the parameters of :func:`torchelastic.metrics.initialize_metrics`.
         local_addr: the address at which other nodes reach this node; None to detect it.
-        log_dir: a folder for the workers' output; None for no files.
+        log_dir: see :class:`~torchelastic.agent.server.LocalElasticAgent`.
         redirects: see :class:`~torchelastic.agent.server.WorkerSpec`.
         tee: see :class:`~torchelastic.agent.server.WorkerSpec`.
-        shutdown_timeout: seconds between SIGTERM and SIGKILL when this node leaves the run.
+        duplicate_stdout_filters: see :class:`~torchelastic.agent.server.WorkerSpec`.
+        duplicate_stderr_filters: see :class:`~torchelastic.agent.server.WorkerSpec`.
+        shutdown_timeout: seconds between SIGTERM and SIGKILL when this node leaves the run; None for
+            ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``, or 30.
     """
 
     min_nodes: int
     max_nodes: int
     nproc_per_node: int
-    logs_specs: Any = None
+    logs_specs: LogsSpecs | None = None
     run_id: str = ""
     role: str = DEFAULT_ROLE
     rdzv_endpoint: str = ""
@@ -67,12 +76,20 @@ class LaunchConfig:
     max_restarts: int = 3
     monitor_interval: float = 0.1
     start_method: str = "fork-server"
+    log_line_prefix_template: str | None = None
     metrics_cfg: dict[str, str] = field(default_factory=dict)
     local_addr: str | None = None
     log_dir: str | os.PathLike[str] | None = None
     redirects: int | Mapping[int, int] = 0
     tee: int | Mapping[int, int] = 0
-    shutdown_timeout: float = 5.0
+    duplicate_stdout_filters: Sequence[str] | None = None
+    duplicate_stderr_filters: Sequence[str] | None = None
+    shutdown_timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.shutdown_timeout is None:
+            name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+            self.shutdown_timeout = parsers.seconds(zero=True)(RawValue(name, os.environ.get(name, "30")))
 
 
 class elastic_launch:  # noqa: N801 - torch's name
@@ -118,13 +135,16 @@ def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arg
         local_addr=config.local_addr,
         redirects=config.redirects,
         tee=config.tee,
+        duplicate_stdout_filters=config.duplicate_stdout_filters,
+        duplicate_stderr_filters=config.duplicate_stderr_filters,
     )
     agent = LocalElasticAgent(
         spec,
-        start_method=config.start_method,
+        config.logs_specs,
+        config.start_method,
+        log_line_prefix_template=config.log_line_prefix_template,
+        shutdown_timeout=cast("float", config.shutdown_timeout),
         log_dir=config.log_dir,
-        logs_specs=config.logs_specs,
-        shutdown_timeout=config.shutdown_timeout,
     )
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
     try:

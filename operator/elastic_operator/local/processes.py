@@ -98,7 +98,7 @@ def pod_command(
     variables[Env.NODE_ADDRESS] = _LOOPBACK
     arguments, variables = expand_references(agent_arguments(job.spec), variables, user_env(job.spec))
     inherited = {name: value for name, value in environ.items() if not name.startswith(_NOT_INHERITED)}
-    env = {**inherited, **variables, "PET_LOG_DIR": str(logs)}
+    env = {**inherited, **variables, "PET_LOG_DIR": str(logs), Env.COMBINED_OUTPUT: "1"}
     return PodCommand((*_LAUNCHER, *arguments), env, base, checkpoints, logs)
 
 

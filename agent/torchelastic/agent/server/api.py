@@ -14,7 +14,7 @@ from torchelastic.lazy import lazy_attributes
 from torchelastic.output import DEFAULT_ROLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -48,6 +48,9 @@ class WorkerSpec:
         redirects: streams that go to files only: 0 none, 1 stdout, 2 stderr, 3 both; or a mapping from local ranks to
             these numbers.
         tee: streams that go to files and to the console, in the same format.
+        duplicate_stdout_filters: texts; lines of standard output in ``tee`` that contain one of them are also written
+            to the file ``filtered_stdout.log``.
+        duplicate_stderr_filters: likewise for standard error and ``filtered_stderr.log``.
         non_retryable_exit_codes: exit codes of workers after which the run fails at once, even if restarts are left.
         heartbeat_timeout: seconds without a heartbeat after which a worker counts as hung; None for no limit.
 
@@ -68,6 +71,8 @@ class WorkerSpec:
     local_addr: str | None = None
     redirects: int | Mapping[int, int] = 0
     tee: int | Mapping[int, int] = 0
+    duplicate_stdout_filters: Sequence[str] | None = None
+    duplicate_stderr_filters: Sequence[str] | None = None
     non_retryable_exit_codes: tuple[int, ...] = ()
     heartbeat_timeout: float | None = None
 

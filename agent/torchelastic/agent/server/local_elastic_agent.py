@@ -32,9 +32,9 @@ from torchelastic.agent.function_call import read_results, serialize_call, write
 from torchelastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torchelastic.agent.workers.pool import Workers
 from torchelastic.config import parsers
-from torchelastic.config.parse import program_of_command, read_logs
+from torchelastic.config.parse import program_of_command, read_streams
 from torchelastic.config.parsers import RawValue
-from torchelastic.config.settings import AgentSettings, Program, ProgramKind
+from torchelastic.config.settings import AgentSettings, LogSettings, Program, ProgramKind
 from torchelastic.errors import SettingsError
 from torchelastic.lazy import lazy_attributes
 from torchelastic.metrics.agent import AgentMetrics
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
+    from torch.distributed.elastic.multiprocessing import LogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     from torchelastic.agent.failures import ExitStatus
@@ -76,13 +77,15 @@ class LocalElasticAgent:
 
     Args:
         spec: the program and number of the workers, and the rendezvous.
+        logs_specs: torch's ``LogsSpecs``, which chooses the files and streams instead of ``log_dir`` and the spec; the
+            spec's filters apply in both cases.
         start_method: "fork-server" (also "forkserver", "fork"): workers are forked from a process that has
             imported torch; "exec" (also "spawn"): each worker is a new interpreter. A custom handler implies "exec".
         exit_barrier_timeout: with a custom handler, seconds to wait for the other nodes after the workers of this
             node have succeeded. Without a custom handler, there is no limit.
-        log_dir: a folder for the workers' output; None for no files.
-        logs_specs: torch's ``LogsSpecs`` for the log folder; used if ``log_dir`` is not set.
+        log_line_prefix_template: see :class:`~torchelastic.launcher.LaunchConfig`.
         shutdown_timeout: seconds between SIGTERM and SIGKILL when this node leaves the run.
+        log_dir: the folder for the files of ``WorkerSpec.redirects`` and ``tee``; None for a temporary folder.
 
     Raises:
         SettingsError: a setting is invalid or unsupported; the message states what to change.
@@ -91,24 +94,30 @@ class LocalElasticAgent:
     def __init__(
         self,
         spec: WorkerSpec,
+        logs_specs: LogsSpecs | None = None,
         start_method: str = "fork-server",
         exit_barrier_timeout: float = 300.0,
-        log_dir: str | os.PathLike[str] | None = None,
+        log_line_prefix_template: str | None = None,
+        shutdown_timeout: float = 30.0,
         *,
-        logs_specs: Any = None,  # noqa: ANN401 - of torch's type, which this module does not import
-        shutdown_timeout: float = 5.0,
+        log_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        folder = log_dir or getattr(logs_specs, "root_log_dir", None)
-        output = {"log-dir": folder, "redirects": _as_text(spec.redirects), "tee": _as_text(spec.tee)}
+        if logs_specs is not None and (log_dir or spec.redirects or spec.tee):
+            raise SettingsError("logs_specs chooses the folder and the streams: remove log_dir, redirects and tee.")
+        output = {"log-dir": log_dir, "redirects": _as_text(spec.redirects), "tee": _as_text(spec.tee)}
+        raw = {name: RawValue(name.replace("-", "_"), f"{each}") for name, each in output.items() if each is not None}
         self._spec = spec
         self._start_method = parsers.start_method(RawValue("start_method", f"{start_method}"))
         self._exit_barrier_timeout = parsers.seconds(zero=True)(
             RawValue("exit_barrier_timeout", f"{exit_barrier_timeout}")
         )
-        self._shutdown_timeout = shutdown_timeout
-        self._logs = read_logs(
-            {name: RawValue(name.replace("-", "_"), f"{value}") for name, value in output.items() if value is not None},
-            spec.local_world_size,
+        self._shutdown_timeout = parsers.seconds(zero=True)(RawValue("shutdown_timeout", f"{shutdown_timeout}"))
+        self._logs = LogSettings(
+            **read_streams(raw, spec.local_world_size),
+            log_line_prefix_template=log_line_prefix_template or "",
+            duplicate_stdout_filters=tuple(spec.duplicate_stdout_filters or ()),
+            duplicate_stderr_filters=tuple(spec.duplicate_stderr_filters or ()),
+            specs=logs_specs,
         )
         self._agent: _EmbeddedAgent | TorchAgent | None = None
         self._stopped = False

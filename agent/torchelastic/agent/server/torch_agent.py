@@ -16,11 +16,12 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not li
 from torch.distributed.elastic import rendezvous as torch_rendezvous
 from torch.distributed.elastic.agent.server.api import WorkerSpec as TorchSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from torchelastic import machine
 from torchelastic.agent.function_call import pickle_call
 from torchelastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from torchelastic.config.parse import make_specs
 from torchelastic.errors import SettingsError
 from torchelastic.metrics.worker import forward_torch
 from torchelastic.rendezvous.api import RendezvousGracefulExitError, RendezvousStateError
@@ -80,12 +81,11 @@ class TorchAgent(LocalElasticAgent):
                 master_port=spec.master_port,
                 master_addr=spec.master_addr,
                 local_addr=spec.local_addr,
+                duplicate_stdout_filters=[*logs.duplicate_stdout_filters],
+                duplicate_stderr_filters=[*logs.duplicate_stderr_filters],
             ),
-            DefaultLogsSpecs(
-                log_dir=None if logs.directory is None else str(logs.directory),
-                redirects={rank: Std(int(streams)) for rank, streams in logs.redirects.items()} or Std.NONE,
-                tee={rank: Std(int(streams)) for rank, streams in logs.tee.items()} or Std.NONE,
-            ),
+            logs.specs or make_specs(DefaultLogsSpecs, logs),
+            log_line_prefix_template=logs.log_line_prefix_template or None,
             start_method="spawn",
             exit_barrier_timeout=exit_barrier_timeout,
         )

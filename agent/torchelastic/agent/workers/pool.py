@@ -16,12 +16,13 @@ import secrets
 import shutil
 import signal
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from torchelastic.agent.failures import ERROR_FILE, Explanation, WorkerExit, explain
-from torchelastic.agent.logs import Console, make_folder, open_output, temporary_folder
+from torchelastic.agent.logs import Console, Logs, temporary_folder
 from torchelastic.agent.workers import hang
 from torchelastic.agent.workers.fork_server import ForkServer, python_command
 from torchelastic.agent.workers.linux import TREE_MARK, handles
@@ -30,7 +31,6 @@ from torchelastic.agent_socket import CHANNEL, HEARTBEAT_FILE, METRICS_FILE
 from torchelastic.config.settings import ProgramKind, StartMethod
 from torchelastic.errors import StartError
 from torchelastic.machine import own_device
-from torchelastic.output import rank_label
 from torchelastic.protocol import FailureKind
 
 if TYPE_CHECKING:
@@ -237,7 +237,6 @@ class Workers:
 
     def __init__(self, settings: AgentSettings, *, owns_process: bool = True) -> None:
         self._settings = settings
-        self._label = rank_label(settings.role)
         self._mark = secrets.token_hex(8)
         self._reaper = Reaper(owns_process=owns_process)
         self._stack = contextlib.AsyncExitStack()
@@ -247,7 +246,6 @@ class Workers:
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
-            self._logs = make_folder(self._settings.logs)
             self.scratch = self._shared = temporary_folder()
             if self._settings.heartbeat_timeout is not None:
                 with contextlib.suppress(OSError):  # a folder in memory, where no write waits for a disk
@@ -257,6 +255,13 @@ class Workers:
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)
             self._console = Console(carries_log=self._reaper.owns_process)
             stack.push_async_callback(self._console.close, patience=_CONSOLE_PATIENCE, limit=_CONSOLE_LIMIT)
+            self._logs = Logs(
+                self._settings.logs,
+                self._console,
+                self.scratch,
+                self._settings.role,
+                reads_stderr=self._settings.heartbeat_timeout is not None,  # for the stacks of hung workers
+            )
             await stack.enter_async_context(self._reaper)
             self._watchdog = Watchdog(self._reaper, self._mark, folders)
             self._watchdog.start()
@@ -368,19 +373,11 @@ class Workers:
             outputs: list[WorkerOutput] = []
             variables: list[dict[str, str]] = []
             try:
-                for local_rank, environment in enumerate(environments):
-                    output = open_output(
-                        self._logs,
-                        self._console,
-                        self.scratch,
-                        round=round,
-                        rank=ranks[local_rank],
-                        local_rank=local_rank,
-                        prefix=f"[{self._label} {ranks[local_rank]}] ",
-                    )
+                own = [{**environment} for environment in environments]
+                for local_rank, output in enumerate(self._logs.open(round, own)):
                     stack.callback(output.close)
                     outputs.append(output)
-                    variables.append({**self._base, **environment, ERROR_FILE: str(output.error_file)})
+                    variables.append({**self._base, **own[local_rank], ERROR_FILE: str(output.error_file)})
                     if self._settings.virtual_local_rank:
                         variables[-1].update(own_device(self._base, local_rank), LOCAL_RANK="0")
                     if local_rank in memories:
@@ -460,9 +457,10 @@ def _reason_to_execute(program: Program, environment: Mapping[str, str]) -> str:
     try:
         # A pipe, such as /dev/stdin, can be read only once.
         source = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    except OSError:
+        with warnings.catch_warnings(action="ignore"):  # the program prints its warnings itself
+            changed = _changed_variables(source)
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: deeply nested expressions
         return ""
-    changed = _changed_variables(source)
     read = sorted(name for name in changed if name.startswith(_READ_AT_IMPORT) and not name.startswith(_READ_AT_USE))
     if not read:
         return ""
@@ -471,10 +469,7 @@ def _reason_to_execute(program: Program, environment: Mapping[str, str]) -> str:
 
 def _changed_variables(source: str) -> set[str]:
     """Return the variables that a program sets in ``os.environ`` before it imports torch, or torch's compiler."""
-    try:
-        nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt | ast.expr)]
-    except (SyntaxError, ValueError):
-        return set()
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt | ast.expr)]
     first_import = min((_position(node) for node in nodes if _imports_torch(node)), default=(len(source), 0))
     changed: set[str] = set()
     for node in nodes:
