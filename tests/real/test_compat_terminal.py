@@ -17,6 +17,7 @@ from tests.support.ports import free_range
 from tests.support.terminals import Terminal
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 pytestmark = [
