@@ -46,7 +46,7 @@ def test_the_selected_output_is_printed(logs: Path, tmp_path: Path) -> None:
     assert read(logs, rank=0, round=1) == "one\ntwo\n"
     write(logs, "digits-1-bbbbb", 2, 0, "10%\r20%\x1b[0m no newline")
     assert read(logs, rank=0) == "three\n10%\r20%\x1b[0m no newline"
-    assert read(logs) == "[rank 0] three\n[rank 1] tres\n[rank 0] 10%\r20%\x1b[0m no newline\n"
+    assert read(logs) == "[rank 0] three\n[rank 0] 10%\r20%\x1b[0m no newline\n[rank 1] tres\n"
     write(logs, "digits-1-bbbbb", 3, 0, "alone\n")
     write(logs, "digits-1-bbbbb/round_9_old", 9, 0, "stray\n")
     assert read(logs) == "[rank 0] alone\n"
@@ -109,6 +109,15 @@ def test_a_rank_is_followed_through_new_rounds(logs: Path) -> None:
         lambda: write(logs, "digits-2-ccccc", 3, 0, "last"),
     )
     assert follow(logs, *changes, rank=0, tail=2) == ("three\nfour\nfive\nlast", ["round 3 begins"])
+
+
+def test_unfinished_lines_are_followed_and_lines_of_ranks_do_not_mix(tmp_path: Path) -> None:
+    changes = [
+        lambda rank=rank, text=text: write(tmp_path, "digits-0-aaaaa", 1, rank, text)
+        for rank, text in ((0, "10%"), (0, "\r20%"), (1, "uno\n"), (0, "\r30%\nlast\nend"))
+    ]
+    expected = "[rank 0] 10%\r20%\n[rank 1] uno\n[rank 0] \r30%\n[rank 0] last\n[rank 0] end\n"
+    assert follow(tmp_path, *changes) == (expected, [])
 
 
 def test_following_one_round_ends_with_the_round(logs: Path) -> None:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _TIMEOUT: Final = 10.0
 _WORKER_LOG: Final = re.compile(r"round_(\d+)/rank_(\d+)/[^/]+\.log")
 _BLOCK: Final = 1 << 16
+_LINE: Final = re.compile(rb"[^\n]*\n|[^\n]+")
+"""A line with its end, or the rest of a text."""
 _POLL_INTERVAL: Final = 0.1
 
 
@@ -245,7 +247,7 @@ class LogFile:
     def labeled(self, line: bytes) -> bytes:
         """Return a line with its rank or pod as a label; an agent's line that contains the label gets no second one."""
         label = (f"[{self.pod}] " if self.rank < 0 else f"[rank {self.rank}] ").encode()
-        return (line if self.rank < 0 and label in line else label + line) + b"\n"
+        return line if self.rank < 0 and label in line else label + line
 
 
 def log_files(logs: Path, selector: LogSelector) -> list[LogFile]:
@@ -327,7 +329,7 @@ class _LogReader:
         self._label = not selector.single_source
         self._write = write
         self._offsets: dict[LogFile, int] = {}
-        self._partial: dict[LogFile, bytes] = {}
+        self._unfinished: LogFile | None = None  # the last line that was written is of this file and has no end
 
     def read(self, file: LogFile, *, tail: int | None = None) -> None:
         """Write the new part of a file; at the first read, write only the last ``tail`` lines if ``tail`` is set."""
@@ -341,15 +343,18 @@ class _LogReader:
             self._offsets[file] = content.tell()
 
     def finish(self) -> None:
-        """Write the last lines that do not end with a newline."""
-        for file, rest in self._partial.items():
-            if rest:
-                self._write(file.labeled(rest))
+        """End the last line, if it has a label and no end."""
+        if self._unfinished is not None:
+            self._write(b"\n")
 
     def _emit(self, file: LogFile, piece: bytes) -> None:
         if not self._label:
             self._write(piece)
             return
-        *lines, self._partial[file] = (self._partial.get(file, b"") + piece).split(b"\n")
-        if lines:
-            self._write(b"".join(file.labeled(line) for line in lines))
+        continues = self._unfinished == file
+        output = b"" if continues or self._unfinished is None else b"\n"
+        for line in _LINE.findall(piece):
+            output += line if continues else file.labeled(line)
+            continues = False
+        self._unfinished = None if piece.endswith(b"\n") else file
+        self._write(output)
