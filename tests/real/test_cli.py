@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,19 @@ async def test_a_second_terminal_shows_follows_scales_and_deletes_the_job(home: 
     assert listed.splitlines()[1].split()[:2] == ["digits", "Deleted"]
     assert (await answer(home, "logs", "digits", "--rank", "1", "--round", "1"))[1] == "rank 1 of 2\n"
     assert "round 1" in (await answer(home, "logs", "digits", "--agent"))[1]
+
+
+async def test_an_unfinished_line_is_followed(home: Path, tmp_path: Path) -> None:
+    os.mkfifo(answered := tmp_path / "answered")
+    asks = ["sh", "-c", f"printf half; read line < {answered}; echo $line"]
+    async with LocalRun(home, manifest(tmp_path, "digits", command=asks, replicas=1)) as run:
+        await run.wait_until_training(1)
+        async with typed(home, "logs", "digits", "-f") as following, asyncio.timeout(LIMIT):
+            assert following.stdout is not None
+            assert await following.stdout.readexactly(13) == b"[rank 0] half"
+            await asyncio.to_thread(answered.write_text, " and end\n")
+            assert await following.stdout.read() == b"and end\n"
+        assert await run.exit_code() == 0
 
 
 async def test_the_live_view_is_replaced_by_the_outcome(home: Path, tmp_path: Path) -> None:

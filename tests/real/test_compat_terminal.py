@@ -43,11 +43,11 @@ def handle(number, frame):
 
 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
     signal.signal(number, handle)
-print("ready", flush=True)
-if os.environ["RANK"] == "1":
-    open(sys.argv[2]).read()
-    sys.exit(3)
 try:
+    print("ready", flush=True)
+    if os.environ["RANK"] == "1":
+        open(sys.argv[2]).read()
+        sys.exit(3)
     while True:
         signal.pause()
 except KeyboardInterrupt:
