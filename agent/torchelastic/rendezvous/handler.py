@@ -162,8 +162,9 @@ class ElasticRendezvousHandler(RendezvousHandler):
             self._is_waiting = False
 
     def _next_round(self) -> RendezvousInfo:
-        seen = self._status.serial if self._returned is None else self._returned.serial
+        seen = 0
         if self._returned is not None:
+            seen = self._returned.serial
             self._report_failure(self._returned, "its workers have failed or were stopped", FailureKind.PROGRAM)
         while True:
             status = self._wait_for_round_after(seen)
