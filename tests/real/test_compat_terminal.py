@@ -15,6 +15,7 @@ import pytest
 from tests.support.agents import WithoutSettings
 from tests.support.ports import free_range
 from tests.support.terminals import Terminal
+from tests.support.workers import lives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,6 +68,22 @@ class OnTerminal(Terminal):
         super().__init__(folder, "-m", module, "--standalone", *argv)
 
     program = ()
+
+
+LEAVES = """
+import os, signal, subprocess, sys
+
+started = subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+reading, writing = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.write(writing, str(os.getpid()).encode())
+        signal.pause()
+    os._exit(0)
+open(sys.argv[1], "w").write(f"{started} {os.read(reading, 20).decode()}")
+"""
+"""A program that leaves two processes in sessions of their own, and writes their ids to a file."""
 
 
 @pytest.fixture
@@ -179,6 +196,18 @@ async def test_workers_are_not_restarted_by_default(module: str, tmp_path: Path)
     async with WithoutSettings(module, "--standalone", program) as launcher:
         assert await launcher.code() == 1
     assert launcher.lines.count("begins") == 1
+
+
+async def test_processes_in_sessions_of_their_own_survive_a_run_that_succeeds(module: str, tmp_path: Path) -> None:
+    (program := tmp_path / "leaves.py").write_text(LEAVES)
+    ids = tmp_path / "ids"
+    async with WithoutSettings(module, "--standalone", "--tee=3", program, ids) as launcher:
+        assert await launcher.code() == 0  # although the processes hold the workers' streams open
+    pids = [*map(int, ids.read_text().split())]
+    left = [pid for pid in pids if lives(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == pids
 
 
 @pytest.mark.parametrize(

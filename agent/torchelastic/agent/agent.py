@@ -293,7 +293,9 @@ class Agent:
                     self._metrics.waits()
                     await self._stop_workers(0.0)
                 case OutcomeRecord() as outcome:
-                    await self._unless_signalled(self._stop_workers(self._settings.stop_timeout))
+                    # As under torchrun, only a clean end spares processes in sessions of their own.
+                    clean = outcome.state is OutcomeState.SUCCEEDED
+                    await self._unless_signalled(self._stop_workers(self._settings.stop_timeout, only_sessions=clean))
                     await self._stop_workers(self._settings.shutdown_timeout, self._signals.number)
                     self._report_outcome(outcome)
                     return ExitStatus.of_run(outcome)
@@ -496,12 +498,14 @@ class Agent:
                 return True
         return False
 
-    async def _stop_workers(self, grace: float, number: signal.Signals | None = None) -> None:
+    async def _stop_workers(
+        self, grace: float, number: signal.Signals | None = None, *, only_sessions: bool = False
+    ) -> None:
         """Stop the workers of this node as :meth:`WorkerGroup.stop` does; a second signal ends the grace period."""
         if self._group is not None:
             self._history.enter(RunState.STOPPING)
             with self._metrics.measured("LocalElasticAgent._stop_workers"):
-                await self._signals.unless_hurried(self._group.stop(grace, number))
+                await self._signals.unless_hurried(self._group.stop(grace, number, only_sessions=only_sessions))
                 if not self._group.stopped:
                     await self._group.stop(0.0)
             self._group = None

@@ -157,12 +157,13 @@ class WorkerGroup:
         """The workers that have not exited."""
         return [worker for worker in self.workers if worker.child.running]
 
-    async def stop(self, grace: float, number: signal.Signals | None = None) -> None:
+    async def stop(self, grace: float, number: signal.Signals | None = None, *, only_sessions: bool = False) -> None:
         """Stop all workers and all processes that they started, and wait for their exit; the TCPStore exits later.
 
         Args:
             grace: seconds between the signal and SIGKILL; 0 for SIGKILL at once. A second call may shorten it.
             number: the signal; None for SIGTERM and SIGKILL at once to workers that do not handle SIGTERM.
+            only_sessions: whether processes that have started sessions of their own continue.
         """
         self._stopping = True
         if self._monitor is not None:
@@ -182,7 +183,8 @@ class WorkerGroup:
                         "rank %d, process %d, is killed: it runs %g s after %s.",
                         *(worker.rank, worker.child.pid, grace, number.name),
                     )
-        await self._reaper.kill_trees([worker.child for worker in self.workers], self._mark)
+        children = [worker.child for worker in self.workers]
+        await self._reaper.kill_trees(children, self._mark, only_sessions=only_sessions)
         await asyncio.gather(*self._reporting, return_exceptions=True)
         for worker in self.workers:
             await worker.output.drain(_DRAIN_TIMEOUT)
@@ -309,7 +311,7 @@ class Workers:
         return ForkServer(self._reaper, self._base, program, spares=spares)
 
     async def _end_workers(self) -> None:
-        if self._group is not None:
+        if self._group is not None and not self._group.stopped:
             await self._group.stop(0)
 
     @property

@@ -206,12 +206,13 @@ class Reaper:
             else:
                 _wait(os.P_PID, status.si_pid, 0)
 
-    async def kill_trees(self, children: Sequence[Child], mark: str) -> None:
+    async def kill_trees(self, children: Sequence[Child], mark: str, *, only_sessions: bool = False) -> None:
         """Kill these children and all processes that they started, and reap those that are children of this process.
 
         Args:
             children: leaders of sessions.
             mark: the tree mark of their processes.
+            only_sessions: whether processes that have started sessions of their own continue.
         """
         if self.owns_process:  # in another program, a living parent may be the only way to find a process
             for child in children:
@@ -221,7 +222,7 @@ class Reaper:
         while True:
             await self._settled.wait()
             table = read_table()
-            chosen = [table[pid] for pid in self._trees(table, children, mark)]
+            chosen = [table[pid] for pid in self._trees(table, children, mark, only_sessions=only_sessions)]
             chosen.sort(key=lambda entry: (entry.started, entry.pid))  # parents first: shells report killed children
             killed.update((entry.pid, entry.started) for entry in chosen)
             for entry in table.values():  # an exited process has no mark: its start time identifies it
@@ -234,10 +235,12 @@ class Reaper:
             refused.update(entry for entry, success in zip(living, done, strict=True) if not success)
         await asyncio.gather(*(asyncio.shield(child.ended) for child in children))
 
-    def _trees(self, table: Table, children: Sequence[Child], mark: str) -> set[int]:
+    def _trees(self, table: Table, children: Sequence[Child], mark: str, *, only_sessions: bool) -> set[int]:
         sessions = {child.pid for child in children}
-        orphans = [entry.pid for entry in table.values() if self._is_orphan(entry)]
         roots = [entry.pid for entry in table.values() if entry.session in sessions]
+        if only_sessions:
+            return {*roots}
+        orphans = [entry.pid for entry in table.values() if self._is_orphan(entry)]
         roots += [pid for pid in orphans if self.owns_process or has_mark(pid, mark)]
         return with_descendants(table, [*roots, *(child.pid for child in children if child.running)])
 
