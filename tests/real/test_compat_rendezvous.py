@@ -63,6 +63,13 @@ def supervisor_of(folder: Path) -> int:
 
 
 @BOTH
+@pytest.mark.differs(
+    "With several nodes, `--rdzv-backend c10d` and `static` start an [etcd](#a-node-serves-the-rendezvous) on the node "
+    "that the endpoint names: etcd must be installed there. torchrun starts a TCPStore."
+)
+@pytest.mark.differs(
+    "`--node-rank` orders the nodes with every backend. Under torchrun it has an effect only with `static`."
+)
 @pytest.mark.parametrize("backend", ["c10d", "static"])
 async def test_several_nodes_meet_at_one_of_them(module: str, backend: str, endpoint: str, tmp_path: Path) -> None:
     (program := tmp_path / "ranks.py").write_text(RANKS)
@@ -71,15 +78,26 @@ async def test_several_nodes_meet_at_one_of_them(module: str, backend: str, endp
         "c10d": ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"],
         "static": [f"--master-addr={host}", f"--master-port={port}"],
     }[backend]
-    ranks = {"c10d": ([], []), "static": (["--node-rank=1"], ["--node-rank=0"])}[backend]
     async with (
-        Node(tmp_path, "--nnodes=2", *flags, *ranks[0], program, module=module, node="first") as first,
-        Node(tmp_path, "--nnodes=2", *flags, *ranks[1], program, module=module, node="second") as second,
+        Node(tmp_path, "--nnodes=2", *flags, "--node-rank=1", program, module=module, node="first") as first,
+        Node(tmp_path, "--nnodes=2", *flags, "--node-rank=0", program, module=module, node="second") as second,
     ):
         assert (await first.code(), await second.code()) == (0, 0), first.output + second.output
     lines = sorted(line for node in (first, second) for line in node.lines if line.startswith(("first ", "second ")))
     expected = [["first 0 0 2 none", "second 1 1 2 none"], ["first 1 1 2 none", "second 0 0 2 none"]]
-    assert lines in (expected[1:] if backend == "static" else expected)
+    ordered = module == "torchelastic.run" or backend == "static"
+    assert lines in (expected[1:] if ordered else expected)
+    serving = [line for line in (*first.lines, *second.lines) if f"serving etcd on {endpoint}" in line]
+    assert len(serving) == (module == "torchelastic.run")
+
+
+@BOTH
+@pytest.mark.differs("`--rdzv-endpoint` without `--rdzv-backend` is an etcd. torchrun's default backend is `static`.")
+async def test_an_endpoint_alone_is_an_etcd_unlike_under_torchrun(module: str, endpoint: str, tmp_path: Path) -> None:
+    (program := tmp_path / "empty.py").touch()
+    flags = (f"--rdzv-endpoint={endpoint}", "--rdzv-conf=timeout=1")
+    async with Node(tmp_path, *flags, program, module=module) as node:
+        assert await node.code() == (3 if module == "torchelastic.run" else 0), node.output
 
 
 async def test_the_rendezvous_outlives_the_agent_that_started_it_and_ends_after_the_last_node(
