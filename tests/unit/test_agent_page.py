@@ -39,6 +39,7 @@ def test_the_tables_list_exactly_the_existing_flags() -> None:
 
 def test_the_text_mentions_only_existing_flags() -> None:
     own = PAGE.replace("`--enable-v2`", "").partition("## What differs from torchrun\n")[0]  # without flags of others
+    own = re.sub(r"## Debuggers and profilers\n.*?\n## ", "", own, flags=re.DOTALL)
     assert set(re.findall(r"--([a-z][a-z-]+)", own)) <= FLAGS.keys()
 
 

@@ -12,9 +12,11 @@ import contextlib
 import dataclasses
 import logging
 import os
+import posix
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 import warnings
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ from torchelastic.protocol import FailureKind
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Mapping, Sequence
+    from types import ModuleType
 
     from torchelastic.agent.logs import WorkerOutput
     from torchelastic.agent.workers.fork_server import ForkedProcess
@@ -432,13 +435,20 @@ class Workers:
 
     def _task_of(self, environment: Mapping[str, str]) -> tuple[str, dict[str, object]]:
         """Return the task of a worker with this environment, and the arguments of the task."""
-        kind, argv = self._settings.program.kind, self._settings.program.argv
-        if kind is ProgramKind.COMMAND:
-            return "command", {"argv": argv, "environment": environment}
-        if self._executed:
-            command, environment = python_command(kind.value, argv, environment)
-            return "command", {"argv": command, "environment": environment}
-        return "worker", {"kind": kind.value, "argv": argv, "environment": environment}
+        kind = self._settings.program.kind
+        argv: Sequence[str] = self._settings.program.argv
+        if not self._executed:
+            return "worker", {"kind": kind.value, "argv": argv, "environment": environment}
+        if kind is not ProgramKind.COMMAND:
+            argv, environment = python_command(kind.value, argv, environment)
+        if (debugger := _debugger()) is not None:
+            argv = debugger.patch_args([*argv])
+        return "command", {"argv": argv, "environment": environment}
+
+
+def _debugger() -> ModuleType | None:
+    """Return the module of debugpy that adds the debugger to a command, if debugpy debugs new processes; else None."""
+    return None if os.posix_spawn is posix.posix_spawn else sys.modules.get("_pydev_bundle.pydev_monkey")
 
 
 def _serve_store(process: ForkedProcess, listener: socket.socket) -> None:
@@ -452,6 +462,8 @@ def _reason_to_execute(program: Program, environment: Mapping[str, str]) -> str:
     """Return why the workers of a Python program need a new interpreter; empty if they can be forked."""
     if started := [name for name in _STARTED_WITH_INTERPRETER if name in environment]:
         return f"{started[0]} is set"
+    if _debugger() is not None:
+        return "debugpy debugs the workers"
     name = program.argv[0]
     if program.kind is ProgramKind.SCRIPT and name.endswith(".pyc"):
         return f"{name} is compiled"

@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import posix
 import signal
 import sys
 from pathlib import Path
@@ -301,7 +302,8 @@ def spawn(argv: Sequence[str], environment: Mapping[str, str], descriptors: Mapp
             copy = fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_DESCRIPTOR)
             stack.callback(os.close, copy)
             actions.append((os.POSIX_SPAWN_DUP2, copy, target))
-        return os.posix_spawn(
+        # A debugger replaces os.posix_spawn, to add itself to each new process. This one must stay as it is.
+        return posix.posix_spawn(
             argv[0],
             [*argv],
             environment,
