@@ -255,6 +255,10 @@ async def test_the_console_has_the_chosen_streams_with_the_chosen_prefix(
     assert ",".join(sorted(line for line in launcher.lines if re.search(r"rank \d$", line))) == expected
 
 
+@pytest.mark.differs(
+    "The files of `--redirects` and `--tee` are in `round_N/rank_R/` below `--log-dir`, and nothing overwrites them. "
+    "Those of torchrun are in `ID_…/attempt_N/LOCAL_RANK/`."
+)
 async def test_lines_of_all_ranks_that_contain_a_text_are_copied_to_a_file(module: str, tmp_path: Path) -> None:
     (program := tmp_path / "fruit.py").write_text(
         "import os, sys\n"
@@ -270,6 +274,8 @@ async def test_lines_of_all_ranks_that_contain_a_text_are_copied_to_a_file(modul
         "filtered_stdout.log": [f"[default{rank}]:{line} {rank}" for rank in (0, 1) for line in ("a, b", "an apple")],
         "filtered_stderr.log": ["[default0]:an apple, a pear"],
     }
+    folders = {path.parent.name for path in tmp_path.rglob("stdout.log")}
+    assert folders == ({"rank_0", "rank_1"} if module == "torchelastic.run" else {"0", "1"})
 
 
 async def test_logs_specs_of_an_installed_package_choose_the_files(module: str, tmp_path: Path) -> None:

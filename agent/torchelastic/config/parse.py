@@ -287,7 +287,9 @@ def _logs(line: CommandLine, workers: int) -> LogSettings:
 
     if not (found := importlib.metadata.entry_points(group="torchrun.logs_specs", name=raw.text)):
         raise raw.error("no installed package has this entry point in the group torchrun.logs_specs")
-    return dataclasses.replace(logs, specs=make_specs(found[raw.text].load(), logs))
+    return dataclasses.replace(
+        logs, directory=None, redirects={}, tee={}, specs=make_specs(found[raw.text].load(), logs)
+    )
 
 
 def make_specs(kind: Callable[..., LogsSpecs], logs: LogSettings) -> LogsSpecs:
