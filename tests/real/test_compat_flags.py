@@ -224,7 +224,7 @@ checked = 0
 for action in parser._actions:
     for spelling in action.option_strings:
         name = spelling.lstrip("-").replace("_", "-")
-        if name in ("h", "help", "print-completion", "logs-specs") or name.startswith(("log-line", "duplicate")):
+        if name in ("h", "help", "print-completion"):
             continue
         values = [] if action.nargs == 0 else [VALUES.get(name, "1")]
         for end in range(3, len(spelling) + 1):
