@@ -33,17 +33,33 @@ CHECK_FLAG = "--check"
 logger = logging.getLogger("torchelastic")
 
 
+def command() -> int:
+    """Run the command ``torchelastic-run``, in a process without other children, and return its exit code."""
+    _open_standard_streams()
+    signal.signal(signal.SIGTERM, _leave)
+    return _main(sys.argv[1:], owns_process=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run an agent and return its exit code; with ``--check`` as the first argument, only check the other arguments.
+
+    The calling program keeps its children and its signal handlers. While the agent runs, it handles the signals.
 
     Args:
         argv: the arguments; None for the arguments of this process.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        return _main(sys.argv[1:] if argv is None else argv, owns_process=False)
+    finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) != handler:
+                signal.signal(number, handler)
+
+
+def _main(argv: Sequence[str], *, owns_process: bool) -> int:
+    arguments = list(argv)
     check = arguments[:1] == [CHECK_FLAG]
-    if not check:
-        _open_standard_streams()
-        signal.signal(signal.SIGTERM, _leave)
     try:
         settings = parse(arguments[1:] if check else arguments, os.environ)
     except SettingsError as error:
@@ -56,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     log = log_format(settings.node_name)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=log, datefmt=TIME_FORMAT)
     try:
-        ending = asyncio.run(_run(settings))
+        ending = asyncio.run(_run(settings, owns_process=owns_process))
     except KeyboardInterrupt:  # before the agent handles signals
         return ExitCode.INTERRUPTED
     except StartError as error:  # only this node fails; the run may continue
@@ -79,19 +95,19 @@ def _open_standard_streams() -> None:
     os.close(descriptor)
 
 
-async def _run(settings: AgentSettings) -> ExitStatus:
+async def _run(settings: AgentSettings, *, owns_process: bool) -> ExitStatus:
     async with AsyncExitStack() as stack:
-        ending = await _take_part(stack, settings)
+        ending = await _take_part(stack, settings, owns_process=owns_process)
         # Write it before the stack is closed: closing may wait for a slow reader of the workers' output.
         _write_termination_message(settings.termination_log, ending.message)
     return ending
 
 
-async def _take_part(stack: AsyncExitStack, settings: AgentSettings) -> ExitStatus:
+async def _take_part(stack: AsyncExitStack, settings: AgentSettings, *, owns_process: bool) -> ExitStatus:
     from torchelastic.agent.workers.pool import Workers
 
     try:
-        workers = await stack.enter_async_context(Workers(settings))
+        workers = await stack.enter_async_context(Workers(settings, owns_process=owns_process))
         # Import these modules while the fork server imports torch.
         from torchelastic.agent.agent import Agent
         from torchelastic.metrics.agent import AgentMetrics
@@ -138,4 +154,4 @@ def _write_termination_message(path: Path | None, message: TerminationMessage) -
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

@@ -527,3 +527,60 @@ async def test_failures_stops_and_unsupported_use_are_reported_in_one_sentence(t
         r"RendezvousConnectionError: .*127\.0\.0\.1:1",
     ):
         assert re.search(wanted, output), (wanted, output)
+
+
+FAILS = """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torchelastic.launcher.api import LaunchConfig, elastic_launch
+    from torchelastic.rendezvous import RendezvousHandler, rendezvous_handler_registry
+
+    class Handler(RendezvousHandler):
+        def next_rendezvous(self):
+            raise error
+
+        def shutdown(self):
+            print("shut down after", type(error).__name__, flush=True)
+            return True
+
+    if __name__ == "__main__":
+        rendezvous_handler_registry.register("mine", lambda parameters: Handler())
+        for error in (SignalException("stopped", signal.SIGTERM), OSError("no network")):
+            try:
+                elastic_launch(LaunchConfig(1, 1, 1, rdzv_backend="mine"), "true")()
+            except type(error) as raised:
+                print("raised", type(raised).__name__, flush=True)
+"""
+
+
+async def test_a_rendezvous_handler_is_not_shut_down_after_a_signal(tmp_path: Path) -> None:
+    output = await output_of(tmp_path, FAILS)
+    lines = [line for line in output.splitlines() if line.startswith(("raised", "shut down"))]
+    assert lines == ["raised SignalException", "shut down after OSError", "raised OSError"]
+
+
+RUNS = """
+    import os, signal, subprocess, sys
+
+    def handle(number, frame):
+        print("not lost", flush=True)
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
+    children = [subprocess.Popen(["sh", "-c", "exit 7"]), subprocess.Popen(["cat"], stdin=subprocess.PIPE)]
+    module = __import__(sys.argv[1], fromlist=["main"])
+    module.main(["--standalone", "--no-python", "true"])
+    children[1].communicate(b"")
+    print("children", [child.wait() for child in children], flush=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        print("handler", signal.getsignal(number) is handle, flush=True)
+"""
+
+
+@pytest.mark.parametrize("module", ["torch.distributed.run", "torchelastic.run"])
+async def test_a_program_that_calls_main_keeps_its_children_and_its_signal_handlers(
+    module: str, tmp_path: Path
+) -> None:
+    lines = (await output_of(tmp_path, RUNS, module)).splitlines()
+    assert "children [7, 0]" in lines
+    kept = [line == "handler True" for line in lines if line.startswith("handler")]
+    assert all(kept) or module != "torchelastic.run", kept

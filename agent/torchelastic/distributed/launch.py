@@ -2,9 +2,9 @@
 
 import sys
 
-from torchelastic.run import main
+from torchelastic.run import command, main
 
 __all__ = ["main"]
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

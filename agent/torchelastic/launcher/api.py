@@ -149,10 +149,13 @@ def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arg
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
     try:
         result = agent.run(config.role)
-    except Exception:
-        _shut_down(handler)
+    except Exception as error:
+        from torch.distributed.elastic.multiprocessing import SignalException
+
+        if not isinstance(error, SignalException):
+            _shut_down(handler)
         raise
-    # No shutdown after Ctrl-C: torch's handlers would close the run, but the run continues on other nodes.
+    # No shutdown after a signal: torch's handlers would close the run, but the run continues on other nodes.
     _shut_down(handler)
     if result.is_failed():
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
