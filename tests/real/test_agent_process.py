@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real
 
 WATCHED_SPAWN = """
-import os, sys
+import posix, sys
 
-spawn = os.posix_spawn
+spawn = posix.posix_spawn
 
 def telling(path, argv, *rest, **more):
     if any("fork_server_main" in word for word in argv):
@@ -35,7 +35,7 @@ def telling(path, argv, *rest, **more):
         print("imported before torch:", [name for name in heavy if name in sys.modules], flush=True)
     return spawn(path, argv, *rest, **more)
 
-os.posix_spawn = telling
+posix.posix_spawn = telling
 """
 
 
