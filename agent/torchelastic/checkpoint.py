@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 from torchelastic.metrics.api import profile
-from torchelastic.training import report_checkpoint
+from torchelastic.training import NonRetryableException, report_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -119,6 +119,9 @@ class _FolderCheckpoint(Checkpoint):
         return self._path(key).open("rb")
 
     def commit(self) -> None:
+        mask = os.umask(0)
+        os.umask(mask)
+        self._folder.chmod(0o777 & ~mask)  # mkdtemp() creates a private folder
         for path in (*self._folder.iterdir(), self._folder):
             _write_to_disk(path)
         while True:
@@ -172,10 +175,18 @@ class CheckpointUtil:
 
     @profile()
     def load_checkpoint(self, state: State, rank: int) -> None:
-        """Load the latest checkpoint into the state, on rank 0, if there is one."""
+        """Load the latest checkpoint into the state, on rank 0, if there is one.
+
+        Raises:
+            NonRetryableException: the checkpoint cannot be read, or does not match the state.
+        """
         if rank == 0 and _manager is not None and (checkpoint := _manager.get_latest_checkpoint()) is not None:
-            with checkpoint.open_input_stream(_STATE_KEY) as stream:
-                state.load(stream)
+            try:
+                with checkpoint.open_input_stream(_STATE_KEY) as stream:
+                    state.load(stream)
+            except Exception as error:
+                message = f"The latest checkpoint cannot be loaded: {type(error).__name__}: {error}"
+                raise NonRetryableException(message) from error
 
     @profile()
     def save_checkpoint(self, state: State, rank: int) -> None:

@@ -65,6 +65,8 @@ class CoordinatorP2P(Coordinator):
         self._backend = c10d_backend
         self._handler = ElasticRendezvousHandler(_parameters(init_method), arrival_timeout=process_group_timeout / 1000)
         self._max_num_trainers = max_num_trainers
+        if process_group_timeout <= 0 or coordinator_pg_timeout <= 0:
+            raise SettingsError("process_group_timeout and coordinator_pg_timeout must be above 0 milliseconds.")
         self._timeout = dt.timedelta(milliseconds=process_group_timeout)
         self._own_timeout = dt.timedelta(milliseconds=coordinator_pg_timeout)
         self._stopped = False
@@ -113,7 +115,11 @@ class CoordinatorP2P(Coordinator):
         import torch
         import torch.distributed as dist
 
-        waiting = torch.tensor(self._handler.num_nodes_waiting())
+        try:
+            nodes = self._handler.num_nodes_waiting()
+        except RendezvousError as error:
+            raise NonRetryableException(f"{error}") from error
+        waiting = torch.tensor(nodes)
         dist.all_reduce(waiting, op=dist.ReduceOp.MAX, group=self._group)
         return bool(waiting.item())
 
@@ -163,17 +169,24 @@ class CoordinatorP2P(Coordinator):
 
 
 def _parameters(init_method: str) -> RendezvousParameters:
-    """Parse the URL of an etcd and a run."""
-    url = urlsplit(init_method)
+    """Parse the URL of an etcd and a run. Messages do not repeat it, because it may contain a password."""
+    expected = "init_method must be etcd://HOST:PORT/RUN_ID?min_workers=MIN&max_workers=MAX"
+    try:
+        url = urlsplit(init_method)
+    except ValueError as error:
+        raise SettingsError(f"{expected}: {error}") from None
     run_id = url.path.strip("/")
     query = dict(parse_qsl(url.query))
     if url.scheme != "etcd" or not url.netloc or not run_id:
+        raise SettingsError(f"{expected}.")
+    if "@" in url.netloc:
+        raise SettingsError("init_method: write username=… and password=… after the question mark, not in the address.")
+    least, most = (query.pop(name, "") for name in ("min_workers", "max_workers"))
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
         raise SettingsError(
-            f"init_method={init_method!r} must be etcd://HOST:PORT/RUN_ID?min_workers=MIN&max_workers=MAX"
+            "init_method: min_workers and max_workers must be numbers with 1 <= min_workers <= max_workers."
         )
-    limits = [query.pop(name, "") for name in ("min_workers", "max_workers")]
-    if not all(limit.isdecimal() for limit in limits):
-        raise SettingsError(f"init_method={init_method!r}: min_workers and max_workers must be numbers of processes.")
     prefix = query.pop("etcd_prefix", _PREFIX).strip("/").replace("/", "-")
-    least, most = map(int, limits)
-    return RendezvousParameters("torchelastic", url.netloc, f"{prefix}-{run_id}", least, most, **query)
+    parameters = RendezvousParameters("torchelastic", url.netloc, f"{prefix}-{run_id}", int(least), int(most))
+    parameters.config.update(query)
+    return parameters

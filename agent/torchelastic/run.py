@@ -6,15 +6,17 @@ The agent first starts its fork server, which imports torch. The agent's own lar
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
 import sys
+import threading
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from torchelastic.agent.failures import ExitStatus, record_message
+from torchelastic.agent.failures import ExitStatus, record_failure
 from torchelastic.config.parse import parse
 from torchelastic.errors import SettingsError, StartError
 from torchelastic.output import TIME_FORMAT, log_format
@@ -35,22 +37,27 @@ logger = logging.getLogger("torchelastic")
 
 def command() -> int:
     """Run the command ``torchelastic-run``, in a process without other children, and return its exit code."""
-    _open_standard_streams()
     signal.signal(signal.SIGTERM, _leave)
     return _main(sys.argv[1:], owns_process=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run an agent and return its exit code; with ``--check`` as the first argument, only check the other arguments.
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run an agent in a program; with ``--check`` as the first argument, only check the other arguments.
 
-    The calling program keeps its children and its signal handlers. While the agent runs, it handles the signals.
+    The calling program keeps its children and its signal handlers. While the agent runs, it handles the signals, if the
+    caller is the main thread.
 
     Args:
         argv: the arguments; None for the arguments of this process.
+
+    Raises:
+        ChildFailedError: the run has failed; torch's exception, with the root cause as its first failure.
+        SystemExit: an argument is invalid, this node cannot join the run, or it has left the run on a signal.
     """
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     try:
-        return _main(sys.argv[1:] if argv is None else argv, owns_process=False)
+        if code := _main(sys.argv[1:] if argv is None else argv, owns_process=False):
+            raise SystemExit(code)
     finally:
         for number, handler in handlers.items():
             if signal.getsignal(number) != handler:
@@ -59,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str], *, owns_process: bool) -> int:
     arguments = list(argv)
+    _open_standard_streams()
     check = arguments[:1] == [CHECK_FLAG]
     try:
         settings = parse(arguments[1:] if check else arguments, os.environ)
@@ -69,6 +77,8 @@ def _main(argv: Sequence[str], *, owns_process: bool) -> int:
         return ExitCode.BAD_INPUT
     if check:
         return ExitCode.SUCCEEDED
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
+        settings = dataclasses.replace(settings, signals=frozenset())
     log = log_format(settings.node_name)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=log, datefmt=TIME_FORMAT)
     try:
@@ -78,8 +88,6 @@ def _main(argv: Sequence[str], *, owns_process: bool) -> int:
     except StartError as error:  # only this node fails; the run may continue
         print(f"torchelastic-run: {error}", file=sys.stderr)  # noqa: T201
         return ExitCode.FAILED
-    if (failure := ending.message.failure) is not None and ending.code is ExitCode.FAILED:
-        record_message(failure.message)  # for the program that started this agent
     with suppress(OSError):  # stderr is closed; the exit code remains
         if ending.code in (ExitCode.FAILED, ExitCode.STORE_UNAVAILABLE, ExitCode.AGENT_ERROR):
             print(f"torchelastic-run: the run has failed: {ending.message.message}", file=sys.stderr)  # noqa: T201
@@ -118,7 +126,15 @@ async def _take_part(stack: AsyncExitStack, settings: AgentSettings, *, owns_pro
         )
     except SettingsError as error:
         return ExitStatus.of_error(error)
-    return await Agent(settings, metrics).run(workers, port)
+    agent = Agent(settings, metrics)
+    ending = await agent.run(workers, port)
+    if (failure := ending.message.failure) is not None and ending.code is ExitCode.FAILED:
+        record_failure(failure.message, workers.error_files.get(failure.rank))
+        if not owns_process:
+            from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+            raise ChildFailedError(settings.program.argv[0], agent.failures_of(failure, workers))
+    return ending
 
 
 async def _serve_metrics(

@@ -50,7 +50,8 @@ def train(coordinator: Coordinator, train_step: Callable[[StateType], Any], stat
         Exception: any other exception of the program.
     """
     checkpoints = CheckpointUtil(coordinator)
-    entered, failures = False, 0
+    entered = done = False
+    failures = 0
     while not coordinator.should_stop_training():
         snapshot = state.capture_snapshot()
         try:
@@ -69,8 +70,8 @@ def train(coordinator: Coordinator, train_step: Callable[[StateType], Any], stat
                     try:
                         result = train_step(state)
                     except StopIteration:
-                        coordinator.signal_training_done()
-                        return state
+                        done = True
+                        break
                     state, stats = (state, None) if result is None else result
                     coordinator.monitor_progress(state, stats)
                     if coordinator.should_save_checkpoint() or state.should_save_checkpoint(rank):
@@ -79,6 +80,9 @@ def train(coordinator: Coordinator, train_step: Callable[[StateType], Any], stat
                     if coordinator.should_rendezvous(state):
                         break
                     coordinator.report_progress(state)
+            if done:
+                coordinator.signal_training_done()
+                break
         except StopException:
             break
         except RuntimeError as error:

@@ -70,7 +70,7 @@ async def test_a_log_folder_that_cannot_be_created_is_reported_before_the_node_j
     async with AgentProcess("--standalone", f"--log-dir={folder}", program, stop) as agent:
         assert await agent.code() == 2
     [line] = agent.lines
-    assert line.endswith(f"output cannot be written to {folder}: File name too long. Choose another --log-dir.")
+    assert line.endswith(f"output cannot be written to {folder}: File name too long. Choose another folder.")
 
 
 FINAL = """

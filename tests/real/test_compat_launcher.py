@@ -559,7 +559,7 @@ async def test_a_rendezvous_handler_is_not_shut_down_after_a_signal(tmp_path: Pa
 
 
 RUNS = """
-    import os, signal, subprocess, sys
+    import os, signal, subprocess, sys, threading
 
     def handle(number, frame):
         print("not lost", flush=True)
@@ -569,6 +569,13 @@ RUNS = """
     children = [subprocess.Popen(["sh", "-c", "exit 7"]), subprocess.Popen(["cat"], stdin=subprocess.PIPE)]
     module = __import__(sys.argv[1], fromlist=["main"])
     module.main(["--standalone", "--no-python", "true"])
+    thread = threading.Thread(target=module.main, args=(["--standalone", "--no-python", "true"],))
+    thread.start()
+    thread.join()
+    try:
+        module.main(["--standalone", "--no-python", "sh", "-c", "exit 3"])
+    except Exception as error:
+        print(type(error).__name__, error.get_first_failure()[1].exitcode, flush=True)
     children[1].communicate(b"")
     print("children", [child.wait() for child in children], flush=True)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -581,6 +588,8 @@ async def test_a_program_that_calls_main_keeps_its_children_and_its_signal_handl
     module: str, tmp_path: Path
 ) -> None:
     lines = (await output_of(tmp_path, RUNS, module)).splitlines()
+    assert "ChildFailedError 3" in lines
+    assert not any("Exception in thread" in line for line in lines)
     assert "children [7, 0]" in lines
     kept = [line == "handler True" for line in lines if line.startswith("handler")]
     assert all(kept) or module != "torchelastic.run", kept

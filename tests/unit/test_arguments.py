@@ -247,9 +247,10 @@ def test_an_unknown_protocol_version_is_reported_in_the_termination_message(
     termination_log = folder / "termination-log"
     monkeypatch.setenv(Env.PROTOCOL, "7")
     monkeypatch.setenv(Env.TERMINATION_LOG, str(termination_log))
-    code = main(["--a-flag-that-only-version-7-knows", "--no-python", "--", "train.sh"])
+    with pytest.raises(SystemExit) as raised:
+        main(["--a-flag-that-only-version-7-knows", "--no-python", "--", "train.sh"])
 
-    assert code == ExitCode.BAD_INPUT
+    assert raised.value.code == ExitCode.BAD_INPUT
     termination_message = decode(termination_log.read_bytes(), TerminationMessage)
     assert termination_message.reason == "BadInput"
     assert "The operator uses version 7" in termination_message.message

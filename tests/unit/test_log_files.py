@@ -116,7 +116,7 @@ def test_unfinished_lines_are_followed_and_lines_of_ranks_do_not_mix(tmp_path: P
         lambda rank=rank, text=text: write(tmp_path, "digits-0-aaaaa", 1, rank, text)
         for rank, text in ((0, "10%"), (0, "\r20%"), (1, "uno\n"), (0, "\r30%\nlast\nend"))
     ]
-    expected = "[rank 0] 10%\r20%\n[rank 1] uno\n[rank 0] \r30%\n[rank 0] last\n[rank 0] end\n"
+    expected = "[rank 0] 10%\r[rank 0] 20%\n[rank 1] uno\n[rank 0] \r[rank 0] 30%\n[rank 0] last\n[rank 0] end\n"
     assert follow(tmp_path, *changes) == (expected, [])
 
 

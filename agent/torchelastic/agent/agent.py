@@ -7,13 +7,18 @@ are handled in order, so that the state changes in one place only.
 from __future__ import annotations
 
 import asyncio
+import atexit
+import json
 import logging
 import secrets
+import shutil
 import signal
+import tempfile
 import time
 from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from torchelastic.agent.failures import OUT_OF_MEMORY, ExitStatus, describe_in_log, failure_of_node, failure_of_worker
@@ -44,6 +49,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
     from collections.abc import Set as AbstractSet
     from types import TracebackType
+
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     from torchelastic.agent.failures import WorkerExit
     from torchelastic.agent.workers.pool import WorkerGroup, Workers
@@ -268,6 +275,34 @@ class Agent:
         node.events = self._events
         self._metrics.follow(node)
         return node
+
+    def failures_of(self, root: FailureRecord, workers: Workers) -> dict[int, ProcessFailure]:
+        """Return the root cause and this node's failures as torch's objects.
+
+        Each failure has an error file, because ``@record`` copies the file of the first failure. If the worker has not
+        written a file, or is on another node, the file contains the message of its failure.
+        """
+        from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+        folder = Path(tempfile.mkdtemp(prefix="torchelastic_"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        now = int(time.time())
+        failures: dict[int, ProcessFailure] = {}
+        for each in (root, *(other for other in self._failures if other.rank != root.rank)):
+            file, written = folder / f"{each.rank}.json", workers.error_files.get(each.rank)
+            is_own = self._round is not None and (each.node, each.round) == (self._node_id, self._round.number)
+            if is_own and written is not None and written.exists():
+                if written.is_relative_to(workers.scratch):  # the file is removed when the agent exits
+                    written = shutil.copyfile(written, file)
+                with suppress(Exception):  # the program has written another format
+                    failures[each.rank] = ProcessFailure(each.local_rank, each.pid, each.exit_code, str(written))
+            if each.rank not in failures:
+                message = each.message if is_own else f"{each.message} (on {each.host})"
+                file.write_text(json.dumps({"message": message, "timestamp": now}), encoding="utf-8")
+                failures[each.rank] = ProcessFailure(each.local_rank, each.pid, each.exit_code, str(file))
+            # torch considers the failure with the earliest timestamp the root cause.
+            failures[each.rank].timestamp = max(failures[each.rank].timestamp, failures[root.rank].timestamp)
+        return failures
 
     # -- events
 

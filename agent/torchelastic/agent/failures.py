@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -181,6 +182,16 @@ def record_message(message: str, trace: str = "", *, final: bool = False) -> Non
         partial = Path(f"{path}.{os.getpid()}")
         partial.write_text(json.dumps(record), encoding="utf-8")
         partial.rename(path)
+
+
+def record_failure(message: str, error_file: Path | None) -> None:
+    """Write the error file of the program that started this agent: a copy of a worker's error file, or a message."""
+    path = os.environ.get(ERROR_FILE)
+    if path and error_file is not None and error_file.is_file():
+        with contextlib.suppress(OSError):
+            shutil.copyfile(error_file, path)
+    else:
+        record_message(message)
 
 
 def _bounded(text: str, limit: int) -> str:

@@ -426,7 +426,7 @@ class Logs:
             for local_rank, environment in enumerate(environments):
                 yield self._output(files, local_rank, environment["RANK"])
         except OSError as error:
-            raise _unwritable(folder, error) from None
+            raise _unwritable(Path(error.filename or folder), error) from None
 
     def _files(self, folder: Path, ranks: Sequence[int]) -> Destinations:
         settings, files = self._settings, Destinations()
@@ -494,7 +494,10 @@ def _reify(
     # torch's class deletes the files of an earlier attempt with the same number, and not every round is a restart.
     attempt = {_RESTART_COUNT: str(round - 1)}
     changed = {local_rank: environment | attempt for local_rank, environment in enumerate(environments)}
-    files = specs.reify(changed)
+    try:
+        files = specs.reify(changed)
+    except Exception as error:
+        raise SettingsError(f"{type(specs).__name__}.reify() failed: {type(error).__name__}: {error}") from error
     for local_rank, environment in enumerate(environments):
         environment.update({name: value for name, value in changed[local_rank].items() if name != _RESTART_COUNT})
         if files.error_files.get(local_rank) in {None, "", os.devnull}:
@@ -517,7 +520,7 @@ def _unwritable(folder: Path, error: OSError) -> SettingsError:
     if error.errno in {errno.EMFILE, errno.ENFILE}:
         return SettingsError("too many files are open: raise the limit (ulimit -n), or start fewer workers.")
     why = "it is not a folder" if isinstance(error, FileExistsError) else error.strerror
-    return SettingsError(f"workers' output cannot be written to {folder}: {why}. Choose another --log-dir.")
+    return SettingsError(f"workers' output cannot be written to {folder}: {why}. Choose another folder.")
 
 
 def _open_log(path: Path) -> int:

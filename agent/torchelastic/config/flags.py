@@ -159,7 +159,11 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
             "copy the lines of stdout in --tee that contain a TEXT to filtered_stdout.log; ,, for a comma",
             parsers.texts,
         ),
-        Flag("duplicate-stderr-filters TEXT[,…]", "likewise for stderr and filtered_stderr.log", parsers.texts),
+        Flag(
+            "duplicate-stderr-filters TEXT[,…]",
+            "copy the lines of stderr in --tee that contain a TEXT to filtered_stderr.log",
+            parsers.texts,
+        ),
         Flag(
             "logs-specs NAME",
             "the LogsSpecs that chooses files and streams: an entry point of an installed package, in the group "

@@ -287,9 +287,11 @@ def _logs(line: CommandLine, workers: int) -> LogSettings:
 
     if not (found := importlib.metadata.entry_points(group="torchrun.logs_specs", name=raw.text)):
         raise raw.error("no installed package has this entry point in the group torchrun.logs_specs")
-    return dataclasses.replace(
-        logs, directory=None, redirects={}, tee={}, specs=make_specs(found[raw.text].load(), logs)
-    )
+    try:
+        specs = make_specs(found[raw.text].load(), logs)
+    except Exception as error:  # noqa: BLE001 - the user's module and class
+        raise raw.error(f"it cannot be loaded: {type(error).__name__}: {error}") from None
+    return dataclasses.replace(logs, directory=None, redirects={}, tee={}, specs=specs)
 
 
 def make_specs(kind: Callable[..., LogsSpecs], logs: LogSettings) -> LogsSpecs:

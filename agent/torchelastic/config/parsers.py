@@ -198,7 +198,7 @@ def one_of(*values: str) -> Callable[[RawValue], str]:
 
     def read(raw: RawValue) -> str:
         if raw.text not in values:
-            raise raw.error(f"must be {' or '.join(values)}")
+            raise raw.error(f"must be one of {', '.join(values)}")
         return raw.text
 
     return read

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _TIMEOUT: Final = 10.0
 _WORKER_LOG: Final = re.compile(r"round_(\d+)/rank_(\d+)/[^/]+\.log")
 _BLOCK: Final = 1 << 16
-_LINE: Final = re.compile(rb"[^\n]*\n|[^\n]+")
+_LINE: Final = re.compile(rb"[^\r\n]*(?:\r?\n|\r)|[^\r\n]+")
 """A line with its end, or the rest of a text."""
 _POLL_INTERVAL: Final = 0.1
 

@@ -12,19 +12,13 @@ example a SIGTERM without a handler, its workers are killed, too.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import dataclasses
-import json
 import multiprocessing
-import shutil
 import signal
-import tempfile
 import threading
-import time
 from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError, wait
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.agent.agent import Agent, Signals
@@ -48,11 +42,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed.elastic.multiprocessing import LogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     from torchelastic.agent.failures import ExitStatus
     from torchelastic.agent.server.torch_agent import TorchAgent
-    from torchelastic.protocol import FailureRecord
 
 __all__ = ["LocalElasticAgent"]
 
@@ -259,41 +251,13 @@ class _EmbeddedAgent(Agent):
             case ExitCode.SUCCEEDED:
                 return RunResult(WorkerState.SUCCEEDED, return_values=results)
             case ExitCode.FAILED if failure is not None:
-                return RunResult(WorkerState.FAILED, failures=self._failures_of(failure, workers))
+                return RunResult(WorkerState.FAILED, failures=self.failures_of(failure, workers))
             case code if code in LEFT_CODES:
                 return RunResult(WorkerState.STOPPED)
             case ExitCode.BAD_INPUT:
                 raise SettingsError(ending.message.message)
             case _:
                 raise RendezvousConnectionError(ending.message.message)
-
-    def _failures_of(self, root: FailureRecord, workers: Workers) -> dict[int, ProcessFailure]:
-        """Return the root cause and this node's failures as torch's objects.
-
-        Each failure has an error file, because ``@record`` copies the file of the first failure. If the worker has not
-        written a file, or is on another node, the file contains the message of its failure.
-        """
-        from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-        folder = Path(tempfile.mkdtemp(prefix="torchelastic_"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        now = int(time.time())
-        failures: dict[int, ProcessFailure] = {}
-        for each in (root, *(other for other in self._failures if other.rank != root.rank)):
-            file, written = folder / f"{each.rank}.json", workers.error_files.get(each.rank)
-            is_own = self._round is not None and (each.node, each.round) == (self._node_id, self._round.number)
-            if is_own and written is not None and written.exists():
-                if written.is_relative_to(workers.scratch):  # the file is removed when the agent exits
-                    written = shutil.copyfile(written, file)
-                with contextlib.suppress(Exception):  # the program has written another format
-                    failures[each.rank] = ProcessFailure(each.local_rank, each.pid, each.exit_code, str(written))
-            if each.rank not in failures:
-                message = each.message if is_own else f"{each.message} (on {each.host})"
-                file.write_text(json.dumps({"message": message, "timestamp": now}), encoding="utf-8")
-                failures[each.rank] = ProcessFailure(each.local_rank, each.pid, each.exit_code, str(file))
-            # torch considers the failure with the earliest timestamp the root cause.
-            failures[each.rank].timestamp = max(failures[each.rank].timestamp, failures[root.rank].timestamp)
-        return failures
 
 
 def _as_text(streams: int | Mapping[int, int]) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import random
@@ -356,8 +357,26 @@ def _reset_process(environment: Mapping[str, str]) -> None:
     if (processes := sys.modules.get("multiprocessing.process")) is not None:
         processes.current_process().authkey = os.urandom(32)
     sys._torchelastic_stderr_silencer = _StderrSilencer()  # type: ignore[attr-defined]  # noqa: SLF001 - sys is cleared last
-    # By default, Python writes to a file or pipe in blocks.
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    _open_streams()
+
+
+def _open_streams() -> None:
+    """Open Python's standard streams again, because a stream remembers whether its file can seek.
+
+    Output is written line by line; by default, Python writes to a file or pipe in blocks.
+    """
+    for name, mode in (("stdin", "rb"), ("stdout", "wb"), ("stderr", "wb")):
+        before: Any = getattr(sys, name)
+        raw: Any = io.FileIO(before.fileno(), mode, closefd=False)
+        raw.name = before.name
+        # With PYTHONUNBUFFERED, output is not buffered.
+        buffer = io.BufferedReader(raw) if mode == "rb" else raw if before.write_through else io.BufferedWriter(raw)
+        stream: Any = io.TextIOWrapper(
+            buffer, before.encoding, before.errors, line_buffering=True, write_through=before.write_through
+        )
+        stream.mode = before.mode
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 class _CompilerImport:
