@@ -175,6 +175,18 @@ async def test_ranks_join_leave_and_die_while_the_others_continue(start: Start, 
     assert {"checkpoint.write_latency_ms", "on_error.success", *durations} <= shown
 
 
+async def test_a_process_that_was_not_needed_ends_with_the_others(start: Start, half: Path) -> None:
+    trainers = [await start(least=2, most=2) for _ in range(3)]
+    members = [asyncio.create_task(each.wait_for_line("^waits")) for each in trainers]
+    await asyncio.wait(members[:2], return_when=asyncio.FIRST_COMPLETED)
+    half.touch()
+    for each in trainers:
+        assert await each.code() == 0, each.output
+    await asyncio.gather(*members, return_exceptions=True)
+    ends = [line for each in trainers for line in each.lines if line.startswith("the sum is")]
+    assert sorted(ends) == ["the sum is 0", "the sum is 410", "the sum is 410"]
+
+
 async def test_a_rank_that_is_stuck_is_left_out_and_comes_back(start: Start, half: Path) -> None:
     trainers = [await start("stuck", least=2, most=3) for _ in range(3)]
     waits = {asyncio.create_task(each.wait_for_line("^stuck")): each for each in trainers}

@@ -46,7 +46,7 @@ def test_the_selected_output_is_printed(logs: Path, tmp_path: Path) -> None:
     assert read(logs, rank=0, round=1) == "one\ntwo\n"
     write(logs, "digits-1-bbbbb", 2, 0, "10%\r20%\x1b[0m no newline")
     assert read(logs, rank=0) == "three\n10%\r20%\x1b[0m no newline"
-    assert read(logs) == "[rank 0] three\n[rank 0] 10%\r20%\x1b[0m no newline\n[rank 1] tres\n"
+    assert read(logs) == "[rank 0] three\n[rank 0] 10%\r[rank 0] 20%\x1b[0m no newline\n[rank 1] tres\n"
     write(logs, "digits-1-bbbbb", 3, 0, "alone\n")
     write(logs, "digits-1-bbbbb/round_9_old", 9, 0, "stray\n")
     assert read(logs) == "[rank 0] alone\n"
