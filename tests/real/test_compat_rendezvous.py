@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -149,6 +149,32 @@ async def test_a_port_of_another_program_is_reported(tmp_path: Path) -> None:
         assert await agent.code() == 2
     assert f"The port of {endpoint} is used by a program that is not an etcd; choose another port" in agent.output
     assert "Traceback" not in agent.output
+
+
+async def test_etcd_starts_after_the_program_that_uses_its_port_has_ended(endpoint: str, tmp_path: Path) -> None:
+    (program := tmp_path / "empty.py").touch()
+    flags = ("--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-conf=last_call_timeout=0")
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(fake_etcd(lambda _: b"", int(endpoint.split(":")[1])))
+        async with Node(tmp_path, *flags, program) as agent:
+            await agent.wait_for_line("trying again for")
+            await stack.aclose()
+            assert await agent.code() == 0, agent.output
+    assert f"serving etcd on {endpoint}" in agent.output
+
+
+async def test_the_reason_of_an_etcd_that_cannot_start_is_reported(
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = '{"level":"fatal","msg":"discovery failed","error":"no space left on device","stacktrace":"main.main"}'
+    (etcd := tmp_path / "etcd").write_text(f"#!/bin/sh\necho '{line}' >&2\nexit 1\n")
+    etcd.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    flags = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
+    async with Node(tmp_path, *flags, etcd) as agent:
+        assert await agent.code() == 2
+    assert "for this run: discovery failed: no space left on device" in agent.output
+    assert "stacktrace" not in agent.output
 
 
 async def test_a_missing_etcd_is_reported_with_what_to_install(

@@ -286,7 +286,7 @@ def test_the_master_address_is_ignored_with_one_warning_on_one_node(caplog: pyte
             "--rdzv-endpoint a,b: with c10d, the endpoint is HOST:PORT of one node, without TLS.",
         ),
         ("--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=a:0", "a port is a number from 1 to 65535"),
-        ("--nnodes=2 --master-port=http", '--master-addr: "127.0.0.1:http" is not an address; write host:port, for'),
+        ("--nnodes=2 --master-port=http", "--master-port http: must be a whole number from 1 to 65535."),
         ("--rdzv-backend=etcd-v4", "--rdzv-backend etcd-v4: unknown rendezvous; use c10d, or remove this flag"),
         ("--rdzv-endpoint=::1", "put it into brackets: [::1]:2379"),
         ("--rdzv-endpoint=etcd:0", "a port is a number from 1 to 65535"),

@@ -15,7 +15,7 @@ from torchelastic.errors import SettingsError, StoreError
 from torchelastic.protocol import RunKeys
 from torchelastic.rendezvous.run_state import cancel
 from torchelastic.store.api import split_endpoint
-from torchelastic.store.client import connect_within
+from torchelastic.store.client import connect, within
 from torchelastic.store.etcd_process import etcd_environment, find_etcd
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT: Final = 10.0
-"""Seconds within which the program that uses the port must answer as an etcd."""
+"""Seconds within which a program that uses the port must answer as an etcd or end, like the etcd of an earlier run."""
 
 _CHECK_INTERVAL: Final = 1.0
 
@@ -63,8 +63,12 @@ class EtcdHost:
         Raises:
             SettingsError: etcd cannot be started, or another program uses the port.
         """
-        if self._in_use() or not await self._start():
-            await self._check()
+        try:
+            await within(_ANSWER_TIMEOUT, self._start_or_check)
+        except StoreError as error:
+            raise SettingsError(
+                f"The port of {self._endpoint} is used by a program that is not an etcd; choose another port ({error})."
+            ) from None
         keeping = asyncio.create_task(self._keep())
         try:
             yield
@@ -92,15 +96,10 @@ class EtcdHost:
                         return True
         return False
 
-    async def _check(self) -> None:
-        """Check that the program that uses the port is an etcd."""
-        try:
-            store = await connect_within(_ANSWER_TIMEOUT, self._store)
-        except StoreError as error:
-            raise SettingsError(
-                f"The port of {self._endpoint} is used by a program that is not an etcd; choose another port ({error})."
-            ) from None
-        await store.close()
+    async def _start_or_check(self) -> None:
+        """Start etcd if no program uses the port; otherwise, check that the program is an etcd."""
+        if self._in_use() or not await self._start():
+            await (await connect(self._store)).close()
 
     async def _start(self) -> bool:
         """Start etcd; return False if another process has taken the port meanwhile."""

@@ -64,7 +64,7 @@ def main() -> None:
                     _close_output()
                     _wait_for_the_end(exited, addresses[0], int(port), prefix)
                 else:
-                    print(log.read_text(errors="replace").strip().rpartition("\n")[2][:500] or "it is not ready")  # noqa: T201
+                    print(_reason(log.read_text(errors="replace"))[:500] or "it is not ready")  # noqa: T201
             finally:
                 etcd.kill()
                 etcd.wait()
@@ -72,6 +72,15 @@ def main() -> None:
 
 def _end_with_parent() -> None:
     set_parent_death_signal(signal.SIGKILL)
+
+
+def _reason(log: str) -> str:
+    """Return the last line of a log; if it is JSON, its message and error only."""
+    line = log.strip().rpartition("\n")[2]
+    if not line.startswith("{"):
+        return line
+    record = json.loads(line)
+    return ": ".join(record[key] for key in ("msg", "error") if key in record)
 
 
 def _close_output() -> None:

@@ -168,7 +168,7 @@ def _endpoint(line: CommandLine, backend: str) -> RawValue | None:
         return RawValue("--rdzv-endpoint", "localhost", between=" ")
     host = line.raw.get("master-addr", RawValue("--master-addr", "127.0.0.1", between=" "))
     port = line.raw.get("master-port")
-    return dataclasses.replace(host, text=f"{bracketed(host.text)}{f':{port.text}' if port else ''}")
+    return dataclasses.replace(host, text=f"{bracketed(host.text)}{f':{integer(1, 65535)(port)}' if port else ''}")
 
 
 def _read_store(line: CommandLine, backend: RawValue) -> StoreSettings | None:
