@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.controlled_workers import ControlledRun
 from tests.support.ports import descendants, free_range, sockets
-from torchelastic.protocol import NodeRecord, ResumeRecord, decode, encode
+from torchelastic.protocol import ResumeRecord, encode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,7 +67,7 @@ async def test_agents_listen_only_within_their_port_range_and_report_when_it_is_
             record = await run.committed_round(number)
             # Both agents have noted the round, and have written their offers for the next round.
             state = await run.until(lambda state, number=number: nodes_that_know(state, run, number) == 2)
-            offered = [port for node in nodes(state, run) for port in (node.link, node.store)]
+            offered = [port for node in run.nodes(state) for port in (node.link, node.store)]
             stores.append(int(record.store.rpartition(":")[2]))
             pids = descendants([one.pid, two.pid])
             open_ports = {each.port for pid in pids for each in sockets(pid) if each.listens}
@@ -110,10 +110,6 @@ async def test_a_resumed_run_continues_with_the_next_round_and_the_charged_resta
 # -- observation through the store
 
 
-def nodes(state: Mapping[str, Entry], run: ControlledRun) -> list[NodeRecord]:
-    return [decode(entry.value, NodeRecord) for key, entry in state.items() if key.startswith(run.keys.nodes)]
-
-
 def nodes_that_know(state: Mapping[str, Entry], run: ControlledRun, number: int) -> int:
     """Return the number of nodes that know a round."""
-    return sum(node.round == number for node in nodes(state, run))
+    return sum(node.round == number for node in run.nodes(state))

@@ -48,7 +48,8 @@ async def test_a_spare_takes_over_at_once_and_workers_of_a_leaving_node_have_the
         agents = {"one": one, "two": two, "three": three}
         staying, going = await run.round(1, world=2)
         [spare] = agents.keys() - {staying.node, going.node}
-        await agents[spare].wait_for_line("waiting as a spare")
+        # All nodes have noted the round, so that also a new leader waits for the spare.
+        await run.until(lambda state: len(nodes := run.nodes(state)) == 3 and all(node.round == 1 for node in nodes))
         assert [await worker.execute("answer = 'alive'") for worker in (staying, going)] == ["alive"] * 2
 
         # A node leaves; the other nodes do not wait for the workers of that node.

@@ -185,7 +185,7 @@ async def test_the_states_add_up_to_the_wall_time(monitored: MonitoredRun) -> No
     assert split["suspended"] == 0
     assert {"waiting", "rendezvous", "starting", "restoring", "stopping"} <= split.keys()
     fleet = labels(await monitored.answer(the_query("Time by state", page=FLEET_PAGE), job_namespace=".*"), "state")
-    assert fleet == pytest.approx(split)
+    assert fleet == pytest.approx(split, abs=0.1)  # the two queries do not read the same scrapes
     shares = labels(await monitored.answer(the_query("State over time")), "state")
     assert sum(shares.values()) == pytest.approx(1)
     lost = await monitored.one(the_query("Lost work", "lost"))

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 
+from tests.support.etcd import until_keys
 from tests.support.launchers import Launcher
+from torchelastic.protocol import RunKeys
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -128,10 +130,14 @@ def half(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def start(etcd: EtcdServer, tmp_path: Path) -> AsyncIterator[Start]:
+def run_id() -> str:
+    return str(uuid.uuid4().int)
+
+
+@pytest.fixture
+async def start(etcd: EtcdServer, run_id: str, tmp_path: Path) -> AsyncIterator[Start]:
     """A function that starts processes of one run."""
     (program := tmp_path / "main.py").write_text(PROGRAM)
-    run_id = str(uuid.uuid4().int)
     async with contextlib.AsyncExitStack() as stack:
 
         async def start_one(fault: str = "none", least: int = 1, most: int = 4) -> Launcher:
@@ -175,14 +181,15 @@ async def test_ranks_join_leave_and_die_while_the_others_continue(start: Start, 
     assert {"checkpoint.write_latency_ms", "on_error.success", *durations} <= shown
 
 
-async def test_a_process_that_was_not_needed_ends_with_the_others(start: Start, half: Path) -> None:
+async def test_a_process_that_was_not_needed_ends_with_the_others(
+    start: Start, half: Path, etcd: EtcdServer, run_id: str
+) -> None:
     trainers = [await start(least=2, most=2) for _ in range(3)]
-    members = [asyncio.create_task(each.wait_for_line("^waits")) for each in trainers]
-    await asyncio.wait(members[:2], return_when=asyncio.FIRST_COMPLETED)
+    keys = RunKeys.of(f"torchelastic-p2p-{run_id}")
+    await until_keys(etcd.settings, keys.nodes, lambda nodes: len(nodes) == 3)
     half.touch()
     for each in trainers:
         assert await each.code() == 0, each.output
-    await asyncio.gather(*members, return_exceptions=True)
     ends = [line for each in trainers for line in each.lines if line.startswith("the sum is")]
     assert sorted(ends) == ["the sum is 0", "the sum is 410", "the sum is 410"]
 

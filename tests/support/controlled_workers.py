@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tests.support.agents import PATIENCE, AgentProcess
 from tests.support.etcd import until_keys
-from torchelastic.protocol import OutcomeRecord, RoundRecord, RunKeys, decode_state
+from torchelastic.protocol import NodeRecord, OutcomeRecord, RoundRecord, RunKeys, decode, decode_state
 from torchelastic.store.client import connect
 
 if TYPE_CHECKING:
@@ -194,6 +194,10 @@ class ControlledRun:
         """Follow the run's keys in the store until they meet a condition, and return the keys."""
         assert self._etcd is not None
         return await until_keys(self._etcd.settings, self.keys.root, condition)
+
+    def nodes(self, state: Mapping[str, Entry]) -> list[NodeRecord]:
+        """Return the records of the nodes among the run's keys."""
+        return [decode(entry.value, NodeRecord) for key, entry in state.items() if key.startswith(self.keys.nodes)]
 
     async def committed_round(self, number: int) -> RoundRecord:
         """Wait until the store has the round of this number, and return the round."""
