@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
 
+from torchelastic.errors import SettingsError
 from torchelastic.metrics.api import profile
 from torchelastic.training import NonRetryableException, report_checkpoint
 
@@ -80,10 +81,21 @@ class CheckpointManager(abc.ABC):
 
 
 class FileSystemCheckpointManager(CheckpointManager):
-    """Stores each checkpoint in a folder below ``checkpoint_dir``, which all processes should share."""
+    """Stores each checkpoint in a folder below ``checkpoint_dir``, which all processes should share.
 
-    def __init__(self, checkpoint_dir: str | os.PathLike[str]) -> None:
+    Args:
+        checkpoint_dir: the folder.
+        keep: the number of newest checkpoints that stay after a commit; None to delete none.
+
+    Raises:
+        SettingsError: ``keep`` is below 1.
+    """
+
+    def __init__(self, checkpoint_dir: str | os.PathLike[str], keep: int | None = None) -> None:
+        if keep is not None and keep < 1:
+            raise SettingsError(f"keep={keep} would delete every checkpoint; use 1 or more, or None to delete none.")
         self._folder = Path(checkpoint_dir)
+        self._keep = keep
 
     def create_checkpoint(self) -> Checkpoint:
         """Return a new checkpoint; raise OSError if it cannot be written."""
@@ -97,12 +109,20 @@ class FileSystemCheckpointManager(CheckpointManager):
 
     def list_checkpoints(self) -> Sequence[str]:
         """Return the sequence ids of all committed checkpoints, the oldest first."""
-        names = (path.name for path in self._folder.glob("*")) if self._folder.is_dir() else ()
+        try:
+            names = [path.name for path in self._folder.iterdir()]
+        except FileNotFoundError:
+            return []
         return sorted((name for name in names if name.isdecimal()), key=int)
 
     def next_folder(self) -> Path:
         """Return the folder for the next checkpoint."""
         return self._folder / str(int([0, *map(int, self.list_checkpoints())][-1]) + 1)
+
+    def delete_old(self) -> None:
+        """Delete all checkpoints but the newest ones."""
+        for name in self.list_checkpoints()[: -self._keep] if self._keep is not None else ():
+            shutil.rmtree(self._folder / name, ignore_errors=True)
 
 
 class _FolderCheckpoint(Checkpoint):
@@ -135,6 +155,7 @@ class _FolderCheckpoint(Checkpoint):
             break
         self._folder = folder
         _write_to_disk(folder.parent)
+        self._manager.delete_old()
 
     def discard(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -143,6 +164,32 @@ class _FolderCheckpoint(Checkpoint):
         if Path(key).name != key:
             raise ValueError(f"{key!r} cannot be a key of a checkpoint: a key is the name of a file.")
         return self._folder / key
+
+
+def _load_newest(manager: CheckpointManager, state: State) -> str:
+    """Load the newest checkpoint that can be read; return why none could be loaded, or an empty string."""
+    why = ""
+    try:
+        ids = manager.list_checkpoints()
+    except OSError as error:
+        return f"The checkpoints cannot be listed: {error}"
+    for sequence_id in reversed(ids):
+        try:
+            checkpoint = manager.get_checkpoint(sequence_id)
+            if checkpoint is None:
+                continue  # it has been deleted meanwhile
+            with checkpoint.open_input_stream(_STATE_KEY) as stream:
+                state.load(stream)
+        except Exception as error:  # noqa: BLE001 - load() is the program's
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            logger.warning("checkpoint %s cannot be loaded: %s", sequence_id, reason)
+            why = why or (
+                f"None of the checkpoints can be loaded, the newest ({sequence_id}) because of {reason}. To train from "
+                "the beginning, move them to another folder."
+            )
+        else:
+            return ""
+    return why
 
 
 def _write_to_disk(path: Path) -> None:
@@ -174,19 +221,24 @@ class CheckpointUtil:
         self._coordinator = coordinator
 
     @profile()
-    def load_checkpoint(self, state: State, rank: int) -> None:
-        """Load the latest checkpoint into the state, on rank 0, if there is one.
+    def load_checkpoint(self, state: State, rank: int, *, is_current: bool = False) -> None:
+        """Load the newest checkpoint that can be read into the state, on rank 0; all ranks call this.
+
+        Args:
+            state: the state.
+            rank: this process's rank.
+            is_current: whether the state is at least as new as the checkpoints; then nothing is loaded.
 
         Raises:
-            NonRetryableException: the checkpoint cannot be read, or does not match the state.
+            NonRetryableException: on all ranks, if there are checkpoints, but none can be loaded.
         """
-        if rank == 0 and _manager is not None and (checkpoint := _manager.get_latest_checkpoint()) is not None:
-            try:
-                with checkpoint.open_input_stream(_STATE_KEY) as stream:
-                    state.load(stream)
-            except Exception as error:
-                message = f"The latest checkpoint cannot be loaded: {type(error).__name__}: {error}"
-                raise NonRetryableException(message) from error
+        if _manager is None:
+            return
+        from torchelastic.distributed.collectives import broadcast_bool
+
+        why = _load_newest(_manager, state) if rank == 0 and not is_current else ""
+        if broadcast_bool(bool(why), 0):
+            raise NonRetryableException(why or "Rank 0 cannot load any of the checkpoints.")
 
     @profile()
     def save_checkpoint(self, state: State, rank: int) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import datetime as dt
+import importlib
 import logging
 import math
 import os
-import sys
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qsl, urlsplit
 
 from torchelastic.coordinator import Coordinator, StopException
 from torchelastic.errors import RendezvousClosedError, RendezvousError, SettingsError
 from torchelastic.metrics.api import profile
+from torchelastic.process_group import InterruptibleProcessGroup
 from torchelastic.rendezvous.api import RendezvousParameters
 from torchelastic.training import NonRetryableException
 
@@ -63,22 +64,26 @@ class CoordinatorP2P(Coordinator):
         from torchelastic.rendezvous.handler import ElasticRendezvousHandler
 
         self._backend = c10d_backend
-        self._handler = ElasticRendezvousHandler(_parameters(init_method), arrival_timeout=process_group_timeout / 1000)
+        self._group = InterruptibleProcessGroup()
+        self._handler = ElasticRendezvousHandler(
+            _parameters(init_method), arrival_timeout=process_group_timeout / 1000, on_loss=self._group.interrupt
+        )
         self._max_num_trainers = max_num_trainers
         if process_group_timeout <= 0 or coordinator_pg_timeout <= 0:
             raise SettingsError("process_group_timeout and coordinator_pg_timeout must be above 0 milliseconds.")
         self._timeout = dt.timedelta(milliseconds=process_group_timeout)
-        self._own_timeout = dt.timedelta(milliseconds=coordinator_pg_timeout)
+        self._control_timeout = dt.timedelta(milliseconds=coordinator_pg_timeout)
         self._stopped = False
         self._steps = 0
         self._rank = self._world_size = 0
         self._store: Store
-        self._group: Any = None
 
     @profile()
     def rendezvous_barrier(self) -> tuple[Store, int, int]:
         """Leave the current world, and wait for the next one."""
-        self._destroy_process_group()
+        self._group.destroy()
+        # An optimizer and DistributedDataParallel import this, for seconds. In a new world, the other ranks would wait.
+        importlib.import_module("torch._dynamo")
         try:
             self._store, self._rank, self._world_size = self._handler.next_rendezvous()
         except RendezvousClosedError as closed:
@@ -93,23 +98,14 @@ class CoordinatorP2P(Coordinator):
     @profile()
     def init_process_group(self) -> None:
         """Create the default process group; and another one with gloo if the default has another backend."""
-        import torch.distributed as dist
-
-        self._excepthook = sys.excepthook
-        dist.init_process_group(
-            self._backend, store=self._store, rank=self._rank, world_size=self._world_size, timeout=self._timeout
+        self._group.create(
+            self._backend, self._store, self._rank, self._world_size, self._timeout, self._control_timeout
         )
-        self._group = None if self._backend == "gloo" else dist.new_group(backend="gloo", timeout=self._own_timeout)
-
-    def _destroy_process_group(self) -> None:
-        distributed = sys.modules.get("torch.distributed")
-        if distributed is not None and distributed.is_initialized():
-            distributed.destroy_process_group()
-            sys.excepthook = self._excepthook  # init_process_group() adds a rank to tracebacks, each time another one
 
     @profile()
     def should_rendezvous(self, state: State) -> bool:  # noqa: ARG002 - the interface
         """Return whether nodes wait to join, or the world has changed; always False with ``max_num_trainers`` ranks."""
+        self._group.note_connections()  # sync() and the first step may have created more groups
         if self._world_size >= self._max_num_trainers:
             return False
         import torch
@@ -120,7 +116,7 @@ class CoordinatorP2P(Coordinator):
         except RendezvousError as error:
             raise NonRetryableException(f"{error}") from error
         waiting = torch.tensor(nodes)
-        dist.all_reduce(waiting, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(waiting, op=dist.ReduceOp.MAX, group=self._group.control_group)
         return bool(waiting.item())
 
     @profile()
@@ -132,8 +128,8 @@ class CoordinatorP2P(Coordinator):
     def signal_training_done(self) -> None:
         """Report success, wait a moment for the other ranks to do so, and leave the run."""
         self._stopped = True
+        self._group.destroy()  # a rank that still trains must not wait for this one
         self._handler.shutdown()
-        self._destroy_process_group()
 
     @profile()
     def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:  # noqa: ARG002 - the interface
@@ -147,7 +143,7 @@ class CoordinatorP2P(Coordinator):
         rate = worker_stats.get_progress_rate()
         gathered = torch.zeros(self._world_size)
         gathered[self._rank] = math.nan if rate is None else rate
-        dist.all_reduce(gathered, group=self._group)
+        dist.all_reduce(gathered, group=self._group.control_group)
         rates = {rank: rate for rank, rate in enumerate(gathered.tolist()) if not math.isnan(rate)}
         if slow := [rank for rank, rate in rates.items() if rate < _STRAGGLER * max(rates.values())]:
             logger.warning("Slow ranks: %s. The progress rates by rank are %s.", slow, rates)
@@ -165,7 +161,7 @@ class CoordinatorP2P(Coordinator):
         """Wait until all ranks have called this method."""
         import torch.distributed as dist
 
-        dist.barrier(group=self._group)
+        dist.barrier(group=self._group.control_group)
 
 
 def _parameters(init_method: str) -> RendezvousParameters:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from torchelastic.checkpoint import CheckpointUtil
 from torchelastic.coordinator import StopException
 from torchelastic.metrics.api import put_metric
-from torchelastic.training import step
+from torchelastic.training import NonRetryableException, step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,15 +42,17 @@ def train(coordinator: Coordinator, train_step: Callable[[StateType], Any], stat
         state: the state.
 
     Returns:
-        The state after the last step; also if another process has ended the run.
+        The state after the last step.
 
     Raises:
-        NonRetryableException: this process cannot join the run.
+        NonRetryableException: this process cannot join the run; the run has ended while this process was not a rank, so
+            its state is not the trained one; or there are checkpoints, but none can be loaded.
         RuntimeError: 100 attempts in a row have failed; its cause is the last failure.
         Exception: any other exception of the program.
     """
     checkpoints = CheckpointUtil(coordinator)
-    entered = done = False
+    done = False
+    is_current = False  # whether the state has been brought to that of the other ranks, or of a checkpoint
     failures = 0
     while not coordinator.should_stop_training():
         snapshot = state.capture_snapshot()
@@ -58,11 +60,10 @@ def train(coordinator: Coordinator, train_step: Callable[[StateType], Any], stat
             with _measured("outer_train_loop.duration.ms"):
                 _, rank, world_size = coordinator.rendezvous_barrier()
                 coordinator.init_process_group()
-                if not entered:  # later, the ranks that stay have a newer state than the checkpoint
-                    checkpoints.load_checkpoint(state, rank)
-                    entered = True
+                checkpoints.load_checkpoint(state, rank, is_current=is_current)
                 with _measured("state_sync.duration.ms"):
                     state.sync(world_size, rank)
+                is_current = True
             with _measured("inner_train_loop.duration.ms"):
                 while True:
                     snapshot = state.capture_snapshot()
@@ -82,9 +83,10 @@ def train(coordinator: Coordinator, train_step: Callable[[StateType], Any], stat
                     coordinator.report_progress(state)
             if done:
                 coordinator.signal_training_done()
-                break
-        except StopException:
-            break
+                return state
+        except StopException as stopped:
+            message = f"This process was not a rank when the run ended, so its state is not the trained one. {stopped}"
+            raise NonRetryableException(message) from None
         except RuntimeError as error:
             coordinator.on_error(error)
             failures += 1

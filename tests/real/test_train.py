@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import signal
 import uuid
 from typing import TYPE_CHECKING, TypeAlias
@@ -12,6 +13,7 @@ import pytest
 
 from tests.support.etcd import until_keys
 from tests.support.launchers import Launcher
+from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.protocol import RunKeys
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ PROGRAM = '''
 
 import os
 import resource
+import signal
 import sys
 import time
 
@@ -63,6 +66,11 @@ class MyState(torchelastic.State):
         def apply_snapshot(self, snapshot):
             self.index, self.total = snapshot
 
+    def load(self, stream):
+        super().load(stream)
+        if fault == "killed in load" and once("load"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def should_save_checkpoint(self, rank):
         return True
 
@@ -82,6 +90,8 @@ def train_step(state: torchelastic.State):
     if state.index == 10:
         half = torch.tensor(int(os.path.exists(f"{folder}/half")))
         dist.all_reduce(half, op=dist.ReduceOp.MIN)
+        if os.path.exists(f"{folder}/raise {os.getpid()}") and once("raised"):
+            raise RuntimeError("a retryable error")
         if not half.item():  # until the test has done its part
             if once(f"waits {os.getpid()}"):
                 os.write(1, b"waits\\n")
@@ -106,6 +116,8 @@ def train_step(state: torchelastic.State):
 
 if fault == "none":
     metrics.configure(metrics.ConsoleMetricHandler())
+if fault == "lost":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 if fault == "full":
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 set_checkpoint_manager(FileSystemCheckpointManager(f"{folder}/checkpoints"))
@@ -113,7 +125,7 @@ coordinator = CoordinatorP2P(
     c10d_backend="gloo",
     init_method=f"etcd://{etcd_endpoint}/{run_id}?min_workers={min_workers}&max_workers={max_workers}&last_call_timeout=0&lease=1",
     max_num_trainers=int(max_workers),
-    process_group_timeout=2000 if fault == "stuck" else 60000,
+    process_group_timeout=2000 if fault == "stuck" else 3_600_000,
 )
 state = torchelastic.train(coordinator, train_step, MyState())
 os.write(1, f"the sum is {state.total}\\n".encode())
@@ -181,17 +193,49 @@ async def test_ranks_join_leave_and_die_while_the_others_continue(start: Start, 
     assert {"checkpoint.write_latency_ms", "on_error.success", *durations} <= shown
 
 
-async def test_a_process_that_was_not_needed_ends_with_the_others(
+async def test_a_process_that_was_not_needed_does_not_return_an_untrained_state(
     start: Start, half: Path, etcd: EtcdServer, run_id: str
 ) -> None:
     trainers = [await start(least=2, most=2) for _ in range(3)]
     keys = RunKeys.of(f"torchelastic-p2p-{run_id}")
     await until_keys(etcd.settings, keys.nodes, lambda nodes: len(nodes) == 3)
     half.touch()
-    for each in trainers:
-        assert await each.code() == 0, each.output
-    ends = [line for each in trainers for line in each.lines if line.startswith("the sum is")]
-    assert sorted(ends) == ["the sum is 0", "the sum is 410", "the sum is 410"]
+    ends = sorted([(await each.code(), each.lines[-1]) for each in trainers])
+    assert [code for code, _ in ends] == [0, 0, 1]
+    assert [line for _, line in ends[:2]] == ["the sum is 410"] * 2
+    assert "NonRetryableException: This process was not a rank when the run ended" in ends[2][1]
+
+
+async def test_no_survivor_waits_for_the_time_out_of_a_collective(start: Start, half: Path) -> None:
+    """The time-out of collectives is an hour: only the end of the world's connections ends a collective sooner."""
+    trainers = [await start("lost", least=2, most=7) for _ in range(6)]
+
+    async def meet(size: int, *, times: int = 1) -> None:
+        """Wait until the ranks that are left have been in a world of this size."""
+        for each in trainers:
+            position = 0
+            for _ in range(times):
+                found = await each.wait_for_line(rf"^world of {size}, rank \d, index", since=position)
+                position = each.lines.index(found.string, position) + 1
+            await each.wait_for_line("^waits")
+
+    await meet(6)
+    (half.parent / f"raise {trainers[0].pid}").touch()
+    await meet(6, times=2)
+    trainers.pop().kill()
+    await meet(5)
+    trainers[0].kill(signal.SIGSTOP)  # the others now wait in a collective
+    trainers.pop().kill()
+    trainers[0].kill(signal.SIGCONT)
+    await meet(4)
+    stopped = trainers.pop()
+    stopped.kill(signal.SIGSTOP)
+    await meet(3)
+    stopped.kill()
+    trainers.pop().kill(signal.SIGTERM)
+    await meet(2)
+    half.touch()
+    await ends_with_the_sum(*trainers)
 
 
 async def test_a_rank_that_is_stuck_is_left_out_and_comes_back(start: Start, half: Path) -> None:
@@ -221,6 +265,46 @@ async def test_after_the_loss_of_all_ranks_training_continues_from_the_checkpoin
     trainers = [await start(least=2) for _ in range(2)]
     await trainers[0].wait_for_line("world of 2, rank ., index 10")
     await ends_with_the_sum(*trainers)
+
+
+def write_checkpoints(folder: Path, *, torn: int, whole: int = 0) -> None:
+    """Write checkpoints of the state after ten steps, the torn ones last."""
+    import torch
+
+    manager = FileSystemCheckpointManager(folder / "checkpoints")
+    for number in range(whole + torn):
+        torch.save((10, sum(range(11, 21))), stream := io.BytesIO())
+        checkpoint = manager.create_checkpoint()
+        with checkpoint.open_output_stream("state") as file:
+            file.write(stream.getvalue() if number < whole else stream.getvalue()[:-100])
+        checkpoint.commit()
+
+
+async def test_survivors_of_the_rank_that_loads_continue_from_the_newest_good_checkpoint(
+    start: Start, half: Path, tmp_path: Path
+) -> None:
+    write_checkpoints(tmp_path, whole=1, torn=1)
+    half.touch()
+    trainers = [await start("killed in load", least=2) for _ in range(3)]
+    codes = [await each.code() for each in trainers]
+    assert sorted(codes) == [-signal.SIGKILL, 0, 0]
+    survivors = [each for each, code in zip(trainers, codes, strict=True) if code == 0]
+    assert any("checkpoint 2 cannot be loaded" in line for each in survivors for line in each.lines)
+    for each in survivors:
+        assert "world of 2, rank ., index 0" not in each.output
+        await each.wait_for_line("world of 2, rank ., index 10")
+    await ends_with_the_sum(*survivors)
+
+
+async def test_if_no_checkpoint_can_be_loaded_no_rank_trains(start: Start, half: Path, tmp_path: Path) -> None:
+    write_checkpoints(tmp_path, torn=2)
+    half.touch()
+    trainers = [await start("none", least=2) for _ in range(2)]
+    assert [await each.code() for each in trainers] == [1, 1]
+    ends = sorted(each.lines[-1].partition("NonRetryableException: ")[2] for each in trainers)
+    assert ends[0].startswith("None of the checkpoints can be loaded, the newest (2) because of RuntimeError")
+    assert ends[1] == "Rank 0 cannot load any of the checkpoints."
+    assert sorted(each.name for each in (tmp_path / "checkpoints").iterdir()) == ["1", "2"]
 
 
 async def test_a_full_disk_is_logged_and_training_continues(start: Start, half: Path) -> None:

@@ -34,6 +34,7 @@ from torchelastic.protocol import (
     NodeRecord,
     OutcomeRecord,
     OutcomeState,
+    RoundReason,
     RoundRecord,
 )
 from torchelastic.rendezvous.api import (
@@ -71,6 +72,7 @@ _STOP_TIMEOUT: Final = 5.0
 _STORE_TIMEOUT: Final = dt.timedelta(seconds=60)
 _CONNECT_TIMEOUT: Final = dt.timedelta(seconds=3)
 _POLL_INTERVAL: Final = 0.02
+_MIN_POLL_INTERVAL: Final = 0.001
 _LOST_AFTER: Final = 15.0
 """Seconds after which a node that cannot meet the others of its round reports a failure."""
 
@@ -110,6 +112,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
         parameters: the rendezvous parameters, of torch's type or torchelastic's.
         arrival_timeout: seconds after which this node leaves a new round if :meth:`next_rendezvous` has not been called
             again, because the others wait for it. The next call joins the run again. None for no limit.
+        on_loss: called in the thread of the rendezvous when the world of the round that :meth:`next_rendezvous` has
+            returned cannot continue: a member is gone or has failed, or this node is partitioned.
 
     Attributes:
         settings: the settings from the parameters.
@@ -118,10 +122,17 @@ class ElasticRendezvousHandler(RendezvousHandler):
         SettingsError: a parameter is invalid; the message says what to change.
     """
 
-    def __init__(self, parameters: RendezvousParameters, *, arrival_timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        parameters: RendezvousParameters,
+        *,
+        arrival_timeout: float | None = None,
+        on_loss: Callable[[], None] = lambda: None,
+    ) -> None:
         self.settings = _settings_of(parameters)
         self._backend = parameters.backend
         self._arrival_timeout = arrival_timeout
+        self._on_loss = on_loss
         self._status = _Status()
         self._changed = threading.Condition()
         self._returned: _Status | None = None
@@ -306,9 +317,11 @@ class ElasticRendezvousHandler(RendezvousHandler):
             for step, over in ((_ARRIVED, _ARRIVED_ALL), (_CONFIRMED, _VERDICT)):
                 if store.add(step, 1) == nodes:
                     store.compare_set(over, "", _ALL)
+                interval = _MIN_POLL_INTERVAL  # the last node usually arrives soon
                 while not (store.check([over]) or store.check([_VERDICT])):
-                    if self._is_over(status, timeout=_POLL_INTERVAL):
+                    if self._is_over(status, timeout=interval):
                         veto()
+                    interval = min(2 * interval, _POLL_INTERVAL)
             verdict: bytes = store.get(_VERDICT)
         except RendezvousError:  # this node leaves, so the others must not wait for it unless all have arrived
             verdict = veto()
@@ -431,6 +444,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
             match await node.events.get():
                 case RoundStarted(record, listener):
                     logger.info("round %d: %s", record.number, record.cause)
+                    if (returned := self._returned) is not None and _ends(returned.record, record):
+                        self._on_loss()
                     server = None
                     if listener is not None:
                         with listener:  # closes it if this task is cancelled before the thread starts
@@ -443,8 +458,11 @@ class ElasticRendezvousHandler(RendezvousHandler):
                             self._arrival_timeout, self._leave_if_late, self._returned
                         )
                 case Partitioned():
+                    self._on_loss()
                     self._update(partitioned=True)
                 case OutcomeRecord() as outcome:
+                    if outcome.state is not OutcomeState.SUCCEEDED:
+                        self._on_loss()
                     self._update(outcome=outcome)
 
     def _leave_if_late(self, returned: _Status | None) -> None:
@@ -453,6 +471,11 @@ class ElasticRendezvousHandler(RendezvousHandler):
             logger.warning("this node leaves: the other nodes have waited for it for %g s.", self._arrival_timeout)
             self._is_late = self._leaves = True
             self._participation.cancel()
+
+
+def _ends(round: RoundRecord, later: RoundRecord) -> bool:
+    """Return whether a later round ends the collectives of this one, because a member is gone or has failed."""
+    return later.reason is RoundReason.WORKER_FAILED or not set(round.nodes).issubset(later.nodes)
 
 
 def _settings_of(parameters: RendezvousParameters) -> NodeSettings:

@@ -1,0 +1,97 @@
+"""The process group of a world whose ranks may be lost while other ranks wait for them in a collective."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import datetime as dt
+    from collections.abc import Iterator
+
+    from torch.distributed import Store  # type: ignore[attr-defined] # not listed in its __all__
+
+
+class InterruptibleProcessGroup:
+    """Torch's default process group, which another thread can interrupt.
+
+    If a rank is lost, gloo raises an error only on the ranks that exchange data with it; the others wait for the
+    time-out. :meth:`interrupt` shuts down gloo's connections, and every collective on this rank raises RuntimeError.
+
+    Attributes:
+        control_group: a group with the backend "gloo" and the same ranks; None for the default group.
+    """
+
+    def __init__(self) -> None:
+        self.control_group: Any = None
+        self._lock = threading.Lock()
+        self._before: frozenset[int] | None = None
+        self._own: frozenset[int] | None = None
+
+    def create(
+        self,
+        backend: str,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout: dt.timedelta,
+        control_timeout: dt.timedelta,
+    ) -> None:
+        """Create the default group; and the control group, if the backend is not gloo."""
+        import torch.distributed as dist
+
+        self._excepthook = sys.excepthook
+        self._own = None
+        self._before = frozenset(inode for inode, _ in _connections())
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        self.control_group = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=control_timeout)
+
+    def note_connections(self) -> None:
+        """Note that connections which the process opens later do not belong to gloo. Only the first call counts."""
+        if self._own is None and self._before is not None:
+            self._own = frozenset(inode for inode, _ in _connections()) - self._before
+
+    def interrupt(self) -> None:
+        """Make current and later collectives of this rank raise RuntimeError; another thread may call this."""
+        with self._lock:
+            if self._before is None:
+                return
+            for inode, connection in _connections():
+                if inode not in self._before if self._own is None else inode in self._own:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def destroy(self) -> None:
+        """Destroy the group, if there is one. Ranks that wait for this one in a collective get an error at once."""
+        distributed = sys.modules.get("torch.distributed")
+        if self._before is None or distributed is None or not distributed.is_initialized():
+            return
+        self.interrupt()
+        with self._lock:
+            self._before = None
+        distributed.destroy_process_group()
+        self.control_group = None
+        sys.excepthook = self._excepthook  # init_process_group() adds a rank to tracebacks, each time another one
+
+
+def _connections() -> Iterator[tuple[int, socket.socket]]:
+    """Yield the inode of each connection that may be gloo's, and a duplicate of its socket.
+
+    Gloo sets SO_REUSEADDR and TCP_NODELAY on its connections; Python's clients do not. Gloo's listener is not yielded,
+    because gloo aborts the process if it is shut down.
+    """
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            if not f"{path.readlink()}".startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(path.name))) as connection:
+                connection.getpeername()
+                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR) and connection.getsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_NODELAY
+                ):
+                    yield os.fstat(connection.fileno()).st_ino, connection
+        except OSError:
+            continue  # not TCP, not connected, or closed meanwhile
