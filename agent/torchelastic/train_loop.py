@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torchelastic.coordinator import Coordinator
     from torchelastic.state import State
 
-__all__ = ["MAX_FAILURES", "train"]
+__all__ = ["MAX_FAILURES", "run_train", "train"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,31 @@ def train(coordinator: Coordinator, train_step: Callable[[StateType], Any], stat
         RuntimeError: 100 attempts in a row have failed; its cause is the last failure.
         Exception: any other exception of the program.
     """
+    return _train(coordinator, lambda _: train_step, state)
+
+
+def run_train(
+    coordinator: Coordinator, train_step_gen: Callable[[StateType], Iterator[Any]], state: StateType
+) -> StateType:
+    """Train as :func:`train` does, with the steps of a generator; its end is the end of the training.
+
+    Args:
+        coordinator: forms the worlds.
+        train_step_gen: called with the state in each new world, after its sync. What the generator yields after each
+            step is what a step of :func:`train` returns.
+        state: the state.
+    """
+
+    def step_of_world(state: StateType) -> Callable[[StateType], Any]:
+        steps = train_step_gen(state)
+        return lambda _: next(steps)
+
+    return _train(coordinator, step_of_world, state)
+
+
+def _train(
+    coordinator: Coordinator, step_of_world: Callable[[StateType], Callable[[StateType], Any]], state: StateType
+) -> StateType:
     checkpoints = CheckpointUtil(coordinator)
     entered = done = False
     failures = 0
@@ -63,6 +88,7 @@ def train(coordinator: Coordinator, train_step: Callable[[StateType], Any], stat
                     entered = True
                 with _measured("state_sync.duration.ms"):
                     state.sync(world_size, rank)
+                train_step = step_of_world(state)
             with _measured("inner_train_loop.duration.ms"):
                 while True:
                     snapshot = state.capture_snapshot()
