@@ -55,13 +55,9 @@ def train(coordinator: Coordinator, train_step: Callable[[StateType], Any], stat
 def run_train(
     coordinator: Coordinator, train_step_gen: Callable[[StateType], Iterator[Any]], state: StateType
 ) -> StateType:
-    """Train as :func:`train` does, with the steps of a generator; its end is the end of the training.
+    """Train as :func:`train` does, with the steps of the generator that ``train_step_gen(state)`` returns in a world.
 
-    Args:
-        coordinator: forms the worlds.
-        train_step_gen: called with the state in each new world, after its sync. What the generator yields after each
-            step is what a step of :func:`train` returns.
-        state: the state.
+    The end of the generator is the end of the training. It yields what a step of :func:`train` returns.
     """
 
     def step_of_world(state: StateType) -> Callable[[StateType], Any]:

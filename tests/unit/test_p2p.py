@@ -13,7 +13,6 @@ import torchelastic
 from torchelastic.errors import SettingsError
 from torchelastic.p2p import CoordinatorP2P
 
-
 URL = "etcd://localhost:2379/1234?min_workers=2&max_workers=4"
 
 
