@@ -6,12 +6,15 @@ import abc
 from typing import TYPE_CHECKING
 
 from torchelastic.metrics.api import profile
+from torchelastic.training import NonRetryableException
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined] # not listed in its __all__
 
     from torchelastic.state import State
     from torchelastic.worker_stats import WorkerStats
+
+__all__ = ["Coordinator", "NonRetryableException", "StopException"]
 
 
 class StopException(Exception):  # noqa: N818 - the established name

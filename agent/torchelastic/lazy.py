@@ -1,13 +1,14 @@
 """Names that are imported at their first use: attributes of modules, and torch's modules under torchelastic's names.
 
 ``import torchelastic.timer.api`` imports ``torch.distributed.elastic.timer.api``, and both names mean the same module.
+So do the names of torchelastic 0.1 in ``_OLDER``.
 """
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import TYPE_CHECKING, Any, Final, cast
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ _MODULES: Final = {
     f"{_PACKAGE}.timer": "api debug_info_logging file_based_local_timer local_timer",
 }
 """The modules that are torch's, by package. All modules of a package of torch are torch's, too."""
+
+_OLDER: Final = {f"{_PACKAGE}.checkpoint": "api file_system_checkpoint", f"{_PACKAGE}.p2p": "coordinator_p2p"}
+"""Modules that were packages in torchelastic 0.1, with the names of the modules in these packages."""
 
 
 def lazy_attributes(module: str, sources: Mapping[str, str]) -> Callable[[str], object]:
@@ -59,6 +63,11 @@ class _TorchModules:
         if not name.startswith(f"{_PACKAGE}."):
             return None
         parent, _, child = name.rpartition(".")
+        if name in _OLDER and (spec := PathFinder.find_spec(name, cast("Any", path))):
+            spec.submodule_search_locations = []  # allows imports of modules in it
+            return spec
+        if child in _OLDER.get(parent, "").split():
+            return ModuleSpec(name, cast("Any", self), origin=parent)
         real = getattr(sys.modules.get(parent), "__name__", parent)
         if real == parent:
             if child not in _MODULES.get(parent, "").split():

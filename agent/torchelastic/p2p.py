@@ -7,9 +7,12 @@ import importlib
 import logging
 import math
 import os
+import re
+import sys
 from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qsl, urlsplit
 
+from torchelastic.config import parsers
 from torchelastic.coordinator import Coordinator, StopException
 from torchelastic.errors import RendezvousClosedError, RendezvousError, SettingsError
 from torchelastic.metrics.api import profile
@@ -33,6 +36,9 @@ _PREFIX: Final = "/torchelastic/p2p"
 _PROGRESS_INTERVAL: Final = 1000
 """Number of steps between two comparisons of the ranks' speeds."""
 
+_BACKENDS: Final = ("gloo", "mpi", "nccl", "ucc", "xccl")
+"""The backends of torch for process groups."""
+
 _STRAGGLER: Final = 0.8
 """Fraction of the highest speed below which a rank is a straggler."""
 
@@ -41,7 +47,8 @@ class CoordinatorP2P(Coordinator):
     """Forms the worlds of a program whose processes find each other in an etcd.
 
     Args:
-        c10d_backend: the backend of the process group, such as "gloo".
+        c10d_backend: the backend of the process group, such as "gloo"; or one for each kind of device, such as
+            "cpu:gloo,cuda:nccl".
         init_method: ``etcd://HOST:PORT/RUN_ID?min_workers=1&max_workers=4``. More parameters are ``timeout``,
             ``etcd_prefix``, which separates runs with the same id, and the keys of ``--rdzv-conf``.
         max_num_trainers: the number of ranks at which no rank looks for new ones.
@@ -63,16 +70,23 @@ class CoordinatorP2P(Coordinator):
     ) -> None:
         from torchelastic.rendezvous.handler import ElasticRendezvousHandler
 
-        self._backend = c10d_backend
-        self._group = InterruptibleProcessGroup()
-        self._handler = ElasticRendezvousHandler(
-            _parameters(init_method), arrival_timeout=process_group_timeout / 1000, on_loss=self._group.interrupt
-        )
+        self._backend = _backend(c10d_backend)
+        parameters = _parameters(init_method)
+        least = parameters.min_nodes
+        if type(max_num_trainers) is not int or max_num_trainers < least:
+            raise SettingsError(
+                f"max_num_trainers={max_num_trainers!r}: must be a whole number, at least min_workers ({least})."
+            )
         self._max_num_trainers = max_num_trainers
-        if process_group_timeout <= 0 or coordinator_pg_timeout <= 0:
-            raise SettingsError("process_group_timeout and coordinator_pg_timeout must be above 0 milliseconds.")
-        self._timeout = dt.timedelta(milliseconds=process_group_timeout)
-        self._control_timeout = dt.timedelta(milliseconds=coordinator_pg_timeout)
+        self._timeout = _milliseconds("process_group_timeout", process_group_timeout)
+        self._control_timeout = _milliseconds("coordinator_pg_timeout", coordinator_pg_timeout)
+        self._group = InterruptibleProcessGroup()
+        try:
+            self._handler = ElasticRendezvousHandler(
+                parameters, arrival_timeout=self._timeout.total_seconds(), on_loss=self._group.interrupt
+            )
+        except SettingsError as error:  # it names the flags of torchelastic-run
+            raise SettingsError(re.sub("--rdzv-(conf|endpoint)", "init_method", f"{error}")) from None
         self._stopped = False
         self._steps = 0
         self._rank = self._world_size = 0
@@ -90,7 +104,7 @@ class CoordinatorP2P(Coordinator):
             self._stopped = True
             raise StopException(f"{closed}") from None
         except RendezvousError as error:
-            raise NonRetryableException(f"{error}") from error
+            raise NonRetryableException(f"{error}") from None
         # For code that reads them; init_process_group() does not need them.
         os.environ.update(RANK=f"{self._rank}", WORLD_SIZE=f"{self._world_size}")
         return self._store, self._rank, self._world_size
@@ -164,25 +178,51 @@ class CoordinatorP2P(Coordinator):
         dist.barrier(group=self._group.control_group)
 
 
+def _backend(name: object) -> str:
+    """Return the name of a backend as torch writes it, without importing torch."""
+    registered = getattr(sys.modules.get("torch.distributed"), "Backend", None)
+    known = "|".join({*_BACKENDS, *getattr(registered, "backend_list", ())} - {"undefined"})
+    found = name.lower() if isinstance(name, str) else ""
+    if not re.fullmatch(rf"({known})|\w+:({known})(,\w+:({known}))*", found):
+        raise SettingsError(
+            f"c10d_backend={name!r}: must be {', '.join(_BACKENDS)}, a backend that the program has registered with "
+            "torch, or backends by device, such as cpu:gloo,cuda:nccl."
+        )
+    return found
+
+
+def _milliseconds(name: str, value: float) -> dt.timedelta:
+    try:
+        time = dt.timedelta(milliseconds=value)
+    except (TypeError, ValueError, OverflowError):
+        time = dt.timedelta()
+    if isinstance(value, bool) or time <= dt.timedelta():
+        raise SettingsError(f"{name}={value!r}: must be a number of milliseconds above 0.")
+    return time
+
+
 def _parameters(init_method: str) -> RendezvousParameters:
     """Parse the URL of an etcd and a run. Messages do not repeat it, because it may contain a password."""
     expected = "init_method must be etcd://HOST:PORT/RUN_ID?min_workers=MIN&max_workers=MAX"
+    if not isinstance(init_method, str):
+        raise SettingsError(f"{expected}, not of the type {type(init_method).__name__}.")
     try:
         url = urlsplit(init_method)
     except ValueError as error:
-        raise SettingsError(f"{expected}: {error}") from None
+        raise SettingsError(f"{expected}: {error}.") from None
     run_id = url.path.strip("/")
-    query = dict(parse_qsl(url.query))
+    query = dict(parse_qsl(url.query, keep_blank_values=True))
     if url.scheme != "etcd" or not url.netloc or not run_id:
         raise SettingsError(f"{expected}.")
     if "@" in url.netloc:
         raise SettingsError("init_method: write username=… and password=… after the question mark, not in the address.")
-    least, most = (query.pop(name, "") for name in ("min_workers", "max_workers"))
-    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
-        raise SettingsError(
-            "init_method: min_workers and max_workers must be numbers with 1 <= min_workers <= max_workers."
-        )
+    number = parsers.integer(1, parsers.MAX_NODES)
+    least, most = (
+        number(parsers.RawValue(f"init_method {name}", query.pop(name, ""))) for name in ("min_workers", "max_workers")
+    )
+    if least > most:
+        raise SettingsError(f"init_method: min_workers={least} is above max_workers={most}.")
     prefix = query.pop("etcd_prefix", _PREFIX).strip("/").replace("/", "-")
-    parameters = RendezvousParameters("torchelastic", url.netloc, f"{prefix}-{run_id}", int(least), int(most))
+    parameters = RendezvousParameters("torchelastic", url.netloc, f"{prefix}-{run_id}", least, most)
     parameters.config.update(query)
     return parameters

@@ -10,22 +10,23 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from torchelastic.checkpoint import CheckpointUtil
 from torchelastic.coordinator import StopException
 from torchelastic.metrics.api import put_metric
+from torchelastic.state import State
 from torchelastic.training import NonRetryableException, step
+from torchelastic.worker_stats import WorkerStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torchelastic.coordinator import Coordinator
-    from torchelastic.state import State
 
-__all__ = ["MAX_FAILURES", "train"]
+__all__ = ["MAX_FAILURES", "run_train", "train"]
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES: Final = 100
 """Number of failures in a row, without a complete step between them, after which :func:`train` gives up."""
 
-StateType = TypeVar("StateType", bound="State")
+StateType = TypeVar("StateType", bound=State)
 
 
 def train(coordinator: Coordinator, train_step: Callable[[StateType], Any], state: StateType) -> StateType:
@@ -50,6 +51,27 @@ def train(coordinator: Coordinator, train_step: Callable[[StateType], Any], stat
         RuntimeError: 100 attempts in a row have failed; its cause is the last failure.
         Exception: any other exception of the program.
     """
+    return _train(coordinator, lambda _: train_step, state)
+
+
+def run_train(
+    coordinator: Coordinator, train_step_gen: Callable[[StateType], Iterator[Any]], state: StateType
+) -> StateType:
+    """Train as :func:`train` does, with the steps of the generator that ``train_step_gen(state)`` returns in a world.
+
+    The end of the generator is the end of the training. It yields what a step of :func:`train` returns.
+    """
+
+    def step_of_world(state: StateType) -> Callable[[StateType], Any]:
+        steps = train_step_gen(state)
+        return lambda _: next(steps)
+
+    return _train(coordinator, step_of_world, state)
+
+
+def _train(
+    coordinator: Coordinator, step_of_world: Callable[[StateType], Callable[[StateType], Any]], state: StateType
+) -> StateType:
     checkpoints = CheckpointUtil(coordinator)
     done = False
     is_current = False  # whether the state has been brought to that of the other ranks, or of a checkpoint
@@ -64,6 +86,7 @@ def train(coordinator: Coordinator, train_step: Callable[[StateType], Any], stat
                 with _measured("state_sync.duration.ms"):
                     state.sync(world_size, rank)
                 is_current = True
+                train_step = step_of_world(state)
             with _measured("inner_train_loop.duration.ms"):
                 while True:
                     snapshot = state.capture_snapshot()
@@ -73,7 +96,7 @@ def train(coordinator: Coordinator, train_step: Callable[[StateType], Any], stat
                     except StopIteration:
                         done = True
                         break
-                    state, stats = (state, None) if result is None else result
+                    state, stats = _state_and_stats(result, state)
                     coordinator.monitor_progress(state, stats)
                     if coordinator.should_save_checkpoint() or state.should_save_checkpoint(rank):
                         checkpoints.save_checkpoint(state, rank)
@@ -97,6 +120,17 @@ def train(coordinator: Coordinator, train_step: Callable[[StateType], Any], stat
             coordinator.on_error(error)
             raise
     return state
+
+
+def _state_and_stats(result: object, state: StateType) -> tuple[StateType, Any]:
+    match result:
+        case None:
+            return state, None
+        case (State() as changed, stats) if stats is None or isinstance(stats, WorkerStats):
+            return changed, stats  # type: ignore[return-value] # the state of the same program
+    raise TypeError(
+        f"train_step returned {result!r:.100}: it must return None, or the state and its WorkerStats or None."
+    )
 
 
 @contextlib.contextmanager

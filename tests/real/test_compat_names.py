@@ -81,6 +81,38 @@ def test_a_module_that_torchelastic_does_not_replace_is_torchs_own(module: str) 
     )
 
 
+def test_programs_of_torchelastic_0_1_find_its_names() -> None:
+    output_of(
+        """
+        from torchelastic.checkpoint.api import CheckpointUtil, set_checkpoint_manager
+        from torchelastic.checkpoint.file_system_checkpoint import FileSystemCheckpointManager
+        import torchelastic.p2p.coordinator_p2p
+        from torchelastic import rendezvous
+        from torchelastic.coordinator import NonRetryableException
+        from torchelastic.rendezvous.api import RendezvousClosedException, RendezvousTimeoutException
+        from torchelastic.rendezvous import RendezvousException, RendezvousNonRetryableError
+        from torchelastic.train_loop import run_train
+        import torchelastic.checkpoint
+
+        assert torchelastic.checkpoint.FileSystemCheckpointManager is FileSystemCheckpointManager
+        assert torchelastic.checkpoint.set_checkpoint_manager is set_checkpoint_manager
+        assert torchelastic.p2p.coordinator_p2p is torchelastic.p2p
+        assert torchelastic.NonRetryableException is NonRetryableException
+        for old in (RendezvousClosedException, RendezvousTimeoutException, RendezvousNonRetryableError):
+            try:
+                raise old("the run has ended")
+            except rendezvous.RendezvousError as error:
+                assert isinstance(error, RendezvousException)
+        assert rendezvous.RendezvousClosedError is RendezvousClosedException
+        assert rendezvous.RendezvousTimeoutError is RendezvousTimeoutException
+        try:
+            import torchelastic.p2p.nothing
+        except ModuleNotFoundError as error:
+            assert error.name == "torchelastic.p2p.nothing"
+        """
+    )
+
+
 def test_a_module_of_torch_can_be_run_as_a_program() -> None:
     done = subprocess.run([sys.executable, "-m", "torchelastic.utils.logging"], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -116,12 +116,29 @@ async def test_the_multi_node_example_trains_on_two_nodes(tmp_path: Path, etcd: 
     assert {a.lines[-1], b.lines[-1]} == {"{0: 0}", "{1: 1}"}
 
 
-async def test_the_example_that_survives_changes_trains_in_two_processes(tmp_path: Path, etcd: EtcdServer) -> None:
-    (path := tmp_path / "main.py").write_text(below("Training that survives changes of the world"))
+WAITS = """
+    if state.step == 101 and torch.distributed.get_world_size() == 1:  # waits for another process
+        __import__("time").sleep(0.01)
+        MyState.waits = getattr(MyState, "waits", False) or not print("waits", flush=True)
+        return
+"""
+MOMENTS = "print('updates of the moments:', *{int(each['step']) for each in state.optimizer.state.values()})"
+
+
+async def test_a_process_that_joins_the_example_gets_the_state_and_the_moments(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    source = below("Training that survives changes of the world")
+    step = "def train_step(state: MyState) -> None:"
+    source = source.replace("max_workers=3", "max_workers=3&last_call_timeout=0").replace(step, f"{step}{WAITS}")
+    (path := tmp_path / "main.py").write_text(source + MOMENTS)
     arguments = (path, etcd.endpoint, "1234")
-    async with Launcher(*arguments, cwd=tmp_path) as first, Launcher(*arguments, cwd=tmp_path) as second:
-        assert [await first.code(), await second.code()] == [0, 0], first.output
-    assert first.lines[-1] == second.lines[-1] == "trained 200 steps"
+    async with Launcher(*arguments, cwd=tmp_path) as first:
+        await first.wait_for_line("^waits")
+        async with Launcher(*arguments, cwd=tmp_path) as second:
+            assert [await first.code(), await second.code()] == [0, 0], first.output
+    for each in (first, second):
+        assert each.lines[-2:] == ["trained 200 steps", "updates of the moments: 200"]
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1", "2", "3", "4"}
 
 

@@ -41,6 +41,7 @@ import torchelastic.distributed as edist
 from torchelastic.checkpoint import FileSystemCheckpointManager, set_checkpoint_manager
 from torchelastic import metrics
 from torchelastic.p2p import CoordinatorP2P
+from torchelastic.train_loop import run_train
 
 etcd_endpoint, run_id, min_workers, max_workers, folder, fault = sys.argv[1:7]
 numbers = list(range(11, 31))
@@ -99,6 +100,8 @@ def train_step(state: torchelastic.State):
             return None
     if "rollback" in fault and state.index in {3, 7} and once(f"failure {state.index}"):
         raise RuntimeError("a retryable error")
+    if fault == "wrong":
+        return "ab"
     if fault == "always":
         raise RuntimeError("always fails")
     if fault == "other" and state.index == 5:
@@ -114,6 +117,11 @@ def train_step(state: torchelastic.State):
     return state, torchelastic.SimpleWorkerStats(1.0)
 
 
+def steps_of_world(state):
+    while state.index < len(numbers):
+        yield train_step(state)
+
+
 if fault == "none":
     metrics.configure(metrics.ConsoleMetricHandler())
 if fault == "lost":
@@ -127,7 +135,10 @@ coordinator = CoordinatorP2P(
     max_num_trainers=int(max_workers),
     process_group_timeout=2000 if fault == "stuck" else 3_600_000,
 )
-state = torchelastic.train(coordinator, train_step, MyState())
+if "generator" in fault:
+    state = run_train(coordinator, steps_of_world, MyState())
+else:
+    state = torchelastic.train(coordinator, train_step, MyState())
 os.write(1, f"the sum is {state.total}\\n".encode())
 '''
 
@@ -165,7 +176,7 @@ async def ends_with_the_sum(*trainers: Launcher) -> None:
         assert "the sum is 410" in each.lines, each.output
 
 
-@pytest.mark.parametrize("fault", ["with rollback", "without rollback"])
+@pytest.mark.parametrize("fault", ["with rollback", "without rollback", "a generator with rollback"])
 async def test_each_number_counts_once(start: Start, fault: str, half: Path) -> None:
     half.touch()
     await ends_with_the_sum(*[await start(fault, least=2) for _ in range(2)])
@@ -319,9 +330,62 @@ async def test_a_full_disk_is_logged_and_training_continues(start: Start, half: 
     [
         ("always", "RuntimeError: The training has failed 100 times without a complete step."),
         ("other", "ValueError: not retryable"),
+        ("wrong", "TypeError: train_step returned 'ab': it must return None, or the state and its WorkerStats or None."),
     ],
 )
 async def test_a_failure_that_stays_ends_the_program(start: Start, fault: str, message: str) -> None:
     trainer = await start(fault)
     assert await trainer.code() == 1
     assert trainer.lines[-1] == f"[rank0]: {message}", trainer.output
+
+
+COLLECTIVES = """
+import os
+import sys
+
+rank = 0 if (child := os.fork()) else 1  # the parent waits for the child below
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import torchelastic.distributed as edist
+
+if sys.argv[1] == "alone":
+    assert edist.all_gather_return_max_long(rank + 7) == (0, rank + 7)
+    src = rank
+else:
+    # A backend that the program registers is known to the coordinator.
+    from torchelastic.p2p import CoordinatorP2P
+
+    dist.Backend.register_backend("mine", lambda *args: None, devices=["cpu"])
+    CoordinatorP2P("mine", "etcd://localhost:2379/1234?min_workers=1&max_workers=2", 2)
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+    assert edist.all_gather_return_max_long(rank + 7) == (1, 8)
+    src = 1
+
+model = torch.nn.BatchNorm1d(2)
+with torch.no_grad():
+    model.weight.fill_(rank)
+edist.broadcast_model(1, model)
+assert model.weight.tolist() == [src, src]
+assert edist.broadcast_long(rank + 3, 1) == src + 3
+assert edist.broadcast_bool(rank == 1, 1) is (src == 1)
+assert edist.broadcast_float_list([rank + 0.5] * 2, 1) == [src + 0.5] * 2
+mine = (bytes([rank]), np.array([[rank, 2]], dtype=np.float32), np.zeros(9_000_000 * rank, np.uint8))
+for data, wanted in zip(mine, (bytes([src]), np.array([[src, 2]], np.float32), np.zeros(9_000_000 * src, np.uint8))):
+    for sent in (data, data if rank == src else None):
+        found = edist.broadcast_binary(sent, 1)
+        assert type(found) is type(wanted)
+        assert np.array_equal(found, wanted)
+assert edist.broadcast_binary(b"", 1) == b""
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("world", ["alone", "together"])
+async def test_collectives_return_the_value_of_a_rank_or_without_a_group_their_own(world: str, tmp_path: Path) -> None:
+    (program := tmp_path / "main.py").write_text(COLLECTIVES)
+    async with Launcher(program, world, tmp_path / "store") as both:
+        assert await both.code() == 0, both.output

@@ -1,12 +1,13 @@
 """Collectives for :meth:`torchelastic.State.sync`: which rank is the most advanced, and its values on all ranks.
 
 All ranks of the default process group call the same function. With the backend "nccl", tensors of these functions are
-on the current CUDA device.
+on the current CUDA device. Without a process group, each function returns the value of its caller.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ __all__ = [
 
 def all_gather_return_max_long(value: int) -> tuple[int, int]:
     """Return the lowest rank with the maximum of the ranks' values, and the maximum."""
+    if not dist.is_initialized():
+        return 0, value
     values = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=_device())
     values[dist.get_rank()] = value
     dist.all_reduce(values)
@@ -35,6 +38,8 @@ def all_gather_return_max_long(value: int) -> tuple[int, int]:
 
 def broadcast_long(value: int, src_rank: int) -> int:
     """Return the value of this rank."""
+    if not dist.is_initialized():
+        return value
     return int(_broadcast(torch.tensor([value], dtype=torch.int64), src_rank).item())
 
 
@@ -43,24 +48,44 @@ def broadcast_bool(value: bool, src_rank: int) -> bool:
     return bool(broadcast_long(int(value), src_rank))
 
 
-def broadcast_float_list(values: Sequence[float], src_rank: int) -> list[float]:
+def broadcast_float_list(float_list: Sequence[float], src_rank: int) -> list[float]:
     """Return the values of this rank, in double precision; the other ranks may pass any number of values."""
-    count = broadcast_long(len(values), src_rank)
-    own = list(values) if dist.get_rank() == src_rank else [0.0] * count
+    if not dist.is_initialized():
+        return list(float_list)
+    count = broadcast_long(len(float_list), src_rank)
+    own = list(float_list) if dist.get_rank() == src_rank else [0.0] * count
     return _broadcast(torch.tensor(own, dtype=torch.float64), src_rank).tolist()
 
 
-def broadcast_binary(data: bytes | bytearray | None, src_rank: int) -> bytes:
-    """Return the data of this rank; the other ranks may pass None."""
-    count = broadcast_long(len(data or b""), src_rank)
-    own = bytearray(data or b"") if dist.get_rank() == src_rank else bytearray(count)
-    return _broadcast(torch.frombuffer(own, dtype=torch.uint8), src_rank).numpy().tobytes() if count else b""
+def broadcast_binary(data: Any, src_rank: int) -> Any:  # noqa: ANN401 - bytes, or an array of numpy
+    """Return the bytes, or the array of numpy, of this rank; the other ranks may pass None."""
+    if not dist.is_initialized():
+        return data
+    array = json.dumps([data.dtype.str, data.shape]) if hasattr(data, "dtype") else ""
+    array = _broadcast_bytes(array.encode(), src_rank).decode()
+    found = _broadcast_bytes(b"" if data is None else bytes(data), src_rank)
+    if not array:
+        return bytes(found)
+    import numpy as np
+
+    kind, shape = json.loads(array)
+    return np.frombuffer(found, kind).reshape(shape)
 
 
-def broadcast_model(model: torch.nn.Module, src_rank: int) -> None:
+def broadcast_model(src_rank: int, model: torch.nn.Module) -> None:
     """Copy the parameters and buffers of the model on this rank to the models of the other ranks."""
-    for tensor in model.state_dict().values():
-        dist.broadcast(tensor, src_rank)
+    if dist.is_initialized():
+        for tensor in model.state_dict().values():
+            dist.broadcast(tensor, src_rank)
+
+
+def _broadcast_bytes(data: bytes, src_rank: int) -> bytearray:
+    count = broadcast_long(len(data), src_rank)
+    own = bytearray(data if dist.get_rank() == src_rank else count)
+    if count:
+        tensor = torch.frombuffer(own, dtype=torch.uint8)  # shares the memory
+        tensor.copy_(_broadcast(tensor, src_rank))
+    return own
 
 
 def _broadcast(tensor: torch.Tensor, src_rank: int) -> torch.Tensor:

@@ -20,15 +20,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RendezvousClosedError",
+    "RendezvousClosedException",
     "RendezvousConnectionError",
     "RendezvousError",
+    "RendezvousException",
     "RendezvousGracefulExitError",
     "RendezvousHandler",
     "RendezvousInfo",
+    "RendezvousNonRetryableError",
     "RendezvousParameters",
     "RendezvousStateError",
     "RendezvousStoreInfo",
     "RendezvousTimeoutError",
+    "RendezvousTimeoutException",
 ]
 
 __getattr__ = lazy_attributes(  # torch's module has these names, too
@@ -55,6 +59,12 @@ class RendezvousTimeoutError(RendezvousError):
 
 class RendezvousGracefulExitError(RendezvousError):
     """This node is not needed and exits without a failure."""
+
+
+# The names of torchelastic 0.1 and 0.2.
+RendezvousClosedException = RendezvousClosedError
+RendezvousException = RendezvousNonRetryableError = RendezvousError
+RendezvousTimeoutException = RendezvousTimeoutError
 
 
 @dataclass(frozen=True, slots=True)
