@@ -149,7 +149,7 @@ class RunState(enum.StrEnum):
     STARTING = "starting"
     """The worker processes are being started."""
     RESTORING = "restoring"
-    """The workers run, but the program has not begun its first step; known only if the program reports steps."""
+    """The workers run, but the program has not begun its first step; known only if its steps are reported."""
     TRAINING = "training"
     STOPPING = "stopping"
     """Workers are being stopped: after a failure, for another round, or because the run has ended."""

@@ -1,7 +1,8 @@
 """Optional functions with which a training program communicates with its agent.
 
 * :func:`step` and :func:`report_checkpoint` record metrics (see :mod:`torchelastic.metrics`). On rank 0 they also
-  report the time of the first step and of the last checkpoint to the agent, for the time breakdown of the run.
+  report the time of the first step and of the last checkpoint to the agent, for the time breakdown of the run. Every
+  rank reports its first step, which ends a recovery.
 * :func:`ask_for_notice` asks for time to save a checkpoint before a planned change of the round: before a node joins
   or leaves, or the size changes. :func:`notice` returns the notice, and :func:`saved` answers it. Without a request,
   workers are stopped at once.

@@ -44,7 +44,9 @@ _NAMES: Final = {
 
 _FIELDS: Final = {key: name for name, key in _NAMES.items()}
 _SECONDS: Final = frozenset({"startTime", "activeSince", "completionTime", "lastTransitionTime", "time"})
-_MILLISECONDS: Final = frozenset({"asOf", "began", "ended", "startedAt", "firstStepAt", "created", "completed", "suspensions"})
+_MILLISECONDS: Final = frozenset(
+    {"asOf", "began", "ended", "startedAt", "firstStepAt", "created", "completed", "suspensions"}
+)
 _OMITTED_IF_EMPTY: Final = frozenset(
     {"countedPodUIDs", "excludedNodes", "pod", "signal", "ended", "startedAt", "firstStepAt"}
 )

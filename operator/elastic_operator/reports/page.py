@@ -189,9 +189,7 @@ def _spans(rounds: tuple[PastRound, ...], suspensions: tuple[float, ...], end: f
     broken = 0.0  # the end of the last round that trained
     for round, after in itertools.pairwise(rounds):
         kept = after.number == round.number + 1
-        yield Span(
-            round, end_of(round, after.began) if kept else None, after.lost if kept else None, recovery, restart
-        )
+        yield Span(round, end_of(round, after.began) if kept else None, after.lost if kept else None, recovery, restart)
         if not kept or any(round.began < time < after.began for time in suspensions):
             broken = 0.0
         elif round.ended and (round.first_step_at or not broken):
