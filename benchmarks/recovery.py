@@ -10,6 +10,7 @@ import statistics
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import network
@@ -124,6 +125,23 @@ def measurement(scenario: Scenario, found: dict[str, Samples]) -> Measurement:
     )
 
 
+def steps_and_shares(scenario: Scenario, found: dict[str, Samples]) -> dict[str, Any]:
+    """Return the median seconds until the next training step, and the agents' share of them, with torchrun's."""
+    ours, peer, *_ = (samples.taken for samples in found.values())
+    row: dict[str, Any] = {"after": scenario.name}
+    for what, seconds in (
+        ("next training step", attrgetter("seconds")),
+        ("agents' share", attrgetter("agents_share")),
+    ):
+        mine, theirs = (statistics.median(map(seconds, samples)) if samples else None for samples in (ours, peer))
+        row |= {
+            f"{what} (s)": mine,
+            f"{what} of torchrun (s)": theirs,
+            f"{what}, ratio": theirs / mine if mine and theirs else None,
+        }
+    return row
+
+
 def _commands(scenario: Scenario) -> dict[str, str]:
     """Return the commands of the agents, by launcher."""
     found = {}
@@ -155,7 +173,7 @@ async def run(arguments: argparse.Namespace) -> tuple[Report, bool]:
     }
     report = Report("recovery", settings=settings, etcd=binary)
     complete = True
-    left_out = []
+    left_out, shares = [], []
     for scenario in SCENARIOS:
         if arguments.only and scenario.key not in arguments.only:
             continue
@@ -165,6 +183,8 @@ async def run(arguments: argparse.Namespace) -> tuple[Report, bool]:
         found = await measure(scenario, arguments, binary)
         complete = complete and not found[scenario.ours.name].missing
         report.add(measurement(scenario, found))
+        shares.append(steps_and_shares(scenario, found))
+    report.add_value("next training step and agents' share", shares)
     if left_out:
         report.add_value("left out", left_out)
     return report, complete

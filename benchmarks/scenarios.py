@@ -32,8 +32,13 @@ class Sample:
 
     @property
     def seconds(self) -> float:
-        """The seconds until the last worker had done its all-reduce."""
+        """The seconds until the last worker had done its first training step, which is an all-reduce."""
         return max(report.reduced for report in self.reports) - self.since
+
+    @property
+    def agents_share(self) -> float:
+        """The seconds until the last worker began to run its program."""
+        return max(report.began for report in self.reports) - self.since
 
     @property
     def phases(self) -> dict[str, float]:

@@ -149,7 +149,7 @@ class RunState(enum.StrEnum):
     STARTING = "starting"
     """The worker processes are being started."""
     RESTORING = "restoring"
-    """The workers run, but the program has not begun its first step; known only if the program reports steps."""
+    """The workers run, but the program has not begun its first step; known only if its steps are reported."""
     TRAINING = "training"
     STOPPING = "stopping"
     """Workers are being stopped: after a failure, for another round, or because the run has ended."""
@@ -480,6 +480,8 @@ class PastRound(_Record, frozen=True):
         failure: the worker failure that ended the previous round, if any.
         lost: seconds of training of the previous round that no checkpoint contained when it ended; None if unknown.
         ended: when the round's workers stopped; 0 while they run, or if unknown.
+        started_at: when the round's workers were started; 0 if unknown.
+        first_step_at: when the program began its first step in the round; 0 if unknown.
     """
 
     number: Number
@@ -491,6 +493,8 @@ class PastRound(_Record, frozen=True):
     failure: FailureRecord | None = None
     lost: _Time | None = None
     ended: _Time = 0.0
+    started_at: _Time = 0.0
+    first_step_at: _Time = 0.0
 
 
 HISTORY_LIMIT: Final = 200

@@ -1,7 +1,8 @@
 """Optional functions with which a training program communicates with its agent.
 
 * :func:`step` and :func:`report_checkpoint` record metrics (see :mod:`torchelastic.metrics`). On rank 0 they also
-  report the time of the first step and of the last checkpoint to the agent, for the time breakdown of the run.
+  report the time of the first step and of the last checkpoint to the agent, for the time breakdown of the run. Every
+  rank reports its first step, which ends a recovery.
 * :func:`ask_for_notice` asks for time to save a checkpoint before a planned change of the round: before a node joins
   or leaves, or the size changes. :func:`notice` returns the notice, and :func:`saved` answers it. Without a request,
   workers are stopped at once.
@@ -98,7 +99,7 @@ def step() -> None:
     now = time.perf_counter()
     before, REPORTS.step_began = REPORTS.step_began, now
     if not before:
-        REPORTS.add("first_step_at", time.time())
+        REPORTS.first_step()
         return
     put_metric("train_step.duration.ms", (now - before) * 1000)
     if REPORTS.has_stepped:
@@ -130,24 +131,32 @@ class Reports:
 
     Attributes:
         step_began: when this process last called :func:`step`, by ``time.perf_counter``; 0 before the first call.
+        has_begun: whether the first training step was reported, by :func:`step` or by a step of an optimizer.
         has_stepped: whether this process has completed a step.
     """
 
     def __init__(self) -> None:
         self.step_began = 0.0
+        self.has_begun = False
         self.has_stepped = False
         self._lock = threading.RLock()  # reentrant: a signal handler may report a checkpoint; never held while waiting
         self._unsent: dict[str, float] = {}
         self._next = -math.inf
 
+    def first_step(self, *_: object) -> None:
+        """Report the first training step; a later call has no effect. This is also a hook of torch's optimizers."""
+        if not self.has_begun:
+            self.has_begun = True
+            self.add("first_step_at", time.time())
+
     def add(self, what: str, when: float) -> None:
-        """Report one of the first two steps or a checkpoint to the agent.
+        """Report one of the first two steps or a checkpoint to the agent; only the first step on other ranks than 0.
 
         Args:
             what: ``first_step_at``, ``second_step_at``, or ``last_checkpoint_at``, which replaces an unsent one.
             when: the time, in seconds since the Unix epoch.
         """
-        if is_worker() and os.environ.get("RANK") == "0":
+        if is_worker() and (what == "first_step_at" or os.environ.get("RANK") == "0"):
             with self._lock:
                 self._unsent[what] = max(when, self._unsent.get(what, 0.0))
             self.send()

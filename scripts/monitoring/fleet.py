@@ -29,6 +29,7 @@ LOST_WORK: Final = total(LOST, THESE, over=SHOWN)
 RATES: Final = f"max by ({JOB}, state) (rate({WALL}{S}[{RATE}]))"
 RESTARTS: Final = grown(f"{OPERATOR_JOB}_restarts_total", jobs=THESE, by=f"{JOB}, cause")
 RECOVERY: Final = "torchelastic_recovery_duration_seconds"
+WORKER_RESTART: Final = "torchelastic_worker_restart_duration_seconds"
 HOW_THEY_STAND: Final = "Running|Waiting|Suspended|Invalid|Succeeded|Failed"
 """A regular expression of conditions that usually exclude each other."""
 
@@ -45,13 +46,19 @@ _AT_A_GLANCE: Final = Row(
         Panel(
             title="Goodput",
             about="The share of the time in which jobs trained without losing the result, since their creation, for "
-            "all jobs in the time shown. An hour of a job counts the same for any number of workers.",
+            "all jobs in the time shown whose programs report checkpoints. An hour of a job counts the same for any "
+            "number of workers.",
             unit=Unit.SHARE,
             look=Look.NUMBER,
             width=5,
             decimals=1,
             good=0.9,
-            queries=(Query(expr=f"(sum({TRAINED}) - (sum({LOST_WORK}) or vector(0))) / sum({SPLIT})"),),
+            queries=(
+                Query(
+                    expr=f"sum({TRAINED} - {LOST_WORK}) / sum({SPLIT} and on ({JOB}) {LOST_WORK})",
+                    needs=Needs.CHECKPOINTS,
+                ),
+            ),
         ),
         Panel(
             title="Jobs",
@@ -126,7 +133,7 @@ _JOBS: Final = Row(
                     legend="Holds",
                     needs=Needs.OPERATOR,
                 ),
-                Query(expr=goodput(THESE), legend="Goodput"),
+                Query(expr=goodput(THESE), legend="Goodput", needs=Needs.CHECKPOINTS),
                 Query(expr=f"max by ({JOB}) (torchelastic_world_size{S})", legend="Workers"),
                 Query(expr=f"max by ({JOB}) ({OPERATOR_JOB}_ready_pods{S})", legend="Ready", needs=Needs.OPERATOR),
                 Query(expr=f"max by ({JOB}) ({OPERATOR_JOB}_desired_pods{S})", legend="Desired", needs=Needs.OPERATOR),
@@ -188,7 +195,11 @@ _TIME: Final = Row(
             unit=Unit.SHARE,
             look=Look.BARS,
             queries=(
-                Query(expr=f"bottomk(10, {goodput(THESE, over=SHOWN)})", legend="{{job_namespace}}/{{elasticjob}}"),
+                Query(
+                    expr=f"bottomk(10, {goodput(THESE, over=SHOWN)})",
+                    legend="{{job_namespace}}/{{elasticjob}}",
+                    needs=Needs.CHECKPOINTS,
+                ),
             ),
         ),
         Panel(
@@ -216,13 +227,17 @@ _TIME: Final = Row(
         ),
         Panel(
             title="Time to recover",
-            about="The time from a failure or change until the workers of a node have started again, by cause: the "
-            "median and the 95th percentile.",
+            about="The time from a failure or change until the first training step of a node's new workers, by cause: "
+            "the median and the 95th percentile. The agents' share ends when the workers have started.",
             unit=Unit.SECONDS,
             look=Look.BARS,
             queries=(
                 Query(expr=quantile_of_all(0.5, RECOVERY, jobs=THESE, by="cause"), legend="{{cause}}, median"),
                 Query(expr=quantile_of_all(0.95, RECOVERY, jobs=THESE, by="cause"), legend="{{cause}}, 95 %"),
+                Query(
+                    expr=quantile_of_all(0.5, WORKER_RESTART, jobs=THESE, by="cause"),
+                    legend="{{cause}}, agents' share, median",
+                ),
             ),
         ),
     ),

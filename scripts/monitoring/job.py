@@ -29,6 +29,7 @@ OPERATIONS: Final = "torchelastic_operation_duration_seconds"
 STEP_TIMES: Final = mean(OPERATIONS, jobs=THIS, by="rank", only=STEPPED)
 SAVING: Final = "torchelastic_checkpoint_write_latency_seconds"
 RECOVERY: Final = "torchelastic_recovery_duration_seconds"
+WORKER_RESTART: Final = "torchelastic_worker_restart_duration_seconds"
 STORE: Final = "torchelastic_store_request_duration_seconds"
 OPERATOR_JOB: Final = "elastic_operator_job"
 MOST: Final = 20
@@ -66,13 +67,13 @@ _AT_A_GLANCE: Final = Row(
         Panel(
             title="Goodput",
             about="The share of the time since the creation of the job in which it trained without losing the "
-            "result. Where the time went shows the rest.",
+            "result; unknown if the program reports no checkpoints. Where the time went shows the rest.",
             unit=Unit.SHARE,
             look=Look.NUMBER,
             width=4,
             decimals=1,
             good=0.9,
-            queries=(Query(expr=goodput(THIS)),),
+            queries=(Query(expr=goodput(THIS), needs=Needs.CHECKPOINTS),),
         ),
         Panel(
             title="Workers",
@@ -221,9 +222,10 @@ _TIME: Final = Row(
         Panel(
             title="Goodput",
             about="The share of the time since the creation of the job in which it trained without losing the "
-            "result. Every state except training lowers it, and so does lost work.",
+            "result; unknown if the program reports no checkpoints. Every state except training lowers it, and so does "
+            "lost work.",
             unit=Unit.SHARE,
-            queries=(Query(expr=goodput(THIS), legend="goodput"),),
+            queries=(Query(expr=goodput(THIS), legend="goodput", needs=Needs.CHECKPOINTS),),
         ),
         Panel(
             title="Lost work",
@@ -235,13 +237,18 @@ _TIME: Final = Row(
         ),
         Panel(
             title="Time to recover",
-            about="The time from a failure or change until the workers of a node have started again, by cause: the "
-            "median and the 95th percentile of all nodes in the time shown.",
+            about="The time from a failure or change until the first training step of a node's new workers, by cause: "
+            "the median and the 95th percentile of all nodes in the time shown. The agents' share ends when the "
+            "workers have started.",
             unit=Unit.SECONDS,
             look=Look.BARS,
             queries=(
                 Query(expr=quantile_of_all(0.5, RECOVERY, jobs=THIS, by="cause"), legend="{{cause}}, median"),
                 Query(expr=quantile_of_all(0.95, RECOVERY, jobs=THIS, by="cause"), legend="{{cause}}, 95 %"),
+                Query(
+                    expr=quantile_of_all(0.5, WORKER_RESTART, jobs=THIS, by="cause"),
+                    legend="{{cause}}, agents' share, median",
+                ),
             ),
         ),
         Panel(
@@ -251,7 +258,7 @@ _TIME: Final = Row(
             look=Look.BARS,
             queries=(
                 Query(
-                    expr=f"sum by (cause) (max_over_time({RECOVERY}_count{S}[{SHOWN}]))",
+                    expr=f"sum by (cause) (max_over_time({WORKER_RESTART}_count{S}[{SHOWN}]))",
                     legend="{{cause}}",
                 ),
             ),

@@ -44,13 +44,15 @@ def total(series: str, *matchers: str, by: str = JOB, over: str = "") -> str:
 def goodput(jobs: str, *, over: str = "") -> str:
     """Return the query for the share of the time since a job's creation in which it trained without losing the result.
 
+    There is no result for a job whose program reports no checkpoints, because its lost work is unknown.
+
     Args:
         jobs: matchers that select jobs.
         over: the time range in which the job existed; empty for jobs that exist now.
     """
     trained, lost = total(WALL, jobs, TRAINING, over=over), total(LOST, jobs, over=over)
     wall = total(WALL, jobs, by=f"{JOB}, state", over=over)
-    return f"({trained} - {lost} or {trained}) / sum by ({JOB}) ({wall})"
+    return f"({trained} - {lost}) / sum by ({JOB}) ({wall})"
 
 
 def mean(histogram: str, *, jobs: str, by: str, only: str = "") -> str:

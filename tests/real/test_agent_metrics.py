@@ -75,7 +75,41 @@ async def test_agent_operations_are_measured_under_torchelastic_names(tmp_path: 
     again = {operation: duration(second, operation) - duration(first, operation) for operation in begun}
     assert 0 < again["rendezvous"] + again["start_workers"] <= again["initialize_workers"]
     assert again["initialize_workers"] <= duration(second, "restart_workers")
-    assert second.value("torchelastic_recovery_duration_seconds_count", cause="worker_failed") == 1
+    assert second.value("torchelastic_worker_restart_duration_seconds_count", cause="worker_failed") == 1
+    assert second.value("torchelastic_recovery_duration_seconds_count", cause="worker_failed") is None, (
+        "the program has made no step"
+    )
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param("import torchelastic; torchelastic.step()", id="reported"),
+        pytest.param("import torch; torch.optim.SGD([torch.zeros(1)]).step()", id="of an optimizer"),
+    ],
+)
+async def test_a_recovery_ends_with_the_first_step_of_all_ranks(tmp_path: Path, step: str) -> None:
+    source = f"""
+        round, rank = os.environ["TORCHELASTIC_ROUND"], os.environ["RANK"]
+        if round == "2" and rank == "1":
+            os.open("slow", os.O_RDONLY)  # until the test opens it
+        {step}
+        print(f"round {{round}} pid {{os.getpid()}}", flush=True)
+    """
+    os.mkfifo(tmp_path / "slow")
+    measured = Measured(tmp_path, source.replace('"slow"', repr(str(tmp_path / "slow"))), "--nproc-per-node=2")
+    recovered, restarted = (f"torchelastic_{name}_duration_seconds" for name in ("recovery", "worker_restart"))
+    async with measured.agent:
+        await killed(measured, 1)
+        await measured.after("round 2")
+        waiting = await measured.until(lambda page: page.value(f"{restarted}_count", cause="worker_failed"))
+        assert waiting.value(f"{recovered}_count") is None, "one rank has not made its first step"
+        os.close(os.open(tmp_path / "slow", os.O_WRONLY))
+        page = await measured.until(lambda page: page.value(f"{recovered}_count", cause="worker_failed"))
+    whole, share = (page.value(f"{name}_sum", cause="worker_failed") for name in (recovered, restarted))
+    assert whole is not None
+    assert share is not None
+    assert 0 < share < whole
 
 
 async def test_a_custom_handler_receives_the_documented_calls(tmp_path: Path) -> None:

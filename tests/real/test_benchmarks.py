@@ -96,6 +96,9 @@ def test_a_benchmark_prints_all_its_measurements(scratch: Path, benchmark: str, 
         assert each["ours"]["samples"]
         if each["peer"] is not None:
             assert len([*each["peer"]["samples"], *each["peer"]["never"]]) == 1
+    for row in document.get("next training step and agents' share", ()):
+        assert 0 < row["agents' share (s)"] < row["next training step (s)"]
+        assert {"agents' share, ratio", "next training step, ratio"} <= row.keys()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -33,6 +33,7 @@ def agent_page(
     memory: float | None = 6e8,
     own: Sequence[Row] = (),
     recoveries: tuple[float, int] | None = None,
+    restarts: tuple[float, int] | None = None,
 ) -> str:
     """Return the page of an agent whose workers have these ranks.
 
@@ -45,14 +46,16 @@ def agent_page(
         memory: the memory of each worker in bytes.
         own: further series, such as metrics of the program.
         recoveries: sum and count of the recoveries from failed workers.
+        restarts: sum and count of the agent's share of these recoveries.
     """
     rows: list[Row] = [
         (series.ROUND, {}, (round,)),
         (series.WORLD_SIZE, {}, (2,)),
         (series.REMAINING_RESTARTS, {"role": "default"}, (98,)),
     ]
-    if recoveries is not None:
-        rows.append((series.RECOVERY, {"cause": "worker_failed"}, _words(series.RECOVERY, recoveries)))
+    for family, values in ((series.RECOVERY, recoveries), (series.WORKER_RESTART, restarts)):
+        if values is not None:
+            rows.append((family, {"cause": "worker_failed"}, _words(family, values)))
     if seconds is not None:
         rows += [(series.JOB_SECONDS, {"state": state}, (spent,)) for state, spent in seconds.items()]
         rows += [(series.JOB_RESTARTS, {"charged": charged}, (count,)) for charged, count in (("yes", 2), ("no", 3))]

@@ -341,15 +341,15 @@ async def test_metrics_are_read_through_the_api_server(server: FakeApiServer, te
     for made in (serving(0, "aaaaa"), serving(1, "bbbbb"), pod(2, "ccccc"), serving(2, "ddddd"), serving(2, "large")):
         server.add(made)
     server.pages[proxied("digits-2-large")] = agent_page(1) + "# x\n" * (MAX_PAGE // 4)
-    server.pages[proxied("digits-0-aaaaa")] = agent_page(0, seconds=LEADS, steps=(2.0, 100))
+    server.pages[proxied("digits-0-aaaaa")] = agent_page(0, seconds=LEADS, lost=0.0, steps=(2.0, 100))
     server.failing[proxied("digits-1-bbbbb")] = (503, "error trying to reach service: dial tcp: connection refused")
     server.pages[proxied("digits-2-ddddd")] = agent_page(1, steps=(2.0, 100))
     header, line = (await terminal.run("top", "-A")).out.splitlines()
     assert header.split()[0] == "NAMESPACE"
-    assert line.split()[-8:-3] == ["3", "2", "90.0", "%", "-"]
+    assert line.split()[-8:-3] == ["3", "2", "90.0", "%", "0s"]
     lines = (await terminal.run("top", "digits")).out.splitlines()
     assert lines[0].startswith("digits  Running  ")
-    assert "goodput 90.0 %" in lines
+    assert "goodput 90.0 %   lost 0s" in lines
     assert [line.split()[:3] for line in lines if line.startswith(("0 ", "1 "))] == [
         ["0", "digits-0-aaaaa", "20ms"],
         ["1", "digits-2-ddddd", "20ms"],

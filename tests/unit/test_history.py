@@ -210,6 +210,8 @@ def test_the_time_until_the_first_reported_step_is_restoring(clock: Clock, histo
     clock.seconds = 15
     assert history.state is RunState.RESTORING, "the program is known to report steps"
     note_progress(history, 2, first_step_at=CREATED + 13)
+    again = history.record().rounds[1]
+    assert (again.started_at, again.first_step_at) == (CREATED + 11, CREATED + 13)
     assert seconds_by_state(history) == {"restoring": 9, "training": 5, "starting": 1}
 
 

@@ -118,6 +118,33 @@ def test_the_facts_have_the_durations_failures_and_goodput_of_the_report() -> No
     assert found.goodput == pytest.approx(0.78)
 
 
+def test_a_recovery_ends_with_the_first_step_and_the_agents_share_with_the_start_of_the_workers() -> None:
+    joined = RoundReason.NODE_JOINED
+    rounds = (
+        PastRound(1, START, 1, 1, joined, ended=START + 10, started_at=START + 1, first_step_at=START + 3),
+        PastRound(2, START + 11, 1, 1, joined, ended=START + 13, started_at=START + 12),
+        PastRound(3, START + 14, 1, 1, joined, ended=START + 50, started_at=START + 14.5, first_step_at=START + 16),
+        PastRound(4, START + 80, 1, 1, joined, started_at=START + 81, first_step_at=START + 83),
+    )
+    shown = report(history=HistoryRecord(created=START, rounds=rounds), suspensions=(START + 60,))
+    assert [(span.recovery, span.restart) for span in facts(shown).spans] == [
+        (None, None),
+        (None, 2.0),
+        (6.0, 4.5),
+        (None, None),
+    ], "the first start and a resumption are no recoveries, and a failure before the first step prolongs one"
+    assert "agents' share" in read(shown).text
+    assert "agents' share" not in read(report()).text
+
+
+def test_a_job_that_reported_no_checkpoints_has_no_goodput() -> None:
+    split = report().time_breakdown
+    assert split is not None
+    unknown = report(time_breakdown=msgspec.structs.replace(split, lost=None))
+    assert facts(unknown).goodput is None
+    assert read(unknown).text.count("no checkpoints reported") == 2
+
+
 def test_a_round_ends_with_a_suspension_or_with_its_workers() -> None:
     def lasted(shown: Report) -> list[float]:
         return [(span.end or 0) - span.round.began for span in facts(shown).spans]

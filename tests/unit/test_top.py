@@ -49,6 +49,11 @@ def test_a_recovery_that_every_node_counts_is_counted_once() -> None:
     assert metrics.recoveries["worker_failed"].mean == pytest.approx(0.2)
 
 
+def test_a_recovery_ends_with_the_last_node() -> None:
+    metrics = combined(agent_page(0, recoveries=(0.4, 2)), agent_page(1, recoveries=(3.0, 2)))
+    assert metrics.recoveries["worker_failed"] == Tally(3.0, 2)
+
+
 def test_a_rank_that_moved_is_shown_on_its_current_pod() -> None:
     gone = agent_page(0, 2, memory=None, steps=(9.0, 3))
     metrics = combined(gone, agent_page(0, steps=(1.0, 10), round=4), agent_page(1, round=4))
@@ -107,7 +112,7 @@ def test_the_latest_recovery_is_known_if_it_was_observed() -> None:
 
 def test_a_job_is_shown_with_all_its_metrics() -> None:
     metrics = combined(
-        agent_page(0, seconds=LEADS, lost=4.0, steps=(2.0, 100), recoveries=(0.3, 1)),
+        agent_page(0, seconds=LEADS, lost=4.0, steps=(2.0, 100), recoveries=(3.0, 1), restarts=(0.08, 1)),
         agent_page(1, steps=(3.0, 100), memory=2e9),
         notes=["digits-2-ddddd: its agent does not answer in time"],
     )
@@ -118,8 +123,8 @@ def test_a_job_is_shown_with_all_its_metrics() -> None:
         "goodput 86.0 %   lost 4s",
         "training 1m30s (90.0 %)   starting 5s (5.0 %)   rendezvous 1s (1.0 %)   waiting 4s (4.0 %)",
         "",
-        "RECOVERIES AFTER   COUNT   MEAN    LAST",
-        "worker failed      1       300ms   300ms",
+        "RECOVERIES AFTER   COUNT   MEAN   LAST   AGENT",
+        "worker failed      1       3s     3s     80ms",
         "",
         "RANK   POD              STEP   MEMORY     CHECKPOINTS",
         "0      digits-0-aaaaa   20ms   572 MiB    -",
@@ -127,6 +132,24 @@ def test_a_job_is_shown_with_all_its_metrics() -> None:
         "",
         "digits-2-ddddd: its agent does not answer in time",
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "mean"), [(LEADS, "no steps reported"), (LEADS | {"restoring": 5.0}, "-")], ids=["never", "not yet"]
+)
+def test_without_a_step_only_the_agents_share_of_a_recovery_is_shown(seconds: dict[str, float], mean: str) -> None:
+    lines = job_lines(combined(agent_page(0, seconds=seconds, lost=0.0, restarts=(0.24, 3))))
+    [shown] = [line for line in lines if line.startswith("worker failed")]
+    assert shown.split() == ["worker", "failed", "3", *mean.split(), "-", "80ms"]
+
+
+def test_a_job_that_reports_no_checkpoints_has_no_goodput() -> None:
+    reading = combined(agent_page(0, seconds=LEADS))
+    assert job_lines(reading)[3:5] == [
+        "goodput -   no checkpoints reported",
+        "training 1m30s (90.0 %)   starting 5s (5.0 %)   rendezvous 1s (1.0 %)   waiting 4s (4.0 %)",
+    ]
+    assert jobs_table([reading])[1].split()[5:7] == ["-", "-"]
 
 
 def test_escape_sequences_in_labels_do_not_reach_the_terminal() -> None:

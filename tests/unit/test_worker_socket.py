@@ -75,6 +75,7 @@ class Agent(WorkerSocket):
             limit=LIMIT,
             changed=lambda: self.report(),
             compiler_imported=lambda: self.node.report(ROUND, compiler=True),
+            stepped=lambda rank: self.node.report(ROUND, stepped=rank),
         )
 
     def give(self, serial: int = 1, *, seconds: float = 10.0, cause: str = "b joined") -> None:
@@ -332,6 +333,13 @@ async def test_only_rank_0_reports_progress(agent: Agent, monkeypatch: pytest.Mo
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("LOCAL_RANK", "0")  # as with --virtual-local-rank, or on the second node
     assert any(stepped for stepped, _ in await send(agent, first_step_at=time.time())) is (rank == 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_each_rank_reports_its_first_step(agent: Agent, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    torchelastic.step()
+    await agent.node.until(stepped=rank)
 
 
 async def test_a_worker_reports_that_it_imports_the_compiler_of_torch(agent: Agent) -> None:

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from torchelastic.agent.workers.processes import Child
     from torchelastic.config.settings import AgentSettings
     from torchelastic.metrics.agent import AgentMetrics
-    from torchelastic.protocol import RoundRecord
+    from torchelastic.protocol import RoundReason, RoundRecord
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +191,8 @@ class Agent:
         self._unfinished: set[int] = set()
         self._failures: list[FailureRecord] = []
         self._broken_at: float | None = None
+        self._recovery: tuple[float, RoundReason] | None = None
+        self._not_stepped: set[int] = set()
         self._began_at = 0.0
         self._history = History(settings.job_created or None, settings.rendezvous.resume.time_breakdown)
 
@@ -221,6 +223,7 @@ class Agent:
                         limit=self._settings.rendezvous.notice,
                         changed=lambda: self._events.put_nowait(RequestsChanged()),
                         compiler_imported=workers.preload_compiler,
+                        stepped=self._stepped,
                     )
                 )
                 # A node that joins before it can start workers would make the others wait.
@@ -384,7 +387,7 @@ class Agent:
             else:
                 self._history.enter(RunState.WAITING)
             self._metrics.worker_state(self._settings.role, "stopped")
-            self._broken_at = None
+            self._broken_at = self._recovery = None
             return
         with self._metrics.measured("SimpleElasticAgent._assign_worker_ranks"):
             environments = worker_environments(
@@ -394,6 +397,9 @@ class Agent:
                 run_id=self._settings.rendezvous.run_id,
                 max_restarts=self._settings.rendezvous.max_restarts,
             )
+        self._not_stepped = {int(env["RANK"]) for env in environments}
+        if self._broken_at is not None and self._recovery is None:  # a failure before the first step prolongs it
+            self._recovery = self._broken_at, round.reason
         self._history.enter(RunState.STARTING)
         try:
             with self._metrics.measured("LocalElasticAgent._start_workers"):
@@ -407,7 +413,7 @@ class Agent:
         self._metrics.worker_state(self._settings.role, "healthy")
         self._metrics.started(self._broken_at, succeeded=True)
         if self._broken_at is not None:
-            self._metrics.recovered(time.monotonic() - self._broken_at, round.reason)
+            self._metrics.restarted(time.monotonic() - self._broken_at, round.reason)
             self._broken_at = None
         ranks = [env["RANK"] for env in environments]
         logger.info(STARTED, round.number, f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}", round.world_size)
@@ -428,6 +434,13 @@ class Agent:
             group.store.ended.add_done_callback(lambda _: self._events.put_nowait(ended))
         return group
 
+    def _stepped(self, rank: int) -> None:
+        """Record the recovery when all workers of this node have begun their first step."""
+        self._not_stepped.discard(rank)
+        if self._recovery is not None and not self._not_stepped:
+            (broken_at, reason), self._recovery = self._recovery, None
+            self._metrics.recovered(time.monotonic() - broken_at, reason)
+
     async def _worker_ended(self, ended: WorkerEnded) -> None:
         taken_in = asyncio.get_running_loop().time() - ended.exit.ended
         self._metrics.took("LocalElasticAgent._monitor_workers", taken_in, succeeded=True)
@@ -439,7 +452,7 @@ class Agent:
         self._metrics.worker_state(self._settings.role, "unhealthy")
         self._failures.append(failure)
         if len(self._failures) == 1:
-            self._broken_at = time.monotonic()
+            self._broken_at = ended.exit.ended
             self._history.enter(RunState.STOPPING)
             spent = self._round is not None and self._round.restarts >= self._settings.rendezvous.max_restarts
             patience = REPORT_WINDOW if spent else CAUSE_WINDOW  # another failure may explain this one

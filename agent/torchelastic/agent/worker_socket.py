@@ -89,6 +89,7 @@ class WorkerSocket:
         limit: maximum number of seconds of a notice.
         changed: called when the workers' requests or answers have changed; the owner must then call :meth:`report`.
         compiler_imported: called when a worker imports torch's compiler.
+        stepped: called with the rank of a worker that has begun its first step.
 
     Attributes:
         path: the path of the socket.
@@ -102,12 +103,14 @@ class WorkerSocket:
         limit: float,
         changed: Callable[[], None],
         compiler_imported: Callable[[], None],
+        stepped: Callable[[int], None],
     ) -> None:
         self.path = str(folder / "channel")
         self._node = node
         self._limit = limit
         self._changed = changed
         self._compiler_imported = compiler_imported
+        self._stepped = stepped
         self._round = 0
         self._began = 0.0
         self._first_step = self._last_checkpoint = 0.0  # in seconds since the Unix epoch
@@ -261,6 +264,8 @@ class WorkerSocket:
             self._changed()
         if message.compiler:
             self._compiler_imported()
+        if message.first_step_at >= self._began:
+            self._stepped(process.rank)
         if process.rank == 0:
             self._report_progress(message)
 

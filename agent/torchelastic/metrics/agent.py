@@ -105,8 +105,12 @@ class AgentMetrics:
         """Record how many failures of workers the run may still have."""
         self._put(f"workers.{role}.remaining_restarts", remaining, series.REMAINING_RESTARTS, role=role)
 
-    def recovered(self, seconds: float, reason: RoundReason) -> None:
+    def restarted(self, seconds: float, reason: RoundReason) -> None:
         """Record a restart of this node's workers, and the seconds since the reason for it was noticed."""
+        self._put(f"worker_restart.{reason}.duration.ms", seconds * 1000, series.WORKER_RESTART, cause=str(reason))
+
+    def recovered(self, seconds: float, reason: RoundReason) -> None:
+        """Record the first step of this node's new workers, and the seconds since the reason for them was noticed."""
         self._put(f"recovery.{reason}.duration.ms", seconds * 1000, series.RECOVERY, cause=str(reason))
 
     def run_ended(self, role: str, *, succeeded: bool, restarts: int, max_restarts: int) -> None:

@@ -120,7 +120,12 @@ WORKER_STATE: Final = _family("worker_state", GAUGE, "1 for the state of the wor
 REMAINING_RESTARTS: Final = _family(
     "remaining_restarts", GAUGE, "Failures of workers that are left in the restart budget of the run."
 )
-RECOVERY: Final = _durations("recovery_duration_seconds", "Time from a failure or change until workers run, by cause.")
+RECOVERY: Final = _durations(
+    "recovery_duration_seconds", "Time from a failure or change until the first training step, by cause."
+)
+WORKER_RESTART: Final = _durations(
+    "worker_restart_duration_seconds", "Time from a failure or change until workers run, by cause."
+)
 RUNS: Final = _family("runs", COUNTER, "Runs that ended.")
 RUN_OUTCOMES: Final = _family("run_outcomes", COUNTER, "Runs that ended, by outcome and whether workers restarted.")
 FLAKINESS: Final = _family(

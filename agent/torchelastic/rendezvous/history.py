@@ -128,6 +128,7 @@ class History:
         """Note that the workers of the current round were started."""
         self.enter(RunState.TRAINING)
         self._round.started, self._round.ended = self._transitions[-1][0], 0.0
+        self._note_in_round(started_at=round(self._round.started, 3))
 
     def note_round(self, record: RoundRecord) -> None:
         """Note a round that this node has received."""
@@ -135,8 +136,8 @@ class History:
         nodes = frozenset(record.nodes or (breakdown.there if breakdown is not None else ()))
         if record.number == before.number and nodes == before.nodes:
             return
-        if before.number in self._rounds and (ended := self._ended_at()):
-            self._rounds[before.number] = msgspec.structs.replace(self._rounds[before.number], ended=round(ended, 3))
+        if ended := self._ended_at():
+            self._note_in_round(ended=round(ended, 3))
         if breakdown is not None:
             self.adopt(breakdown)
         self._round = _RoundTimes(record.number, nodes)
@@ -159,7 +160,12 @@ class History:
             return False
         times.first_step = times.first_step or step
         times.last_checkpoint = max(times.last_checkpoint, checkpoint)
+        self._note_in_round(first_step_at=times.first_step)
         return True
+
+    def _note_in_round(self, **times: float) -> None:
+        if (past := self._rounds.get(self._round.number)) is not None:
+            self._rounds[past.number] = msgspec.structs.replace(past, **times)
 
     # -- records of other nodes
 

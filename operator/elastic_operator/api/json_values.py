@@ -44,8 +44,12 @@ _NAMES: Final = {
 
 _FIELDS: Final = {key: name for name, key in _NAMES.items()}
 _SECONDS: Final = frozenset({"startTime", "activeSince", "completionTime", "lastTransitionTime", "time"})
-_MILLISECONDS: Final = frozenset({"asOf", "began", "ended", "created", "completed", "suspensions"})
-_OMITTED_IF_EMPTY: Final = frozenset({"countedPodUIDs", "excludedNodes", "pod", "signal", "ended"})
+_MILLISECONDS: Final = frozenset(
+    {"asOf", "began", "ended", "startedAt", "firstStepAt", "created", "completed", "suspensions"}
+)
+_OMITTED_IF_EMPTY: Final = frozenset(
+    {"countedPodUIDs", "excludedNodes", "pod", "signal", "ended", "startedAt", "firstStepAt"}
+)
 _VERBATIM: Final = frozenset({"appliedSpec", "seconds", "gone"})
 _NOT_WRITTEN: Final = {"TimeBreakdown": frozenset({"state", "round", "first_step_at", "last_checkpoint_at", "there"})}
 

@@ -65,11 +65,20 @@ def page(report: Report, ended: str = "") -> str:
 
 
 class Span(NamedTuple):
-    """A round; its end, None if the next round is not in the history; and ``lost`` as in :class:`Failure`."""
+    """A round.
+
+    Attributes:
+        end: None if the next round is not in the history.
+        lost: as in :class:`Failure`.
+        recovery: seconds from the end of the previous training to the first step of this round; None if unknown.
+        restart: the part of ``recovery`` until the workers were started, which is the agents' share.
+    """
 
     round: PastRound
     end: float | None
     lost: float | None = None
+    recovery: float | None = None
+    restart: float | None = None
 
 
 class Failure(NamedTuple):
@@ -176,11 +185,20 @@ def _spans(rounds: tuple[PastRound, ...], suspensions: tuple[float, ...], end: f
         moments = (time for time in (round.ended, *suspensions) if round.began < time < latest)
         return min(moments, default=max(round.began, latest))
 
+    recovery = restart = None
+    broken = 0.0  # the end of the last round that trained
     for round, after in itertools.pairwise(rounds):
         kept = after.number == round.number + 1
-        yield Span(round, end_of(round, after.began) if kept else None, after.lost if kept else None)
+        yield Span(round, end_of(round, after.began) if kept else None, after.lost if kept else None, recovery, restart)
+        if not kept or any(round.began < time < after.began for time in suspensions):
+            broken = 0.0
+        elif round.ended and (round.first_step_at or not broken):
+            broken = round.ended
+        recovery, restart = (
+            max(time - broken, 0.0) if broken and time else None for time in (after.first_step_at, after.started_at)
+        )
     if rounds:
-        yield Span(rounds[-1], end_of(rounds[-1], end))
+        yield Span(rounds[-1], end_of(rounds[-1], end), None, recovery, restart)
 
 
 def _failures(report: Report, end: float) -> Iterator[Failure]:

@@ -148,7 +148,9 @@ class Reading:
         seconds: the job's time by run state.
         lost: seconds of training that no checkpoint holds.
         restarts: restarts of workers that count against ``maxRestarts``; ``uncharged_restarts`` do not.
-        recoveries: duration of recoveries by cause.
+        goodput: see :func:`goodput`.
+        recoveries: durations by cause, from a failure or change until the first training step.
+        worker_restarts: durations by cause, from a failure or change until the workers have started again.
     """
 
     def __init__(
@@ -178,33 +180,38 @@ class Reading:
             self.seconds |= {str(RunState.SUSPENDED): suspended} if suspended else {}
             self.lost = kept.lost
         self.goodput = goodput(self.seconds, self.lost)
-        self.recoveries = _recoveries_of(self.pages)
+        self.recoveries = _durations_of(self.pages, "torchelastic_recovery_duration_seconds")
+        self.worker_restarts = _durations_of(self.pages, "torchelastic_worker_restart_duration_seconds")
         self.ranks = _ranks_of(self.pages)
         self.rates = rates.update(self)
 
 
 def goodput(seconds: Mapping[str, float], lost: float | None) -> float | None:
-    """Return the ratio of preserved training time to all ``seconds`` (by run state); None if no time has passed."""
+    """Return the ratio of preserved training time to all ``seconds`` (by run state).
+
+    None if no time has passed, or if no checkpoint was reported: then it is unknown what was lost.
+    """
     total = sum(seconds.values())
-    return min(1.0, max(0.0, seconds.get(RunState.TRAINING, 0.0) - (lost or 0.0)) / total) if total > 0 else None
+    if lost is None or total <= 0:
+        return None
+    return min(1.0, max(0.0, seconds.get(RunState.TRAINING, 0.0) - lost) / total)
 
 
 def _job_seconds(page: MetricsPage) -> dict[str, float]:
     return page.by_label("torchelastic_job_seconds_total", "state")
 
 
-def _recoveries_of(pages: Iterable[MetricsPage]) -> dict[str, Tally]:
-    """Return the recoveries by cause. Each node counts all recoveries: use the maximum count and the overall mean."""
-    found: dict[str, list[Tally]] = {}
+def _durations_of(pages: Iterable[MetricsPage], name: str) -> dict[str, Tally]:
+    """Return the durations by cause, of the node with the most values and, among these, of the slowest one.
+
+    Each node counts all recoveries since it joined, and a recovery ends with the last node.
+    """
+    found: dict[str, Tally] = {}
     for page in pages:
-        for cause, tally in page.tallies("torchelastic_recovery_duration_seconds", "cause").items():
+        for cause, tally in page.tallies(name, "cause").items():
             if tally.count > 0:
-                found.setdefault(cause, []).append(tally)
-    recoveries = {}
-    for cause, tallies in sorted(found.items()):
-        most, total = max(each.count for each in tallies), sum(tallies, Tally(0.0, 0))
-        recoveries[cause] = Tally(total.total / total.count * most, most)
-    return recoveries
+                found[cause] = max(found.get(cause, tally), tally, key=lambda each: (each.count, each.total))
+    return found
 
 
 def _ranks_of(pages: Iterable[MetricsPage]) -> list[RankMetrics]:
@@ -380,23 +387,28 @@ def _header(reading: Reading) -> Iterator[str]:
 
 
 def _time(reading: Reading) -> Iterator[str]:
-    if reading.goodput is None:
-        return
-    yield ""
-    lost = "" if reading.lost is None else f"{_SEPARATOR}lost {short_duration(reading.lost)}"
-    yield f"goodput {percent(reading.goodput)}{lost}"
     spent = states(reading)
     total = sum(spent.values())
+    if not total:
+        return
+    yield ""
+    if reading.goodput is None or reading.lost is None:
+        yield f"goodput -{_SEPARATOR}no checkpoints reported"
+    else:
+        yield f"goodput {percent(reading.goodput)}{_SEPARATOR}lost {short_duration(reading.lost)}"
     yield _SEPARATOR.join(f"{state} {short_duration(each)} ({percent(each / total)})" for state, each in spent.items())
 
 
 def _recoveries(reading: Reading) -> list[str]:
-    last = reading.rates.recoveries
-    rows = [
-        (cause.replace("_", " "), f"{tally.count:.0f}", _seconds(tally.mean), _seconds(last.get(cause)))
-        for cause, tally in reading.recoveries.items()
-    ]
-    return _table(("RECOVERIES AFTER", "COUNT", "MEAN", "LAST"), rows, "cause")
+    last, none = reading.rates.recoveries, Tally(0.0, 0)
+    unknown = "-" if RunState.RESTORING in reading.seconds else "no steps reported"
+    rows = []
+    for cause in sorted(reading.recoveries.keys() | reading.worker_restarts.keys()):
+        recovery, restart = (each.get(cause, none) for each in (reading.recoveries, reading.worker_restarts))
+        mean = unknown if recovery.mean is None else short_duration(recovery.mean)
+        count = f"{restart.count or recovery.count}"
+        rows.append((cause.replace("_", " "), count, mean, _seconds(last.get(cause)), _seconds(restart.mean)))
+    return _table(("RECOVERIES AFTER", "COUNT", "MEAN", "LAST", "AGENT"), rows, "cause")
 
 
 def _ranks(reading: Reading) -> list[str]:

@@ -31,7 +31,6 @@ from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-import torchelastic.training  # noqa: F401 - so that no signal handler finds it half imported
 from torchelastic import agent_socket
 from torchelastic.agent.failures import record_exception, record_message
 from torchelastic.agent.workers.fork_server import (
@@ -47,6 +46,7 @@ from torchelastic.agent.workers.fork_server import (
 )
 from torchelastic.agent.workers.linux import close_fds, set_parent_death_signal, set_title
 from torchelastic.metrics import worker as worker_metrics
+from torchelastic.training import REPORTS  # imported here, so that no signal handler finds it half imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -318,6 +318,8 @@ def _run_worker(inherited: Mapping[str, str], *, kind: str, argv: Sequence[str],
         worker_metrics.attach()
     if COMPILER not in sys.modules:
         sys.meta_path.insert(0, _CompilerImport())
+    # The hook stays, because other hooks may be running when it is called; it costs less than 0.1 µs per step.
+    sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(REPORTS.first_step)
     try:
         _run_program(kind, argv)
     except SystemExit:
