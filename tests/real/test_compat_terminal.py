@@ -207,6 +207,18 @@ async def test_a_program_starts_with_torch_imported_unlike_under_torchrun(module
     assert str(module == "torchelastic.run") in launcher.lines
 
 
+@pytest.mark.differs(
+    "Three failures in a row soon after the start end the run, even if `--max-restarts` is higher "
+    "(`--rdzv-conf crash_loop_limit=N` changes the number). torchrun restarts the workers `--max-restarts` times."
+)
+async def test_three_early_failures_end_a_run(module: str, tmp_path: Path) -> None:
+    (program := tmp_path / "fails.py").write_text("print('begins', flush=True)\nraise SystemExit(3)")
+    flags = ("--standalone", "--max-restarts=3", "--monitor-interval=0.02")
+    async with WithoutSettings(module, *flags, program) as launcher:
+        assert await launcher.code() == 1
+    assert launcher.lines.count("begins") == (3 if module == "torchelastic.run" else 4)
+
+
 async def test_workers_are_not_restarted_by_default(module: str, tmp_path: Path) -> None:
     (program := tmp_path / "fails.py").write_text("print('begins', flush=True)\nraise SystemExit(3)")
     async with WithoutSettings(module, "--standalone", program) as launcher:
