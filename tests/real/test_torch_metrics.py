@@ -40,8 +40,17 @@ torchs.put_metric("loss", 1, "my_app")
 """
 
 
-def test_values_of_torchs_metrics_are_received_with_any_configuration() -> None:
-    lines = said(f"import torch\n{RECORDER}{MEASURING}")
+@pytest.mark.parametrize(
+    "start",
+    [
+        f"import torch\n{RECORDER}",
+        f"import torchelastic.metrics, torch\n{RECORDER}",
+        f"{RECORDER}import torch\nours.getStream('my_app')",
+    ],
+    ids=["torch first", "torch before configure", "torch before getStream"],
+)
+def test_values_of_torchs_metrics_are_received_with_any_configuration(start: str) -> None:
+    lines = said(f"{start}{MEASURING}")
     assert [line for line in lines if line.startswith("ours")] == [f"ours: my_app loss {value}" for value in (3, 2, 1)]
     assert [line.rpartition("]")[2] for line in lines if not line.startswith("ours")] == [": loss=1"]
 

@@ -37,5 +37,5 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-worker.forward_torch()
+api.forward_torch()
 worker.attach()

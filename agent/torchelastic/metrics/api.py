@@ -12,6 +12,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import importlib
 import inspect
 import logging
 import math
@@ -44,6 +45,8 @@ __all__ = [
     "publish_metric",
     "put_metric",
 ]
+
+_TORCH_METRICS: Final = "torch.distributed.elastic.metrics.api"
 
 _log: Final = logging.getLogger(__name__)
 
@@ -226,8 +229,27 @@ class MetricRegistry:
 REGISTRY: Final = MetricRegistry()
 """The process-wide registry, which the functions below use."""
 
-configure: Final = REGISTRY.configure
 declare: Final = REGISTRY.declare
+
+
+def forward_torch() -> None:
+    """Also record the values of torch's own metrics in this registry, if torch has been imported."""
+    if "torch" not in sys.modules:
+        return
+    try:
+        stream: Any = importlib.import_module(_TORCH_METRICS).MetricStream
+    except ImportError:  # an incomplete torch, or another module of this name
+        return
+    original = stream.add_value
+    if hasattr(original, "__wrapped__"):  # this function was called before
+        return
+
+    @functools.wraps(original)
+    def add_value(self: Any, metric_name: str, metric_value: float) -> None:  # noqa: ANN401 - torch's stream
+        REGISTRY.add(str(self.group_name), metric_name, metric_value)
+        original(self, metric_name, metric_value)
+
+    stream.add_value = add_value
 
 
 class MetricStream:
@@ -254,8 +276,15 @@ def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
     """Do nothing. Launchers that follow torchelastic's guide call this function first."""
 
 
+@functools.wraps(REGISTRY.configure)
+def configure(handler: MetricHandler, group: str | None = None) -> None:  # noqa: D103 - the wrapped docstring
+    forward_torch()
+    REGISTRY.configure(handler, group)
+
+
 def getStream(group: str) -> MetricStream:  # noqa: N802 - the name in torchelastic's documentation
     """Return the stream of a group."""
+    forward_torch()
     return MetricStream(str(group))
 
 

@@ -9,38 +9,13 @@ from __future__ import annotations
 
 import fcntl
 import functools
-import importlib
 import os
-import sys
-from typing import Any, Final
 
 from torchelastic.agent_socket import METRICS_FILE, is_worker
 from torchelastic.metrics.api import REGISTRY
 from torchelastic.metrics.series_handler import MetricMemory, SeriesHandler
 
-_TORCH_METRICS: Final = "torch.distributed.elastic.metrics.api"
-
 _opened: set[str] = set()
-
-
-def forward_torch() -> None:
-    """Also record the values of torch's own metrics in torchelastic's registry, if torch has been imported."""
-    if "torch" not in sys.modules:
-        return
-    try:
-        stream: Any = importlib.import_module(_TORCH_METRICS).MetricStream
-    except ImportError:  # an incomplete torch, or another module of this name
-        return
-    original = stream.add_value
-    if hasattr(original, "__wrapped__"):  # this function was called before
-        return
-
-    @functools.wraps(original)
-    def add_value(self: Any, metric_name: str, metric_value: float) -> None:  # noqa: ANN401 - torch's stream
-        REGISTRY.add(str(self.group_name), metric_name, metric_value)
-        original(self, metric_name, metric_value)
-
-    stream.add_value = add_value
 
 
 def attach() -> None:

@@ -23,7 +23,7 @@ from torchelastic.agent.function_call import pickle_call
 from torchelastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torchelastic.config.parse import make_specs
 from torchelastic.errors import SettingsError
-from torchelastic.metrics.worker import forward_torch
+from torchelastic.metrics.api import forward_torch
 from torchelastic.rendezvous.api import RendezvousGracefulExitError, RendezvousStateError
 
 if TYPE_CHECKING:

@@ -46,6 +46,7 @@ from torchelastic.agent.workers.fork_server import (
 )
 from torchelastic.agent.workers.linux import close_fds, set_parent_death_signal, set_title
 from torchelastic.metrics import worker as worker_metrics
+from torchelastic.metrics.api import forward_torch
 from torchelastic.training import REPORTS  # imported here, so that no signal handler finds it half imported
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def _import_torch() -> str:
     """Import torch; return why that failed, or an empty string."""
     with _collector_off():
         error = _import("torch") or _import("torch.distributed") or _import("torch.distributed.elastic.metrics")
-        worker_metrics.forward_torch()
+        forward_torch()
     return f"torch cannot be imported by {sys.executable}: {error}" if error else ""
 
 

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -36,6 +37,12 @@ TITLE_ROOM: Final = " " * 512
 
 SESSIONS: Final = "sessions"
 """The name of the file with the workers' sessions."""
+
+CLEANUP_TIMEOUT: Final = 2.0
+"""Seconds that helpers of killed processes get to remove shared memory."""
+
+_SHARED_MEMORY_HELPER: Final = re.compile(rb"\.resource_tracker import main|torch_shm_manager\0")
+"""Matches the command lines of the resource trackers of Python and loky, and of torch's manager."""
 
 _KILL_TIMEOUT: Final = 10.0
 _SET_PARENT_DEATH_SIGNAL: Final = 1
@@ -104,6 +111,14 @@ def has_mark(pid: int, mark: str) -> bool:
     """Return whether a process was started with this mark."""
     try:
         return f"{TREE_MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def removes_shared_memory(pid: int) -> bool:
+    """Return whether a process removes what its clients leave in shared memory, and exits after they have exited."""
+    try:
+        return _SHARED_MEMORY_HELPER.search(Path(f"/proc/{pid}/cmdline").read_bytes()) is not None
     except OSError:
         return False
 
@@ -190,11 +205,12 @@ def _read_sessions(folder: Path) -> Mapping[int, int]:
 
 def _kill_trees(mark: str, sessions: Mapping[int, int]) -> None:
     killed: set[int] = set()
-    deadline = time.monotonic() + _KILL_TIMEOUT
-    while time.monotonic() < deadline and (living := _living(mark, sessions)):
-        if killed.issuperset(living):
+    began = time.monotonic()
+    while (passed := time.monotonic() - began) < _KILL_TIMEOUT and (living := _living(mark, sessions)):
+        chosen = [pid for pid in living if passed > CLEANUP_TIMEOUT or not removes_shared_memory(pid)]
+        if killed.issuperset(chosen):
             time.sleep(0.01)
-        for pid in living:
+        for pid in chosen:
             if pid not in killed:
                 with contextlib.suppress(OSError):  # the process has exited, or runs as another user
                     os.kill(pid, signal.SIGKILL)

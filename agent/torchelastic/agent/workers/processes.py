@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from torchelastic.agent.workers.linux import (
+    CLEANUP_TIMEOUT,
     SESSIONS,
     TITLE_ROOM,
     ProcessEntry,
@@ -26,6 +27,7 @@ from torchelastic.agent.workers.linux import (
     has_mark,
     read_process,
     read_table,
+    removes_shared_memory,
     set_subreaper,
     with_descendants,
 )
@@ -64,7 +66,9 @@ class MemoryKills:
 
 
 class Child:
-    """A child process that leads a process group; the rest of the group is killed when the child exits.
+    """A child process that leads a session; when the child exits, the rest of the session is killed.
+
+    Only helpers that remove the child's shared memory continue.
 
     Attributes:
         pid: the process id.
@@ -107,10 +111,8 @@ class Child:
             status = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if status is None:
                 return
-            # Until the child is reaped, the id of its process group cannot be reused.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
             os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
+            self._kill_session()
         except ChildProcessError:  # other code in this process has reaped the child
             exit_code = _UNKNOWN
         else:
@@ -119,6 +121,14 @@ class Child:
         os.close(self._pidfd)
         self.end_time = self._loop.time()
         self.ended.set_result(exit_code)
+
+    def _kill_session(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, 0)  # fails if no process is left, which is faster than reading the table
+            for entry in read_table().values():
+                if entry.session == self.pid and not removes_shared_memory(entry.pid):
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(entry.pid, signal.SIGKILL)
 
     def signal(self, number: int) -> None:
         """Send a signal to the process if it still runs."""
@@ -146,6 +156,7 @@ class Reaper:
         self._memory_kills = MemoryKills()
         self._children: dict[int, Child] = {}
         self._daemons: set[int] = set()
+        self._cleanups: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop
         self._settled = asyncio.Event()
         self._settled.set()
@@ -169,7 +180,7 @@ class Reaper:
         children = [*self._children.values()]
         for child in children:
             child.signal(signal.SIGKILL)
-        await asyncio.gather(*(asyncio.shield(child.ended) for child in children))
+        await asyncio.gather(*(asyncio.shield(child.ended) for child in children), *self._cleanups)
         if self.owns_process:
             self._loop.remove_signal_handler(signal.SIGCHLD)
         set_subreaper(on=False)
@@ -210,6 +221,8 @@ class Reaper:
     async def kill_trees(self, children: Sequence[Child], mark: str, *, only_sessions: bool = False) -> None:
         """Kill these children and all processes that they started, and reap those that are children of this process.
 
+        Helpers that remove shared memory have a moment more, in which the next children may already run.
+
         Args:
             children: leaders of sessions.
             mark: the tree mark of their processes.
@@ -230,10 +243,15 @@ class Reaper:
                 if entry.dead and self._is_orphan(entry) and (entry.pid, entry.started) in killed:
                     _wait(os.P_PID, entry.pid, 0)
             living = [entry for entry in chosen if not entry.dead and entry not in refused]
-            if not living:
+            others = [entry for entry in living if not removes_shared_memory(entry.pid)]
+            if not others:
                 break
-            done = await asyncio.gather(*(self._kill(entry) for entry in living))
-            refused.update(entry for entry, success in zip(living, done, strict=True) if not success)
+            done = await asyncio.gather(*(self._kill(entry) for entry in others))
+            refused.update(entry for entry, success in zip(others, done, strict=True) if not success)
+        for entry in living:
+            task = asyncio.create_task(self._end_cleanup(entry))
+            self._cleanups.add(task)
+            task.add_done_callback(self._cleanups.discard)
         await asyncio.gather(*(asyncio.shield(child.ended) for child in children))
 
     def _trees(self, table: Table, children: Sequence[Child], mark: str, *, only_sessions: bool) -> set[int]:
@@ -249,7 +267,11 @@ class Reaper:
         unknown = entry.pid not in self._children and entry.session not in self._daemons
         return unknown and entry.parent == os.getpid()
 
-    async def _kill(self, entry: ProcessEntry) -> bool:
+    async def _end_cleanup(self, entry: ProcessEntry) -> None:
+        await self._kill(entry, patience=CLEANUP_TIMEOUT)
+        _wait(os.P_PID, entry.pid, 0)
+
+    async def _kill(self, entry: ProcessEntry, patience: float = 0.0) -> bool:
         try:
             pidfd = os.pidfd_open(entry.pid)
         except ProcessLookupError:
@@ -259,8 +281,10 @@ class Reaper:
             now = read_process(entry.pid)
             if now is None or now.started != entry.started:
                 return True
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             self._loop.add_reader(pidfd, ended.set)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), patience)
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             try:
                 await asyncio.wait_for(ended.wait(), _KILL_TIMEOUT)
             except TimeoutError:
