@@ -391,8 +391,8 @@ def argument_parser(defaults: Mapping[str, Any] | None = None) -> argparse.Argum
             how: dict[str, Any] = {"metavar": flag.metavar} if flag.metavar else {"action": "store_true"}
             if defaults is not None:
                 names += [f"--{flag.name.replace('-', '_')}"] * ("-" in flag.name)
-            if flag.name in (defaults or {}):
-                how |= {"default": defaults[flag.name], "type": type(defaults[flag.name])}
+                if flag.name in defaults:
+                    how |= {"default": defaults[flag.name], "type": type(defaults[flag.name])}
             group.add_argument(*names, help=flag.help, **how)
     if defaults is not None:
         parser.add_argument("training_script", metavar="PROGRAM")

@@ -42,7 +42,7 @@ from torchelastic.rendezvous.handler import ElasticRendezvousHandler
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed.elastic.agent.server import Worker, WorkerGroup
+    from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
     from torch.distributed.elastic.agent.server.health_check_server import HealthCheckServer
     from torch.distributed.elastic.multiprocessing import LogsSpecs
 
