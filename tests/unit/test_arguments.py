@@ -283,7 +283,10 @@ def test_the_master_address_is_ignored_with_one_warning_on_one_node(caplog: pyte
             "--nnodes=2 --rdzv-id=a",
             "A run of up to 2 nodes needs the address of one of them: set --rdzv-backend c10d and --rdzv-endpoint H",
         ),
-        ("--nproc-per-node=1.5", "--nproc-per-node 1.5: must be a whole number from 1 to 10000, or auto, cpu, gpu or xpu."),
+        (
+            "--nproc-per-node=1.5",
+            "--nproc-per-node 1.5: must be a whole number from 1 to 10000, or auto, cpu, gpu or xpu.",
+        ),
         (
             "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=a,b",
             "--rdzv-endpoint a,b: with c10d, the endpoint is HOST:PORT of one node, without TLS.",
