@@ -10,6 +10,8 @@ import fcntl
 import os
 import socket
 import struct
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -162,6 +164,13 @@ def gpu_count(environ: Mapping[str, str], root: Path = Path("/")) -> int:
         present = sum(1 for _ in (root / "proc/driver/nvidia/gpus").glob("*"))
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     return present if visible is None else _visible(visible, present)
+
+
+def xpu_count() -> int:
+    """Return how many Intel GPUs torch finds, in a process of its own; 0 if torch cannot be imported."""
+    command = [sys.executable, "-c", "import torch; print(torch.xpu.device_count())"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
+    return int(done.stdout.strip() or 0)
 
 
 def own_device(environ: Mapping[str, str], local_rank: int) -> dict[str, str]:

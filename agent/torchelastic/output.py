@@ -8,7 +8,7 @@ The agent's own messages go to standard error, with the time and the node before
     [rank 0] loss 0.31
     [rank 1] loss 0.33
 
-A role other than the default one precedes the rank: ``[evaluator rank 1] …``.
+A role other than the default ones precedes the rank: ``[evaluator rank 1] …``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import re
 from typing import Final
 
 DEFAULT_ROLE: Final = "default"
+LAUNCH_ROLE: Final = "default_role"
+"""The default role of torch's ``LaunchConfig``."""
 
 TIME_FORMAT: Final = "%H:%M:%S"
 
@@ -35,7 +37,7 @@ STARTED: Final = "round %d: started %s of a world of %d"
 
 def rank_label(role: str) -> str:
     """Return the label before the rank in a worker's lines."""
-    return "rank" if role == DEFAULT_ROLE else f"{role} rank"
+    return "rank" if role in {DEFAULT_ROLE, LAUNCH_ROLE} else f"{role} rank"
 
 
 def log_format(node: str) -> str:

@@ -14,23 +14,39 @@ import sys
 import threading
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from torchelastic.agent.failures import ExitStatus, record_failure
-from torchelastic.config.parse import parse
+from torchelastic.config import flags, parsers
+from torchelastic.config.parse import count_workers, launch_fields, parse
+from torchelastic.config.parsers import RawValue
 from torchelastic.errors import SettingsError, StartError
-from torchelastic.output import TIME_FORMAT, log_format
+from torchelastic.output import DEFAULT_ROLE, TIME_FORMAT, log_format
 from torchelastic.protocol import Env, ExitCode, TerminationMessage, encode_termination_message
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
     from torchelastic.agent.workers.pool import Workers
     from torchelastic.config.settings import AgentSettings
+    from torchelastic.launcher.api import LaunchConfig
     from torchelastic.metrics.agent import AgentMetrics
     from torchelastic.metrics.worker_collector import WorkerMetrics
 
 CHECK_FLAG = "--check"
+
+_TORCH_DEFAULTS: Final = {
+    "nnodes": "1:1",
+    "nproc-per-node": "1",
+    "max-restarts": 0,
+    "monitor-interval": 0.1,
+    "role": DEFAULT_ROLE,
+    "redirects": "0",
+    "tee": "0",
+    "signals-to-handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+}
+"""The values of torchrun's parser for flags that are not set, where they are also this agent's defaults."""
 
 logger = logging.getLogger("torchelastic")
 
@@ -41,14 +57,14 @@ def command() -> int:
     return _main(sys.argv[1:], owns_process=True)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(args: Sequence[str] | None = None) -> None:
     """Run an agent in a program; with ``--check`` as the first argument, only check the other arguments.
 
     The calling program keeps its children and its signal handlers. While the agent runs, it handles the signals, if the
     caller is the main thread.
 
     Args:
-        argv: the arguments; None for the arguments of this process.
+        args: the arguments; None for the arguments of this process.
 
     Raises:
         ChildFailedError: the run has failed; torch's exception, with the root cause as its first failure.
@@ -56,12 +72,61 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     try:
-        if code := _main(sys.argv[1:] if argv is None else argv, owns_process=False):
+        if code := _main(sys.argv[1:] if args is None else args, owns_process=False):
             raise SystemExit(code)
     finally:
         for number, handler in handlers.items():
             if signal.getsignal(number) != handler:
                 signal.signal(number, handler)
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """Return a parser of the command line, for programs that use torchrun's."""
+    return flags.argument_parser(_TORCH_DEFAULTS)
+
+
+def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
+    """Return the arguments with torchrun's names of the attributes; None for the arguments of this process."""
+    return get_args_parser().parse_args(args)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run an agent with the arguments that :func:`parse_args` has returned: see :func:`main`."""
+    main(_command_line(args))
+
+
+def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
+    """Return the minimum and the maximum of ``--nnodes``; raise SettingsError if it is invalid."""
+    size = parsers.nodes(RawValue("nnodes", nnodes))
+    return size.min, size.max
+
+
+def determine_local_world_size(nproc_per_node: str) -> int:
+    """Return the number of workers of ``--nproc-per-node``; raise SettingsError if it is invalid."""
+    return count_workers(RawValue("nproc_per_node", nproc_per_node), os.environ)
+
+
+def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, str, list[str]]:
+    """Return the arguments of :func:`~torchelastic.launcher.launch_agent` for these arguments.
+
+    Raises:
+        SettingsError: an argument is invalid.
+    """
+    from torchelastic.launcher.api import LaunchConfig
+
+    fields, command = launch_fields(_command_line(args), os.environ)
+    return LaunchConfig(**fields), *command
+
+
+def _command_line(args: argparse.Namespace) -> list[str]:
+    """Return the command line with these arguments, except those that are not set: variables may set them."""
+    unset = vars(parse_args(["-"]))
+    given = {name: value for name, value in vars(args).items() if value not in (None, "", [], unset.get(name))}
+    program = (given.pop("training_script", ""), *given.pop("training_script_args", ()))
+    for name, value in given.items():
+        if isinstance(value, list):  # the texts of a filter
+            given[name] = ",".join(text.replace(",", ",,") for text in value)
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()] + [*program]
 
 
 def _main(argv: Sequence[str], *, owns_process: bool) -> int:

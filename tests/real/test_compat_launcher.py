@@ -244,6 +244,7 @@ OF_EITHER_LAUNCHER = """
         os.kill(os.getpid(), signal.SIGKILL)
 
     def launch(function, *arguments, **config):
+        config = {{"start_method": "spawn"}} | config
         if "{package}" != "torchelastic":
             config |= dict(rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0")
         elastic_launch(LaunchConfig(1, 1, run_id="run", max_restarts=0, **config), function)(*arguments)
@@ -267,7 +268,7 @@ async def test_failures_have_the_fields_of_torchs_launcher(tmp_path: Path) -> No
                 if os.path.exists(fields.pop("error_file")):
                     assert json.load(open(failure.error_file)) == fields["error_file_data"]
                 print("has", sorted(fields), type(failure.message).__name__)
-                if how == "raise":
+                if how == "raise":  # with torch's default of the start method
                     traceback = failure.message["extraInfo"].pop("py_callstack")
                     assert failure.message["extraInfo"].pop("timestamp")
                     print("said", failure.message, traceback.strip().splitlines()[-1])
@@ -593,3 +594,210 @@ async def test_a_program_that_calls_main_keeps_its_children_and_its_signal_handl
     assert "children [7, 0]" in lines
     kept = [line == "handler True" for line in lines if line.startswith("handler")]
     assert all(kept) or module != "torchelastic.run", kept
+
+
+PROGRAM = """
+    from {package}.agent.server.health_check_server import HealthCheckServer
+    from {package}.agent.server import WorkerSpec
+    from {package}.agent.server.local_elastic_agent import LocalElasticAgent
+    from {package}.rendezvous import RendezvousParameters, RendezvousStoreInfo
+    from {package}.rendezvous.registry import get_rendezvous_handler
+
+    class Server(HealthCheckServer):
+        def start(self):
+            print("is started", flush=True)
+
+        def stop(self):
+            print("is stopped", flush=True)
+
+    def described(agent):
+        group = agent.get_worker_group()
+        ranks = [(each.local_rank, each.global_rank, each.role_rank, each.world_size, each.role_world_size)
+                 for each in group.workers]
+        print("is", group.state.name, group.group_rank, group.group_world_size, ranks, flush=True)
+        return group
+
+    def work(marker):
+        open(f"{{marker}}.{{os.getpid()}}", "x").close()
+        return os.environ["LOCAL_RANK"]
+
+    if __name__ == "__main__":
+        from torch.distributed import HashStore
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+        info = RendezvousStoreInfo.build(0, HashStore(), "10.0.0.7", server_port=7)
+        print("is at", info.master_addr, info.master_port)
+        backend, marker = sys.argv[1:]
+        at = "127.0.0.1:0" if backend == "c10d" else ""
+        handler = get_rendezvous_handler(RendezvousParameters(backend, at, "run", 1, 1))
+        spec = WorkerSpec("trainer", 2, handler, entrypoint=work, args=(marker,), event_log_handler="null",
+                          numa_options=None, virtual_local_rank=True)
+        server = Server(lambda: 0, 0, 60)
+        agent = LocalElasticAgent(spec, DefaultLogsSpecs(), start_method="spawn", health_check_server=server)
+        described(agent)
+        result = agent.run()
+        print("is", sorted(result.return_values.items()))
+        described(agent)
+"""
+
+
+async def test_the_documented_program_runs_as_with_torch(tmp_path: Path) -> None:
+    said = []
+    for package, backend in (
+        ("torch.distributed.elastic", "c10d"),
+        ("torchelastic", "c10d"),
+        ("torchelastic", "torchelastic"),
+    ):
+        output = await output_of(tmp_path, PROGRAM.format(package=package), backend, tmp_path / f"{package}.{backend}")
+        said.append([line for line in output.splitlines() if line.startswith("is ")])
+    assert said[0] == said[1] == said[2]
+    assert "is stopped" in said[0]
+
+
+UNSUPPORTED = """
+    from types import SimpleNamespace
+    from torchelastic import LaunchConfig, LocalElasticAgent, WorkerSpec, elastic_launch
+
+    def said(doing, *args):
+        try:
+            doing(*args)
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}")
+
+    if __name__ == "__main__":
+        numa = SimpleNamespace(should_fall_back_if_binding_fails=True)
+        for config in (dict(event_log_handler="console"), dict(numa_options=numa), dict(signals_to_handle="SIGKILL")):
+            said(elastic_launch(LaunchConfig(1, 1, 1, **config), "true"))
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        said(elastic_launch(LaunchConfig(1, 1, 2, virtual_local_rank=True), "true"))
+        said(lambda: LocalElasticAgent(WorkerSpec(entrypoint="true"), uninterruptible_state_timeout=3))
+"""
+
+
+async def test_parameters_that_the_agent_does_not_support_are_rejected(tmp_path: Path) -> None:
+    lines = [line for line in (await output_of(tmp_path, UNSUPPORTED)).splitlines() if "Error" in line]
+    wanted = (
+        "event_log_handler=console: must be one of null",
+        "numa_options.should_fall_back_if_binding_fails is not supported: set it to False",
+        "signals_to_handle=SIGKILL: must be signals",
+        "CUDA_VISIBLE_DEVICES=0 has no GPU for local rank 1",
+        "uninterruptible_state_timeout is not supported: use WorkerSpec.heartbeat_timeout",
+    )
+    for line, sentence in zip(lines, wanted, strict=True):
+        assert line.startswith(f"SettingsError: {sentence}")
+
+
+SIGNALLED = """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from {package}.launcher import LaunchConfig, elastic_launch
+
+    if __name__ == "__main__":
+        backend, chosen = ("c10d", "") if "{package}" == "torch.distributed" else ("torchelastic", "")
+        at = "127.0.0.1:0" if backend == "c10d" else ""
+        config = LaunchConfig(1, 1, 1, run_id="run", rdzv_backend=backend, rdzv_endpoint=at,
+                              signals_to_handle="SIGTERM,SIGUSR1")
+        print("role", config.role, flush=True)
+        try:
+            elastic_launch(config, meet_and_stay)(sys.argv[1])
+        except SignalException as error:
+            print("raised for", error.sigval.name, flush=True)
+        finally:
+            print("finally", flush=True)
+        sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("package", ["torch.distributed", "torchelastic"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+async def test_a_signal_without_a_handler_raises_torchs_exception(
+    package: str, number: signal.Signals, tmp_path: Path, stop: Path
+) -> None:
+    source = SIGNALLED.format(package=package).replace("meet_and_stay)", "stay_alone)")
+    source = source.replace("    if __name__", STAY_ALONE + "    if __name__", 1)
+    async with Launcher(script(tmp_path, source), stop) as launcher:
+        worker = int((await launcher.wait_for_line(r"worker (\d+)"))[1])
+        launcher.kill(number)
+        await until_gone(worker)
+        assert await launcher.code() == 7
+    assert "role default_role" in launcher.lines
+    assert launcher.lines[-2:] == [f"raised for {number.name}", "finally"]
+
+
+STAY_ALONE = """
+    def stay_alone(stop):
+        print("worker", os.getpid(), flush=True)
+        while not os.path.exists(stop):
+            time.sleep(0.01)
+
+"""
+
+
+ACCELERATED = """
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2)
+model, optimizer, data = accelerator.prepare(model, optimizer, data)
+for batch in data:
+    accelerator.backward(model(batch).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+print(f"trained {accelerator.process_index} of {accelerator.num_processes}\\n", end="", flush=True)
+accelerator.end_training()
+"""
+
+ACCELERATE = """
+    import torch.distributed
+    import torchelastic.run
+
+    if __name__ == "__main__":
+        sys.modules["torch.distributed.run"] = torch.distributed.run = torchelastic.run
+        from accelerate.commands.launch import launch_command, launch_command_parser
+        launch_command(launch_command_parser().parse_args(sys.argv[1:]))
+"""
+
+
+async def test_accelerate_trains_with_the_agent_in_place_of_torchrun(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(ACCELERATED)
+    flags = "--multi_gpu --num_processes=2 --num_machines=1 --mixed_precision=no --dynamo_backend=no"
+    output = await output_of(tmp_path, ACCELERATE, *flags.split(), "--main_process_port=0", program)
+    assert {"trained 0 of 2", "trained 1 of 2"} <= {*output.splitlines()}
+    assert "started ranks 0, 1 of a world of 2" in output
+
+
+OF_ARGUMENTS = """
+    import json
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    import {package}.run as run
+    from {package}.launcher.api import elastic_launch
+
+    if __name__ == "__main__":
+        args = run.parse_args([
+            "--standalone", "--nproc_per_node=2", "--max-restarts", "3", "--role=trainer", "--node_rank=0",
+            "--local-ranks-filter=0,1", "--duplicate-stdout-filters=a,b", "--signals-to-handle=SIGTERM",
+            "--virtual-local-rank", "-m", "json.tool", "--help",
+        ])
+        print("is", args.nnodes, args.nproc_per_node, args.max_restarts, args.role, args.training_script_args)
+        config, command, rest = run.config_from_args(args)
+        print("is", config.min_nodes, config.max_nodes, config.nproc_per_node, config.max_restarts, config.role)
+        print("is", type(config.logs_specs).__name__, config.signals_to_handle, config.virtual_local_rank)
+        print("is", [*config.duplicate_stdout_filters], command == sys.executable, [*rest][-3:])
+        print("is", run.parse_min_max_nnodes("2:4"), run.parse_min_max_nnodes("3"), run.determine_local_world_size("5"))
+        run.run(args)
+        print("is done", flush=True)
+"""
+
+
+async def test_programs_can_use_torchruns_functions(tmp_path: Path) -> None:
+    ours, torchs = [
+        [line for line in output.splitlines() if line.startswith(("is ", "usage: "))]
+        for output in [
+            await output_of(tmp_path, OF_ARGUMENTS.format(package=package))
+            for package in ("torchelastic", "torch.distributed")
+        ]
+    ]
+    assert ours == torchs
+    assert len(ours) == 8

@@ -52,6 +52,77 @@ def test_every_public_module_and_name_of_torch_is_importable_under_torchelastics
     assert missing == []
 
 
+def test_every_public_object_has_the_members_and_the_parameters_of_torchs() -> None:
+    missing = output_of(
+        """
+        import importlib, inspect, pkgutil
+        import torch.distributed.elastic, torch.distributed.launcher
+
+        def parameters(function):
+            try:
+                return [name for name in inspect.signature(function).parameters if name not in ("args", "kwargs")]
+            except (TypeError, ValueError):
+                return []
+
+        def compare(name, torchs, ours):
+            global checked
+            if torchs is ours or not callable(torchs):
+                return
+            checked += 1
+            if parameters(ours)[: len(parameters(torchs))] != parameters(torchs):
+                print(name, parameters(torchs), parameters(ours))
+            for member, value in inspect.getmembers(torchs) if isinstance(torchs, type) else ():
+                if not member.startswith("_") and hasattr(ours, member):
+                    compare(f"{name}.{member}", value, getattr(ours, member))
+                elif not member.startswith("_") and (torchs.__name__, member) not in left_out:
+                    print(name, member)
+
+        left_out = {("WorkerState", "name"), ("WorkerState", "value")}  # members of each state
+        # The agent records no events.
+        events = ("get_event_failed", "get_event_succeeded", "record_duration")
+        left_out |= {("LocalElasticAgent", name) for name in events}
+        checked = 0
+        for package in (torch.distributed.elastic, torch.distributed.launcher):
+            for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+                if not found.name.rpartition(".")[2].startswith("_"):
+                    torchs = importlib.import_module(found.name)
+                    name = found.name.replace("torch.distributed.elastic", "torchelastic")
+                    ours = importlib.import_module(name.replace("torch.distributed", "torchelastic"))
+                    for each in getattr(torchs, "__all__", vars(torchs)):
+                        if not each.startswith("_") and hasattr(ours, each):
+                            compare(f"{ours.__name__}.{each}", getattr(torchs, each), getattr(ours, each))
+        assert checked > 50, checked
+        """
+    )
+    assert missing == []
+
+
+def test_the_functions_of_torchrun_and_of_the_first_launcher_have_torchs_parameters() -> None:
+    output_of(
+        """
+        import inspect
+        import torch.distributed.run as torchs
+        import torchelastic.distributed.launch as first
+        import torchelastic.run as ours
+        from torchelastic.rendezvous import RendezvousHandlerFactory, RendezvousParameters
+
+        for name in (
+            "config_from_args", "determine_local_world_size", "get_args_parser", "main", "parse_args",
+            "parse_min_max_nnodes", "run",
+        ):
+            assert [*inspect.signature(getattr(ours, name)).parameters] == [
+                *inspect.signature(getattr(torchs, name)).parameters
+            ], name
+        assert (first.run, first.parse_args, first.parse_min_max_nnodes) == (
+            ours.run, ours.parse_args, ours.parse_min_max_nnodes
+        )
+        factory = RendezvousHandlerFactory()
+        factory.register("mine", lambda parameters: parameters.run_id)
+        assert factory.create_handler(RendezvousParameters("mine", "", "digits-7", 1, 1)) == "digits-7"
+        """
+    )
+
+
 @pytest.mark.parametrize(
     "module",
     [

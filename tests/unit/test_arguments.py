@@ -112,6 +112,7 @@ def test_without_flags_one_worker_runs_on_one_node_without_etcd() -> None:
         ("--rdzv-endpoint=e --rdzv-conf=tls=server", "store.cert", None),
         ("--rdzv-endpoint=e --rdzv-conf=username=root,password=a=b", "store.password", "a=b"),
         ("--rdzv-conf=timeout=60", "rendezvous.join_timeout", 60.0),
+        ("--rdzv-conf='join_timeout=60'", "rendezvous.join_timeout", 60.0),
         ("--rdzv-conf=join-timeout=60,timeout=9", "rendezvous.join_timeout", 60.0),
         ("--rdzv-conf=last_call_timeout=1.5,lease=7", "rendezvous.last_call_timeout", 1.5),
         ("--rdzv-conf=crash_loop_seconds=2", "rendezvous.crash_loop_seconds", 2.0),
@@ -167,6 +168,8 @@ def test_auto_means_all_gpus_or_without_gpus_all_cpus(monkeypatch: pytest.Monkey
     assert sentence(f"--nproc-per-node=gpu {hidden}").startswith("--nproc-per-node gpu: no GPU is visible on this node")
     monkeypatch.setattr(machine, "gpu_count", lambda _: 4)
     assert (run("--nproc-per-node=auto").workers, run("--nproc-per-node=GPU").workers) == (4, 4)
+    monkeypatch.setattr(machine, "xpu_count", lambda: 2)
+    assert run("--nproc-per-node=xpu").workers == 2
 
 
 # -- the program
@@ -280,7 +283,10 @@ def test_the_master_address_is_ignored_with_one_warning_on_one_node(caplog: pyte
             "--nnodes=2 --rdzv-id=a",
             "A run of up to 2 nodes needs the address of one of them: set --rdzv-backend c10d and --rdzv-endpoint H",
         ),
-        ("--nproc-per-node=1.5", "--nproc-per-node 1.5: must be a whole number from 1 to 10000, or auto, cpu or gpu."),
+        (
+            "--nproc-per-node=1.5",
+            "--nproc-per-node 1.5: must be a whole number from 1 to 10000, or auto, cpu, gpu or xpu.",
+        ),
         (
             "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=a,b",
             "--rdzv-endpoint a,b: with c10d, the endpoint is HOST:PORT of one node, without TLS.",

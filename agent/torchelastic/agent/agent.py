@@ -188,6 +188,7 @@ class Agent:
         self._node_id = f"{settings.node_name}.{secrets.token_hex(4)}"
         self._round: RoundRecord | None = None
         self._group: WorkerGroup | None = None
+        self._environments: list[dict[str, str]] = []
         self._unfinished: set[int] = set()
         self._failures: list[FailureRecord] = []
         self._broken_at: float | None = None
@@ -390,7 +391,7 @@ class Agent:
             self._broken_at = self._recovery = None
             return
         with self._metrics.measured("SimpleElasticAgent._assign_worker_ranks"):
-            environments = worker_environments(
+            environments = self._environments = worker_environments(
                 round,
                 self._node_id,
                 role=self._settings.role,

@@ -15,6 +15,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from torchelastic.agent.failures import record_exception
 from torchelastic.agent_socket import CHANNEL
 from torchelastic.errors import SettingsError
 
@@ -116,4 +117,8 @@ def _write(path: Path, data: bytes) -> None:
 
 
 if __name__ == "__main__":  # in a worker; imports this module by its real name, because the call overwrites __main__
-    importlib.import_module("torchelastic.agent.function_call").make_call()
+    try:
+        importlib.import_module("torchelastic.agent.function_call").make_call()
+    except Exception as error:
+        record_exception(error)
+        raise

@@ -86,7 +86,9 @@ _IGNORED_CONF: Final = _IGNORED_TIMES | frozenset(
 FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
     "Size": (
         Flag("nnodes N|MIN:MAX", "number of nodes, or minimum and maximum, as in 1:4. Default: 1", parsers.nodes),
-        Flag("nproc-per-node N|auto|cpu|gpu", "workers on this node; auto: one per GPU, else one per CPU. Default: 1"),
+        Flag(
+            "nproc-per-node N|auto|cpu|gpu|xpu", "workers on this node; auto: one per GPU, else one per CPU. Default: 1"
+        ),
         Flag("max-restarts N", "worker failures that the run survives. Default: 0", parsers.integer(0, _MAX_COUNT)),
         Flag(
             "non-retryable-exit-codes CODE[-CODE][,…]",
@@ -297,13 +299,13 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
         raise SettingsError(_explained(f"{'--' if '--' in error.msg else '-'}{error.opt}")) from None
     for written, value in options:
         if (known := _SPELLINGS.get(written)) is None:
-            _parser().parse_args([written])
+            argument_parser().parse_args([written])
         elif known.metavar and not value:
             raise SettingsError(_explained(written))
         else:
             raw[known.name] = RawValue(written, value.removeprefix("=") or "1", between=" ")
     if (conf := raw.get("rdzv-conf")) is not None:
-        raw |= read_conf(conf.source, _pairs(conf))
+        raw |= read_conf(conf.source, split_conf(conf))
     return CommandLine(raw, tuple(program))
 
 
@@ -330,12 +332,16 @@ def read_conf(source: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, RawVal
     return conf
 
 
-def _pairs(conf: RawValue) -> list[tuple[str, str]]:
-    pairs = [pair.partition("=")[::2] for pair in conf.text.split(",") if pair.strip()]
-    if not all(value.strip() for _, value in pairs):
+def split_conf(conf: RawValue) -> list[tuple[str, str]]:
+    """Return the unparsed keys and values of ``--rdzv-conf``."""
+    text = conf.text.strip()
+    if text[:1] in {"'", '"'} and text[1:].endswith(text[0]):  # of a script that quotes twice
+        text = text[1:-1]
+    found = [pair.partition("=")[::2] for pair in text.split(",") if pair.strip()]
+    if not all(value.strip() for _, value in found):
         # Any part may be a password.
         raise conf.error("it takes KEY=VALUE pairs, separated by commas; a value cannot contain a comma", secret=True)
-    return [(key.strip(), value.strip()) for key, value in pairs]
+    return [(key.strip(), value.strip()) for key, value in found]
 
 
 def _explained(written: str) -> str:
@@ -358,8 +364,11 @@ def _similar(name: str, known: Sequence[str], before: str = "") -> str:
     return f"Did you mean {before}{similar[0]}?" if similar else ""
 
 
-def _parser() -> argparse.ArgumentParser:
-    """Return the parser that prints ``--help`` and ``--version``; argparse is imported only for them."""
+def argument_parser(defaults: Mapping[str, Any] | None = None) -> argparse.ArgumentParser:
+    """Return a parser for ``--help`` and ``--version``, or, with defaults, for whole command lines.
+
+    argparse is imported only for it. A value has the type of its default; the attributes have torchrun's names.
+    """
     import argparse
     import importlib.metadata
 
@@ -380,5 +389,12 @@ def _parser() -> argparse.ArgumentParser:
         for flag in flags:
             names = [f"-{flag.short}"] * bool(flag.short) + [f"--{flag.name}"]
             how: dict[str, Any] = {"metavar": flag.metavar} if flag.metavar else {"action": "store_true"}
+            if defaults is not None:
+                names += [f"--{flag.name.replace('-', '_')}"] * ("-" in flag.name)
+                if flag.name in defaults:
+                    how |= {"default": defaults[flag.name], "type": type(defaults[flag.name])}
             group.add_argument(*names, help=flag.help, **how)
+    if defaults is not None:
+        parser.add_argument("training_script", metavar="PROGRAM")
+        parser.add_argument("training_script_args", metavar="ARGUMENT", nargs=argparse.REMAINDER)
     return parser

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger(__name__)
 
 _MAX_WORKERS: Final = 10_000
+_ONE_WORKER: Final = RawValue("--nproc-per-node", "1")
 
 BACKENDS: Final[Mapping[str, int | None]] = {"torchelastic": None, "etcd": None, "etcd-v3": 3, "etcd-v2": 2}
 """The names of torchelastic's rendezvous, with the version of etcd's API that each selects; None to detect it."""
@@ -79,7 +80,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
         )
     line = flags.read(argv, environ)
     node = read_node(line)
-    workers = _workers(line, environ)
+    workers = count_workers(line.raw.get("nproc-per-node", _ONE_WORKER), environ)
     if line.values.get("virtual-local-rank"):
         machine.own_device(environ, workers - 1)  # each worker needs one
     settings = AgentSettings(
@@ -90,6 +91,47 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
     )
     _warn_about_ignored_flags(line, node["rendezvous"].size)
     return settings
+
+
+def launch_fields(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, list[str]]]:
+    """Return the fields of a LaunchConfig, and the command and its arguments, for a command line; this imports torch.
+
+    Raises:
+        SettingsError: as :func:`parse`.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+    settings, line = parse(argv, environ), flags.read(argv, environ)
+    backend, rules = _backend(line), settings.rendezvous
+    conf = dict(flags.split_conf(line.raw["rdzv-conf"])) if "rdzv-conf" in line.raw else {}
+    fields = {
+        "min_nodes": rules.size.min,
+        "max_nodes": rules.size.max,
+        "nproc_per_node": settings.workers,
+        "logs_specs": settings.logs.specs or make_specs(DefaultLogsSpecs, settings.logs),
+        "run_id": rules.run_id,
+        "role": settings.role,
+        "rdzv_configs": conf | ({"rank": settings.node_rank or 0} if backend.text == "static" else {}),
+        "max_restarts": rules.max_restarts,
+        "start_method": settings.program.start_method,
+        "log_line_prefix_template": settings.logs.log_line_prefix_template or None,
+        "local_addr": line.values.get("local-addr"),
+        "signals_to_handle": ",".join(number.name for number in settings.signals),
+        "duplicate_stdout_filters": settings.logs.duplicate_stdout_filters,
+        "duplicate_stderr_filters": settings.logs.duplicate_stderr_filters,
+        "virtual_local_rank": settings.virtual_local_rank,
+        "shutdown_timeout": settings.shutdown_timeout,
+    }
+    if settings.store is not None and (endpoint := _endpoint(line, backend.text)) is not None:
+        fields |= {"rdzv_backend": backend.text, "rdzv_endpoint": endpoint.text}
+    if settings.numa_binding:
+        from torch.numa.binding import AffinityMode, NumaOptions
+
+        fields["numa_options"] = NumaOptions(AffinityMode(settings.numa_binding))
+    python = [] if settings.program.kind is ProgramKind.COMMAND else [sys.executable]
+    module = ["-m"] if settings.program.kind is ProgramKind.MODULE else []
+    command, *rest = *python, *module, *settings.program.argv
+    return fields, (command, rest)
 
 
 def _warn_about_ignored_flags(line: CommandLine, size: SizeRecord) -> None:
@@ -206,17 +248,19 @@ def _read_store(line: CommandLine, backend: RawValue) -> StoreSettings | None:
     )
 
 
-def _workers(line: CommandLine, environ: Mapping[str, str]) -> int:
-    """Return the number of workers of this node."""
-    if (raw := line.raw.get("nproc-per-node")) is None:
-        return 1
-    cpus, gpus = machine.cpu_count(), machine.gpu_count(environ)
-    counts = {"cpu": cpus, "gpu": gpus, "auto": gpus or cpus}
+def count_workers(raw: RawValue, environ: Mapping[str, str]) -> int:
+    """Return the number of workers of this node, from ``--nproc-per-node``."""
+    counts: dict[str, Callable[[], int]] = {
+        "cpu": machine.cpu_count,
+        "gpu": lambda: machine.gpu_count(environ),
+        "xpu": machine.xpu_count,
+        "auto": lambda: machine.gpu_count(environ) or machine.cpu_count(),
+    }
     if (text := raw.text.strip().lower()) not in counts:
-        return integer(1, _MAX_WORKERS, also=", or auto, cpu or gpu")(raw)
-    if not counts[text]:
-        raise raw.error("no GPU is visible on this node; use cpu, auto or a number")
-    return counts[text]
+        return integer(1, _MAX_WORKERS, also=", or auto, cpu, gpu or xpu")(raw)
+    if not (count := counts[text]()):
+        raise raw.error(f"no {text.upper()} is visible on this node; use cpu, auto or a number")
+    return count
 
 
 def _program(line: CommandLine, environ: Mapping[str, str]) -> Program:

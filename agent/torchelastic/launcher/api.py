@@ -5,24 +5,29 @@ The names have the same meaning as in torch; the agent and the default rendezvou
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
+import threading
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from torchelastic.agent.server.api import WorkerSpec
 from torchelastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torchelastic.config import parsers
 from torchelastic.config.parsers import RawValue
-from torchelastic.output import DEFAULT_ROLE
+from torchelastic.output import LAUNCH_ROLE
 from torchelastic.rendezvous.api import RendezvousParameters
 from torchelastic.rendezvous.registry import rendezvous_handler_registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from torch.distributed.elastic.agent.server.health_check_server import HealthCheckServer
     from torch.distributed.elastic.multiprocessing import LogsSpecs
+    from torch.numa.binding import NumaOptions
 
     from torchelastic.rendezvous.api import RendezvousHandler
 
@@ -54,13 +59,18 @@ class LaunchConfig:
             ``${role_name}``, ``${local_rank}``, ``${rank}`` and ``${hostname}``; None for torch's default.
         metrics_cfg: the parameters of :func:`torchelastic.metrics.initialize_metrics`.
         local_addr: the address at which other nodes reach this node; None to detect it.
+        event_log_handler: see :class:`~torchelastic.agent.server.WorkerSpec`.
+        numa_options: see :class:`~torchelastic.agent.server.WorkerSpec`.
+        signals_to_handle: the names of signals, separated by commas. If the program neither handles nor ignores such a
+            signal and launches in its main thread, this node leaves the run on the signal.
+        duplicate_stdout_filters: see :class:`~torchelastic.agent.server.WorkerSpec`.
+        duplicate_stderr_filters: see :class:`~torchelastic.agent.server.WorkerSpec`.
+        virtual_local_rank: see :class:`~torchelastic.agent.server.WorkerSpec`.
+        shutdown_timeout: seconds between SIGTERM and SIGKILL when this node leaves the run; None for
+            ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``, or 30.
         log_dir: see :class:`~torchelastic.agent.server.LocalElasticAgent`.
         redirects: see :class:`~torchelastic.agent.server.WorkerSpec`.
         tee: see :class:`~torchelastic.agent.server.WorkerSpec`.
-        duplicate_stdout_filters: see :class:`~torchelastic.agent.server.WorkerSpec`.
-        duplicate_stderr_filters: see :class:`~torchelastic.agent.server.WorkerSpec`.
-        shutdown_timeout: seconds between SIGTERM and SIGKILL when this node leaves the run; None for
-            ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``, or 30.
     """
 
     min_nodes: int
@@ -68,7 +78,7 @@ class LaunchConfig:
     nproc_per_node: int
     logs_specs: LogsSpecs | None = None
     run_id: str = ""
-    role: str = DEFAULT_ROLE
+    role: str = LAUNCH_ROLE
     rdzv_endpoint: str = ""
     rdzv_backend: str = "torchelastic"
     rdzv_configs: dict[str, Any] = field(default_factory=dict)
@@ -79,12 +89,16 @@ class LaunchConfig:
     log_line_prefix_template: str | None = None
     metrics_cfg: dict[str, str] = field(default_factory=dict)
     local_addr: str | None = None
+    event_log_handler: str = "null"
+    numa_options: NumaOptions | None = None
+    signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    duplicate_stdout_filters: Sequence[str] | None = None
+    duplicate_stderr_filters: Sequence[str] | None = None
+    virtual_local_rank: bool = False
+    shutdown_timeout: float | None = None
     log_dir: str | os.PathLike[str] | None = None
     redirects: int | Mapping[int, int] = 0
     tee: int | Mapping[int, int] = 0
-    duplicate_stdout_filters: Sequence[str] | None = None
-    duplicate_stderr_filters: Sequence[str] | None = None
-    shutdown_timeout: float | None = None
 
     def __post_init__(self) -> None:
         if self.shutdown_timeout is None:
@@ -95,22 +109,34 @@ class LaunchConfig:
 class elastic_launch:  # noqa: N801 - torch's name
     """A callable that launches a function or a command with the arguments of the call; see :func:`launch_agent`."""
 
-    def __init__(self, config: LaunchConfig, entrypoint: Callable[..., Any] | str) -> None:
+    def __init__(
+        self,
+        config: LaunchConfig,
+        entrypoint: Callable[..., Any] | str,
+        health_check_server: HealthCheckServer | None = None,
+    ) -> None:
         self._config = config
         self._entrypoint = entrypoint
+        self._health_check_server = health_check_server
 
     def __call__(self, *args: Any) -> dict[int, Any]:  # noqa: ANN401 - the function's own arguments
         """Launch the function or command with these arguments."""
-        return launch_agent(self._config, self._entrypoint, args)
+        return launch_agent(self._config, self._entrypoint, args, self._health_check_server)
 
 
-def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: Sequence[Any]) -> dict[int, Any]:
+def launch_agent(
+    config: LaunchConfig,
+    entrypoint: Callable[..., Any] | str,
+    args: Sequence[Any],
+    health_check_server: HealthCheckServer | None = None,
+) -> dict[int, Any]:
     """Launch a function or a command on this node, and wait for the end of the run.
 
     Args:
         config: the launch configuration.
         entrypoint: the function, or the name of a command.
         args: the arguments of the function or command.
+        health_check_server: see :class:`~torchelastic.agent.server.LocalElasticAgent`.
 
     Returns:
         The return values of this node's workers by global rank; None for commands. The dictionary is empty if this
@@ -120,6 +146,7 @@ def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arg
         ChildFailedError: the run has failed; torch's exception, with the root cause as its first failure.
         RendezvousError: this node cannot join the run.
         SettingsError: a setting is invalid; the message states what to change.
+        SignalException: this node has left the run on one of ``signals_to_handle``; torch's exception.
     """
     from torchelastic import metrics
 
@@ -133,10 +160,13 @@ def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arg
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
         local_addr=config.local_addr,
-        redirects=config.redirects,
-        tee=config.tee,
+        event_log_handler=config.event_log_handler,
+        numa_options=config.numa_options,
         duplicate_stdout_filters=config.duplicate_stdout_filters,
         duplicate_stderr_filters=config.duplicate_stderr_filters,
+        virtual_local_rank=config.virtual_local_rank,
+        redirects=config.redirects,
+        tee=config.tee,
     )
     agent = LocalElasticAgent(
         spec,
@@ -144,11 +174,13 @@ def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arg
         config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
         shutdown_timeout=cast("float", config.shutdown_timeout),
+        health_check_server=health_check_server,
         log_dir=config.log_dir,
     )
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
     try:
-        result = agent.run(config.role)
+        with _raising(parsers.signals(RawValue("signals_to_handle", config.signals_to_handle))):
+            result = agent.run(config.role)
     except Exception as error:
         from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -176,6 +208,26 @@ def _parameters(config: LaunchConfig) -> RendezvousParameters:
         local_addr=config.local_addr,
         **options,
     )
+
+
+@contextlib.contextmanager
+def _raising(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Raise torch's exception on the signals that this program neither handles nor ignores."""
+
+    def leave(number: int, _: object) -> NoReturn:
+        from torch.distributed.elastic.multiprocessing import SignalException
+
+        raise SignalException(f"Process {os.getpid()} got signal {number}", signal.Signals(number))
+
+    main = threading.current_thread() is threading.main_thread()
+    unhandled = [number for number in signals if main and signal.getsignal(number) is signal.SIG_DFL]
+    for number in unhandled:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in unhandled:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _shut_down(handler: RendezvousHandler) -> None:

@@ -8,5 +8,8 @@ For launchers: :mod:`.api` defines the interface of handlers, :mod:`.registry` s
 :mod:`.handler` is a handler for launchers that wait synchronously for a round; :mod:`.torchrun` passes it to torchrun.
 """
 
+from torchelastic.lazy import lazy_attributes
 from torchelastic.rendezvous.api import *  # noqa: F403
 from torchelastic.rendezvous.registry import *  # noqa: F403
+
+__getattr__ = lazy_attributes(__name__, {"torch.distributed.elastic.rendezvous": "RendezvousStoreInfo"})

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch.distributed import Store  # type: ignore[attr-defined] # not listed in its __all__
+    from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 
 __all__ = [
     "RendezvousClosedError",
@@ -30,7 +31,6 @@ __all__ = [
     "RendezvousNonRetryableError",
     "RendezvousParameters",
     "RendezvousStateError",
-    "RendezvousStoreInfo",
     "RendezvousTimeoutError",
     "RendezvousTimeoutException",
 ]
@@ -39,8 +39,9 @@ __getattr__ = lazy_attributes(  # torch's module has these names, too
     __name__,
     {
         "torchelastic.rendezvous.registry": (
-            "RendezvousHandlerCreator RendezvousHandlerRegistry rendezvous_handler_registry"
-        )
+            "RendezvousHandlerCreator RendezvousHandlerFactory RendezvousHandlerRegistry rendezvous_handler_registry"
+        ),
+        "torch.distributed.elastic.rendezvous": "RendezvousStoreInfo",
     },
 )
 
@@ -65,14 +66,6 @@ class RendezvousGracefulExitError(RendezvousError):
 RendezvousClosedException = RendezvousClosedError
 RendezvousException = RendezvousNonRetryableError = RendezvousError
 RendezvousTimeoutException = RendezvousTimeoutError
-
-
-@dataclass(frozen=True, slots=True)
-class RendezvousStoreInfo:
-    """The host and port of the store for the workers' process group."""
-
-    master_addr: str
-    master_port: int
 
 
 @dataclass(frozen=True, slots=True)

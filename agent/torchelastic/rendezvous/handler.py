@@ -43,7 +43,6 @@ from torchelastic.rendezvous.api import (
     RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
 from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted
@@ -334,6 +333,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return verdict.decode() == _ALL
 
     def _info(self, status: _Status, store: TCPStore) -> RendezvousInfo:
+        from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
+
         self._returned = status
         self._since = time.monotonic()
         os.environ["TORCHELASTIC_ROUND"] = str(status.record.number)  # workers inherit it from the agent

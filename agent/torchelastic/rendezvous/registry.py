@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RendezvousHandlerCreator",
+    "RendezvousHandlerFactory",
     "RendezvousHandlerRegistry",
     "get_rendezvous_handler",
     "rendezvous_handler_registry",
@@ -53,6 +54,9 @@ class RendezvousHandlerRegistry:
 
         return cast("RendezvousHandler", registry.get_rendezvous_handler(cast("Any", params)))
 
+
+RendezvousHandlerFactory = RendezvousHandlerRegistry
+"""The name of the registry in torchelastic 0.2."""
 
 rendezvous_handler_registry = RendezvousHandlerRegistry()
 """The handlers of this process."""

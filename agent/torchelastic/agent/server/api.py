@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.numa.binding import NumaOptions
 
     from torchelastic.rendezvous.api import RendezvousHandler
 
@@ -45,12 +46,15 @@ class WorkerSpec:
         master_port: with a custom handler, the port of the workers' TCPStore; None for any free port.
         master_addr: with a custom handler, the host of the workers' TCPStore; None for the address of the first node.
         local_addr: the address at which other nodes reach this node; None to detect it.
-        redirects: streams that go to files only: 0 none, 1 stdout, 2 stderr, 3 both; or a mapping from local ranks to
-            these numbers.
-        tee: streams that go to files and to the console, in the same format.
+        event_log_handler: with a custom handler, the name of torch's handler of events; else "null".
+        numa_options: torch's options for binding each worker to the CPUs near its GPU; None for no binding.
         duplicate_stdout_filters: texts; lines of standard output in ``tee`` that contain one of them are also written
             to the file ``filtered_stdout.log``.
         duplicate_stderr_filters: likewise for standard error and ``filtered_stderr.log``.
+        virtual_local_rank: whether each worker has ``LOCAL_RANK`` 0 and sees only its own GPU.
+        redirects: streams that go to files only: 0 none, 1 stdout, 2 stderr, 3 both; or a mapping from local ranks to
+            these numbers.
+        tee: streams that go to files and to the console, in the same format.
         non_retryable_exit_codes: exit codes of workers after which the run fails at once, even if restarts are left.
         heartbeat_timeout: seconds without a heartbeat after which a worker counts as hung; None for no limit.
 
@@ -69,10 +73,13 @@ class WorkerSpec:
     master_port: int | None = None
     master_addr: str | None = None
     local_addr: str | None = None
-    redirects: int | Mapping[int, int] = 0
-    tee: int | Mapping[int, int] = 0
+    event_log_handler: str = "null"
+    numa_options: NumaOptions | None = None
     duplicate_stdout_filters: Sequence[str] | None = None
     duplicate_stderr_filters: Sequence[str] | None = None
+    virtual_local_rank: bool = False
+    redirects: int | Mapping[int, int] = 0
+    tee: int | Mapping[int, int] = 0
     non_retryable_exit_codes: tuple[int, ...] = ()
     heartbeat_timeout: float | None = None
 

@@ -15,12 +15,14 @@ import asyncio
 import contextlib
 import dataclasses
 import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError, wait
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
+from torchelastic import machine
 from torchelastic.agent.agent import Agent, Signals
 from torchelastic.agent.function_call import read_results, serialize_call, write_call
 from torchelastic.agent.server.api import RunResult, WorkerSpec, WorkerState
@@ -38,9 +40,10 @@ from torchelastic.rendezvous.api import RendezvousConnectionError, RendezvousPar
 from torchelastic.rendezvous.handler import ElasticRendezvousHandler
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable
 
+    from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
+    from torch.distributed.elastic.agent.server.health_check_server import HealthCheckServer
     from torch.distributed.elastic.multiprocessing import LogsSpecs
 
     from torchelastic.agent.failures import ExitStatus
@@ -77,6 +80,8 @@ class LocalElasticAgent:
             node have succeeded. Without a custom handler, there is no limit.
         log_line_prefix_template: see :class:`~torchelastic.launcher.LaunchConfig`.
         shutdown_timeout: seconds between SIGTERM and SIGKILL when this node leaves the run.
+        health_check_server: a server of the caller, which the agent stops when the run ends.
+        uninterruptible_state_timeout: None; the agent does not measure how long a worker waits in the kernel.
         log_dir: the folder for the files of ``WorkerSpec.redirects`` and ``tee``; None for a temporary folder.
 
     Raises:
@@ -91,11 +96,15 @@ class LocalElasticAgent:
         exit_barrier_timeout: float = 300.0,
         log_line_prefix_template: str | None = None,
         shutdown_timeout: float = 30.0,
+        health_check_server: HealthCheckServer | None = None,
+        uninterruptible_state_timeout: float | None = None,
         *,
         log_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         if logs_specs is not None and (log_dir or spec.redirects or spec.tee):
             raise SettingsError("logs_specs chooses the folder and the streams: remove log_dir, redirects and tee.")
+        if uninterruptible_state_timeout:
+            raise SettingsError("uninterruptible_state_timeout is not supported: use WorkerSpec.heartbeat_timeout.")
         output = {"log-dir": log_dir, "redirects": _as_text(spec.redirects), "tee": _as_text(spec.tee)}
         raw = {name: RawValue(name.replace("-", "_"), f"{each}") for name, each in output.items() if each is not None}
         self._spec = spec
@@ -111,7 +120,9 @@ class LocalElasticAgent:
             duplicate_stderr_filters=tuple(spec.duplicate_stderr_filters or ()),
             specs=logs_specs,
         )
+        self._health_check_server = health_check_server
         self._agent: _EmbeddedAgent | TorchAgent | None = None
+        self._state = WorkerState.INIT
         self._stopped = False
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:  # noqa: ARG002 - torch's signature; a spec has one role
@@ -133,10 +144,27 @@ class LocalElasticAgent:
         try:
             if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # otherwise the kernel drops exit statuses
-            return self._run()
+            self._state = WorkerState.HEALTHY
+            result = self._run()
+            self._state = result.state
+            return result
+        except BaseException:
+            self._state = WorkerState.FAILED
+            raise
         finally:
-            self._agent = None
+            if self._health_check_server is not None:
+                self._health_check_server.stop()
             _one_at_a_time.release()
+
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:  # noqa: ARG002 - as in run()
+        """Return torch's description of this node's workers, as they are now."""
+        from torch.distributed.elastic.agent.server.api import WorkerGroup
+
+        group = WorkerGroup(cast("Any", self._spec))
+        group.state = cast("Any", self._state)
+        if self._agent is not None:
+            self._agent.describe(group)
+        return group
 
     def stop(self) -> None:
         """Leave the run, as on SIGTERM: :meth:`run` returns soon, with the state STOPPED.
@@ -190,6 +218,11 @@ class LocalElasticAgent:
         program = Program(ProgramKind.MODULE, ("torchelastic.agent.function_call",), self._start_method)
         if isinstance(spec.entrypoint, str):
             program = program_of_command((spec.entrypoint, *map(str, spec.args)), self._start_method)
+        parsers.one_of("null")(RawValue("event_log_handler", spec.event_log_handler))
+        if (numa := spec.numa_options) is not None and numa.should_fall_back_if_binding_fails:
+            raise SettingsError("numa_options.should_fall_back_if_binding_fails is not supported: set it to False.")
+        if spec.virtual_local_rank:
+            machine.own_device(os.environ, spec.local_world_size - 1)  # each worker needs one
         node = {each.name: getattr(handler.settings, each.name) for each in dataclasses.fields(handler.settings)}
         settings = AgentSettings(
             **node | ({"address": spec.local_addr} if spec.local_addr else {}),
@@ -198,6 +231,8 @@ class LocalElasticAgent:
             role=parsers.name()(RawValue("WorkerSpec.role", spec.role)),
             logs=self._logs,
             shutdown_timeout=self._shutdown_timeout,
+            virtual_local_rank=spec.virtual_local_rank,
+            numa_binding="" if numa is None else numa.affinity_mode.value,
             heartbeat_timeout=spec.heartbeat_timeout,
             non_retryable_exit_codes=frozenset(spec.non_retryable_exit_codes),
         )
@@ -217,6 +252,7 @@ class _EmbeddedAgent(Agent):
     def __init__(self, settings: AgentSettings, call: bytes | None) -> None:
         super().__init__(settings, AgentMetrics())
         self._call = call
+        self._pids: Callable[[], Mapping[int, int]] = dict
         self._signals = Signals(self._events.put_nowait)
         self._loop = asyncio.new_event_loop()
 
@@ -235,8 +271,17 @@ class _EmbeddedAgent(Agent):
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._signals.take, signal.SIGTERM)
 
+    def describe(self, group: WorkerGroup) -> None:
+        """Add the ranks and process ids of the last started workers. May be called from any thread."""
+        pids = self._pids()
+        for worker, environment in zip(group.workers, self._environments, strict=False):  # none before the first round
+            _read_variables(group, environment)
+            _read_variables(worker, environment | {"GLOBAL_RANK": environment["RANK"]})
+            worker.id = pids.get(worker.global_rank)
+
     async def _result(self) -> RunResult:
         async with Workers(self._settings, owns_process=False) as workers:
+            self._pids = lambda: workers.running_pids
             if self._call is not None:
                 write_call(workers.scratch, self._call)
             return self._result_of(await self.run(workers), workers)
@@ -265,3 +310,10 @@ def _as_text(streams: int | Mapping[int, int]) -> str:
     if not isinstance(streams, Mapping):
         return f"{int(streams)}"
     return ",".join(f"{rank}:{int(each)}" for rank, each in streams.items()) or "0"
+
+
+def _read_variables(described: WorkerGroup | Worker, environment: Mapping[str, str]) -> None:
+    """Set the attributes that have the lower-case names of variables; all but the address are numbers."""
+    for name in {each.lower() for each in environment} & {*described.__slots__}:
+        text = environment[name.upper()]
+        setattr(described, name, text if name == "master_addr" else int(text))

@@ -64,6 +64,8 @@ class TorchAgent(LocalElasticAgent):
         os.environ.setdefault(_NO_SHARED_STORE, "1")
         forward_torch()
         program = spec.entrypoint
+        # The oldest supported torch does not have all of these fields.
+        newer: dict[str, Any] = {"numa_options": spec.numa_options, "virtual_local_rank": spec.virtual_local_rank}
         self._is_function = not isinstance(program, str)
         self._stopped = stopped
         self._stopping = False
@@ -81,6 +83,8 @@ class TorchAgent(LocalElasticAgent):
                 master_port=spec.master_port,
                 master_addr=spec.master_addr,
                 local_addr=spec.local_addr,
+                event_log_handler=spec.event_log_handler,
+                **{name: value for name, value in newer.items() if value},
                 duplicate_stdout_filters=[*logs.duplicate_stdout_filters],
                 duplicate_stderr_filters=[*logs.duplicate_stderr_filters],
             ),
@@ -101,6 +105,11 @@ class TorchAgent(LocalElasticAgent):
             {rank: pickle.loads(each) if self._is_function else each for rank, each in values.items()},  # noqa: S301 - of our own worker
             failures=result.failures,
         )
+
+    def describe(self, group: WorkerGroup) -> None:
+        """Fill in the round. May be called from any thread."""
+        for name in {*group.__slots__} - {"spec"}:
+            setattr(group, name, getattr(self._worker_group, name))
 
     def stop(self) -> None:
         """Leave the run; may be called from any thread."""
