@@ -330,7 +330,10 @@ async def test_a_full_disk_is_logged_and_training_continues(start: Start, half: 
     [
         ("always", "RuntimeError: The training has failed 100 times without a complete step."),
         ("other", "ValueError: not retryable"),
-        ("wrong", "TypeError: train_step returned 'ab': it must return None, or the state and its WorkerStats or None."),
+        (
+            "wrong",
+            "TypeError: train_step returned 'ab': it must return None, or the state and its WorkerStats or None.",
+        ),
     ],
 )
 async def test_a_failure_that_stays_ends_the_program(start: Start, fault: str, message: str) -> None:
