@@ -442,6 +442,7 @@ class NodeRecord(_VersionedRecord, frozen=True):
             unknown. Reported by rank 0.
         has_stepped: whether the program has completed a step in ``round``. Reported by rank 0.
         last_checkpoint_at: when the write of the last checkpoint in ``round`` began; 0 if unknown. Reported by rank 0.
+        starting: whether the node cannot start workers yet; it is not in a round before it can.
     """
 
     name: _Name
@@ -465,6 +466,7 @@ class NodeRecord(_VersionedRecord, frozen=True):
     first_step_at: _Time = 0.0
     has_stepped: bool = False
     last_checkpoint_at: _Time = 0.0
+    starting: bool = False
 
 
 class PastRound(_Record, frozen=True):

@@ -59,7 +59,7 @@ class StoreMirror:
         size: the desired size; None if the store has none.
         time_breakdown: the run's time breakdown, which the leader writes every few seconds.
         history: the run's rounds.
-        nodes: the registered nodes by node id.
+        nodes: the registered nodes that can start workers, by node id.
         names: the names of the pods of all nodes that were ever registered, by node id.
     """
 
@@ -180,7 +180,7 @@ class StoreMirror:
         elif key.startswith(keys.nodes):
             node_id = key.removeprefix(keys.nodes)
             node = _record(entry, protocol.NodeRecord)
-            if node is None:
+            if node is None or node.starting:
                 self.nodes.pop(node_id, None)
             else:
                 before = self.nodes.get(node_id)

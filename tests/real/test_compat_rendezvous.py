@@ -92,6 +92,29 @@ async def test_several_nodes_meet_at_one_of_them(module: str, backend: str, endp
 
 
 @BOTH
+@pytest.mark.differs(
+    "With `--nnodes MIN:MAX`, the first round begins when the minimum is present and no further node has come for 1 s "
+    "(`last_call_timeout`). torchrun waits 30 s after the minimum is present."
+)
+async def test_a_first_node_begins_after_a_second_unlike_under_torchrun(
+    module: str, endpoint: str, tmp_path: Path
+) -> None:
+    (program := tmp_path / "meeting.py").write_text(MEETING.replace('os.environ["TORCHELASTIC_ROUND"]', "0"))
+    stop = tmp_path / "stop"
+    # A wait for a lease would last until the test fails.
+    arguments = ("--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", program, stop)
+    arguments = (*(["--rdzv-conf=lease=3600"] if module == "torchelastic.run" else []), *arguments)
+    async with Node(tmp_path, *arguments, module=module) as first:
+        if module == "torchelastic.run":
+            await first.wait_until_training(world=1)
+        async with Node(tmp_path, *arguments, module=module) as second:
+            await first.wait_until_training(world=2)
+            stop.touch()
+            assert (await first.code(), await second.code()) == (0, 0), first.output + second.output
+    assert any(" of 1 " in line for line in first.lines) == (module == "torchelastic.run")
+
+
+@BOTH
 @pytest.mark.differs("`--rdzv-endpoint` without `--rdzv-backend` is an etcd. torchrun's default backend is `static`.")
 async def test_an_endpoint_alone_is_an_etcd_unlike_under_torchrun(module: str, endpoint: str, tmp_path: Path) -> None:
     (program := tmp_path / "empty.py").touch()

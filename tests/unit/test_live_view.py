@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from elastic_operator.cli.run import choose_view
+from elastic_operator.cli.run import PlainView, choose_view
 from elastic_operator.errors import ElasticJobError
-from elastic_operator.local.view import LiveView, Step, View, outcome, own_command, render
+from elastic_operator.local.view import LiveView, Step, outcome, own_command, render
 from elastic_operator.views import formatting
 from tests.support.cluster_objects import START
 from tests.support.snapshots import FOLDER, KILLED, RUN, event, pod, snapshot, view
@@ -106,7 +106,7 @@ class Plain:
 
     def __init__(self) -> None:
         self.output = io.StringIO()
-        self.shown = View(self.output, "elasticjob", lambda: NOW)
+        self.shown = PlainView(self.output, "elasticjob", lambda: NOW)
 
     def printed(self) -> list[str]:
         lines = self.output.getvalue().splitlines()
@@ -133,11 +133,27 @@ def test_plain_lines_show_each_event_and_each_change_once() -> None:
     assert plain.printed() == ["digits is Waiting"]
 
 
-def test_plain_lines_show_progress_at_most_every_five_seconds() -> None:
-    plain = Plain()
-    for second in range(12):
-        plain.shown.on_snapshot(view(progress={"line": f"step {second}", "time": NOW + second}))
-    assert [line for line in plain.printed() if line[0] == "|"] == ["| step 0", "| step 5", "| step 10"]
+def test_plain_lines_show_each_line_of_output_with_its_rank(tmp_path: Path) -> None:
+    def print_as(rank: int, text: str, *, round: int = 1) -> None:
+        (folder := tmp_path / "digits-0" / f"round_{round}" / f"rank_{rank}").mkdir(parents=True, exist_ok=True)
+        with (folder / "output.log").open("a") as log:
+            log.write(text)
+
+    plain, job = Plain(), view(run={**snapshot()["run"], "logs": str(tmp_path)})
+    print_as(0, "before the run was resumed\n")
+    plain.shown.on_snapshot(job)
+    plain.printed()
+    print_as(0, "step 1\nstep 2\nst")
+    print_as(0, "started\n", round=2)
+    print_as(1, "10%\r\x1b[32m20%\x1b[0m\r", round=2)
+    plain.shown.on_snapshot(job)
+    expected = ["step 1", "step 2", "st", "started"]
+    assert plain.printed() == [*(f"| [rank 0] {line}" for line in expected), "| [rank 1] 20%"]
+    print_as(1, "30%", round=2)
+    plain.shown.on_snapshot(job)
+    assert plain.printed() == []
+    plain.shown.say_outcome(0)
+    assert plain.printed()[0] == "| [rank 1] 30%"
 
 
 # The outcome
@@ -173,11 +189,11 @@ class Terminal(io.StringIO):
     ("plain", "environ", "output", "kind"),
     [
         (False, {"TERM": "xterm"}, Terminal(), LiveView),
-        (False, {"TERM": "xterm"}, io.StringIO(), View),
-        (True, {"TERM": "xterm"}, Terminal(), View),
-        (False, {"TERM": "xterm", "NO_COLOR": "1"}, Terminal(), View),
-        (False, {"TERM": "dumb"}, Terminal(), View),
-        (False, {}, Terminal(), View),
+        (False, {"TERM": "xterm"}, io.StringIO(), PlainView),
+        (True, {"TERM": "xterm"}, Terminal(), PlainView),
+        (False, {"TERM": "xterm", "NO_COLOR": "1"}, Terminal(), PlainView),
+        (False, {"TERM": "dumb"}, Terminal(), PlainView),
+        (False, {}, Terminal(), PlainView),
     ],
 )
 def test_a_terminal_gets_the_live_view(plain: bool, environ: dict[str, str], output: io.StringIO, kind: type) -> None:

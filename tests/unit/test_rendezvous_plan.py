@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.views import SETTINGS, failure, members, next_round, node_id, outcome_of, peer, round, snapshot
+from tests.support.views import (
+    SETTINGS,
+    failure,
+    members,
+    next_round,
+    node_id,
+    outcome_of,
+    peer,
+    record,
+    round,
+    snapshot,
+)
 from torchelastic.protocol import (
     FailureKind,
     NodePhase,
@@ -19,7 +30,8 @@ from torchelastic.protocol import (
     decode,
     encode,
 )
-from torchelastic.rendezvous.policy.plan import MAX_KEPT_MESSAGE, Decision, Hold, Resign, plan
+from torchelastic.rendezvous.policy.plan import MAX_KEPT_MESSAGE, RECONNECT_TIME, Decision, Hold, Resign, plan
+from torchelastic.store.api import Entry
 
 if TYPE_CHECKING:
     from torchelastic.config.settings import RendezvousSettings
@@ -105,6 +117,29 @@ def test_the_next_round_has_the_expected_members_without_a_charge(situation: Mem
             snapshot(peer("a", arrived=3.0), wanted=2, now=4.0),
             Hold(13.0, "1 node of 2 is present; waiting for more until the last call ends"),
             id="the last call",
+        ),
+        pytest.param(
+            snapshot(peer("a"), peer("b", arrived=0.8), appeared_at=0.8, high=3, now=1.7),
+            Hold(1.8, "2 nodes of 3 are present; waiting for more until the last call ends"),
+            id="one second after the last new node, without a desired size",
+        ),
+        pytest.param(
+            snapshot(peer("a", arrived=1.0), peer("b", starting=True), appeared_at=2.0, high=3, now=9.0),
+            Hold(11.0, "1 node of 3 is present; waiting for more until the last call ends"),
+            id="a node that is starting",
+        ),
+        pytest.param(snapshot(peer("a", starting=True)), Hold(600.0), id="all nodes are starting"),
+        pytest.param(
+            snapshot(
+                peer("a"), *(peer(f"b{i}", arrived=0.9 * i) for i in range(12)), high=99, appeared_at=9.9, now=9.9
+            ),
+            Hold(10.0, "13 nodes of 99 are present; waiting for more until the last call ends"),
+            id="a stream of new nodes",
+        ),
+        pytest.param(
+            snapshot(peer("a", round=4), resigned=True, now=4.0),
+            Hold(5.0, "1 node of 4 is present; waiting for more until the last call ends"),
+            id="one lease for the members of a lost round",
         ),
         pytest.param(
             snapshot(peer("a"), peer("b", answers=False), low=2, wanted=2),
@@ -529,3 +564,18 @@ def test_if_all_nodes_leave_the_round_ends_when_they_have_saved() -> None:
     assert isinstance(plan(late, SETTINGS), Hold)
     first = next_round(dataclasses.replace(late, now=10.0))
     assert (number_and_members(first), first.restarts) == ((3, ["n"]), 0)
+
+
+def test_without_a_last_call_a_new_run_waits_only_until_a_training_node_would_have_returned() -> None:
+    settings = dataclasses.replace(SETTINGS, last_call_timeout=0.0)
+    assert hold_of(plan(snapshot(peer("a"), changed_at=1.0, now=1.0), settings)).until == 1.0 + RECONNECT_TIME
+    assert members(next_round(snapshot(peer("a"), peer("b", starting=True), now=RECONNECT_TIME), settings)) == ("a",)
+    assert members(next_round(snapshot(peer("a", round=1), round=round(1), now=0.0), settings)) == ("a",)
+
+
+def test_a_node_arrives_when_it_can_start_workers() -> None:
+    membership = snapshot()
+    for now, starting in ((1.0, True), (4.0, False), (5.0, False)):
+        membership.now = now
+        membership.note_key("a.0000", Entry("a", encode(record("a", starting=starting)), 1, 1), answers=True)
+    assert (membership.peers["a.0000"].arrived, membership.appeared_at) == (4.0, 1.0)

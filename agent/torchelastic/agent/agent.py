@@ -227,10 +227,11 @@ class Agent:
                         stepped=self._stepped,
                     )
                 )
-                # A node that joins before it can start workers would make the others wait.
+                # The others see this node before it can start workers, but form no round with it until then.
+                await self._signals.unless_first(stack.enter_async_context(node))
                 await self._signals.unless_first(workers.ready())
                 self._metrics.waits()
-                await self._signals.unless_first(stack.enter_async_context(node))
+                node.registration.update(starting=False)
             except (StoreError, NoFreePort, StartError, SettingsError) as error:
                 self._metrics.waited(succeeded=False)
                 return ExitStatus.of_error(error)
@@ -267,6 +268,7 @@ class Agent:
             topology_key=settings.topology_key,
             role=settings.role,
             node_rank=settings.node_rank,
+            starting=True,
         )
         node = RendezvousNode(
             store,

@@ -120,7 +120,8 @@ class RendezvousSettings:
         size: the minimum, maximum and desired number of nodes.
         unique_run: whether the id is never reused; if so, an outcome in the store belongs to this run.
         max_restarts: maximum number of worker failures in the run that count against the restart budget.
-        last_call_timeout: seconds that the first round waits for nodes above the minimum.
+        last_call_timeout: seconds without a further node after which the first round begins with the minimum; None for
+            the default, which depends on whether the desired size is known.
         join_debounce: seconds during which joins are combined into one new round.
         join_timeout: seconds that a run below the minimum waits for nodes before it fails.
         lease: seconds without a renewal of its lease after which a node counts as lost.
@@ -136,7 +137,7 @@ class RendezvousSettings:
     size: SizeRecord
     unique_run: bool = False
     max_restarts: int = 0
-    last_call_timeout: float = 10.0
+    last_call_timeout: float | None = None
     join_debounce: float = 0.05
     join_timeout: float = 600.0
     lease: float = 5.0

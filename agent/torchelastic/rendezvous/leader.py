@@ -304,7 +304,8 @@ class Leader:
         if membership.outcome is not None:
             return
         if round is None or not round.members:
-            enough = sum(not membership.is_leaving(node) for node in membership.peers) >= membership.size.target
+            records = [peer.record for peer in membership.peers.values() if not membership.is_leaving(peer.id)]
+            enough = sum(not record.starting for record in records) >= membership.size.target
             self._history.enter(RunState.RENDEZVOUS if enough else RunState.WAITING)
         elif membership.failed_since is not None:
             self._history.round_ended()

@@ -142,7 +142,9 @@ def add_to(commands: Commands) -> None:
     demo.set_defaults(demo=True, resume=None)
     for parser in (run, demo):
         parser.add_argument(
-            "--plain", action="store_true", help="print plain lines instead of a live view (default without a terminal)"
+            "--plain",
+            action="store_true",
+            help="print plain lines with the workers' output instead of a live view (default without a terminal)",
         )
     add = functools.partial(_add, commands)
     get = add("get", _get, "list jobs", _GET, every=True)

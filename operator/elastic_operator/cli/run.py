@@ -20,13 +20,13 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import IO, TYPE_CHECKING, Any, Final, TextIO
 
 from rich.console import Console
 
 from elastic_operator.api.validation import Problem, problem_of
 from elastic_operator.client import LogSelector
-from elastic_operator.client.local import LocalJobs, LogFile, log_files
+from elastic_operator.client.local import LocalJobs, LogFile, LogReader, log_files
 from elastic_operator.controller import messages
 from elastic_operator.errors import BadInput, ElasticJobError
 from elastic_operator.local.job import LiveJob
@@ -71,10 +71,30 @@ def execute(arguments: argparse.Namespace) -> int:
     return code
 
 
+class PlainView(View):
+    """Prints a line for each change of a job, and each line of its workers' output with its rank."""
+
+    def __init__(self, output: IO[str], command: str, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(output, command, clock)
+        self._reader = LogReader(LogSelector(), self.on_output)
+
+    def on_snapshot(self, job: JobView) -> None:
+        """Show what has changed, and what the workers have printed since the last snapshot."""
+        tail = 0 if self.job is None else None  # a resumed run has the output of earlier rounds
+        super().on_snapshot(job)
+        for file in log_files(Path(job.run.logs), LogSelector()) if job.run.logs else ():
+            self._reader.read(file, tail=tail)
+
+    def say_outcome(self, code: int) -> None:
+        """Print how the run has ended, after the view has ended."""
+        self._reader.finish()
+        super().say_outcome(code)
+
+
 def choose_view(*, plain: bool, command: str, output: TextIO, environ: Mapping[str, str]) -> View:
     """Return the live view if the output is a terminal that can show it, else the view with plain lines."""
     if plain or not formatting.is_terminal(output, environ):
-        return View(output, command)
+        return PlainView(output, command)
     return LiveView(Console(file=output, highlight=False), command)
 
 

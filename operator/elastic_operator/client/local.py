@@ -302,7 +302,7 @@ def follow_logs(
         alive: returns whether the run is alive, so that the files may still grow.
         tell: receives a sentence when another round begins.
     """
-    reader = _LogReader(selector, write)
+    reader = LogReader(selector, write)
     at_first = log_files(logs, selector)
     only = selector.round
     first = announced = only or max((file.round for file in at_first), default=0)
@@ -322,7 +322,7 @@ def follow_logs(
     reader.finish()
 
 
-class _LogReader:
+class LogReader:
     """Reads files as they grow, and writes the added text, with labels if there are several sources."""
 
     def __init__(self, selector: LogSelector, write: Callable[[bytes], object]) -> None:
@@ -330,6 +330,7 @@ class _LogReader:
         self._write = write
         self._offsets: dict[LogFile, int] = {}
         self._unfinished: LogFile | None = None  # the last line that was written is of this file and has no end
+        self._returned = False  # the last line that was written ends with a carriage return
 
     def read(self, file: LogFile, *, tail: int | None = None) -> None:
         """Write the new part of a file; at the first read, write only the last ``tail`` lines if ``tail`` is set."""
@@ -351,10 +352,11 @@ class _LogReader:
         if not self._label:
             self._write(piece)
             return
-        continues = self._unfinished == file
-        output = b"" if continues or self._unfinished is None else b"\n"
+        continues = self._unfinished == file and not self._returned
+        output = b"" if self._unfinished in (None, file) else b"\n"
         for line in _LINE.findall(piece):
             output += line if continues else file.labeled(line)
             continues = False
         self._unfinished = None if piece.endswith(b"\n") else file
+        self._returned = piece.endswith(b"\r")
         self._write(output)

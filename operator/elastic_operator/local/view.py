@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from elastic_operator.views.job_view import EventView, JobView, PodView
 
-PROGRESS_INTERVAL: Final = 5.0
-"""Minimum number of seconds between two plain lines with the program's progress."""
 _OUTCOMES: Final = {0: "succeeded", 1: "failed", 3: "was deleted", 130: "was interrupted"}
 
 NOW: Final = ">"
@@ -136,7 +134,7 @@ class View(contextlib.AbstractContextManager["View"]):
         self.job: JobView | None = None
         self.steps: Sequence[Step] = ()
         self._output = output
-        self._said_progress = 0.0
+        self._output_rest = b""
 
     def __exit__(self, *_: object) -> None:
         """End the view."""
@@ -155,11 +153,14 @@ class View(contextlib.AbstractContextManager["View"]):
         # Events report rounds and sizes; the outcome reports the end.
         if not job.status.finished and (before is None or before.status.state != job.status.state):
             self._say(f"{job.name} is {job.status.state}")
-        progress = job.progress
-        due = progress is not None and progress.time >= self._said_progress + PROGRESS_INTERVAL
-        if progress is not None and due and (line := formatting.printed(progress.line)):
-            self._said_progress = progress.time
-            self._say(f"| {line}")
+
+    def on_output(self, output: bytes) -> None:
+        """Show the complete lines of the workers' output; of a progress bar, the newest state."""
+        output = self._output_rest + output
+        end = max(output.rfind(b"\n"), output.rfind(b"\r")) + 1
+        complete, self._output_rest = output[:end], output[end:]
+        lines = (formatting.printed(line.decode(errors="replace")) for line in complete.split(b"\n"))
+        self._say(*(f"| {line}" for line in lines if line))
 
     def on_steps(self, steps: Sequence[Step]) -> None:
         """Show the steps of the demo that have begun or ended."""

@@ -31,7 +31,7 @@ class Peer:
         id: the node's id.
         record: the node's record.
         joined: the store's revision at which the node first joined, which defines its seniority.
-        arrived: when the leader first saw the node, on the leader's clock.
+        arrived: when the leader first saw that the node can start workers, on the leader's clock.
         answers: whether the node counts as alive: it was connected, or has had enough time to connect.
         failed_at: the revision at which the node reported its failure, which orders failures; 0 without a failure.
     """
@@ -70,6 +70,7 @@ class Membership:
         last_members: the members of the last round that had members.
         changed_at: when the leader first saw the round in the store.
         failed_since: when the leader saw the first failure of this round; None without a failure.
+        appeared_at: when the leader last saw a new node, which may still be starting.
         resigned: whether this leader has yielded to nodes that know a later round.
         ranks: the members of ``round`` with their ranks.
     """
@@ -93,6 +94,7 @@ class Membership:
     last_members: tuple[str, ...] = ()
     changed_at: float = 0.0
     failed_since: float | None = None
+    appeared_at: float = 0.0
     resigned: bool = False
     ranks: dict[str, int] = field(init=False, repr=False)
 
@@ -135,6 +137,7 @@ class Membership:
         record = peer.record
         return (
             peer.id not in self.dead
+            and not record.starting
             and record.phase is not NodePhase.LEAVING
             and record.name not in self.size.draining
             and record.protocol == PROTOCOL_VERSION
@@ -222,11 +225,13 @@ class Membership:
             failed_at = before.failed_at
         self.keyless.pop(node, None)
         self.left.discard(node)
+        if before is None:
+            self.appeared_at = self.now
         peer = self.peers[node] = Peer(
             id=node,
             record=record,
             joined=record.joined or entry.created,
-            arrived=self.now if before is None else before.arrived,
+            arrived=self.now if before is None or before.record.starting else before.arrived,
             answers=answers or (before is not None and before.answers),
             failed_at=failed_at,
         )

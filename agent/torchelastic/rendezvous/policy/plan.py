@@ -71,6 +71,14 @@ MAX_SENTENCE: Final = 12_000
 MAX_DEBOUNCE_FACTOR: Final = 10
 """Upper bound on join debouncing, as a multiple of ``join_debounce``."""
 
+LAST_CALL: Final = 1.0
+MAX_LAST_CALL: Final = 10.0
+"""The default of ``last_call_timeout`` in seconds, without and with a desired size. The second is also the longest wait
+for a stream of new nodes, or for nodes that are starting, unless ``last_call_timeout`` is longer."""
+
+RECONNECT_TIME: Final = 1.5
+"""Seconds within which a node of a running round registers again after the store is back: it retries each second."""
+
 STORE_LOST_ROUND: Final = "the store had lost a round that nodes still know"
 
 
@@ -120,6 +128,7 @@ class _Plan:
         before: the round from which the run continues.
         eligible: the nodes that could be in the next round, in order of priority.
         unconnected: the nodes that could be in the next round after they connect to this leader.
+        starting: whether nodes are present that cannot start workers yet.
     """
 
     def __init__(self, membership: Membership, settings: RendezvousSettings) -> None:
@@ -133,6 +142,7 @@ class _Plan:
         ranks, last = membership.ranks, len(membership.ranks)
         fit = [peer for peer in membership.peers.values() if membership.may_join(peer)]
         self.unconnected = [peer for peer in fit if not peer.answers and peer.id not in ranks]
+        self.starting = any(peer.record.starting for peer in membership.peers.values())
         self.eligible = [peer for peer in fit if peer.answers or peer.id in ranks]
         self.eligible.sort(key=lambda peer: (ranks.get(peer.id, last), peer.joined, peer.id))
 
@@ -225,22 +235,37 @@ class _Plan:
     # -- beginnings
 
     def _form_first(self) -> Decision:
-        """Form a round without current members: when all desired nodes are present, or after the last call."""
+        """Form a round without current members: when all desired nodes are present, or after the last call.
+
+        An empty store is either new or has lost its data, and holds nothing that tells which. A node that knows a lost
+        round registers again within ``RECONNECT_TIME``, so a leader that has seen no such node for that time assumes a
+        new store. A node that returns later, for example after a network failure, still prevails: its record shows the
+        lost round, this leader resigns, and the lost round replaces the new one (see ``_recover()``). If a node is
+        present that knows a lost round, but cannot restore it, the others get one lease to return.
+        """
         membership, settings, nodes = self.membership, self.settings, len(self.eligible)
         since = min((peer.arrived for peer in self.eligible), default=membership.now)
-        # Nodes that know a round that the store has lost may need one lease to reconnect.
-        window = settings.last_call_timeout if membership.round else max(settings.last_call_timeout, settings.lease)
-        is_over = membership.now >= since + window
+        quiet = settings.last_call_timeout
+        if quiet is None:
+            quiet = LAST_CALL if membership.size.desired is None else MAX_LAST_CALL
+        until = since + max(quiet, min(MAX_DEBOUNCE_FACTOR * quiet, MAX_LAST_CALL))
+        if not (self.unconnected or self.starting):
+            until = min(until, max(since, membership.appeared_at) + quiet)
+        if membership.round is None and membership.highest_round_seen > settings.resume.round:
+            until = max(until, since + settings.lease)
+        elif membership.round is None:
+            until = max(until, membership.changed_at + min(RECONNECT_TIME, settings.lease))
+        is_over = membership.now >= until
         if nodes < membership.size.min:
             if membership.round is not None or membership.highest_round_seen <= settings.resume.round or not nodes:
                 return self._too_few(since)
             if is_over:  # workers of an older round than the lost one may still run
                 return self._pause(RoundReason.NODE_LOST, STORE_LOST_ROUND)
-            return Hold(since + window, self._waiting_for())
+            return Hold(until, self._waiting_for())
         if nodes >= membership.size.target or is_over:
             return self._form(RoundReason.NODE_JOINED, joined(self.chosen))
         present = f"{count(nodes, 'node')} of {membership.size.target} {are(nodes)} present"
-        return Hold(since + window, f"{present}; waiting for more until the last call ends")
+        return Hold(until, f"{present}; waiting for more until the last call ends")
 
     def _start_over(self) -> Decision:
         """Form a round as at the start of the run, because no member is left.
@@ -442,7 +467,7 @@ class _Plan:
         away = () if membership.ranks else membership.last_members
         why = self._waiting_for(missing=[node for node in away if not membership.is_present(node)])
         if membership.now < until:
-            return Hold(until, why)
+            return Hold(until, "" if self.starting and not self.eligible else why)
         message = f"no more nodes joined within {self.settings.join_timeout:g} s: {why}"
         return OutcomeRecord(OutcomeState.FAILED, self.before.number, self.before.restarts, message)
 
