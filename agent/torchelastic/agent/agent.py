@@ -220,7 +220,7 @@ class Agent:
                         node,
                         limit=self._settings.rendezvous.notice,
                         changed=lambda: self._events.put_nowait(RequestsChanged()),
-                        compiler_imported=workers.preload_compiler,
+                        imported=workers.learn,
                     )
                 )
                 # A node that joins before it can start workers would make the others wait.
