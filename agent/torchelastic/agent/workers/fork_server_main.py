@@ -66,12 +66,11 @@ def main() -> None:
     inherited = dict(os.environ)
     with socket.socket(fileno=CONTROL) as control:
         connection = _serve(control, _import_torch())
-    if connection is not None:
-        _run_task(connection, agent, inherited)
+    _run_task(connection, agent, inherited)
 
 
-def _serve(control: socket.socket, error: str = "") -> socket.socket | None:
-    """Serve the agent until it exits, and return None; in a forked process, return its connection to the agent."""
+def _serve(control: socket.socket, error: str = "") -> socket.socket:
+    """Serve the agent until it closes the connection, and exit; in a forked process, return its connection."""
     with contextlib.suppress(EOFError, ConnectionError):  # the agent has exited, or has canceled a request
         while True:
             message, descriptors = _receive(control)
@@ -85,7 +84,7 @@ def _serve(control: socket.socket, error: str = "") -> socket.socket | None:
                     if connection is not None:
                         return connection
                     send(control, answer)
-    return None
+    os._exit(0)  # imported modules must not do anything at exit: only workers use them
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -265,8 +264,7 @@ def _run_task(connection: socket.socket, agent: int, inherited: Mapping[str, str
         set_title(["torchelastic: fork server"])
         with connection:
             forked = _serve(connection)
-        if forked is not None:
-            _run_task(forked, agent, inherited)
+        _run_task(forked, agent, inherited)
         return
     connection.close()
     match message["task"]:
