@@ -1,4 +1,4 @@
-"""``--preload`` imports modules once for all workers, and refuses modules that would break workers."""
+"""The fork server imports what ``--preload`` names and what workers import, but nothing that would break workers."""
 
 from __future__ import annotations
 
@@ -135,3 +135,42 @@ async def test_modules_that_torch_imports_for_training_are_preloaded_for_later_w
     printed = [line for line in agent.lines if "/set/by/the/program" in line]
     assert printed[0] == "[rank 0] None /set/by/the/program False"
     assert printed[-1] == "[rank 0] None /set/by/the/program True"
+
+
+INSTALLED = {
+    "heavy": "",
+    "threaded": "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
+    "of_a_rank": "import os; os.environ['RANK']",
+    "fatal": "import os; 'RANK' in os.environ or os._exit(3)",
+    "configured": "",
+}
+
+IMPORTS = f"""
+import os, sys
+learned = [name for name in {[*INSTALLED, "beside"]} if name in sys.modules]
+print("learned", *learned)
+import beside, heavy, threaded, of_a_rank, fatal
+os.environ["CONFIGURED"] = "yes"
+import configured
+sys.exit(not learned)
+"""
+
+
+@pytest.mark.parametrize(("flags", "learned"), [([], "learned heavy"), (["--preload=none"], "learned")])
+async def test_what_a_worker_imports_from_site_packages_is_preloaded_for_later_workers(
+    flags: list[str], learned: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    for name, source in INSTALLED.items():
+        (installed / f"{name}.py").write_text(source)
+    (tmp_path / "beside.py").touch()
+    monkeypatch.setenv("PYTHONPATH", f"{installed}")
+    [program] = script(tmp_path, IMPORTS).argv
+    restart = ("--max-restarts=1", "--rdzv-conf=crash_loop_limit=1000")
+    async with AgentProcess(*restart, *flags, program) as agent:
+        assert await agent.code() == (ExitCode.FAILED if flags else ExitCode.SUCCEEDED)
+    assert [line for line in agent.lines if line.startswith("[rank 0] learned")] == [
+        "[rank 0] learned",
+        f"[rank 0] {learned}",
+    ]

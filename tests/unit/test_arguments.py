@@ -135,6 +135,8 @@ def test_without_flags_one_worker_runs_on_one_node_without_etcd() -> None:
         ("--start-method=spawn", "program.start_method", StartMethod.EXEC),
         ("--start-method=forkserver", "program.start_method", StartMethod.FORK_SERVER),
         ("--preload=numpy,json.tool,,beside,numpy", "program.preload", ("numpy", "json.tool", "beside")),
+        ("--preload=none", "program.preload", ()),
+        ("--preload=none", "program.learns", False),
         ("--role=trainer --monitor-interval=0.5", "role", "trainer"),
         ("--log-dir=/tmp/none/a", "logs.directory", Path("/tmp/none/a")),
         ("--nproc-per-node=3 --log-dir=. -r 3", "logs.redirects", dict.fromkeys(range(3), Streams.BOTH)),

@@ -74,7 +74,7 @@ class Agent(WorkerSocket):
             self.node,  # type: ignore[arg-type]
             limit=LIMIT,
             changed=lambda: self.report(),
-            compiler_imported=lambda: self.node.report(ROUND, compiler=True),
+            imported=lambda module, changed: self.node.report(ROUND, imported=(module, changed)),
             stepped=lambda rank: self.node.report(ROUND, stepped=rank),
         )
 
@@ -342,6 +342,6 @@ async def test_each_rank_reports_its_first_step(agent: Agent, monkeypatch: pytes
     await agent.node.until(stepped=rank)
 
 
-async def test_a_worker_reports_that_it_imports_the_compiler_of_torch(agent: Agent) -> None:
-    await asyncio.to_thread(AGENT.send, {"compiler": True})
-    await agent.node.until(compiler=True)
+async def test_a_worker_reports_what_it_imports(agent: Agent) -> None:
+    await asyncio.to_thread(AGENT.send, {"imported": "torch._dynamo", "changed": {"HOME": 1}})
+    await agent.node.until(imported=("torch._dynamo", {"HOME": 1}))

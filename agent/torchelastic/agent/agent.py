@@ -223,8 +223,8 @@ class Agent:
                         node,
                         limit=self._settings.rendezvous.notice,
                         changed=lambda: self._events.put_nowait(RequestsChanged()),
-                        compiler_imported=workers.preload_compiler,
                         stepped=self._stepped,
+                        imported=workers.learn,
                     )
                 )
                 # The others see this node before it can start workers, but form no round with it until then.

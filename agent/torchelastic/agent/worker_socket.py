@@ -1,7 +1,7 @@
 """The agent's side of the workers' socket: see :mod:`torchelastic.training`.
 
 Each connection belongs to one process of a worker. The process may ask for notices and answer them, report progress and
-the import of torch's compiler, or ask once whether its round is still current. A process that sends anything else is
+its imports, or ask once whether its round is still current. A process that sends anything else is
 disconnected. The socket is in a private folder, so other users cannot connect.
 """
 
@@ -21,7 +21,7 @@ from torchelastic.errors import SettingsError
 from torchelastic.protocol import RoundReason, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from torchelastic.protocol import NoticeRecord, RoundRecord
@@ -48,7 +48,8 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_step_at: _Time = 0.0
     second_step_at: _Time = 0.0
     last_checkpoint_at: _Time = 0.0
-    compiler: bool = False
+    imported: str = ""
+    changed: dict[str, int] = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -88,8 +89,8 @@ class WorkerSocket:
         node: this node, whose record gets the requests for notice, the answers and the progress.
         limit: maximum number of seconds of a notice.
         changed: called when the workers' requests or answers have changed; the owner must then call :meth:`report`.
-        compiler_imported: called when a worker imports torch's compiler.
         stepped: called with the rank of a worker that has begun its first step.
+        imported: called with each module that a worker imports, and the variables that the worker has changed.
 
     Attributes:
         path: the path of the socket.
@@ -102,15 +103,15 @@ class WorkerSocket:
         *,
         limit: float,
         changed: Callable[[], None],
-        compiler_imported: Callable[[], None],
         stepped: Callable[[int], None],
+        imported: Callable[[str, Mapping[str, int]], None],
     ) -> None:
         self.path = str(folder / "channel")
         self._node = node
         self._limit = limit
         self._changed = changed
-        self._compiler_imported = compiler_imported
         self._stepped = stepped
+        self._imported = imported
         self._round = 0
         self._began = 0.0
         self._first_step = self._last_checkpoint = 0.0  # in seconds since the Unix epoch
@@ -262,8 +263,8 @@ class WorkerSocket:
             process.answered = message.saved
         if message.requested_notice is not None or message.saved is not None:
             self._changed()
-        if message.compiler:
-            self._compiler_imported()
+        if message.imported:
+            self._imported(message.imported, message.changed)
         if message.first_step_at >= self._began:
             self._stepped(process.rank)
         if process.rank == 0:

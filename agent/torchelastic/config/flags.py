@@ -129,7 +129,11 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
             "fork-server (aliases: forkserver, fork) or exec (alias: spawn). Default: fork-server",
             parsers.start_method,
         ),
-        Flag("preload MODULE[,…]", "modules that the fork server imports in addition to torch", parsers.modules),
+        Flag(
+            "preload MODULE[,…]",
+            "modules to import in addition to torch and what workers import; none: only torch",
+            parsers.modules,
+        ),
         Flag("heartbeat-timeout SECONDS", "time without a heartbeat after which a worker is hung", parsers.seconds()),
         Flag("role NAME", "role of this node's workers. Default: default", parsers.name()),
         Flag("virtual-local-rank", "each worker has LOCAL_RANK 0 and sees only its own GPU", parsers.switch),

@@ -280,7 +280,10 @@ def _program(line: CommandLine, environ: Mapping[str, str]) -> Program:
     else:
         program = Program(ProgramKind.MODULE if is_module else ProgramKind.SCRIPT, argv, method)
     _check_exists(program, is_command=is_command)
-    return dataclasses.replace(program, preload=line.values.get("preload", ()))
+    preload = line.values.get("preload", ())
+    if preload == ("none",):
+        return dataclasses.replace(program, learns=False)
+    return dataclasses.replace(program, preload=preload)
 
 
 def program_of_command(argv: Sequence[str], start_method: StartMethod = StartMethod.FORK_SERVER) -> Program:

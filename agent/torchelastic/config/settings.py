@@ -53,12 +53,14 @@ class Program:
         argv: the script, module or command, and its arguments.
         start_method: how a Python program is started; a command is always executed.
         preload: modules that the fork server imports in addition to torch.
+        learns: whether the fork server also imports what workers have imported.
     """
 
     kind: ProgramKind
     argv: tuple[str, ...]
     start_method: StartMethod = StartMethod.FORK_SERVER
     preload: tuple[str, ...] = ()
+    learns: bool = True
 
 
 @dataclass(frozen=True, slots=True)

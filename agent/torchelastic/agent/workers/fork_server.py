@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import pkgutil
+import signal
 import socket
 import sys
 from dataclasses import dataclass
@@ -36,9 +37,14 @@ REFILL_DELAY: Final = 3.0
 
 A fork server that has exited is restarted after the same time, or as soon as there are too few spare processes."""
 
-COMPILER: Final = "torch._dynamo"
-"""The module that the first step of any optimizer imports. The import takes longer than the rest of a restart, so the
-fork server preloads the module after a worker has imported it, for the workers of later rounds."""
+LEARNED_LIMIT: Final = 256
+"""Maximum number of modules that the fork server learns from workers."""
+
+_IMPORT_TIMEOUT: Final = 60.0
+"""Seconds after which an import that a worker has also begun is given up."""
+
+_IMPORT_PATIENCE: Final = 5.0
+"""Seconds for which new workers wait for such imports, which they would otherwise do themselves."""
 
 _ATTEMPTS: Final = 2
 
@@ -126,13 +132,16 @@ class ForkServer:
         self._wanted = spares
         self._spares: list[ForkedProcess] = []
         self._import_error: str | None = None
-        self._compiler_wanted = False
-        self._compiler_imported = False
+        self._learned: dict[str, Mapping[str, int] | None] = {}  # None: given up
+        self._missing: list[str] = []
+        self._complete = asyncio.Event()
+        self._complete.set()
+        self._incomplete = asyncio.Event()
         self._refill = asyncio.Event()
         self._lock = asyncio.Lock()
         self._process: Child | None = None
         self._connection: socket.socket
-        self._keeper: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Start the process, which then imports torch and the modules to preload.
@@ -153,16 +162,18 @@ class ForkServer:
         order = {"preload": program.preload, "search_path": search_path(program.kind.value, program.argv[0])}
         with contextlib.suppress(OSError):  # the process has exited, which the next request detects
             send(self._connection, order)
-        self._compiler_imported = False
         self._import_error = None
-        if self._keeper is None:
-            self._keeper = asyncio.create_task(self._keep_filled())
+        self._missing.clear()
+        self._miss(*(module for module, changed in self._learned.items() if changed is not None))
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._keep_filled()), asyncio.create_task(self._keep_complete())]
 
     async def close(self) -> None:
         """Stop restarting the fork server; the reaper then kills it and the spare processes."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.wait([self._keeper])
+        if self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
             self._connection.close()
         for spare in self._spares:
             spare.connection.close()
@@ -182,6 +193,9 @@ class ForkServer:
         Raises:
             StartError: no process can be forked.
         """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_IMPORT_PATIENCE):
+                await self._complete.wait()
         taken = self._take_spares(count)
         try:
             if len(taken) < count:
@@ -194,10 +208,14 @@ class ForkServer:
         self._refill.set()
         return taken
 
-    def preload_compiler(self) -> None:
-        """Preload torch's compiler in the fork server and its next spare processes, for the workers of later rounds."""
-        self._compiler_wanted = True
-        self._refill.set()
+    def learn(self, module: str, changed: Mapping[str, int]) -> None:
+        """Import a module that a worker imports, for the workers of later rounds, unless workers could not be forked.
+
+        `changed` has hashes of the variables that the worker had changed; the fork server must have the same values.
+        """
+        if self._program.learns and module not in self._learned and len(self._learned) < LEARNED_LIMIT:
+            self._learned[module] = changed
+            self._miss(module)
 
     def _take_spares(self, count: int) -> list[ForkedProcess]:
         taken: list[ForkedProcess] = []
@@ -224,13 +242,56 @@ class ForkServer:
     async def _fill(self) -> None:
         self._start_if_dead()
         await self._fork_missing_spares()
-        if self._compiler_wanted and not self._compiler_imported:
-            send(self._connection, {"import": COMPILER})
-            await _receive(self._connection)
-            self._compiler_imported = True
-            for spare in self._take_spares(self._wanted):
-                spare.connection.close()
-            await self._fork_missing_spares()
+
+    def _miss(self, *modules: str) -> None:
+        self._missing += modules
+        if self._missing:
+            self._complete.clear()
+            self._incomplete.set()
+
+    async def _keep_complete(self) -> None:
+        """Import what workers import: each time in a copy of the fork server, which then replaces it."""
+        while True:
+            await self._incomplete.wait()
+            self._incomplete.clear()
+            try:
+                async with self._lock:
+                    [copy] = await self._fork_now(1)
+                if await self._import_missing(copy):
+                    async with self._lock:
+                        self._connection.close()
+                        self._connection, self._process = copy.connection, copy.child
+                        for spare in self._take_spares(len(self._spares)):
+                            spare.connection.close()
+                    self._refill.set()
+                else:
+                    copy.child.signal(signal.SIGKILL)
+                    copy.connection.close()
+            except (EOFError, ConnectionError, StartError):  # reported when a process is needed
+                self._missing.clear()
+            self._miss()
+            if not self._missing:
+                self._complete.set()
+
+    async def _import_missing(self, copy: ForkedProcess) -> bool:
+        """Import missing modules; give up one with a problem, and return False: no process may be forked from there."""
+        copy.connection.setblocking(False)
+        copy.begin("fork server", {}, {})
+        done: list[str] = []
+        while self._missing:
+            module = self._missing.pop(0)
+            problem = "the import ends the process, or takes too long"
+            with contextlib.suppress(EOFError, ConnectionError, TimeoutError):
+                async with asyncio.timeout(_IMPORT_TIMEOUT):
+                    send(copy.connection, {"import": module, "changed": self._learned[module]})
+                    problem = (await _receive(copy.connection))["problem"]
+            if problem:
+                logger.debug("workers import %s themselves: %s", module, problem)
+                self._learned[module] = None
+                self._missing[:0] = done
+                return False
+            done.append(module)
+        return True
 
     async def _fork_missing_spares(self) -> None:
         self._spares = self._take_spares(len(self._spares))  # drops exited processes

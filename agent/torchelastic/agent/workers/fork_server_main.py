@@ -27,14 +27,13 @@ import threading
 import time
 import types
 import warnings
-from importlib.machinery import PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from torchelastic import agent_socket
 from torchelastic.agent.failures import record_exception, record_message
 from torchelastic.agent.workers.fork_server import (
-    COMPILER,
     CONTROL,
     DESCRIPTOR_LIMIT,
     MESSAGE_LIMIT,
@@ -53,6 +52,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 _OWN_FOLDER: Final = f"{Path(__file__).parent}{os.sep}"
+_TORCH: Final = "torch."
+_INSTALLED: Final = ("site-packages", "dist-packages")
 _NOT_EXECUTABLE: Final = 126
 _NOT_FOUND: Final = 127
 
@@ -65,33 +66,26 @@ def main() -> None:
     set_title(["torchelastic: fork server"])
     inherited = dict(os.environ)
     with socket.socket(fileno=CONTROL) as control:
-        connection = _serve(control)
-    if connection is not None:
-        _run_task(connection, agent, inherited)
+        connection = _serve(control, _import_torch())
+    _run_task(connection, agent, inherited)
 
 
-def _serve(control: socket.socket) -> socket.socket | None:
-    """Serve the agent until it exits, and return None; in a forked process, return its connection to the agent."""
-    error = _import_torch()
+def _serve(control: socket.socket, error: str = "") -> socket.socket:
+    """Serve the agent until it closes the connection, and exit; in a forked process, return its connection."""
     with contextlib.suppress(EOFError, ConnectionError):  # the agent has exited, or has canceled a request
         while True:
             message, descriptors = _receive(control)
             match message:
                 case {"preload": modules, "search_path": search_path}:  # the first message
                     send(control, {"error": error or _preload(modules, search_path)})
-                case {"import": module}:
-                    environment = dict(os.environ)
-                    with _collector_off():
-                        _import(module)
-                    _set_environment(environment)
-                    tempfile.tempdir = None  # each worker chooses its own folder for temporary files
-                    send(control, {})
+                case {"import": module, "changed": changed}:
+                    send(control, {"problem": _import_learned(module, changed)})
                 case _:
                     answer, connection = _fork_each([socket.socket(fileno=descriptor) for descriptor in descriptors])
                     if connection is not None:
                         return connection
                     send(control, answer)
-    return None
+    os._exit(0)  # imported modules must not do anything at exit: only workers use them
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -121,6 +115,7 @@ def _fork_each(connections: Sequence[socket.socket]) -> tuple[dict[str, Any], so
     reading, writing = os.pipe()
     middle = _fork()
     if middle == 0:
+        os.setsid()  # the agent kills the fork server's process group when the fork server exits
         answer: dict[str, Any] = {"pids": []}
         try:
             for connection in connections:
@@ -169,6 +164,35 @@ def _preload(modules: Sequence[str], search_path: str) -> str:
         if search_path in sys.path:
             sys.path.remove(search_path)
     return ""
+
+
+def _import_learned(module: str, changed: Mapping[str, int]) -> str:
+    """Import a module as a worker did, silently; return why workers must not be forked from this process, or nothing.
+
+    `changed` has hashes of the variables that differed from the worker's first environment when it began the import.
+    """
+    environment = dict(os.environ)
+    if wrong := [name for name, value in changed.items() if hash(environment.get(name)) != value]:
+        return f"the program sets {', '.join(wrong)}"
+    if not _is_installed(module, PathFinder.find_spec(module.partition(".")[0])):
+        return "it is not in site-packages"
+    with Path(os.devnull).open("wb") as nothing, contextlib.ExitStack() as stack:
+        for number in (1, 2):  # the worker has printed what the module prints
+            stack.callback(os.close, copy := os.dup(number))
+            stack.callback(os.dup2, copy, number)
+            os.dup2(nothing.fileno(), number)
+        with _collector_off():
+            problem = _import(module) or _problem(_threads())
+    if module.startswith(_TORCH):
+        _set_environment(environment)  # the program may set the variables of torch's compiler at any time
+    tempfile.tempdir = None  # each worker chooses its own folder for temporary files
+    return problem
+
+
+def _is_installed(module: str, spec: ModuleSpec | None) -> bool:
+    """Return whether a module with this specification belongs to torch, or is in site-packages."""
+    folders = tuple(os.path.join(path, "") for path in sys.path if Path(path).name in _INSTALLED)  # noqa: PTH118
+    return spec is not None and (f"{module}.".startswith(_TORCH) or (spec.origin or "").startswith(folders))
 
 
 def _import(module: str) -> str:
@@ -237,6 +261,12 @@ def _run_task(connection: socket.socket, agent: int, inherited: Mapping[str, str
     for number, descriptor in zip(message["streams"], descriptors, strict=False):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    if message["task"] == "fork server":
+        set_title(["torchelastic: fork server"])
+        with connection:
+            forked = _serve(connection)
+        _run_task(forked, agent, inherited)
+        return
     connection.close()
     match message["task"]:
         case "store":
@@ -305,7 +335,9 @@ def _set_environment(environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
 
 
-def _run_worker(inherited: Mapping[str, str], *, kind: str, argv: Sequence[str], environment: dict[str, str]) -> None:
+def _run_worker(
+    inherited: Mapping[str, str], *, kind: str, argv: Sequence[str], environment: dict[str, str], learns: bool
+) -> None:
     if _shadows_imported_module(search_path(kind, argv[0])):
         _execute(*python_command(kind, argv, environment))
     for name, value in os.environ.items():  # keep the variables that imports have set
@@ -317,9 +349,9 @@ def _run_worker(inherited: Mapping[str, str], *, kind: str, argv: Sequence[str],
     set_title(sys.orig_argv)
     if agent_socket.METRICS_FILE in environment:
         worker_metrics.attach()
-    if COMPILER not in sys.modules:
-        sys.meta_path.insert(0, _CompilerImport())
-    # The hook stays, because other hooks may be running when it is called; it costs less than 0.1 µs per step.
+    if learns and PathFinder in sys.meta_path and environment.get("LOCAL_RANK") == "0":
+        sys.meta_path.insert(sys.meta_path.index(PathFinder), _ImportReporter())
+    # The hook stays, because other hooks may be running when it is called. It costs about 0.1 µs per step.
     sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(REPORTS.first_step)
     try:
         _run_program(kind, argv)
@@ -382,16 +414,36 @@ def _open_streams() -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-class _CompilerImport:
-    """Reports to the agent that the program begins to import the compiler of torch."""
+class _ImportReporter:
+    """Finds what PathFinder finds, and reports to the agent which installed modules the program imports.
 
-    _reported = False
+    It reports no module that another installed module imports.
+    """
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> None:  # noqa: ARG002
-        if name == COMPILER and not self._reported and agent_socket.is_worker():
-            self._reported = True  # this object stays in sys.meta_path, which other threads may be reading
-            with contextlib.suppress(RuntimeError):  # no thread can be started; do not wait: the import lock is held
-                agent_socket.run_in_thread(agent_socket.AGENT.send, {"compiler": True})
+    def __init__(self) -> None:
+        self._environment = dict(os.environ)
+        self._importing: Any = None  # the specification of the module that was reported last
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target)
+        imports = sys._getframe(2).f_code.co_name == "_find_and_load_unlocked"  # noqa: SLF001 - find_spec() only asks
+        nested = getattr(self._importing, "_initializing", False)
+        if imports and not nested and _is_installed(name, spec) and agent_socket.is_worker():
+            self._importing = spec
+            message = {"imported": name, "changed": self._changed(name)}
+            if len(agent_socket.encode_lines(message)) <= agent_socket.LINE_LIMIT:
+                agent_socket.AGENT.send(message)
+        return spec
+
+    def _changed(self, module: str) -> dict[str, int]:
+        """Return the variables that have changed, without those of torch, which the agent has looked for."""
+        if module.startswith(_TORCH):
+            return {}
+        now, before = dict(os.environ), self._environment
+        names = [name for name in now | before if now.get(name) != before.get(name) and not name.startswith("TORCH")]
+        return {name: hash(now.get(name)) for name in names}
 
 
 class _StderrSilencer:

@@ -328,9 +328,9 @@ class Workers:
         """The error files of the last started workers by global rank; a worker creates its file when it fails."""
         return {} if self._group is None else {each.rank: each.output.error_file for each in self._group.workers}
 
-    def preload_compiler(self) -> None:
-        """Preload torch's compiler, which a worker has imported, for the workers of later rounds."""
-        self._fork_server.preload_compiler()
+    def learn(self, module: str, changed: Mapping[str, int]) -> None:
+        """Import a module that a worker imports for the workers of later rounds: see :meth:`ForkServer.learn`."""
+        self._fork_server.learn(module, changed)
 
     async def ready(self) -> None:
         """Wait until workers can be started without delay.
@@ -438,7 +438,8 @@ class Workers:
         kind = self._settings.program.kind
         argv: Sequence[str] = self._settings.program.argv
         if not self._executed:
-            return "worker", {"kind": kind.value, "argv": argv, "environment": environment}
+            learns = self._settings.program.learns
+            return "worker", {"kind": kind.value, "argv": argv, "environment": environment, "learns": learns}
         if kind is not ProgramKind.COMMAND:
             argv, environment = python_command(kind.value, argv, environment)
         if (debugger := _debugger()) is not None:
