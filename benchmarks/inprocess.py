@@ -1,6 +1,7 @@
 """Measure the pause of training in processes that survive a fault: ``python -m benchmarks.inprocess --json``.
 
-One of N ranks is killed, stopped, leaves, or raises an error, inside or outside a collective. The time ends when the
+One of N ranks is killed, stopped, leaves, or raises an error, inside or outside a collective: by turns the rank that
+was started last, and the first one, which leads the run. The time ends when the
 last survivor has completed a step in the next world. ``torchelastic.train`` without an agent and torchrun take turns.
 """
 
@@ -13,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from benchmarks.command_line import at_least, parser, run_to_end
-from benchmarks.etcd import choose_etcd, etcd_serving
+from benchmarks.etcd import BreakableEtcd, choose_etcd
 from benchmarks.processes import ProcessTree
 from benchmarks.report import Measurement, Report, note
+from elastic_operator.local.processes import free_ports
 
 if TYPE_CHECKING:
     import argparse
@@ -62,15 +64,19 @@ def _has_trained(file: Path, ranks: int) -> bool:
     return sum(size == ranks for _, _, size in _lines(file, "step")) >= _STEPS
 
 
-async def pause(command: list[str], processes: int, ranks: int, limit: float, *, stays: bool) -> float:
+async def pause(
+    command: list[str], processes: int, ranks: int, limit: float, binary: Path, *, stays: bool, first: bool
+) -> float:
     """Start a training program, cause the fault, and return the seconds until the last survivor has trained a step.
 
     Args:
-        command: the command of each process.
+        command: the command of each process, in which FOLDER and ETCD are replaced.
         processes: how many processes to start.
         ranks: the number of ranks.
         limit: the maximum seconds of each wait.
+        binary: the etcd binary.
         stays: whether the next world has as many ranks.
+        first: whether the process that was started first has the fault; it leads the run.
 
     Raises:
         TimeoutError: the program did not start, or did not train again, within the limit.
@@ -78,8 +84,11 @@ async def pause(command: list[str], processes: int, ranks: int, limit: float, *,
     async with ProcessTree() as tree:
         folder = tree.folder / "steps"
         folder.mkdir()
+        etcd = BreakableEtcd(tree, binary, free_ports(2))
+        await etcd.start()
+        places = {"FOLDER": f"{folder}", "ETCD": etcd.endpoint}
         for index in range(processes):
-            tree.start([arg.replace("FOLDER", f"{folder}") for arg in command], tree.folder / f"log-{index}")
+            tree.start([places.get(argument, argument) for argument in command], tree.folder / f"log-{index}")
 
         def reports() -> list[Path]:
             return [path for path in folder.iterdir() if path.suffix == ""]
@@ -91,7 +100,7 @@ async def pause(command: list[str], processes: int, ranks: int, limit: float, *,
 
         try:
             await _until(lambda: sum(_has_trained(each, ranks) for each in reports()) == ranks, limit, "no steps")
-            victim = max(reports(), key=lambda file: int(file.name))
+            victim = sorted(reports(), key=lambda file: int(file.name))[0 if first else -1]
             victim.with_suffix(".fault").touch()
             await _until(lambda: bool(_lines(victim, "fault")), limit, "no fault")
             fault_round = max(round for _, round, _ in _lines(victim, "step"))
@@ -112,19 +121,22 @@ async def measure(
     tail = [_PROGRAM, "FOLDER"]
     peer = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     peer += ["--max-restarts=1", "--monitor-interval=0.1", *tail, "torchrun", fault, where]
+    ours = [sys.executable, *tail, "torchelastic", fault, where, "ETCD", f"{ranks}", f"{LEASE:g}"]
     for number in range(arguments.repeat):
-        async with etcd_serving(binary) as etcd:
-            ours = [sys.executable, *tail, "torchelastic", fault, where, etcd.endpoint, f"{ranks}", f"{LEASE:g}"]
-            for who, command, processes, stays in (
-                ("ours", ours, ranks, fault == "raising"),
-                *((("peer", peer, 1, True),) if number == 0 and fault != "stopped" else ()),
-            ):
-                try:
-                    taken[who].append(await pause(command, processes, ranks, arguments.limit, stays=stays))
-                except TimeoutError as why:
-                    never[who].append(f"{why}")
-                outcome = never[who][-1:] or f"{taken[who][-1]:.3f} s"
-                note(f"{fault} {where} a collective, {ranks} ranks, {number + 1}/{arguments.repeat}: {who}: {outcome}")
+        turns = [("ours", ours, ranks, fault == "raising")]
+        if number == 0 and fault != "stopped":  # torchrun does not notice a stopped rank
+            turns.append(("peer", peer, 1, True))
+        for who, command, processes, stays in turns:
+            try:
+                seconds = await pause(
+                    command, processes, ranks, arguments.limit, binary, stays=stays, first=number % 2 == 1
+                )
+                taken[who].append(seconds)
+                outcome = f"{seconds:.3f} s"
+            except TimeoutError as why:
+                never[who].append(f"{why}")
+                outcome = f"never: {why}"
+            note(f"{fault} {where} a collective, {ranks} ranks, {number + 1}/{arguments.repeat}: {who}: {outcome}")
     return taken, never
 
 

@@ -54,6 +54,7 @@ class MyState(torchelastic.State):
     def sync(self, world_size, rank):
         if "rollback" in fault and once("sync"):
             raise RuntimeError("the sync failed")
+        assert "torch._dynamo" in sys.modules  # imported before the other ranks waited for this one
         newest, self.index = edist.all_gather_return_max_long(self.index)
         self.total = edist.broadcast_long(self.total, newest)
         self.world_size, self.rank = world_size, rank

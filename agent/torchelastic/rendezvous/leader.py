@@ -30,7 +30,7 @@ from torchelastic.protocol import (
 )
 from torchelastic.rendezvous.history import HistoryWriter
 from torchelastic.rendezvous.leader_election import Candidacy
-from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, PROBE_TIMEOUT, Verdict, probe
+from torchelastic.rendezvous.peer_connection import PROBE_TIMEOUT, Verdict, probe
 from torchelastic.rendezvous.policy.membership import Membership
 from torchelastic.rendezvous.policy.plan import Decision, Hold, plan
 from torchelastic.rendezvous.run_state import cancel
@@ -228,8 +228,8 @@ class Leader:
 
     async def _while_keyless(self, peer: Peer) -> None:
         """Probe a node without a key until it has a key again or does not answer."""
-        within = min(FINAL_PROBE_TIMEOUT, self._run.settings.lease)
         while peer.id in self.membership.keyless:
+            within = self._election.expiry_probe_timeout
             if peer.id != self._run.node and await self._probe(peer, within) is not Verdict.ALIVE:
                 self.membership.keyless.pop(peer.id, None)
                 self._run.changed.send()

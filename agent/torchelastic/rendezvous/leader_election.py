@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Final
 
 from torchelastic.errors import LeaseLost, StoreUnavailable
 from torchelastic.protocol import PROTOCOL_VERSION, LeaderRecord, encode, other_version
-from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, Verdict, hold_connection, probe
+from torchelastic.rendezvous.peer_connection import (
+    FINAL_PROBE_TIMEOUT,
+    PROBE_TIMEOUT,
+    Verdict,
+    hold_connection,
+    probe,
+)
 from torchelastic.rendezvous.run_state import cancel
 from torchelastic.store.client import Backoff
 
@@ -83,6 +89,16 @@ class LeaderElection:
         leader = self._run.leader.record
         return leader is not None and leader.node == self._node and self.candidacy is not Candidacy.WITHDRAWN
 
+    @property
+    def expiry_probe_timeout(self) -> float:
+        """Seconds to wait for an answer of a node whose lease has expired.
+
+        If the store has renewed this node's lease all the time, the other node alone was silent. Otherwise, all leases
+        may have expired because the store was paused, and a busy node may answer late.
+        """
+        alone = asyncio.get_running_loop().time() - self._registration.renewed_since >= self._lease
+        return PROBE_TIMEOUT if alone else min(FINAL_PROBE_TIMEOUT, self._lease)
+
     async def until_replaced(self, node: str) -> None:
         """Wait until the leader ``node`` has resigned, withdrawn or been replaced; an expired lease does not count."""
 
@@ -111,7 +127,7 @@ class LeaderElection:
                 vacant_since = now()
                 if self._is_expired() and self.connected:
                     # If the leader does not answer a probe either, it will not return.
-                    self.connected = await self.reaches_leader(min(FINAL_PROBE_TIMEOUT, self._lease))
+                    self.connected = await self.reaches_leader(self.expiry_probe_timeout)
                 continue
             left = max(vacant_since + self._delay(), self._yields_until) - now()
             if left > 0:

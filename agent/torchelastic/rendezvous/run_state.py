@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -245,11 +246,13 @@ class NodeRegistration:
     Attributes:
         record: the node's record with all updates; the last ones may not be written yet.
         lease: the id of the node's lease; 0 while the node has none.
+        renewed_since: when the renewals of the lease began to succeed without a failure, by the loop's clock.
     """
 
     def __init__(self, run: RunStateWatch, record: NodeRecord, fresh_store_port: Callable[[], int]) -> None:
         self.record = record
         self.lease = 0
+        self.renewed_since = math.inf
         self._fresh_store_port = fresh_store_port
         self._store = run.store
         self._changed = run.changed
@@ -300,6 +303,7 @@ class NodeRegistration:
     async def _hold(self) -> None:
         now = asyncio.get_running_loop().time
         due = now()
+        self.renewed_since = math.inf
         if not self.lease:
             due += self._ttl / 3
             async with asyncio.timeout(self._request_timeout):
@@ -317,6 +321,7 @@ class NodeRegistration:
                 due = now() + self._ttl / 3
                 async with asyncio.timeout(self._request_timeout):
                     await self._store.keep_alive(self.lease)
+                self.renewed_since = min(self.renewed_since, now())
                 self._backoff.reset()
             if self._written < self._updated.count:
                 await self._put(self.lease)
