@@ -64,7 +64,7 @@ CONF: Final[Mapping[str, Callable[[RawValue], Any]]] = {
     "join_debounce": parsers.seconds(zero=True),
     "crash_loop_limit": parsers.integer(1, _MAX_COUNT),
     "crash_loop_seconds": parsers.seconds(zero=True),
-    "protocol": parsers.protocol,
+    "protocol": parsers.one_of("http", "https"),
     "cacert": parsers.file,
     "cert": parsers.file,
     "key": parsers.file,
@@ -211,27 +211,22 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
 }
 """The flags by the heading under which ``--help`` shows them."""
 
-_FROM_OPERATOR: Final[Mapping[str, Callable[[RawValue], Any]]] = {
-    "size": parsers.record(SizeRecord),
-    "unique_run": parsers.switch,
-    "resume": parsers.record(ResumeRecord),
-    "combined": parsers.switch,
-    "job": parsers.job,
-    "job_created": parsers.seconds(zero=True),
+_FROM_OPERATOR: Final[Mapping[str, tuple[str, Callable[[RawValue], Any]]]] = {
+    "size": (Env.SIZE, parsers.record(SizeRecord)),
+    "unique_run": (Env.UNIQUE_RUN, parsers.switch),
+    "resume": (Env.RESUME, parsers.record(ResumeRecord)),
+    "combined": (Env.COMBINED_OUTPUT, parsers.switch),
+    "job": (Env.JOB, parsers.job),
+    "job_created": (Env.JOB_CREATED, _TIME),
 }
-"""Parsers of the values that only the operator sets."""
+"""The values that only the operator sets, with their variables and parsers."""
 
 OPERATOR_VARIABLES: Final[Mapping[str, str]] = {
     "local-addr": Env.NODE_ADDRESS,
     "node-name": Env.NODE_NAME,
     "metrics-port": Env.METRICS_PORT,
     "termination-log": Env.TERMINATION_LOG,
-    "size": Env.SIZE,
-    "unique_run": Env.UNIQUE_RUN,
-    "combined": Env.COMBINED_OUTPUT,
-    "resume": Env.RESUME,
-    "job": Env.JOB,
-    "job_created": Env.JOB_CREATED,
+    **{name: variable for name, (variable, _) in _FROM_OPERATOR.items()},
 }
 """The operator's variables by the name of the value; a flag and its PET_ variable override them."""
 
@@ -246,7 +241,11 @@ _FIELDS: Final = {"rdzv-id": "run_id", "local-addr": "address", "port-range": "p
 """The fields of the settings whose names differ from the names of their flags, by flag."""
 
 _BY_NAME: Final = {flag.name: flag for flags in FLAGS.values() for flag in flags}
-_PARSERS: Final = {**{name: flag.read for name, flag in _BY_NAME.items()}, **_FROM_OPERATOR, **CONF}
+_PARSERS: Final = {
+    **{name: flag.read for name, flag in _BY_NAME.items()},
+    **{name: read for name, (_, read) in _FROM_OPERATOR.items()},
+    **CONF,
+}
 _SPELLINGS: Final = {
     **{f"--{name}": flag for flag in _BY_NAME.values() for name in (flag.name, flag.name.replace("-", "_"))},
     **{f"-{flag.short}": flag for flag in _BY_NAME.values() if flag.short},

@@ -194,12 +194,12 @@ def signals(raw: RawValue) -> frozenset[signal.Signals]:
 
 
 def one_of(*values: str) -> Callable[[RawValue], str]:
-    """Return a parser for one of these values."""
+    """Return a parser for one of these values, in any case."""
 
     def read(raw: RawValue) -> str:
-        if raw.text not in values:
+        if (found := raw.text.lower()) not in values:
             raise raw.error(f"must be one of {', '.join(values)}")
-        return raw.text
+        return found
 
     return read
 
@@ -223,15 +223,7 @@ def record(kind: type[Record]) -> Callable[[RawValue], Record]:
 
 def job(raw: RawValue) -> tuple[str, str]:
     """Parse ``NAMESPACE/NAME`` of a job; the namespace may be empty."""
-    namespace, _, own = raw.text.rpartition("/")
-    return namespace, own
-
-
-def protocol(raw: RawValue) -> str:
-    """Parse the protocol of connections to etcd."""
-    if (found := raw.text.lower()) not in {"http", "https"}:
-        raise raw.error("etcd is reached over http or https")
-    return found
+    return raw.text.rpartition("/")[::2]
 
 
 def file(raw: RawValue) -> str:

@@ -140,7 +140,18 @@ def launch_agent(
     """
     from torchelastic import metrics
 
-    handler = rendezvous_handler_registry.create_handler(_parameters(config))
+    options = {} if config.rdzv_timeout == -1 else {"timeout": config.rdzv_timeout}
+    parameters = RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        # torch's handlers always need an id; torchelastic's needs one if the run may have several nodes.
+        run_id=config.run_id or (uuid.uuid4().hex if config.max_nodes == 1 else ""),
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs | options,
+    )
+    handler = rendezvous_handler_registry.create_handler(parameters)
     spec = WorkerSpec(
         **common_fields(WorkerSpec, config),
         local_world_size=config.nproc_per_node,
@@ -174,20 +185,6 @@ def launch_agent(
 
         raise ChildFailedError(spec.get_entrypoint_name(), result.failures)
     return result.return_values
-
-
-def _parameters(config: LaunchConfig) -> RendezvousParameters:
-    options = config.rdzv_configs | ({} if config.rdzv_timeout == -1 else {"timeout": config.rdzv_timeout})
-    # torch's handlers always need an id; torchelastic's needs one if the run may have several nodes.
-    return RendezvousParameters(
-        backend=config.rdzv_backend,
-        endpoint=config.rdzv_endpoint,
-        run_id=config.run_id or (uuid.uuid4().hex if config.max_nodes == 1 else ""),
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        local_addr=config.local_addr,
-        **options,
-    )
 
 
 @contextlib.contextmanager
