@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import getopt
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.config import parsers
@@ -196,7 +197,7 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
         ),
         Flag("topology-key NAME", "nodes with the same key get consecutive ranks. Default: host id", parsers.name()),
         Flag("metrics-port PORT", "port of /metrics for Prometheus; 0 for any free port", parsers.integer(0, 65535)),
-        Flag("termination-log FILE", "file for the termination message, in JSON", parsers.path),
+        Flag("termination-log FILE", "file for the termination message, in JSON", lambda raw: Path(raw.text)),
     ),
     "Accepted for scripts written for torchrun": (
         Flag("run-path", "ignored: a script always runs as __main__ in a prepared process", parsers.switch),
@@ -216,7 +217,7 @@ _FROM_OPERATOR: Final[Mapping[str, tuple[str, Callable[[RawValue], Any]]]] = {
     "unique_run": (Env.UNIQUE_RUN, parsers.switch),
     "resume": (Env.RESUME, parsers.record(ResumeRecord)),
     "combined": (Env.COMBINED_OUTPUT, parsers.switch),
-    "job": (Env.JOB, parsers.job),
+    "job": (Env.JOB, lambda raw: raw.text.rpartition("/")[::2]),
     "job_created": (Env.JOB_CREATED, _TIME),
 }
 """The values that only the operator sets, with their variables and parsers."""

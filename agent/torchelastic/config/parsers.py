@@ -9,7 +9,6 @@ import math
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from torchelastic.config.settings import PortRange, StartMethod
@@ -55,11 +54,6 @@ class RawValue:
 def string(raw: RawValue) -> str:
     """Return the value unchanged."""
     return raw.text
-
-
-def path(raw: RawValue) -> Path:
-    """Parse the path of a file."""
-    return Path(raw.text)
 
 
 def integer(least: int, most: int, also: str = "") -> Callable[[RawValue], int]:
@@ -219,11 +213,6 @@ def record(kind: type[Record]) -> Callable[[RawValue], Record]:
             raise raw.error(f"this is {error}") from None
 
     return read
-
-
-def job(raw: RawValue) -> tuple[str, str]:
-    """Parse ``NAMESPACE/NAME`` of a job; the namespace may be empty."""
-    return raw.text.rpartition("/")[::2]
 
 
 def file(raw: RawValue) -> str:

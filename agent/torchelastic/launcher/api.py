@@ -96,22 +96,17 @@ class LaunchConfig:
             self.shutdown_timeout = parsers.seconds(zero=True)(RawValue(name, os.environ.get(name, "30")))
 
 
+@dataclass
 class elastic_launch:  # noqa: N801 - torch's name
     """A callable that launches a function or a command with the arguments of the call; see :func:`launch_agent`."""
 
-    def __init__(
-        self,
-        config: LaunchConfig,
-        entrypoint: Callable[..., Any] | str,
-        health_check_server: HealthCheckServer | None = None,
-    ) -> None:
-        self._config = config
-        self._entrypoint = entrypoint
-        self._health_check_server = health_check_server
+    config: LaunchConfig
+    entrypoint: Callable[..., Any] | str
+    health_check_server: HealthCheckServer | None = None
 
     def __call__(self, *args: Any) -> dict[int, Any]:  # noqa: ANN401 - the function's own arguments
         """Launch the function or command with these arguments."""
-        return launch_agent(self._config, self._entrypoint, args, self._health_check_server)
+        return launch_agent(self.config, self.entrypoint, args, self.health_check_server)
 
 
 def launch_agent(
