@@ -62,8 +62,9 @@ class TorchAgent(LocalElasticAgent):
                 "them, or remove rdzv_handler."
             )
         known = common_fields(TorchSpec, spec)  # the oldest supported torch does not have all of them
-        for name in {"event_log_handler", "numa_options", "virtual_local_rank"} - {*known}:
-            if getattr(spec, name) not in {"null", None, False}:
+        newer = {"event_log_handler", "numa_options", "virtual_local_rank"}
+        for name in (newer | {"duplicate_stdout_filters", "duplicate_stderr_filters"}) - {*known}:
+            if getattr(spec, name) and getattr(spec, name) != "null":
                 raise SettingsError(f"WorkerSpec.{name} needs a newer torch: remove it, or update torch.")
         os.environ.setdefault(_NO_SHARED_STORE, "1")
         forward_torch()
