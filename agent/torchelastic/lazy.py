@@ -18,20 +18,6 @@ if TYPE_CHECKING:
 _PACKAGE: Final = "torchelastic"
 _TORCHS: Final = "torch.distributed.elastic"
 
-_MODULES: Final = {
-    _PACKAGE: "control_plane utils",
-    f"{_PACKAGE}.agent.server": "health_check_server",
-    f"{_PACKAGE}.events": "api handlers",
-    f"{_PACKAGE}.multiprocessing": "api redirects subprocess_handler tail_log",
-    f"{_PACKAGE}.multiprocessing.errors": "error_handler handlers",
-    f"{_PACKAGE}.rendezvous": (
-        "c10d_rendezvous_backend dynamic_rendezvous etcd_rendezvous etcd_rendezvous_backend etcd_server etcd_store "
-        "static_tcp_rendezvous utils"
-    ),
-    f"{_PACKAGE}.timer": "api debug_info_logging file_based_local_timer local_timer",
-}
-"""The modules that are torch's, by package. All modules of a package of torch are torch's, too."""
-
 _OLDER: Final = {f"{_PACKAGE}.checkpoint": "api file_system_checkpoint", f"{_PACKAGE}.p2p": "coordinator_p2p"}
 """Modules that were packages in torchelastic 0.1, with the names of the modules in these packages."""
 
@@ -56,28 +42,29 @@ def lazy_attributes(module: str, sources: Mapping[str, str]) -> Callable[[str], 
 
 
 class _TorchModules:
-    """Finds and loads torch's modules for the import system."""
+    """Finds and loads modules for the import system: torchelastic's own, else torch's of the same name."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002 - the import system's signature
-        """Return how to import a module; None if it is not one of torch's, or this torch does not have it."""
-        if not name.startswith(f"{_PACKAGE}."):
-            return None
+        """Return how to import a module: torchelastic's own, or torch's; None if neither has it."""
         parent, _, child = name.rpartition(".")
-        if name in _OLDER and (spec := PathFinder.find_spec(name, cast("Any", path))):
-            spec.submodule_search_locations = []  # allows imports of modules in it
-            return spec
+        if parent.partition(".")[0] != _PACKAGE:
+            return None
         if child in _OLDER.get(parent, "").split():
             return ModuleSpec(name, cast("Any", self), origin=parent)
         real = getattr(sys.modules.get(parent), "__name__", parent)
         if real == parent:
-            if child not in _MODULES.get(parent, "").split():
-                return None
+            if (spec := PathFinder.find_spec(name, cast("Any", path))) is not None:
+                if name in _OLDER:
+                    spec.submodule_search_locations = []  # allows imports of modules in it
+                return spec
             real = parent.replace(_PACKAGE, _TORCHS, 1)
         from importlib.util import find_spec
 
-        if find_spec(f"{real}.{child}") is None:
+        try:
+            found = find_spec(f"{real}.{child}")
+        except ModuleNotFoundError:  # torch does not have the package
             return None
-        return ModuleSpec(name, cast("Any", self), origin=f"{real}.{child}")
+        return found and ModuleSpec(name, cast("Any", self), origin=f"{real}.{child}")
 
     def get_code(self, name: str) -> CodeType | None:
         """Return the code of a module, for ``python -m``."""

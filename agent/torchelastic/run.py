@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from torchelastic.agent.failures import ExitStatus, record_failure
 from torchelastic.config import flags, parsers
-from torchelastic.config.parse import count_workers, launch_fields, parse
+from torchelastic.config.parse import backend_of, count_workers, endpoint_of, make_specs, parse
 from torchelastic.config.parsers import RawValue
+from torchelastic.config.settings import ProgramKind
 from torchelastic.errors import SettingsError, StartError
 from torchelastic.output import DEFAULT_ROLE, TIME_FORMAT, log_format
 from torchelastic.protocol import Env, ExitCode, TerminationMessage, encode_termination_message
@@ -112,10 +113,32 @@ def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, str, list[
     Raises:
         SettingsError: an argument is invalid.
     """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+    from torchelastic.agent.server.api import common_fields
     from torchelastic.launcher.api import LaunchConfig
 
-    fields, command = launch_fields(_command_line(args), os.environ)
-    return LaunchConfig(**fields), *command
+    argv = _command_line(args)
+    settings, line = parse(argv, os.environ), flags.read(argv, os.environ)
+    program, rules, logs, backend = settings.program, settings.rendezvous, settings.logs, backend_of(line).text
+    config = LaunchConfig(rules.size.min, rules.size.max, settings.workers)
+    for part in (settings, program, rules, logs):
+        vars(config).update(common_fields(LaunchConfig, part))
+    config.logs_specs, config.redirects, config.tee = logs.specs or make_specs(DefaultLogsSpecs, logs), 0, 0
+    config.local_addr = line.values.get("local-addr")
+    config.signals_to_handle = ",".join(number.name for number in settings.signals)
+    if "rdzv-conf" in line.raw:
+        config.rdzv_configs = dict(flags.split_conf(line.raw["rdzv-conf"]))
+    if settings.store is not None and (endpoint := endpoint_of(line, backend)) is not None:
+        config.rdzv_backend, config.rdzv_endpoint = backend, endpoint.text
+        config.rdzv_configs |= {"rank": settings.node_rank or 0} if backend == "static" else {}
+    if settings.numa_binding:
+        from torch.numa.binding import AffinityMode, NumaOptions
+
+        config.numa_options = NumaOptions(AffinityMode(settings.numa_binding))
+    start = {ProgramKind.SCRIPT: [sys.executable], ProgramKind.MODULE: [sys.executable, "-m"], ProgramKind.COMMAND: []}
+    command, *rest = *start[program.kind], *program.argv
+    return config, command, rest
 
 
 def _command_line(args: argparse.Namespace) -> list[str]:

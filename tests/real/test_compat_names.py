@@ -123,6 +123,35 @@ def test_the_functions_of_torchrun_and_of_the_first_launcher_have_torchs_paramet
     )
 
 
+def test_a_custom_handler_needs_only_the_fields_of_an_older_torchs_worker_spec() -> None:
+    lines = output_of(
+        """
+        import dataclasses
+        import torch.distributed.elastic.agent.server.api as api
+
+        newer = ("event_log_handler", "virtual_local_rank", "duplicate_stdout_filters", "duplicate_stderr_filters")
+        older = [
+            (each.name, each.type, dataclasses.field(default=each.default))
+            for each in dataclasses.fields(api.WorkerSpec)
+            if each.name not in (*newer, "numa_options")
+        ]
+        api.WorkerSpec = dataclasses.make_dataclass("WorkerSpec", older)
+        from torchelastic.agent.server import WorkerSpec
+        from torchelastic.agent.server.torch_agent import TorchAgent
+        from torchelastic.config.settings import LogSettings
+
+        for more in ({}, *({name: "used"} for name in newer)):
+            try:
+                spec = WorkerSpec(fn=print, rdzv_handler=object(), max_restarts=7, **more)
+                print(TorchAgent(spec, LogSettings(), 1.0, print).get_worker_group().spec.max_restarts)
+            except Exception as error:
+                print(error)
+        """
+    )
+    names = ("event_log_handler", "virtual_local_rank", "duplicate_stdout_filters", "duplicate_stderr_filters")
+    assert lines == ["7", *(f"WorkerSpec.{name} needs a newer torch: remove it, or update torch." for name in names)]
+
+
 @pytest.mark.parametrize(
     "module",
     [

@@ -309,7 +309,7 @@ def test_the_master_address_is_ignored_with_one_warning_on_one_node(caplog: pyte
         ("--rdzv-conf=crash_loop_limit=0", "--rdzv-conf crash_loop_limit=0: must be a whole number from 1 to 1000000."),
         ("--rdzv-conf=lease", "--rdzv-conf: it takes KEY=VALUE pairs"),
         ("--rdzv-conf=password=hush,hush", "--rdzv-conf: it takes KEY=VALUE pairs"),
-        ("--rdzv-conf=protocol=tcp", "--rdzv-conf protocol=tcp: etcd is reached over http or https."),
+        ("--rdzv-conf=protocol=tcp", "--rdzv-conf protocol=tcp: must be one of http, https."),
         ("--rdzv-conf=cacert=missing.pem", "--rdzv-conf cacert=missing.pem: there is no such file."),
         ("--rdzv-conf=cacert=" + "x" * 5000, ": there is no such file."),
         ("--rdzv-conf=tls=empty", "--rdzv-conf tls=empty: there is no ca.crt in this folder."),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import getopt
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.config import parsers
@@ -64,7 +65,7 @@ CONF: Final[Mapping[str, Callable[[RawValue], Any]]] = {
     "join_debounce": parsers.seconds(zero=True),
     "crash_loop_limit": parsers.integer(1, _MAX_COUNT),
     "crash_loop_seconds": parsers.seconds(zero=True),
-    "protocol": parsers.protocol,
+    "protocol": parsers.one_of("http", "https"),
     "cacert": parsers.file,
     "cert": parsers.file,
     "key": parsers.file,
@@ -196,7 +197,7 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
         ),
         Flag("topology-key NAME", "nodes with the same key get consecutive ranks. Default: host id", parsers.name()),
         Flag("metrics-port PORT", "port of /metrics for Prometheus; 0 for any free port", parsers.integer(0, 65535)),
-        Flag("termination-log FILE", "file for the termination message, in JSON", parsers.path),
+        Flag("termination-log FILE", "file for the termination message, in JSON", lambda raw: Path(raw.text)),
     ),
     "Accepted for scripts written for torchrun": (
         Flag("run-path", "ignored: a script always runs as __main__ in a prepared process", parsers.switch),
@@ -211,27 +212,22 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
 }
 """The flags by the heading under which ``--help`` shows them."""
 
-_FROM_OPERATOR: Final[Mapping[str, Callable[[RawValue], Any]]] = {
-    "size": parsers.record(SizeRecord),
-    "unique_run": parsers.switch,
-    "resume": parsers.record(ResumeRecord),
-    "combined": parsers.switch,
-    "job": parsers.job,
-    "job_created": parsers.seconds(zero=True),
+_FROM_OPERATOR: Final[Mapping[str, tuple[str, Callable[[RawValue], Any]]]] = {
+    "size": (Env.SIZE, parsers.record(SizeRecord)),
+    "unique_run": (Env.UNIQUE_RUN, parsers.switch),
+    "resume": (Env.RESUME, parsers.record(ResumeRecord)),
+    "combined": (Env.COMBINED_OUTPUT, parsers.switch),
+    "job": (Env.JOB, lambda raw: raw.text.rpartition("/")[::2]),
+    "job_created": (Env.JOB_CREATED, _TIME),
 }
-"""Parsers of the values that only the operator sets."""
+"""The values that only the operator sets, with their variables and parsers."""
 
 OPERATOR_VARIABLES: Final[Mapping[str, str]] = {
     "local-addr": Env.NODE_ADDRESS,
     "node-name": Env.NODE_NAME,
     "metrics-port": Env.METRICS_PORT,
     "termination-log": Env.TERMINATION_LOG,
-    "size": Env.SIZE,
-    "unique_run": Env.UNIQUE_RUN,
-    "combined": Env.COMBINED_OUTPUT,
-    "resume": Env.RESUME,
-    "job": Env.JOB,
-    "job_created": Env.JOB_CREATED,
+    **{name: variable for name, (variable, _) in _FROM_OPERATOR.items()},
 }
 """The operator's variables by the name of the value; a flag and its PET_ variable override them."""
 
@@ -246,7 +242,11 @@ _FIELDS: Final = {"rdzv-id": "run_id", "local-addr": "address", "port-range": "p
 """The fields of the settings whose names differ from the names of their flags, by flag."""
 
 _BY_NAME: Final = {flag.name: flag for flags in FLAGS.values() for flag in flags}
-_PARSERS: Final = {**{name: flag.read for name, flag in _BY_NAME.items()}, **_FROM_OPERATOR, **CONF}
+_PARSERS: Final = {
+    **{name: flag.read for name, flag in _BY_NAME.items()},
+    **{name: read for name, (_, read) in _FROM_OPERATOR.items()},
+    **CONF,
+}
 _SPELLINGS: Final = {
     **{f"--{name}": flag for flag in _BY_NAME.values() for name in (flag.name, flag.name.replace("-", "_"))},
     **{f"-{flag.short}": flag for flag in _BY_NAME.values() if flag.short},

@@ -93,50 +93,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
     return settings
 
 
-def launch_fields(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, list[str]]]:
-    """Return the fields of a LaunchConfig, and the command and its arguments, for a command line; this imports torch.
-
-    Raises:
-        SettingsError: as :func:`parse`.
-    """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-
-    settings, line = parse(argv, environ), flags.read(argv, environ)
-    backend, rules = _backend(line), settings.rendezvous
-    conf = dict(flags.split_conf(line.raw["rdzv-conf"])) if "rdzv-conf" in line.raw else {}
-    fields = {
-        "min_nodes": rules.size.min,
-        "max_nodes": rules.size.max,
-        "nproc_per_node": settings.workers,
-        "logs_specs": settings.logs.specs or make_specs(DefaultLogsSpecs, settings.logs),
-        "run_id": rules.run_id,
-        "role": settings.role,
-        "rdzv_configs": conf | ({"rank": settings.node_rank or 0} if backend.text == "static" else {}),
-        "max_restarts": rules.max_restarts,
-        "start_method": settings.program.start_method,
-        "log_line_prefix_template": settings.logs.log_line_prefix_template or None,
-        "local_addr": line.values.get("local-addr"),
-        "signals_to_handle": ",".join(number.name for number in settings.signals),
-        "duplicate_stdout_filters": settings.logs.duplicate_stdout_filters,
-        "duplicate_stderr_filters": settings.logs.duplicate_stderr_filters,
-        "virtual_local_rank": settings.virtual_local_rank,
-        "shutdown_timeout": settings.shutdown_timeout,
-    }
-    if settings.store is not None and (endpoint := _endpoint(line, backend.text)) is not None:
-        fields |= {"rdzv_backend": backend.text, "rdzv_endpoint": endpoint.text}
-    if settings.numa_binding:
-        from torch.numa.binding import AffinityMode, NumaOptions
-
-        fields["numa_options"] = NumaOptions(AffinityMode(settings.numa_binding))
-    python = [] if settings.program.kind is ProgramKind.COMMAND else [sys.executable]
-    module = ["-m"] if settings.program.kind is ProgramKind.MODULE else []
-    command, *rest = *python, *module, *settings.program.argv
-    return fields, (command, rest)
-
-
 def _warn_about_ignored_flags(line: CommandLine, size: SizeRecord) -> None:
     """Warn about flags without effect, after all other checks."""
-    names = () if size.max > 1 and _backend(line).text == "static" else ("master-addr", "master-port")
+    names = () if size.max > 1 and backend_of(line).text == "static" else ("master-addr", "master-port")
     if ignored := [line.raw[name].source for name in names if name in line.raw]:
         _log.warning("%s ignored: the nodes agree on an address by themselves.", " and ".join(ignored))
     requested: SizeRecord = line.values.get("nnodes", size)
@@ -157,7 +116,7 @@ def read_node(line: CommandLine) -> dict[str, Any]:
     """
     size = line.values.get("size") or line.values.get("nnodes") or SizeRecord(min=1, max=1, desired=1)
     standalone = line.values.get("standalone", False)
-    backend = _backend(line)
+    backend = backend_of(line)
     of_torch = backend.text in _TORCH_BACKENDS
     # The nodes of a run of one node need not find each other.
     store = None if standalone or (of_torch and size.max == 1) else _read_store(line, backend)
@@ -194,7 +153,7 @@ def read_node(line: CommandLine) -> dict[str, Any]:
     }
 
 
-def _backend(line: CommandLine) -> RawValue:
+def backend_of(line: CommandLine) -> RawValue:
     """Return the name of the rendezvous; the flags of torch's static rendezvous select it, as under torchrun."""
     if (raw := line.raw.get("rdzv-backend")) is not None:
         return dataclasses.replace(raw, text=raw.text.strip().lower().replace("_", "-"))
@@ -202,7 +161,7 @@ def _backend(line: CommandLine) -> RawValue:
     return RawValue("--rdzv-backend", "static" if static else "torchelastic")
 
 
-def _endpoint(line: CommandLine, backend: str) -> RawValue | None:
+def endpoint_of(line: CommandLine, backend: str) -> RawValue | None:
     """Return the endpoint of the rendezvous, with torch's defaults for its backends; None if it is not known."""
     if (endpoint := line.raw.get("rdzv-endpoint")) is not None or backend in BACKENDS:
         return endpoint
@@ -217,7 +176,7 @@ def _read_store(line: CommandLine, backend: RawValue) -> StoreSettings | None:
     """Return the settings of the store; None if its address is not set."""
     if (name := backend.text) not in {*BACKENDS, *_TORCH_BACKENDS}:
         raise backend.error("unknown rendezvous; use c10d, or remove this flag to use etcd")
-    if (endpoint := _endpoint(line, name)) is None:
+    if (endpoint := endpoint_of(line, name)) is None:
         return None
     try:
         written, endpoints = parse_endpoints(endpoint.text, _TORCH_BACKENDS.get(name, DEFAULT_PORT))

@@ -9,7 +9,6 @@ import math
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from torchelastic.config.settings import PortRange, StartMethod
@@ -55,11 +54,6 @@ class RawValue:
 def string(raw: RawValue) -> str:
     """Return the value unchanged."""
     return raw.text
-
-
-def path(raw: RawValue) -> Path:
-    """Parse the path of a file."""
-    return Path(raw.text)
 
 
 def integer(least: int, most: int, also: str = "") -> Callable[[RawValue], int]:
@@ -194,12 +188,12 @@ def signals(raw: RawValue) -> frozenset[signal.Signals]:
 
 
 def one_of(*values: str) -> Callable[[RawValue], str]:
-    """Return a parser for one of these values."""
+    """Return a parser for one of these values, in any case."""
 
     def read(raw: RawValue) -> str:
-        if raw.text not in values:
+        if (found := raw.text.lower()) not in values:
             raise raw.error(f"must be one of {', '.join(values)}")
-        return raw.text
+        return found
 
     return read
 
@@ -219,19 +213,6 @@ def record(kind: type[Record]) -> Callable[[RawValue], Record]:
             raise raw.error(f"this is {error}") from None
 
     return read
-
-
-def job(raw: RawValue) -> tuple[str, str]:
-    """Parse ``NAMESPACE/NAME`` of a job; the namespace may be empty."""
-    namespace, _, own = raw.text.rpartition("/")
-    return namespace, own
-
-
-def protocol(raw: RawValue) -> str:
-    """Parse the protocol of connections to etcd."""
-    if (found := raw.text.lower()) not in {"http", "https"}:
-        raise raw.error("etcd is reached over http or https")
-    return found
 
 
 def file(raw: RawValue) -> str:

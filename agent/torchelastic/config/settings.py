@@ -1,4 +1,8 @@
-"""The settings of an agent. :mod:`torchelastic.config.parse` parses them from the command line and the environment."""
+"""The settings of an agent. :mod:`torchelastic.config.parse` parses them from the command line and the environment.
+
+A field that its class does not describe has the meaning of its flag (:data:`torchelastic.config.flags.FLAGS`). None and
+empty values stand for a flag that is not set.
+"""
 
 from __future__ import annotations
 
@@ -74,13 +78,6 @@ class LogSettings:
         tee: by local rank, streams that go to these files and, with a prefix before each line, to the agent's own
             streams. Workers inherit the agent's streams if they are in neither of the two mappings.
         combined: whether both streams of a worker without ``redirects`` and ``tee`` go to one file ``output.log``.
-        prefix: whether the rank precedes each line on the agent's own streams, so that workers do not inherit them.
-        local_ranks_filter: the local ranks whose output goes to the console; None for all.
-        log_line_prefix_template: the prefix before each line, with ``${role_name}``, ``${local_rank}``, ``${rank}`` and
-            ``${hostname}``; empty for the default one.
-        duplicate_stdout_filters: texts; lines of standard output in ``tee`` that contain one of them are also written
-            to the file ``filtered_stdout.log`` of the round.
-        duplicate_stderr_filters: likewise for standard error and ``filtered_stderr.log``.
         specs: the user's object that chooses the files and streams instead of all settings above but ``prefix``.
     """
 
@@ -121,7 +118,6 @@ class RendezvousSettings:
         run_id: the id of the run; nodes with the same id in the same store train together.
         size: the minimum, maximum and desired number of nodes.
         unique_run: whether the id is never reused; if so, an outcome in the store belongs to this run.
-        max_restarts: maximum number of worker failures in the run that count against the restart budget.
         last_call_timeout: seconds without a further node after which the first round begins with the minimum; None for
             the default, which depends on whether the desired size is known.
         join_debounce: seconds during which joins are combined into one new round.
@@ -130,7 +126,6 @@ class RendezvousSettings:
         run_lease: seconds after which the store removes the keys of a run without nodes.
         crash_loop_limit: number of consecutive early failures of workers after which the run fails.
         crash_loop_seconds: uptime in seconds below which a failure counts toward ``crash_loop_limit``.
-        notice: maximum number of seconds for workers to save a checkpoint before a planned change.
         ports: the ports on which this node listens for other nodes and serves TCPStores; None for any port.
         resume: the state of the run before it was suspended.
     """
@@ -156,13 +151,11 @@ class NodeSettings:
     """The settings of a node in the rendezvous.
 
     Attributes:
-        rendezvous: the rules of the rendezvous.
         store: the store; None for a run of one node, which needs no etcd.
         etcd_addresses: the addresses on which this node serves the store, if torch's backends let it do so.
         node_name: the name of this node for users and the operator.
         address: the address at which peers reach this node; also MASTER_ADDR if this node serves the TCPStore.
         interface: the network interface for gloo and NCCL; empty if they choose it themselves.
-        topology_key: nodes with the same key, such as a host, get consecutive ranks; empty for none.
     """
 
     rendezvous: RendezvousSettings
@@ -179,21 +172,8 @@ class AgentSettings(NodeSettings):
     """The settings of an agent.
 
     Attributes:
-        program: the program of the workers.
-        workers: the number of workers.
         node_rank: this node's place among the nodes; None for a place after those that have one.
-        role: the role of the workers, as torchrun's --role.
-        logs: the destinations of the workers' output.
-        shutdown_timeout: seconds between the signal and SIGKILL when this node leaves the run.
-        stop_timeout: seconds between SIGTERM and SIGKILL between two rounds, for workers that handle SIGTERM.
         signals: the signals on which this node leaves the run, and which its workers then get.
-        virtual_local_rank: whether each worker has local rank 0 and only its own GPU, as torchrun's flag.
-        numa_binding: the mode in which torch binds each worker to the CPUs near its GPU; empty for no binding.
-        heartbeat_timeout: seconds without a heartbeat after which a worker counts as hung; None for no limit.
-        non_retryable_exit_codes: exit codes of workers after which the run fails at once; 128 + n for signal n.
-        uncharged_exit_codes: exit codes of workers that do not count against the restart budget; 128 + n for signal n.
-        metrics_port: the port of /metrics; 0 for any free port; None for no /metrics.
-        termination_log: the file for the termination message.
         job: namespace and name of the job; without a job, an empty namespace and the run's id.
         job_created: the creation time of the job, in seconds since the Unix epoch; 0 if unknown.
     """

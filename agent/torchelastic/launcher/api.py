@@ -14,7 +14,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from torchelastic.agent.server.api import WorkerSpec
+from torchelastic.agent.server.api import WorkerSpec, common_fields
 from torchelastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torchelastic.config import parsers
 from torchelastic.config.parsers import RawValue
@@ -40,37 +40,27 @@ logger = logging.getLogger(__name__)
 class LaunchConfig:
     """The configuration for launching a function or a command on this node.
 
+    Attributes that are not listed have the same meaning in :class:`~torchelastic.agent.server.WorkerSpec` or
+    :class:`~torchelastic.agent.server.LocalElasticAgent`.
+
     Attributes:
         min_nodes: the minimum number of nodes.
         max_nodes: the maximum number of nodes.
         nproc_per_node: number of workers on this node.
-        logs_specs: see :class:`~torchelastic.agent.server.LocalElasticAgent`.
         run_id: the id of the run; nodes with the same id train together. Optional for one node.
-        role: the role of the workers.
         rdzv_endpoint: the address of the rendezvous: by default, the endpoints of an etcd. Required if the run has more
             than one node.
         rdzv_backend: "torchelastic" (or "etcd"), or a backend of torch, such as "c10d" or "static".
         rdzv_configs: more settings of the rendezvous, with the keys of ``--rdzv-conf``.
         rdzv_timeout: seconds to wait for the minimum number of nodes; -1 to use ``rdzv_configs``.
-        max_restarts: maximum number of worker failures in the run that count against the restart budget.
         monitor_interval: seconds between polls; used only with torch's backends.
-        start_method: see :class:`~torchelastic.agent.server.LocalElasticAgent`.
         log_line_prefix_template: the text before each line of the streams in ``tee`` on the console, with
             ``${role_name}``, ``${local_rank}``, ``${rank}`` and ``${hostname}``; None for torch's default.
         metrics_cfg: the parameters of :func:`torchelastic.metrics.initialize_metrics`.
-        local_addr: the address at which other nodes reach this node; None to detect it.
-        event_log_handler: see :class:`~torchelastic.agent.server.WorkerSpec`.
-        numa_options: see :class:`~torchelastic.agent.server.WorkerSpec`.
         signals_to_handle: the names of signals, separated by commas. If the program neither handles nor ignores such a
             signal and launches in its main thread, this node leaves the run on the signal.
-        duplicate_stdout_filters: see :class:`~torchelastic.agent.server.WorkerSpec`.
-        duplicate_stderr_filters: see :class:`~torchelastic.agent.server.WorkerSpec`.
-        virtual_local_rank: see :class:`~torchelastic.agent.server.WorkerSpec`.
         shutdown_timeout: seconds between SIGTERM and SIGKILL when this node leaves the run; None for
             ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``, or 30.
-        log_dir: see :class:`~torchelastic.agent.server.LocalElasticAgent`.
-        redirects: see :class:`~torchelastic.agent.server.WorkerSpec`.
-        tee: see :class:`~torchelastic.agent.server.WorkerSpec`.
     """
 
     min_nodes: int
@@ -106,22 +96,17 @@ class LaunchConfig:
             self.shutdown_timeout = parsers.seconds(zero=True)(RawValue(name, os.environ.get(name, "30")))
 
 
+@dataclass
 class elastic_launch:  # noqa: N801 - torch's name
     """A callable that launches a function or a command with the arguments of the call; see :func:`launch_agent`."""
 
-    def __init__(
-        self,
-        config: LaunchConfig,
-        entrypoint: Callable[..., Any] | str,
-        health_check_server: HealthCheckServer | None = None,
-    ) -> None:
-        self._config = config
-        self._entrypoint = entrypoint
-        self._health_check_server = health_check_server
+    config: LaunchConfig
+    entrypoint: Callable[..., Any] | str
+    health_check_server: HealthCheckServer | None = None
 
     def __call__(self, *args: Any) -> dict[int, Any]:  # noqa: ANN401 - the function's own arguments
         """Launch the function or command with these arguments."""
-        return launch_agent(self._config, self._entrypoint, args, self._health_check_server)
+        return launch_agent(self.config, self.entrypoint, args, self.health_check_server)
 
 
 def launch_agent(
@@ -150,23 +135,24 @@ def launch_agent(
     """
     from torchelastic import metrics
 
-    handler = rendezvous_handler_registry.create_handler(_parameters(config))
+    options = {} if config.rdzv_timeout == -1 else {"timeout": config.rdzv_timeout}
+    parameters = RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        # torch's handlers always need an id; torchelastic's needs one if the run may have several nodes.
+        run_id=config.run_id or (uuid.uuid4().hex if config.max_nodes == 1 else ""),
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs | options,
+    )
+    handler = rendezvous_handler_registry.create_handler(parameters)
     spec = WorkerSpec(
-        role=config.role,
+        **common_fields(WorkerSpec, config),
         local_world_size=config.nproc_per_node,
         rdzv_handler=handler,
         entrypoint=entrypoint,
         args=tuple(args),
-        max_restarts=config.max_restarts,
-        monitor_interval=config.monitor_interval,
-        local_addr=config.local_addr,
-        event_log_handler=config.event_log_handler,
-        numa_options=config.numa_options,
-        duplicate_stdout_filters=config.duplicate_stdout_filters,
-        duplicate_stderr_filters=config.duplicate_stderr_filters,
-        virtual_local_rank=config.virtual_local_rank,
-        redirects=config.redirects,
-        tee=config.tee,
     )
     agent = LocalElasticAgent(
         spec,
@@ -194,20 +180,6 @@ def launch_agent(
 
         raise ChildFailedError(spec.get_entrypoint_name(), result.failures)
     return result.return_values
-
-
-def _parameters(config: LaunchConfig) -> RendezvousParameters:
-    options = config.rdzv_configs | ({} if config.rdzv_timeout == -1 else {"timeout": config.rdzv_timeout})
-    # torch's handlers always need an id; torchelastic's needs one if the run may have several nodes.
-    return RendezvousParameters(
-        backend=config.rdzv_backend,
-        endpoint=config.rdzv_endpoint,
-        run_id=config.run_id or (uuid.uuid4().hex if config.max_nodes == 1 else ""),
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        local_addr=config.local_addr,
-        **options,
-    )
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +101,11 @@ class WorkerSpec:
         if isinstance(self.entrypoint, str):
             return Path(self.entrypoint).name
         return str(getattr(self.entrypoint, "__qualname__", type(self.entrypoint).__qualname__))
+
+
+def common_fields(kind: type, source: object) -> dict[str, Any]:
+    """Return the fields of a dataclass that an object has as attributes, by name."""
+    return {each.name: getattr(source, each.name) for each in dataclasses.fields(kind) if hasattr(source, each.name)}
 
 
 class WorkerState(enum.StrEnum):

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from torchelastic import machine
 from torchelastic.agent.agent import Agent, Signals
 from torchelastic.agent.function_call import read_results, serialize_call, write_call
-from torchelastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from torchelastic.agent.server.api import RunResult, WorkerSpec, WorkerState, common_fields
 from torchelastic.agent.workers.pool import Workers
 from torchelastic.config import parsers
 from torchelastic.config.parse import program_of_command, read_streams
 from torchelastic.config.parsers import RawValue
-from torchelastic.config.settings import AgentSettings, LogSettings, Program, ProgramKind
+from torchelastic.config.settings import AgentSettings, LogSettings, NodeSettings, Program, ProgramKind
 from torchelastic.errors import SettingsError
 from torchelastic.lazy import lazy_attributes
 from torchelastic.metrics.agent import AgentMetrics
@@ -223,9 +223,8 @@ class LocalElasticAgent:
             raise SettingsError("numa_options.should_fall_back_if_binding_fails is not supported: set it to False.")
         if spec.virtual_local_rank:
             machine.own_device(os.environ, spec.local_world_size - 1)  # each worker needs one
-        node = {each.name: getattr(handler.settings, each.name) for each in dataclasses.fields(handler.settings)}
         settings = AgentSettings(
-            **node | ({"address": spec.local_addr} if spec.local_addr else {}),
+            **common_fields(NodeSettings, handler.settings) | ({"address": spec.local_addr} if spec.local_addr else {}),
             program=program,
             workers=spec.local_world_size,
             role=parsers.name()(RawValue("WorkerSpec.role", spec.role)),

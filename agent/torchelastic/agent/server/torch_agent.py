@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from torchelastic import machine
 from torchelastic.agent.function_call import pickle_call
-from torchelastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from torchelastic.agent.server.api import RunResult, WorkerSpec, WorkerState, common_fields
 from torchelastic.config.parse import make_specs
 from torchelastic.errors import SettingsError
 from torchelastic.metrics.api import forward_torch
@@ -61,33 +61,26 @@ class TorchAgent(LocalElasticAgent):
                 "WorkerSpec.heartbeat_timeout and non_retryable_exit_codes need the torchelastic rendezvous: remove "
                 "them, or remove rdzv_handler."
             )
+        known = common_fields(TorchSpec, spec)  # the oldest supported torch does not have all of them
+        newer = {"event_log_handler", "numa_options", "virtual_local_rank"}
+        for name in (newer | {"duplicate_stdout_filters", "duplicate_stderr_filters"}) - {*known}:
+            if getattr(spec, name) and getattr(spec, name) != "null":
+                raise SettingsError(f"WorkerSpec.{name} needs a newer torch: remove it, or update torch.")
         os.environ.setdefault(_NO_SHARED_STORE, "1")
         forward_torch()
         program = spec.entrypoint
-        # The oldest supported torch does not have all of these fields.
-        newer: dict[str, Any] = {"numa_options": spec.numa_options, "virtual_local_rank": spec.virtual_local_rank}
         self._is_function = not isinstance(program, str)
         self._stopped = stopped
         self._stopping = False
         self._blocked = False
         self._round = 0
+        call = {
+            "fn": None,  # the same as the entry point
+            "entrypoint": program if isinstance(program, str) else _call,
+            "args": tuple(map(str, spec.args)) if isinstance(program, str) else (pickle_call(program, spec.args),),
+        }
         super().__init__(
-            TorchSpec(
-                role=spec.role,
-                local_world_size=spec.local_world_size,
-                rdzv_handler=cast("torch_rendezvous.RendezvousHandler", _Handler(spec)),
-                entrypoint=program if isinstance(program, str) else _call,
-                args=tuple(map(str, spec.args)) if isinstance(program, str) else (pickle_call(program, spec.args),),
-                max_restarts=spec.max_restarts,
-                monitor_interval=spec.monitor_interval,
-                master_port=spec.master_port,
-                master_addr=spec.master_addr,
-                local_addr=spec.local_addr,
-                event_log_handler=spec.event_log_handler,
-                **{name: value for name, value in newer.items() if value},
-                duplicate_stdout_filters=[*logs.duplicate_stdout_filters],
-                duplicate_stderr_filters=[*logs.duplicate_stderr_filters],
-            ),
+            TorchSpec(**known | call | {"rdzv_handler": cast("Any", _Handler(spec))}),
             logs.specs or make_specs(DefaultLogsSpecs, logs),
             log_line_prefix_template=logs.log_line_prefix_template or None,
             start_method="spawn",
