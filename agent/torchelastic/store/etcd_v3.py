@@ -226,23 +226,19 @@ class EtcdV3Store:
         await self._servers.check(read)
 
     async def get(self, key: str) -> Entry | None:
-        """See :meth:`Store.get <torchelastic.store.api.Store.get>`."""
         answer = await self._call("/v3/kv/range", {"key": _encoded(key)}, repeatable=True)
         return _entry(answer.kvs[0]) if answer.kvs else None
 
     async def list(self, prefix: str) -> Listing:
-        """See :meth:`Store.list <torchelastic.store.api.Store.list>`."""
         answer = await self._call("/v3/kv/range", _below(prefix), repeatable=True)
         header = answer.header
         return Listing(header.revision, tuple(_entry(kv) for kv in answer.kvs), f"{header.cluster_id:x}")
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
-        """See :meth:`Store.put <torchelastic.store.api.Store.put>`."""
         message = {"key": _encoded(key), "value": value, "lease": lease}
         return (await self._call("/v3/kv/put", message)).header.revision
 
     async def compare_and_swap(self, key: str, value: bytes | None, *, expected: int, lease: int = 0) -> int | None:
-        """See :meth:`Store.compare_and_swap <torchelastic.store.api.Store.compare_and_swap>`."""
         name = _encoded(key)
         if value is None:
             change: dict[str, Any] = {"request_delete_range": {"key": name}}
@@ -255,15 +251,12 @@ class EtcdV3Store:
         return answer.header.revision if answer.succeeded else None
 
     async def delete(self, key: str) -> None:
-        """See :meth:`Store.delete <torchelastic.store.api.Store.delete>`."""
         await self._call("/v3/kv/deleterange", {"key": _encoded(key)})
 
     async def delete_prefix(self, prefix: str) -> None:
-        """See :meth:`Store.delete_prefix <torchelastic.store.api.Store.delete_prefix>`."""
         await self._call("/v3/kv/deleterange", _below(prefix))
 
     async def grant(self, ttl: float, *, lease: int = 0) -> int:
-        """See :meth:`Store.grant <torchelastic.store.api.Store.grant>`."""
         message = {"TTL": max(math.ceil(ttl), 1), "ID": lease}
         while True:
             try:
@@ -275,7 +268,6 @@ class EtcdV3Store:
                     return lease
 
     async def keep_alive(self, lease: int) -> None:
-        """See :meth:`Store.keep_alive <torchelastic.store.api.Store.keep_alive>`."""
         answer = await self._call("/v3/lease/keepalive", {"ID": lease}, repeatable=True)
         if isinstance(answer.error, Fault):
             raise refused("etcd", answer.error)
@@ -283,12 +275,10 @@ class EtcdV3Store:
             raise LeaseLost(f"lease {lease:x} has expired")
 
     async def revoke(self, lease: int) -> None:
-        """See :meth:`Store.revoke <torchelastic.store.api.Store.revoke>`."""
         with contextlib.suppress(LeaseLost):
             await self._call("/v3/lease/revoke", {"ID": lease}, repeatable=True)
 
     async def watch(self, prefix: str) -> AsyncGenerator[tuple[Change, ...], None]:
-        """See :meth:`Store.watch <torchelastic.store.api.Store.watch>`."""
         start = 0
         if len(self._servers.endpoints) > 1 or self._settings.username is not None:
             await self._revision(prefix)  # finds a server that answers, and renews the token
@@ -316,7 +306,6 @@ class EtcdV3Store:
                         yield ()
 
     async def close(self) -> None:
-        """See :meth:`Store.close <torchelastic.store.api.Store.close>`."""
         await self._servers.close()
 
     @contextlib.asynccontextmanager
