@@ -264,15 +264,9 @@ class EtcdV2Store:
         patience: float = 0.0,
         **options: Any,  # noqa: ANN401
     ) -> Answer:
-        """Return the answer to a method of python-etcd.
+        """Return the answer to a method of python-etcd; for ``at`` and ``limit``, see :meth:`EtcdServers.ask`.
 
-        Args:
-            method: the name of the method.
-            args: the positional arguments.
-            at: the only server to ask; None for all.
-            limit: seconds for the whole call; None for the request timeout.
-            patience: seconds to wait for a change; 0 if the request does not wait for a change.
-            options: the keyword arguments.
+        A request that waits for a change waits for ``patience`` seconds.
 
         Raises:
             EtcdException: the answer is about keys: a condition does not hold, or etcd no longer keeps an event.

@@ -124,10 +124,7 @@ class EtcdServers:
         raise AssertionError("there is at least one endpoint")
 
     async def check(self, exchange: Callable[[str], Awaitable[object]]) -> None:
-        """Check that a server can be used.
-
-        Args:
-            exchange: as in :meth:`ask`; the exchange may be repeated.
+        """Check that a server can be used; ``exchange`` is as in :meth:`ask`, and may be repeated.
 
         Raises:
             StoreError: the exchange failed, or a server expects the other protocol (http or https).
@@ -154,14 +151,7 @@ class EtcdServers:
         body: bytes = b"",
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request and yield the answer; read the answer within the block.
-
-        Args:
-            method: the HTTP method.
-            endpoint: the server.
-            path: the path and an optional query, quoted.
-            body: the body of the request.
-            headers: additional headers.
+        """Send a request for a quoted path with an optional query, and yield the answer, to be read within the block.
 
         Raises:
             StoreUnavailable: the server cannot be reached, or the connection broke.
