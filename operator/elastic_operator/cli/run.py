@@ -311,9 +311,10 @@ class _Demo:
             current = next((each for each in self._job.rounds if each.number == status.round), RoundView())
             if status.round <= before or not trains(current):
                 return False
-            if not found or len(self._training_pods) == pods:
+            complete = sum(bool(pod.ranks) for pod in self._job.pods) == pods  # a pod may have finished already
+            if not found or complete:
                 found.append((status.world_size, current))
-            return len(self._training_pods) == pods
+            return complete
 
         what = f"training with {messages.count(pods, 'pod')} in a round after {before}"
         await self._until(resumed, what=what)
