@@ -228,11 +228,12 @@ class LocalRun:
         Raises:
             BadInput: the control socket cannot be created; nothing was started.
         """
+        self.checking = asyncio.create_task(check())
+        await asyncio.sleep(0)  # starts the process of the check
         if fields := ", ".join(unsupported_fields(self._live.manifest["spec"])):
             warning = f"without effect on this machine, where pods are processes: {fields}"
             self._warn(Reason.UNSUPPORTED_FIELDS, warning)
         async with control_server(self, self._files), self._tasks as tasks:
-            self.checking = asyncio.create_task(check())
             self._write_record(self.snapshot())
             tasks.create_task(self._show(on_snapshot))
             drivers = [
