@@ -208,7 +208,7 @@ def train(options: argparse.Namespace, data: TensorDataset, device: torch.device
         optimizer.step()
 
         now = time.monotonic()
-        if rank == 0 and (now - said >= 1 or step == total):
+        if rank == 0 and (step == first + 1 or now - said >= 1 or step == total):
             epoch, speed = math.ceil(step * BATCH / len(data)), (step - said_step) * BATCH / (now - said) / 1000
             progress = f"epoch {min(epoch, options.epochs)}/{options.epochs}  step {step}/{total}"
             print(f"{progress}  loss {loss.item():.3f}  {speed:.1f}k samples/s", flush=True)

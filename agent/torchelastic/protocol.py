@@ -660,18 +660,13 @@ class ExitCode(enum.IntEnum):
     """No port of the configured range is free on this host; a retry may find one."""
     AGENT_ERROR = 5
     """The store refused the agent (credentials, version), or the agent itself failed; a retry may succeed."""
+    # The agent left the run on a signal: see LEAVING_SIGNALS.
     HUNG_UP = 129
-    """The agent received SIGHUP and left the run."""
     INTERRUPTED = 130
-    """The agent received SIGINT and left the run."""
     QUIT = 131
-    """The agent received SIGQUIT and left the run."""
     USER_SIGNAL_1 = 138
-    """The agent received SIGUSR1, which it handles only if it is told to, and left the run."""
     USER_SIGNAL_2 = 140
-    """The agent received SIGUSR2, likewise, and left the run."""
     LEFT = 143
-    """The agent received SIGTERM and left the run."""
 
 
 LEAVING_SIGNALS: Final[Mapping[signal.Signals, ExitCode]] = {
@@ -682,7 +677,7 @@ LEAVING_SIGNALS: Final[Mapping[signal.Signals, ExitCode]] = {
     signal.SIGUSR1: ExitCode.USER_SIGNAL_1,
     signal.SIGUSR2: ExitCode.USER_SIGNAL_2,
 }
-"""The signals that can ask an agent to leave, with the agent's exit codes."""
+"""The signals that can ask an agent to leave, with the agent's exit codes; SIGUSR1 and SIGUSR2 only on request."""
 
 LEFT_CODES: Final = frozenset(LEAVING_SIGNALS.values())
 """The exit codes of an agent that left the run on a signal, which is not a failure of the job."""

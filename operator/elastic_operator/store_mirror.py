@@ -50,6 +50,7 @@ class StoreMirror:
         run_id: the run's id.
         changed: called without arguments after a change.
         away: called with the reason why the store is away, as a sentence.
+        recorded: called without arguments after a change of ``history``.
         run_lease: seconds after which the store deletes a run whose lease no agent and no operator renews.
 
     Attributes:
@@ -69,6 +70,7 @@ class StoreMirror:
         *,
         changed: Callable[[], None],
         away: Callable[[str], None],
+        recorded: Callable[[], None] = lambda: None,
         run_lease: float = protocol.RUN_LEASE_TTL,
     ) -> None:
         self._run_id = run_id
@@ -76,6 +78,7 @@ class StoreMirror:
         self._keys = protocol.RunKeys.of(run_id)
         self._changed = changed
         self._away = away
+        self._recorded = recorded
         self._store: Store | None = None  # set while connected, even if the store does not respond
         self.readable = False
         self.round: protocol.RoundRecord | None = None
@@ -171,6 +174,7 @@ class StoreMirror:
             return False
         if key == keys.history:
             self.history = _record(entry, protocol.HistoryRecord)
+            self._recorded()
             return False
         if key == keys.state:
             state = _record(entry, protocol.StateRecord) or protocol.StateRecord()

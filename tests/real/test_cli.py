@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 from typing import TYPE_CHECKING
 
@@ -106,10 +107,14 @@ async def test_bad_input_is_shown_on_the_live_screen(home: Path, tmp_path: Path)
 
 STORY = """\
 import os, pathlib, sys, time
+import torchelastic
 world, rank, seen = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]), pathlib.Path(sys.argv[1])
 print(f"started with {world} workers", flush=True)
 if world == 3 and rank == 0:
     (seen / f"large-{time.time_ns()}").touch()
+if len(sys.argv) > 2:
+    time.sleep(float(sys.argv[2]))
+    torchelastic.step()
 # The demo grows the job, kills a worker and an agent, and shrinks the job. Then the program ends.
 while world == 3 or len(list(seen.glob("large-*"))) < 3:
     print("a step", flush=True)
@@ -119,16 +124,24 @@ if rank == 0:
 """
 
 
-def demo_job(folder: Path, **spec: object) -> Path:
-    """Write the manifest of a job that finishes after all steps of the demo, and return its path."""
+def demo_job(folder: Path, *, first_step_after: float | None) -> Path:
+    """Write the manifest of a job that finishes after all steps of the demo, and return its path.
+
+    The program makes a training step so many seconds after it prints its first line, or none.
+    """
     seen = folder / "seen"
     seen.mkdir()
     (folder / "story.py").write_text(STORY)
-    return manifest(folder, "digits", command=["env", sys.executable, str(folder / "story.py"), str(seen)], **spec)
+    arguments = [str(folder / "story.py"), str(seen), *([] if first_step_after is None else [str(first_step_after)])]
+    return manifest(folder, "digits", command=["env", sys.executable, *arguments])
 
 
-async def test_the_demo_runs_every_step_and_prints_its_duration(home: Path, tmp_path: Path) -> None:
-    code, out, err = await answer(home, "demo", "--plain", str(demo_job(tmp_path)))
+@pytest.mark.parametrize("first_step_after", [0.4, None], ids=["steps", "no steps"])
+async def test_the_demo_runs_every_step_and_prints_its_duration(
+    home: Path, tmp_path: Path, first_step_after: float | None
+) -> None:
+    job = demo_job(tmp_path, first_step_after=first_step_after)
+    code, out, err = await answer(home, "demo", "--plain", str(job))
     assert (code, err) == (0, ""), out
     acts = ["start with 2 pods", "scale to 3", "kill -9 a worker", "kill -9 an agent", "scale back to 2", "success"]
     announced = [line.partition("--- ")[2] for line in out.splitlines() if "--- " in line]
@@ -136,6 +149,13 @@ async def test_the_demo_runs_every_step_and_prints_its_duration(home: Path, tmp_
     table = out[out.index(" STEP ") :].splitlines()
     assert [act for act in acts for line in table if line.strip().startswith(act)] == acts
     assert any("kill -9 a worker" in line and "rank 2, process " in line for line in table)
+    if first_step_after is None:
+        assert sum("no steps reported" in line for line in table) >= 5
+    else:
+        rows = [re.search(r"  ([\d.]+) s  +([\d.]+) s", line) for line in table]
+        times = [(float(row[1]), float(row[2])) for row in rows if row]
+        assert len(times) >= 5, table
+        assert all(trains >= agent + first_step_after for trains, agent in times)
     assert any("success" in line and "test accuracy 0.999" in line for line in table)
     assert "failed" not in out
     assert processes_of(home) == {}

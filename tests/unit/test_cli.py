@@ -280,3 +280,8 @@ def test_an_output_that_cannot_be_written_by_a_task_causes_no_traceback(
     monkeypatch.setattr("elastic_operator.cli.main._main", lambda _: asyncio.run(run()))
     monkeypatch.setattr("elastic_operator.cli.main._discard_output", lambda: None)
     assert cli.main([]) == code
+
+
+def test_run_starts_its_first_processes_before_it_imports_an_http_library() -> None:
+    program = "import sys, elastic_operator.cli.run; sys.exit('aiohttp' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

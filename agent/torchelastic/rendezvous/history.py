@@ -198,9 +198,7 @@ class History:
     def with_breakdown(self, record: RoundRecord, end_of: Callable[[str], DepartureReason | None]) -> RoundRecord:
         """Return a round with the time breakdown until its commit; the history does not change.
 
-        Args:
-            record: the round to commit.
-            end_of: returns why a member of the current round is gone; None if the member is present.
+        ``end_of`` returns why a member of the current round is gone; None if the member is present.
         """
         before, nodes = self._round, frozenset(record.nodes)
         if record.number <= before.number:

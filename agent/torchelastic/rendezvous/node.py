@@ -320,11 +320,6 @@ class RendezvousNode:
         """Change this node's record for a round; reports for a past round are ignored, and a new round resets them.
 
         The phase of a node that leaves stays LEAVING, unless all its workers have exited with 0.
-
-        Args:
-            round: the round's number.
-            changes: fields of the node's record: ``phase``, ``failure``, ``notice``, ``saved``, ``first_step_at``,
-                ``has_stepped``, ``last_checkpoint_at``.
         """
         if self._leaving and changes.get("phase") is not NodePhase.DONE:
             changes.pop("phase", None)
@@ -478,12 +473,7 @@ class RendezvousNode:
 def listen(host: str, ports: PortRange | None = None, *, after: int = 0) -> socket.socket:
     """Return a listening socket on a free port of this address, or of all addresses if the address is not local.
 
-    Peers may reach a pod at the address of a gateway.
-
-    Args:
-        host: the address.
-        ports: the allowed ports; None for any.
-        after: a port that must not be used; the search begins after it.
+    Peers may reach a pod at the address of a gateway. The search begins after the port ``after``, which is not used.
 
     Raises:
         OSError: no socket can be created.

@@ -76,12 +76,7 @@ class ConnectionObserver(Protocol):
 
 
 class PeerServer:
-    """Answers greetings, and notifies an observer of connections.
-
-    Args:
-        run: the run's id; connections of other runs are closed.
-        node: this node's id.
-        listener: the listening socket, which the server closes.
+    """Answers greetings of nodes of the same run, and notifies an observer of connections; closes the listener.
 
     Attributes:
         observer: the object that is notified of connections; None if there is none.
@@ -160,15 +155,7 @@ class PeerServer:
 
 
 async def hold_connection(address: str, *, run: str, node: str, peer: str, observer: ConnectionObserver) -> Verdict:
-    """Hold a connection to a peer until it is lost; then probe the peer and return the verdict.
-
-    Args:
-        address: host:port of the peer's server.
-        run: the run's id.
-        node: this node's id.
-        peer: the peer's id.
-        observer: the object that is notified when the connection is established and when it is lost.
-    """
+    """Hold a connection to a peer's server until it is lost; then probe the peer and return the verdict."""
     verdict, streams = await _greet(address, _Greeting(run=run_digest(run), node=node, stay=True), peer)
     if streams is None:
         return verdict

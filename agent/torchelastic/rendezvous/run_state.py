@@ -88,11 +88,6 @@ class Versioned(Generic[RecordT_co]):
 class RunStateWatch:
     """The state of a run as one node knows it; :meth:`follow` keeps it up to date.
 
-    Args:
-        node: the node's id.
-        settings: the rules, and the run's id.
-        store: the run's store.
-
     Attributes:
         keys: the run's keys.
         run_lease: writes keys that outlive this node.

@@ -175,12 +175,7 @@ class RunLease:
 
     Each write assumes that the lease exists. If it does not exist (in a new run or an empty store), the write grants
     the lease and is repeated. So no method raises LeaseLost, which a caller with its own lease would mistake for the
-    loss of that lease.
-
-    Args:
-        store: the store.
-        run_id: the run's id, which determines the id of the lease.
-        ttl: seconds until the keys expire after the last renewal.
+    loss of that lease. The keys expire ``ttl`` seconds after the last renewal.
     """
 
     def __init__(self, store: Store, run_id: str, *, ttl: float = RUN_LEASE_TTL) -> None:

@@ -73,13 +73,7 @@ def shown(body: bytes) -> str:
 
 
 def refused(where: str, fault: Fault, *, transient: bool = False) -> StoreError:
-    """Return the error for an error message of etcd 3.
-
-    Args:
-        where: the server, for example "etcd at host:port".
-        fault: the error message.
-        transient: whether the HTTP status indicates a temporary error.
-    """
+    """Return the error for an error message of etcd 3; ``transient`` if the HTTP status is temporary."""
     message = fault.message.removeprefix("etcdserver: ")
     if "requested lease not found" in message:
         return LeaseLost(f"{where} no longer has this lease")

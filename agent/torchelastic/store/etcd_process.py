@@ -29,12 +29,7 @@ def find_etcd(search_path: str | None) -> Path | None:
 def etcd_command(binary: Path, data: Path, *, clients: Sequence[str], peer: str, log: str) -> tuple[str, ...]:
     """Return the command line of an etcd with one member, whose data need not survive the machine.
 
-    Args:
-        binary: the program.
-        data: the folder for its data.
-        clients: the URLs on which it listens for clients.
-        peer: the URL on which it listens for other members, which do not exist.
-        log: the file for its log, or ``stderr``.
+    ``clients`` and ``peer`` are the URLs on which it listens; ``log`` is a file, or ``stderr``.
     """
     return (
         *(str(binary), "--name=local", f"--data-dir={data}"),

@@ -88,19 +88,16 @@ class EtcdV2Store:
         await self._servers.check(lambda endpoint: self._index("/", at=endpoint))
 
     async def get(self, key: str) -> Entry | None:
-        """See :meth:`Store.get <torchelastic.store.api.Store.get>`."""
         node = await self._find(_path(key))
         return None if node is None else self._entry(key, node)
 
     async def list(self, prefix: str) -> Listing:
-        """See :meth:`Store.list <torchelastic.store.api.Store.list>`."""
         index, nodes = await self._below(prefix)
         found = ((_key(node.path), node) for node in nodes)
         entries = (self._entry(key, node) for key, node in found if key is not None and key.startswith(prefix))
         return Listing(index, tuple(sorted(entries, key=lambda entry: entry.key)), self._cluster_id)
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
-        """See :meth:`Store.put <torchelastic.store.api.Store.put>`."""
         path, text, held = _path(key), _text(value, lease), self._held(lease)
         while True:  # a plain "set" would recreate an expired key
             with contextlib.suppress(etcd.EtcdKeyNotFound):
@@ -111,7 +108,6 @@ class EtcdV2Store:
                 return await self._write(key, text, held, prevExist=False)
 
     async def compare_and_swap(self, key: str, value: bytes | None, *, expected: int, lease: int = 0) -> int | None:
-        """See :meth:`Store.compare_and_swap <torchelastic.store.api.Store.compare_and_swap>`."""
         held = self._held(lease)
         compare: dict[str, Any] = {"prevExist": False}
         if expected:
@@ -127,17 +123,14 @@ class EtcdV2Store:
             return None
 
     async def delete(self, key: str) -> None:
-        """See :meth:`Store.delete <torchelastic.store.api.Store.delete>`."""
         with contextlib.suppress(etcd.EtcdKeyNotFound):
             await self._delete(_path(key))
 
     async def delete_prefix(self, prefix: str) -> None:
-        """See :meth:`Store.delete_prefix <torchelastic.store.api.Store.delete_prefix>`."""
         with contextlib.suppress(etcd.EtcdKeyNotFound):
             await self._ask("delete", _folder(prefix), recursive=True, dir=True)
 
     async def grant(self, ttl: float, *, lease: int = 0) -> int:
-        """See :meth:`Store.grant <torchelastic.store.api.Store.grant>`."""
         chosen = lease or secrets.randbits(62) + 1
         while True:
             texts = await self._texts_under(lease) if lease else {}
@@ -147,7 +140,6 @@ class EtcdV2Store:
                 return chosen
 
     async def keep_alive(self, lease: int) -> None:
-        """See :meth:`Store.keep_alive <torchelastic.store.api.Store.keep_alive>`."""
         held = self._held(lease)
         ends = time.monotonic() + held.ttl
         for path, text in tuple(held.texts.items()):
@@ -162,14 +154,12 @@ class EtcdV2Store:
         held.ends = ends
 
     async def revoke(self, lease: int) -> None:
-        """See :meth:`Store.revoke <torchelastic.store.api.Store.revoke>`."""
         for path, text in (await self._texts_under(lease)).items():
             with contextlib.suppress(*_NOT_AS_EXPECTED):
                 await self._delete(path, prevValue=text)
         self._leases.pop(lease, None)
 
     async def watch(self, prefix: str) -> AsyncGenerator[tuple[Change, ...], None]:
-        """See :meth:`Store.watch <torchelastic.store.api.Store.watch>`."""
         folder, patience = _folder(prefix), self._settings.silence_limit / 2
         start, limit = 0, self._settings.request_timeout
         while True:
@@ -196,7 +186,6 @@ class EtcdV2Store:
                 return
 
     async def close(self) -> None:
-        """See :meth:`Store.close <torchelastic.store.api.Store.close>`."""
         await self._servers.close()
 
     # Keys
@@ -275,15 +264,9 @@ class EtcdV2Store:
         patience: float = 0.0,
         **options: Any,  # noqa: ANN401
     ) -> Answer:
-        """Return the answer to a method of python-etcd.
+        """Return the answer to a method of python-etcd; for ``at`` and ``limit``, see :meth:`EtcdServers.ask`.
 
-        Args:
-            method: the name of the method.
-            args: the positional arguments.
-            at: the only server to ask; None for all.
-            limit: seconds for the whole call; None for the request timeout.
-            patience: seconds to wait for a change; 0 if the request does not wait for a change.
-            options: the keyword arguments.
+        A request that waits for a change waits for ``patience`` seconds.
 
         Raises:
             EtcdException: the answer is about keys: a condition does not hold, or etcd no longer keeps an event.

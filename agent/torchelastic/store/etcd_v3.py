@@ -124,10 +124,7 @@ class EtcdServers:
         raise AssertionError("there is at least one endpoint")
 
     async def check(self, exchange: Callable[[str], Awaitable[object]]) -> None:
-        """Check that a server can be used.
-
-        Args:
-            exchange: as in :meth:`ask`; the exchange may be repeated.
+        """Check that a server can be used; ``exchange`` is as in :meth:`ask`, and may be repeated.
 
         Raises:
             StoreError: the exchange failed, or a server expects the other protocol (http or https).
@@ -154,14 +151,7 @@ class EtcdServers:
         body: bytes = b"",
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request and yield the answer; read the answer within the block.
-
-        Args:
-            method: the HTTP method.
-            endpoint: the server.
-            path: the path and an optional query, quoted.
-            body: the body of the request.
-            headers: additional headers.
+        """Send a request for a quoted path with an optional query, and yield the answer, to be read within the block.
 
         Raises:
             StoreUnavailable: the server cannot be reached, or the connection broke.
@@ -226,23 +216,19 @@ class EtcdV3Store:
         await self._servers.check(read)
 
     async def get(self, key: str) -> Entry | None:
-        """See :meth:`Store.get <torchelastic.store.api.Store.get>`."""
         answer = await self._call("/v3/kv/range", {"key": _encoded(key)}, repeatable=True)
         return _entry(answer.kvs[0]) if answer.kvs else None
 
     async def list(self, prefix: str) -> Listing:
-        """See :meth:`Store.list <torchelastic.store.api.Store.list>`."""
         answer = await self._call("/v3/kv/range", _below(prefix), repeatable=True)
         header = answer.header
         return Listing(header.revision, tuple(_entry(kv) for kv in answer.kvs), f"{header.cluster_id:x}")
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
-        """See :meth:`Store.put <torchelastic.store.api.Store.put>`."""
         message = {"key": _encoded(key), "value": value, "lease": lease}
         return (await self._call("/v3/kv/put", message)).header.revision
 
     async def compare_and_swap(self, key: str, value: bytes | None, *, expected: int, lease: int = 0) -> int | None:
-        """See :meth:`Store.compare_and_swap <torchelastic.store.api.Store.compare_and_swap>`."""
         name = _encoded(key)
         if value is None:
             change: dict[str, Any] = {"request_delete_range": {"key": name}}
@@ -255,15 +241,12 @@ class EtcdV3Store:
         return answer.header.revision if answer.succeeded else None
 
     async def delete(self, key: str) -> None:
-        """See :meth:`Store.delete <torchelastic.store.api.Store.delete>`."""
         await self._call("/v3/kv/deleterange", {"key": _encoded(key)})
 
     async def delete_prefix(self, prefix: str) -> None:
-        """See :meth:`Store.delete_prefix <torchelastic.store.api.Store.delete_prefix>`."""
         await self._call("/v3/kv/deleterange", _below(prefix))
 
     async def grant(self, ttl: float, *, lease: int = 0) -> int:
-        """See :meth:`Store.grant <torchelastic.store.api.Store.grant>`."""
         message = {"TTL": max(math.ceil(ttl), 1), "ID": lease}
         while True:
             try:
@@ -275,7 +258,6 @@ class EtcdV3Store:
                     return lease
 
     async def keep_alive(self, lease: int) -> None:
-        """See :meth:`Store.keep_alive <torchelastic.store.api.Store.keep_alive>`."""
         answer = await self._call("/v3/lease/keepalive", {"ID": lease}, repeatable=True)
         if isinstance(answer.error, Fault):
             raise refused("etcd", answer.error)
@@ -283,12 +265,10 @@ class EtcdV3Store:
             raise LeaseLost(f"lease {lease:x} has expired")
 
     async def revoke(self, lease: int) -> None:
-        """See :meth:`Store.revoke <torchelastic.store.api.Store.revoke>`."""
         with contextlib.suppress(LeaseLost):
             await self._call("/v3/lease/revoke", {"ID": lease}, repeatable=True)
 
     async def watch(self, prefix: str) -> AsyncGenerator[tuple[Change, ...], None]:
-        """See :meth:`Store.watch <torchelastic.store.api.Store.watch>`."""
         start = 0
         if len(self._servers.endpoints) > 1 or self._settings.username is not None:
             await self._revision(prefix)  # finds a server that answers, and renews the token
@@ -316,7 +296,6 @@ class EtcdV3Store:
                         yield ()
 
     async def close(self) -> None:
-        """See :meth:`Store.close <torchelastic.store.api.Store.close>`."""
         await self._servers.close()
 
     @contextlib.asynccontextmanager

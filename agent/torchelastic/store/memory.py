@@ -69,55 +69,45 @@ class MemoryStore:
             self._cut_watches()
 
     async def get(self, key: str) -> Entry | None:
-        """See :meth:`Store.get <torchelastic.store.api.Store.get>`."""
         return (await self._reached()).entries.get(key)
 
     async def list(self, prefix: str) -> Listing:
-        """See :meth:`Store.list <torchelastic.store.api.Store.list>`."""
         data = await self._reached()
         return Listing(data.revision, tuple(data.entries[key] for key in self._below(prefix)), "memory")
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
-        """See :meth:`Store.put <torchelastic.store.api.Store.put>`."""
         await self._reached()
         return self._write({key: value}, lease)
 
     async def compare_and_swap(self, key: str, value: bytes | None, *, expected: int, lease: int = 0) -> int | None:
-        """See :meth:`Store.compare_and_swap <torchelastic.store.api.Store.compare_and_swap>`."""
         entry = (await self._reached()).entries.get(key)
         return self._write({key: value}, lease) if (entry.modified if entry else 0) == expected else None
 
     async def delete(self, key: str) -> None:
-        """See :meth:`Store.delete <torchelastic.store.api.Store.delete>`."""
         if key in (await self._reached()).entries:
             self._write({key: None})
 
     async def delete_prefix(self, prefix: str) -> None:
-        """See :meth:`Store.delete_prefix <torchelastic.store.api.Store.delete_prefix>`."""
         await self._reached()
         self._delete(self._below(prefix))
 
     async def grant(self, ttl: float, *, lease: int = 0) -> int:
-        """See :meth:`Store.grant <torchelastic.store.api.Store.grant>`."""
         data = await self._reached()
         chosen = lease or next(data.lease_ids)
         self._start(chosen, ttl)
         return chosen
 
     async def keep_alive(self, lease: int) -> None:
-        """See :meth:`Store.keep_alive <torchelastic.store.api.Store.keep_alive>`."""
         data = await self._reached()
         if lease not in data.leases:
             raise LeaseLost(f"lease {lease:x} has ended")
         self._start(lease, data.leases[lease][0])
 
     async def revoke(self, lease: int) -> None:
-        """See :meth:`Store.revoke <torchelastic.store.api.Store.revoke>`."""
         await self._reached()
         self.expire(lease)
 
     async def watch(self, prefix: str) -> AsyncGenerator[tuple[Change, ...], None]:
-        """See :meth:`Store.watch <torchelastic.store.api.Store.watch>`."""
         data = await self._reached()
         watch = _Watch(self, prefix)
         data.watches[watch] = None

@@ -4,8 +4,7 @@ The name lock, the control socket, the etcd and the pods of a run exist only dur
 killed, the kernel kills etcd and the pods (:mod:`elastic_operator.local.pdeathsig`).
 
 The demo scales a job up, kills a worker and an agent, and scales the job back. It measures the time from the beginning
-of a step to the first line that rank 0 prints in the next round. ``examples/digits.py`` prints its first line after it
-has loaded its checkpoint and resumed training.
+of a step of the demo to the first training step of the next round, and until the agents had started its workers.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from elastic_operator.local.run_dir import RunDir, create_run, home_dir, lock_na
 from elastic_operator.local.view import DONE, FAILED, NOW, LiveView, Step, View, own_command
 from elastic_operator.manifest.loader import load_checked
 from elastic_operator.views import formatting
-from elastic_operator.views.job_view import EndView, JobView, PodView
+from elastic_operator.views.job_view import EndView, JobView, PodView, RoundView
 
 if TYPE_CHECKING:
     import argparse
@@ -49,6 +48,8 @@ _SUCCESS_LIMIT: Final = 900.0
 _PAUSE: Final = 2.0
 """Seconds of visible training before a step, long enough for a checkpoint."""
 _POLL_INTERVAL: Final = 0.02
+_STEP_LIMIT: Final = 5.0
+"""Seconds from the first line that rank 0 prints after which a program without a step counts as reporting none."""
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -130,29 +131,29 @@ async def run_job(
             logging.basicConfig(filename=files.log, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         except OSError as error:
             raise BadInput(f"cannot write {files.log}: {error.strerror}") from None
-        preparing = asyncio.ensure_future(_prepare(request, files, live))
-        end.add_done_callback(lambda _: preparing.cancel())
-        await asyncio.wait((preparing,))
-        if (preparing.cancelled() or preparing.exception()) and request.resume is None:  # nothing was started
-            shutil.rmtree(files.path, ignore_errors=True)
-        if preparing.cancelled():
-            ending = end.result()
-        else:
-            run = LocalRun(request, files, live, preparing.result(), end)
-            ending = await run.main(name, on_snapshot, on_ending)
+        ran = False
+        try:
+            etcd = find_etcd(request.environ.get("PATH")) if manifest.spec.etcd.endpoint is None else None
+            replace_file(files.manifest, manifest_text(manifest.source))
+            run = LocalRun(request, files, live, etcd, end)
+            ending = await run.main(name, lambda: _check(request, files, live), on_snapshot, on_ending)
+            cancelled = run.checking.cancelled()  # by the user, or because etcd cannot start
+            ran = ending.how == "badInput" if cancelled else run.checking.exception() is None
+        finally:
+            if not ran and request.resume is None:  # no pod was started
+                shutil.rmtree(files.path, ignore_errors=True)
     if ending.how == "badInput":
         raise BadInput(ending.message)
     return EXIT_CODES[ending.how]
 
 
-async def _prepare(request: RunRequest, files: RunDir, live: LiveJob) -> Path | None:
-    """Check that this machine can run the job; return the etcd program to start, or None if the manifest names an etcd.
+async def _check(request: RunRequest, files: RunDir, live: LiveJob) -> None:
+    """Check that this machine can run the job, while its etcd starts.
 
     Raises:
         BadInput: the job cannot run on this machine.
     """
     source, spec = request.manifest.source, request.manifest.spec
-    replace_file(files.manifest, manifest_text(source))
     try:
         await check_program(live.job, run=files, base=source.path.absolute().parent, environ=request.environ)
     except BadInput as error:
@@ -160,11 +161,10 @@ async def _prepare(request: RunRequest, files: RunDir, live: LiveJob) -> Path | 
         if sentence.startswith("PET_NPROC_PER_NODE="):
             sentence, field = sentence.removeprefix("PET_NPROC_PER_NODE="), "nprocPerNode"
         raise source.bad_input([Problem(("spec", field), sentence)]) from None
-    return find_etcd(request.environ.get("PATH")) if spec.etcd.endpoint is None else None
 
 
-Resumed = tuple[int, int, float]
-"""A round in which training resumed: its number, its number of workers, and the seconds since the step began."""
+Resumed = tuple[int, RoundView]
+"""The number of workers of a round in which training resumed, and the round."""
 
 
 async def perform(request: RunRequest, view: View) -> tuple[int, int, list[str]]:
@@ -205,7 +205,8 @@ class _Demo:
         ]
         self._steps = [Step(title) for title, _, _ in self._script]
         self._job = JobView()
-        self.rows: list[tuple[str, ...]] = [("STEP", "ROUND", "WORKERS", "TRAINS AFTER", "")]
+        self._reports_steps = True
+        self.rows: list[tuple[str, ...]] = [("STEP", "ROUND", "WORKERS", "TRAINS AFTER", "AGENT", "")]
 
     def on_snapshot(self, job: JobView) -> None:
         """Store and show the new state of the job."""
@@ -220,21 +221,26 @@ class _Demo:
                     until = time.monotonic() + _PAUSE
                     await self._until(lambda: time.monotonic() > until, what="the next step")  # noqa: B023
                 self._mark(number, NOW)
-                before, since = self._job.status.round, time.monotonic()
+                before, since = self._job.status.round, time.time()
                 note = await asyncio.to_thread(act)
-                resumed = await self._resumed(since, before, pods) if pods else []
+                resumed = await self._resumed(before, pods) if pods else []
                 note = note if pods else await self._success()
             except ElasticJobError as failure:
                 self._mark(number, FAILED, str(failure))
-                self.rows.append((title, "-", "-", "failed", str(failure)))
+                self.rows.append((title, "-", "-", "failed", "-", str(failure)))
                 if (ended := self._job.run.ended) is None and not self._job.status.finished:
                     with contextlib.suppress(ElasticJobError):  # the job may have ended meanwhile
                         await asyncio.to_thread(self._client.delete, self._job.run.id)
                 return ended is not None and ended.how in ("deleted", "interrupted")
-            summary = [f"{messages.count(workers, 'worker')} after {seconds:.1f} s" for _, workers, seconds in resumed]
+            summary, cells = [], []
+            for workers, round in resumed:
+                trains = max(round.first_step - since, 0.0)
+                agent = max(round.started - since, 0.0)
+                known = f"{trains:.2f} s" if round.first_step else "no steps reported"
+                summary.append(f"{messages.count(workers, 'worker')} after {trains or agent:.1f} s")
+                cells.append((f"{round.number}", f"{workers}", known, f"{agent:.2f} s"))
             self._mark(number, DONE, ", ".join(summary) or note)
-            cells = [(f"{round}", f"{workers}", f"{seconds:.2f} s") for round, workers, seconds in resumed]
-            first, *others = cells or [("-", "-", "-")]
+            first, *others = cells or [("-", "-", "-", "-")]
             self.rows += [(title, *first, note), *(("", *other, "") for other in others)]
         return True
 
@@ -285,26 +291,34 @@ class _Demo:
         except TimeoutError:
             raise ElasticJobError(f"the demo stopped waiting for {what} after {limit:.0f} s") from None
 
-    async def _resumed(self, since: float, before: int, pods: int) -> list[Resumed]:
+    async def _resumed(self, before: int, pods: int) -> list[Resumed]:
         """Return the first round after ``before`` that trains and, if it is another, the first with ``pods`` pods."""
         first_lines: dict[int, float] = {}
         found: list[Resumed] = []
 
+        def trains(round: RoundView) -> bool:
+            if round.first_step or not round.started:
+                return bool(round.first_step)
+            file = self._rank_file(0)
+            if file is not None and file.round == round.number and b"\n" in file.path.read_bytes():
+                begun = first_lines.setdefault(round.number, time.monotonic())
+                self._reports_steps = self._reports_steps and time.monotonic() - begun < _STEP_LIMIT
+                return not self._reports_steps
+            return False
+
         def resumed() -> bool:
-            status, file = self._job.status, self._rank_file(0)
-            # The file may appear before the snapshot of its round, so the line's time is recorded independently.
-            if file is not None and file.round not in first_lines and b"\n" in file.path.read_bytes():
-                first_lines[file.round] = time.monotonic()
-            begun = first_lines.get(status.round)
-            if status.round <= before or begun is None:
+            status = self._job.status
+            current = next((each for each in self._job.rounds if each.number == status.round), RoundView())
+            if status.round <= before or not trains(current):
                 return False
-            if not found or len(self._training_pods) == pods:
-                found.append((status.round, status.world_size, begun - since))
-            return len(self._training_pods) == pods
+            complete = sum(bool(pod.ranks) for pod in self._job.pods) == pods  # a pod may have finished already
+            if not found or complete:
+                found.append((status.world_size, current))
+            return complete
 
         what = f"training with {messages.count(pods, 'pod')} in a round after {before}"
         await self._until(resumed, what=what)
-        return found if found[0][0] != found[-1][0] else found[:1]
+        return found if found[0][1].number != found[-1][1].number else found[:1]
 
     async def _success(self) -> str:
         """Wait until the job has succeeded; return the last line of its output."""

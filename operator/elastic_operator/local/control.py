@@ -18,12 +18,13 @@ import shutil
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-from aiohttp import web
 
 from elastic_operator.errors import BadInput
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+    from aiohttp import web
 
     from elastic_operator.local.run import LocalRun
     from elastic_operator.local.run_dir import RunDir
@@ -71,6 +72,8 @@ async def control_server(run: LocalRun, files: RunDir) -> AsyncIterator[None]:
     Raises:
         BadInput: the socket cannot be created.
     """
+    from aiohttp import web  # takes longer to import than all else, so other processes start first
+
     server = web.AppRunner(_application(run), access_log=None, handle_signals=False, shutdown_timeout=1.0)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(shutil.rmtree, files.control, ignore_errors=True)
@@ -89,6 +92,8 @@ async def control_server(run: LocalRun, files: RunDir) -> AsyncIterator[None]:
 
 
 def _application(run: LocalRun) -> web.Application:
+    from aiohttp import web
+
     async def job(_: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(run.snapshot()), content_type="application/json")
 

@@ -166,20 +166,19 @@ class PodProcess:
         self._removed = asyncio.Event()
         self._finished = asyncio.Event()
 
-    async def run(self, command: Callable[[], PodCommand], available: asyncio.Event | None) -> None:
+    async def run(self, command: Callable[[], PodCommand], startable: asyncio.Event) -> None:
         """Start the process and wait until it exits; kill it on cancellation.
 
         Args:
             command: returns the command; called just before the process is started.
-            available: an event that is set while the store is ready; None if the readiness is unknown.
+            startable: an event that is set when the process may start.
         """
-        if available is not None:
-            waits = [asyncio.ensure_future(event.wait()) for event in (available, self._removed)]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for wait in waits:
-                    wait.cancel()
+        waits = [asyncio.ensure_future(event.wait()) for event in (startable, self._removed)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
         if self.pod.terminating:
             self._end(None, "it was removed before it started")
             return

@@ -33,11 +33,20 @@ from elastic_operator.local.run_dir import RunDir, replace_file
 from elastic_operator.manifest.loader import ElasticJobManifest, Manifest, load
 from elastic_operator.resources.worker_pod import termination_settings
 from elastic_operator.store_mirror import StoreMirror, store_at
-from elastic_operator.views.job_view import EndView, EtcdView, EventView, JobView, PodView, ProgressView, RunView
+from elastic_operator.views.job_view import (
+    EndView,
+    EtcdView,
+    EventView,
+    JobView,
+    PodView,
+    ProgressView,
+    RoundView,
+    RunView,
+)
 from torchelastic.errors import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Coroutine, Mapping
     from pathlib import Path
 
     from elastic_operator.api.status import Report
@@ -52,6 +61,7 @@ _RECONCILE: Final = ReconcileSettings(max_delay=5.0)
 _WATCH: Final[dict[str, Any]] = {"step": 100, "debounce": 1000, "rust_timeout": 60_000}
 """Times in milliseconds; the debounce combines the steps in which an editor writes a file."""
 _MAX_EVENTS: Final = 200
+_MAX_ROUNDS: Final = 10
 _PROGRESS_BYTES: Final = 8192
 _PROGRESS_CHARACTERS: Final = 500
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -100,7 +110,10 @@ class LocalRun:
 
     Attributes:
         snapshots: the feed that sends snapshots to the watchers of the run.
+        checking: the check of the program, from the call of :meth:`main`.
     """
+
+    checking: asyncio.Task[None]
 
     def __init__(
         self,
@@ -115,6 +128,8 @@ class LocalRun:
         self._files = files
         self._live = live
         self._end = end
+        self._checked = False
+        self._startable = asyncio.Event()  # the check has succeeded, and the endpoint of the store is known
         self._ended: EndView | None = None
         self._unwritten: set[Path] = set()
         self._tasks = asyncio.TaskGroup()
@@ -122,12 +137,17 @@ class LocalRun:
         self._store_away = False
         self._pods: list[PodProcess] = []
         self._events: deque[EventView] = deque(maxlen=_MAX_EVENTS)
-        self._mirror = StoreMirror(live.job.uid, changed=self._mirror_changed, away=self._on_store_away)
+        self.snapshots = SnapshotFeed(self.snapshot)
+        self._mirror = StoreMirror(
+            live.job.uid,
+            changed=self._mirror_changed,
+            away=self._on_store_away,
+            recorded=self.snapshots.touch,
+        )
         self._etcd = None
         if etcd is not None:
             self._etcd = EtcdProcess(etcd, files.path, environ, changed=self._changed, tell=self._tell)
         self._reconciler = Reconciler(self, settings=_RECONCILE)
-        self.snapshots = SnapshotFeed(self.snapshot)
 
     # -- served by the control socket
 
@@ -172,6 +192,10 @@ class LocalRun:
             ),
             etcd=EtcdView(etcd.pid, etcd.endpoint, etcd.restarts) if etcd else EtcdView(endpoint=self._endpoint()),
             progress=progress,
+            rounds=tuple(
+                RoundView(each.number, each.started_at, each.first_step_at)
+                for each in (mirror.history.rounds[-_MAX_ROUNDS:] if mirror.history else ())
+            ),
         )
 
     def patch(self, fields: dict[str, Any]) -> None:
@@ -187,24 +211,31 @@ class LocalRun:
     # -- the run, from its beginning to its end
 
     async def main(
-        self, name: TextIO, on_snapshot: Callable[[JobView], object], on_ending: Callable[[str], object]
+        self,
+        name: TextIO,
+        check: Callable[[], Coroutine[Any, Any, None]],
+        on_snapshot: Callable[[JobView], object],
+        on_ending: Callable[[str], object],
     ) -> EndView:
         """Run the job until the run ends, stop all its processes, and return how the run ended.
 
         Args:
             name: the lock on the job's name, to be released when the run has ended.
+            check: checks the program while etcd starts; the run ends if it raises BadInput.
             on_snapshot: see :func:`elastic_operator.cli.run.run_job`.
             on_ending: see :func:`elastic_operator.cli.run.run_job`.
 
         Raises:
             BadInput: the control socket cannot be created; nothing was started.
         """
+        self.checking = asyncio.create_task(check())
+        await asyncio.sleep(0)  # starts the process of the check
         if fields := ", ".join(unsupported_fields(self._live.manifest["spec"])):
             warning = f"without effect on this machine, where pods are processes: {fields}"
             self._warn(Reason.UNSUPPORTED_FIELDS, warning)
         async with control_server(self, self._files), self._tasks as tasks:
             self._write_record(self.snapshot())
-            tasks.create_task(self._each_snapshot(_VIEW_INTERVAL, on_snapshot))
+            tasks.create_task(self._show(on_snapshot))
             drivers = [
                 tasks.create_task(self._reconciler.run()),
                 tasks.create_task(self._follow_manifest()),
@@ -213,6 +244,7 @@ class LocalRun:
             ]
             self._changed()
             ending = await asyncio.shield(self._end)
+            self.checking.cancel()
             if ending.how == "interrupted":
                 ending = self._finished() or ending  # the job had finished before the interruption
             for task in drivers:
@@ -235,8 +267,9 @@ class LocalRun:
                 pod.kill()
 
         on_signals(kill)  # when the user interrupts a second time
-        if pods:
+        if any(pod.pid for pod in pods):
             on_ending("stopping its pods; press Ctrl-C again to kill them at once")
+        if pods:
             notice = max((node.notice for node in self._mirror.nodes.values()), default=0.0)
             for pod in pods:
                 pod.remove(self._grace_period() if ending.how == "deleted" else STOP_GRACE + notice)
@@ -250,8 +283,25 @@ class LocalRun:
         if not live.job.status.finished:
             live.job = replace(live.job, status=replace(live.job.status, replicas=0, ready_replicas=0))
 
+    async def _show(self, on_snapshot: Callable[[JobView], object]) -> None:
+        """Show the run, and let pods start, when the check has succeeded."""
+        await asyncio.wait([self.checking])
+        if self.checking.cancelled():
+            return
+        try:
+            self.checking.result()
+        except BadInput as error:
+            begin_end(self._end, "badInput", str(error))
+        else:
+            self._checked = True
+            self._changed()
+            await self._each_snapshot(_VIEW_INTERVAL, on_snapshot)
+
     def _changed(self) -> None:
         """Request a reconcile, notify the watchers, and end the run if the job has finished and no pod runs."""
+        # An agent can start while etcd starts, because it imports modules first.
+        if self._checked and self._endpoint():
+            self._startable.set()
         self._reconciler.wake(self._live.key)
         self.snapshots.touch()
         if (ending := self._finished()) is not None and not self._running_pods:
@@ -351,7 +401,7 @@ class LocalRun:
             base = self._manifest_path.parent
             return pod_command(job, process.new, self._endpoint(), run=self._files, base=base, environ=self._environ)
 
-        await process.run(command, self._etcd.ready if self._etcd else None)
+        await process.run(command, self._startable)
         if process.pod.terminating and not self._end.done():
             self._pods.remove(process)
             self._changed()
@@ -390,6 +440,7 @@ class LocalRun:
         if self._etcd is None:
             with contextlib.suppress(StoreError):
                 await self._mirror.forget_run()
+        self._startable.clear()
         if self._store is not None:
             if not self._store.cancelling():  # a second cancellation would not wait until etcd exits
                 self._store.cancel()

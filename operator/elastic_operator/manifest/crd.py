@@ -65,7 +65,9 @@ _OLD_SELF: Final = re.compile(r"\boldSelf\b")
 @functools.cache
 def schema() -> Schema:
     """Return the structural schema of the version that this operator supports."""
-    definition = yaml.safe_load(resources.files("elastic_operator").joinpath("elasticjob.yaml").read_bytes())
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, but not in every build of PyYAML
+    text = resources.files("elastic_operator").joinpath("elasticjob.yaml").read_bytes()
+    definition = yaml.load(text, loader)  # noqa: S506 - both loaders are safe
     versions = {version["name"]: version for version in definition["spec"]["versions"]}
     found: Schema = versions[VERSION]["schema"]["openAPIV3Schema"]
     return found

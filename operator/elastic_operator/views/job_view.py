@@ -133,6 +133,14 @@ class ProgressView(_View, frozen=True):
     time: float = 0.0
 
 
+class RoundView(_View, frozen=True):
+    """A round; ``started`` (its workers) and ``first_step`` are in seconds since the Unix epoch, 0 if unknown."""
+
+    number: int = 0
+    started: float = 0.0
+    first_step: float = 0.0
+
+
 class JobView(_View, frozen=True, dict=True):
     """The state of one job.
 
@@ -140,6 +148,7 @@ class JobView(_View, frozen=True, dict=True):
         manifest: the object without its status.
         status_json: the object's status.
         events: the events, the oldest first.
+        rounds: the latest rounds, the oldest first; only on this machine.
     """
 
     manifest: dict[str, Any] = {}
@@ -149,6 +158,7 @@ class JobView(_View, frozen=True, dict=True):
     run: RunView = RunView()
     etcd: EtcdView | None = None
     progress: ProgressView | None = None
+    rounds: tuple[RoundView, ...] = ()
 
     @functools.cached_property
     def status(self) -> JobStatus:

@@ -201,15 +201,9 @@ class Membership:
             self._note(peer)
 
     def note_key(self, node: str, entry: Entry, *, answers: bool) -> Peer | None:
-        """Note a node's key; call :meth:`note_run` first.
+        """Note a node's key, and whether the node is connected; return the node if it is new.
 
-        Args:
-            node: the node's id.
-            entry: the entry of the node's key.
-            answers: whether the node is connected.
-
-        Returns:
-            The node if it is new, otherwise None.
+        Call :meth:`note_run` first.
         """
         try:
             record = decode(entry.value, NodeRecord)
@@ -282,10 +276,7 @@ def in_rank_order(chosen: Sequence[Peer], ranks: Mapping[str, int]) -> list[Peer
     """Return the nodes in rank order; a newcomer follows the last member with its topology key, or else all members.
 
     Nodes with ``--node-rank`` come first, in the order of their numbers; nodes with equal numbers keep their order.
-
-    Args:
-        chosen: the nodes of the next round; the members of the current round come first, in rank order.
-        ranks: the members of the current round with their ranks.
+    ``ranks`` are those of the current round, whose members come first in ``chosen``, in rank order.
     """
     survivors = [peer for peer in chosen if peer.id in ranks]
     newcomers: dict[str, list[Peer]] = {}

@@ -110,11 +110,7 @@ def plan(membership: Membership, settings: RendezvousSettings) -> Decision:
 
 
 def root_cause(failures: Iterable[tuple[int, FailureRecord]]) -> FailureRecord:
-    """Return the failure that explains the others: by kind, then non-retryable first, then by the store's order.
-
-    Args:
-        failures: at least one, each with the revision at which it was reported.
-    """
+    """Return the failure that explains the others: by kind, then non-retryable first, then by the revision."""
     kinds = list(FailureKind)
     return min(failures, key=lambda each: (kinds.index(each[1].kind), not each[1].non_retryable, each[0]))[1]
 
