@@ -8,9 +8,11 @@ and unfinished lines after a moment. A slow reader of the console therefore bloc
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import errno
 import itertools
+import locale
 import logging
 import os
 import queue
@@ -54,6 +56,8 @@ _LINE_START: Final = re.compile(rb"(?<=\n)(?=.)|(?<=\r)(?=[^\n])", re.DOTALL)
 
 _PIECE: Final = re.compile(rb"(?s:.{0,%d})\n|[^\n]+\n?" % (select.PIPE_BUF - 1))
 """Matches as many whole lines as the kernel writes to a pipe atomically. A longer line is one match."""
+
+_ENCODING: Final = locale.getpreferredencoding(do_setlocale=False)
 
 _RESTART_COUNT: Final = "TORCHELASTIC_RESTART_COUNT"
 
@@ -193,6 +197,7 @@ class LogPipe:
         self._lines = lines
         self._loop = asyncio.get_running_loop()
         self._prefix = prefix
+        self._decoder = codecs.getincrementaldecoder(_ENCODING)("replace")
         self._console = console
         self._descriptor = descriptor
         self._rest = b""
@@ -243,7 +248,7 @@ class LogPipe:
         if not self.ended.done():
             self._loop.remove_reader(self._read_fd)
             os.close(self._read_fd)
-            self._forward(self._rest + b"\n" if self._rest else b"")
+            self._forward(self._rest + b"\n" if self._rest else b"", final=True)
             self._rest = b""
             if self._unfinished is not None:
                 self._unfinished.cancel()
@@ -281,7 +286,9 @@ class LogPipe:
         self._forward(self._rest)
         self._rest = b""
 
-    def _forward(self, output: bytes) -> None:
+    def _forward(self, output: bytes, *, final: bool = False) -> None:
+        if self._prefix:  # as torchrun does, show what is not text as replacement characters
+            output = self._decoder.decode(output, final).encode(_ENCODING, "replace")
         if output:
             self._console.write(self._descriptor, output, self._prefix, self)
 
