@@ -145,7 +145,8 @@ def record_exception(error: BaseException) -> None:
 
     An exception that ``@record`` has written is replaced only if it is final, because ``@record`` does not record this.
     """
-    name, text, final = type(error).__qualname__, _text_of(error), _is_final(error)
+    name, text, module = type(error).__qualname__, _text_of(error), sys.modules.get("torchelastic.training")
+    final = module is not None and isinstance(error, module.NonRetryableException)
     trace = "".join(traceback.format_exception(error))
     if final or _RECORD not in trace or not Path(os.environ.get(ERROR_FILE, "")).is_file():
         record_message(f"{name}: {text}" if text else name, trace, final=final)
@@ -156,12 +157,6 @@ def _text_of(error: BaseException) -> str:
         return str(error)
     except Exception:  # noqa: BLE001 - the program's class may raise anything
         return ""
-
-
-def _is_final(error: BaseException) -> bool:
-    """Return whether this exception declares the failure non-retryable."""
-    module = sys.modules.get("torchelastic.training")
-    return module is not None and isinstance(error, module.NonRetryableException)
 
 
 def record_message(message: str, trace: str = "", *, final: bool = False) -> None:

@@ -262,14 +262,10 @@ class LogPipe:
         if self._file is None:
             return
         try:
-            while data:
-                data = data[os.write(self._file, data) :]
+            _write(self._file, data)
         except OSError as error:
-            logger.warning(
-                "%s cannot be written: %s. Further output of the worker is on the console only.",
-                self._path,
-                error.strerror,
-            )
+            text = "%s cannot be written: %s. Further output of the worker is on the console only."
+            logger.warning(text, self._path, error.strerror)
             os.close(self._file)
             self._file = None
 
@@ -369,14 +365,8 @@ class WorkerOutput:
 class Destinations:
     """The files of the workers on this node by local rank, with the attributes of torch's ``LogsDest``.
 
-    Attributes:
-        stdouts: the files for standard output; empty for the console.
-        stderrs: the files for standard error; empty for the console.
-        tee_stdouts: the files of ``stdouts`` whose content also goes to the console.
-        tee_stderrs: the files of ``stderrs`` whose content also goes to the console.
-        error_files: the files to which workers write an exception.
-        filtered_stdout: the file for lines of ``tee_stdouts`` that contain one of the filters.
-        filtered_stderr: the file for lines of ``tee_stderrs`` that contain one of the filters.
+    An empty path in ``stdouts`` or ``stderrs`` is the console. The content of ``tee_stdouts`` and ``tee_stderrs`` also
+    goes to the console, and their lines that contain one of the filters also go to the filtered files.
     """
 
     stdouts: dict[int, str] = field(default_factory=dict)

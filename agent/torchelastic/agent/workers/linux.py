@@ -93,14 +93,16 @@ def read_process(pid: int) -> ProcessEntry | None:
     return ProcessEntry(pid, int(fields[1]), int(fields[3]), fields[0].decode(), int(fields[19]))
 
 
+def _read(pid: int, name: str) -> bytes:
+    with contextlib.suppress(OSError):  # the process has been reaped, or belongs to another user
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    return b""
+
+
 def handles(pid: int, number: int) -> bool:
     """Return whether a process has its own handler for a signal."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:  # the process has been reaped
-        return False
-    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+    caught = re.search(rb"^SigCgt:\s*([0-9a-f]+)$", _read(pid, "status"), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 def read_table() -> Table:
@@ -114,18 +116,12 @@ def read_table() -> Table:
 
 def has_mark(pid: int, mark: str) -> bool:
     """Return whether a process was started with this mark."""
-    try:
-        return f"{TREE_MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
+    return f"{TREE_MARK}={mark}".encode() in _read(pid, "environ").split(b"\0")
 
 
 def removes_shared_memory(pid: int) -> bool:
     """Return whether a process removes what its clients leave in shared memory, and exits after they have exited."""
-    try:
-        return _SHARED_MEMORY_HELPER.search(Path(f"/proc/{pid}/cmdline").read_bytes()) is not None
-    except OSError:
-        return False
+    return _SHARED_MEMORY_HELPER.search(_read(pid, "cmdline")) is not None
 
 
 def with_descendants(table: Mapping[int, ProcessEntry], roots: Iterable[int]) -> set[int]:

@@ -368,16 +368,14 @@ class Watchdog:
         """Start the process, and restart it if it exits before the reaper closes."""
         command = python_code("torchelastic.agent.workers.linux", minimal=True)
         pid = spawn([*command, *self._arguments], {}, {1: 2, 2: 2})
-        self._reaper.adopt(pid).ended.add_done_callback(self._ended)
+        ended = self._reaper.adopt(pid).ended
+        ended.add_done_callback(lambda _: ended.get_loop().call_later(_RESTART_DELAY, self._restart))
 
     def watch(self, workers: Sequence[Child]) -> None:
         """Record the current workers, each of which leads its own session."""
         found = {worker.pid: entry.started for worker in workers if (entry := read_process(worker.pid)) is not None}
         with contextlib.suppress(OSError):  # the watchdog also finds them by the mark
             self._sessions.write_text(json.dumps(found))
-
-    def _ended(self, ended: asyncio.Future[int]) -> None:
-        ended.get_loop().call_later(_RESTART_DELAY, self._restart)
 
     def _restart(self) -> None:
         if not self._reaper.closing:
