@@ -160,13 +160,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def record_message(message: str, trace: str = "", *, final: bool = False) -> None:
-    """Write the error file atomically; an existing file, which may be of a process that this one ran, is replaced.
-
-    Args:
-        message: the exception, or another reason.
-        trace: its traceback.
-        final: whether the failure is non-retryable.
-    """
+    """Write the error file atomically; an existing file, which may be of a process that this one ran, is replaced."""
     if not (path := os.environ.get(ERROR_FILE)):
         return
     details: dict[str, Any] = {"py_callstack": _bounded(trace, _RECORDED_TRACE), "timestamp": str(int(time.time()))}

@@ -379,17 +379,10 @@ class Destinations:
 
 
 class Logs:
-    """Opens the output of the workers of each round.
+    """Opens the output of the workers of each round, in the `scratch` folder if the settings name no folder.
 
-    Args:
-        settings: the destinations of the output.
-        console: the agent's standard streams.
-        scratch: a folder for the error files if the settings name no folder.
-        role: the role of the workers.
-        reads_stderr: whether no worker inherits standard error, so that the agent can read it.
-
-    Raises:
-        SettingsError: the folder of the settings cannot be created.
+    `reads_stderr` means that no worker inherits standard error, so that the agent can read it. SettingsError is raised
+    if the folder cannot be created.
     """
 
     def __init__(
@@ -409,11 +402,7 @@ class Logs:
             raise _unwritable(self._folder, error) from None
 
     def open(self, round: int, environments: Sequence[dict[str, str]]) -> Iterator[WorkerOutput]:
-        """Open the files and pipes of each worker, in the order of their local ranks.
-
-        Args:
-            round: the number of the round.
-            environments: the workers' variables, which the user's ``LogsSpecs`` may change.
+        """Open the files and pipes of each worker, by local rank; the user's ``LogsSpecs`` may change `environments`.
 
         Raises:
             SettingsError: a file or pipe cannot be opened.

@@ -111,14 +111,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """A process that imports torch and forks other processes.
-
-    Args:
-        reaper: adopts the fork server and the forked processes.
-        environment: the environment of the fork server.
-        program: the program of the workers.
-        spares: the number of processes that are kept ready.
-    """
+    """A process that imports torch and forks other processes, of which `spares` are kept ready."""
 
     def __init__(self, reaper: Reaper, environment: Mapping[str, str], program: Program, *, spares: int) -> None:
         self._reaper = reaper
