@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import tempfile
 import uuid
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,8 @@ from tests.support.testbed.collection import (  # noqa: F401 - hooks, which pyte
     pytest_collection_modifyitems,
     pytest_xdist_make_scheduler,
 )
+from torchelastic.agent.workers.linux import TREE_MARK
+from torchelastic.agent.workers.processes import python_code, spawn
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -33,6 +37,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "patient"))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores it
+
+
+# A second Ctrl-C ends pytest before the tests have ended their processes, which lead sessions of their own. When pytest
+# exits for any reason, a watchdog kills all processes that it, or a process of pytest-xdist, has started.
+if TREE_MARK not in os.environ:  # not in a process of pytest-xdist, which inherits the mark
+    os.environ[TREE_MARK] = secrets.token_hex(8)
+    _watchdog = python_code("torchelastic.agent.workers.linux", minimal=True)
+    spawn([*_watchdog, str(os.getpid()), os.environ[TREE_MARK], tempfile.mkdtemp()], {}, {1: 2, 2: 2})
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -30,7 +30,6 @@ ROUND_LINE: Final = re.compile(
 )
 """Matches a message of an agent about a round; the group ``ranks`` is set if the message reports started workers."""
 
-
 STARTED: Final = "round %d: started %s of a world of %d"
 """The message when a node's workers have started; its arguments are the round, their ranks and the world size."""
 

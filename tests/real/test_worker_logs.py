@@ -105,3 +105,13 @@ async def test_a_full_disk_loses_the_log_file_but_not_the_console(
     assert (folder / "stderr.log").read_text() == "two\nfour\n"
     [warning] = caplog.messages
     assert f"{folder}/stdout.log cannot be written: No space left on device." in warning
+
+
+async def test_what_is_not_text_is_shown_as_replacement_characters_but_saved_as_it_is(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = 'import os\nos.write(1, b"a\\xff\\x80b\\x1b[0m caf\\xc3")\nos.write(1, b"\\xa9\\nend\\xc3")'
+    await run(LogSettings(tmp_path / "logs", tee={0: Streams.BOTH}), tmp_path, source)
+    assert capfd.readouterr().out == "[default0]:a\ufffd\ufffdb\x1b[0m café\n[default0]:end\ufffd\n"
+    saved = (tmp_path / "logs/round_1/rank_0/stdout.log").read_bytes()
+    assert saved == b"a\xff\x80b\x1b[0m caf\xc3\xa9\nend\xc3"

@@ -48,7 +48,7 @@ facts = {
     "streams": [(s.encoding, s.errors, s.name, s.mode) for s in (sys.stdin, sys.stdout, sys.stderr)],
     "flags": str(sys.flags),
     "warnings": sys.warnoptions,
-    "command line": Path("/proc/self/cmdline").read_text().rstrip("\0").split("\0"),
+    "command line": Path("/proc/self/cmdline").read_text().split("\0"),
     "comm": Path("/proc/self/comm").read_text(),
     "leads a session": os.getsid(0) == os.getpid() == os.getpgid(0),
     "threads": [thread.name for thread in threading.enumerate()],

@@ -370,8 +370,7 @@ class Agent:
             self._metrics.waited(succeeded=True)
         else:
             self._metrics.waits()
-        taken_away = round.members and not takes_part
-        if taken_away:
+        if round.members and not takes_part:
             await self._stop_workers(self._settings.shutdown_timeout, signal.SIGTERM)
         else:
             await self._stop_workers(self._settings.stop_timeout)

@@ -32,14 +32,10 @@ _CHECK_INTERVAL: Final = 1.0
 
 
 class EtcdHost:
-    """Starts the etcd of a run if none uses the port of the endpoint. The kernel gives the port to one process only.
+    """Starts the etcd of a run if none uses the port of the endpoint, which the kernel gives to one process only.
 
-    Args:
-        store: the endpoint, of which this machine is the host.
-        addresses: the addresses of this machine to listen on.
-        run_id: the id of the run; etcd ends soon after the last node of this run has left.
-        start: starts a process that outlives this one, like
-            :meth:`~torchelastic.agent.workers.pool.Workers.start_daemon`.
+    It listens on `addresses` of this machine, and ends soon after the last node of the run has left. `start` starts a
+    process that outlives this one, like :meth:`~torchelastic.agent.workers.pool.Workers.start_daemon`.
     """
 
     def __init__(

@@ -56,22 +56,19 @@ def main() -> None:
                 stdout=output,
                 stderr=output,
                 env={**os.environ, "NOTIFY_SOCKET": f"@{ready.getsockname()[1:].decode()}"},
-                preexec_fn=_end_with_parent,  # noqa: PLW1509 - this process has one thread
+                preexec_fn=lambda: set_parent_death_signal(signal.SIGKILL),  # noqa: PLW1509 - this process has one thread
             )
             try:
-                exited = os.pidfd_open(etcd.pid)
+                exited, nothing = os.pidfd_open(etcd.pid), os.open(os.devnull, os.O_WRONLY)
                 if ready.fileno() in select.select([ready.fileno(), exited], [], [], _READY_TIMEOUT)[0]:
-                    _close_output()
+                    for stream in (1, 2):
+                        os.dup2(nothing, stream)
                     _wait_for_the_end(exited, addresses[0], int(port), prefix)
                 else:
                     print(_reason(log.read_text(errors="replace"))[:500] or "it is not ready")  # noqa: T201
             finally:
                 etcd.kill()
                 etcd.wait()
-
-
-def _end_with_parent() -> None:
-    set_parent_death_signal(signal.SIGKILL)
 
 
 def _reason(log: str) -> str:
@@ -81,12 +78,6 @@ def _reason(log: str) -> str:
         return line
     record = json.loads(line)
     return ": ".join(record[key] for key in ("msg", "error") if key in record)
-
-
-def _close_output() -> None:
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 1)
-    os.dup2(nothing, 2)
 
 
 def _wait_for_the_end(exited: int, host: str, port: int, prefix: str) -> None:

@@ -145,7 +145,8 @@ def record_exception(error: BaseException) -> None:
 
     An exception that ``@record`` has written is replaced only if it is final, because ``@record`` does not record this.
     """
-    name, text, final = type(error).__qualname__, _text_of(error), _is_final(error)
+    name, text, module = type(error).__qualname__, _text_of(error), sys.modules.get("torchelastic.training")
+    final = module is not None and isinstance(error, module.NonRetryableException)
     trace = "".join(traceback.format_exception(error))
     if final or _RECORD not in trace or not Path(os.environ.get(ERROR_FILE, "")).is_file():
         record_message(f"{name}: {text}" if text else name, trace, final=final)
@@ -158,20 +159,8 @@ def _text_of(error: BaseException) -> str:
         return ""
 
 
-def _is_final(error: BaseException) -> bool:
-    """Return whether this exception declares the failure non-retryable."""
-    module = sys.modules.get("torchelastic.training")
-    return module is not None and isinstance(error, module.NonRetryableException)
-
-
 def record_message(message: str, trace: str = "", *, final: bool = False) -> None:
-    """Write the error file atomically; an existing file, which may be of a process that this one ran, is replaced.
-
-    Args:
-        message: the exception, or another reason.
-        trace: its traceback.
-        final: whether the failure is non-retryable.
-    """
+    """Write the error file atomically; an existing file, which may be of a process that this one ran, is replaced."""
     if not (path := os.environ.get(ERROR_FILE)):
         return
     details: dict[str, Any] = {"py_callstack": _bounded(trace, _RECORDED_TRACE), "timestamp": str(int(time.time()))}

@@ -38,10 +38,9 @@ _FIELDS: Final = {
 
 
 class WorkerMemory(Collector):
-    """Collects the resident memory of each worker of this node with its process tree, from /proc.
+    """Collects the resident memory of each worker with its process tree; `running` returns process ids by rank.
 
     Pages that several processes share, such as the modules imported by the fork server, count in each process.
-    `running` returns the process ids of running workers by rank.
     """
 
     def __init__(self, running: Callable[[], Mapping[int, int]]) -> None:

@@ -72,12 +72,7 @@ def python_command(
 
 
 def search_path(kind: str, name: str) -> str:
-    """Return the folder or archive in which a program first looks for modules; empty if there is none.
-
-    Args:
-        kind: ``script`` or ``module``.
-        name: the name of the script or module.
-    """
+    """Return the folder or archive in which a script or module (`kind`) first looks for modules; empty for none."""
     if kind == "module":
         return "" if sys.flags.safe_path else str(Path.cwd())
     if is_container(name):
@@ -116,14 +111,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """A process that imports torch and forks other processes.
-
-    Args:
-        reaper: adopts the fork server and the forked processes.
-        environment: the environment of the fork server.
-        program: the program of the workers.
-        spares: the number of processes that are kept ready.
-    """
+    """A process that imports torch and forks other processes, of which `spares` are kept ready."""
 
     def __init__(self, reaper: Reaper, environment: Mapping[str, str], program: Program, *, spares: int) -> None:
         self._reaper = reaper
@@ -234,14 +222,12 @@ class ForkServer:
         while True:
             with contextlib.suppress(EOFError, ConnectionError, StartError):  # reported when a process is needed
                 async with self._lock:
-                    await self._fill()
+                    self._start_if_dead()
+                    self._spares = self._take_spares(len(self._spares))  # drops exited processes
+                    self._spares += await self._fork_now(self._wanted - len(self._spares))
             await self._refill.wait()
             self._refill.clear()
             await asyncio.sleep(REFILL_DELAY)
-
-    async def _fill(self) -> None:
-        self._start_if_dead()
-        await self._fork_missing_spares()
 
     def _miss(self, *modules: str) -> None:
         self._missing += modules
@@ -292,10 +278,6 @@ class ForkServer:
                 return False
             done.append(module)
         return True
-
-    async def _fork_missing_spares(self) -> None:
-        self._spares = self._take_spares(len(self._spares))  # drops exited processes
-        self._spares += await self._fork_now(self._wanted - len(self._spares))
 
     # -- requests; the lock is held
 

@@ -496,8 +496,6 @@ def _new_main_module() -> types.ModuleType:
 
 def _script(main: types.ModuleType, name: str) -> Any:  # noqa: ANN401 - code
     path = absolute(name)
-    main.__file__ = path
-    main.__spec__ = None
-    main.__dict__["__cached__"] = None
-    main.__loader__ = SourceFileLoader("__main__", path)
+    loader = SourceFileLoader("__main__", path)
+    main.__dict__.update(__file__=path, __spec__=None, __cached__=None, __loader__=loader)
     return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)

@@ -19,6 +19,7 @@ import re
 import select
 import shutil
 import signal
+import struct
 import sys
 import time
 from collections import defaultdict
@@ -48,8 +49,12 @@ _KILL_TIMEOUT: Final = 10.0
 _SET_PARENT_DEATH_SIGNAL: Final = 1
 _SET_CHILD_SUBREAPER: Final = 36
 
-_ARGUMENTS: Final = 45
-"""Index of the arguments' start address in /proc/self/stat, counted after the command's name; the end follows."""
+_SET_MEMORY_MAP: Final = (35, 14)
+"""PR_SET_MM and PR_SET_MM_MAP, which needs no privilege."""
+
+_CODE: Final = 22
+_DATA: Final = 41
+"""Indexes of the first address of the code and of the data in /proc/self/stat, counted after the state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +93,16 @@ def read_process(pid: int) -> ProcessEntry | None:
     return ProcessEntry(pid, int(fields[1]), int(fields[3]), fields[0].decode(), int(fields[19]))
 
 
+def _read(pid: int, name: str) -> bytes:
+    with contextlib.suppress(OSError):  # the process has been reaped, or belongs to another user
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    return b""
+
+
 def handles(pid: int, number: int) -> bool:
     """Return whether a process has its own handler for a signal."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:  # the process has been reaped
-        return False
-    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+    caught = re.search(rb"^SigCgt:\s*([0-9a-f]+)$", _read(pid, "status"), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 def read_table() -> Table:
@@ -109,18 +116,12 @@ def read_table() -> Table:
 
 def has_mark(pid: int, mark: str) -> bool:
     """Return whether a process was started with this mark."""
-    try:
-        return f"{TREE_MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
+    return f"{TREE_MARK}={mark}".encode() in _read(pid, "environ").split(b"\0")
 
 
 def removes_shared_memory(pid: int) -> bool:
     """Return whether a process removes what its clients leave in shared memory, and exits after they have exited."""
-    try:
-        return _SHARED_MEMORY_HELPER.search(Path(f"/proc/{pid}/cmdline").read_bytes()) is not None
-    except OSError:
-        return False
+    return _SHARED_MEMORY_HELPER.search(_read(pid, "cmdline")) is not None
 
 
 def with_descendants(table: Mapping[int, ProcessEntry], roots: Iterable[int]) -> set[int]:
@@ -170,14 +171,24 @@ def close_fds(first: int) -> None:
 
 
 def set_title(argv: Sequence[str]) -> None:
-    """Set the command line that /proc shows, cut to the available space."""
+    """Set the command line that /proc shows, cut to the available space: the kernel's arguments end where it ends."""
     text = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
-    # The second field is the command's name in parentheses, which may contain any character.
-    start, end = (int(field) for field in text[text.rindex(")") + 2 :].split()[_ARGUMENTS : _ARGUMENTS + 2])
-    room = end - start
+    # The second field is the command's name in parentheses, which may contain any character; the third is a letter.
+    numbers = [int(field) for field in text[text.rindex(")") + 4 :].split()]
+    code, code_end, stack = numbers[_CODE : _CODE + 3]
+    data, data_end, heap, start, _, end, end_of_environment = numbers[_DATA : _DATA + 7]
+    room = end - start  # the environment follows the arguments
     if room > 0:
-        title = b"\0".join(argument.encode(errors="surrogateescape") for argument in argv)[: room - 1]
+        title = b"\0".join(argument.encode(errors="surrogateescape") for argument in argv)[: room - 1] + b"\0"
         ctypes.memmove(start, title.ljust(room, b"\0"), room)
+        libc = ctypes.CDLL(None)
+        libc.sbrk.restype = ctypes.c_ulong
+        map_ = struct.pack(
+            *("12Q2I", code, code_end, data, data_end, heap, libc.sbrk(ctypes.c_long(0)), stack),
+            *(start, start + len(title), end, end_of_environment, 0, 0, 0xFFFFFFFF),
+        )
+        # Where the kernel refuses this, empty arguments follow.
+        libc.prctl(*_SET_MEMORY_MAP, map_, ctypes.c_ulong(len(map_)), ctypes.c_ulong(0))
 
 
 # -- the watchdog

@@ -112,10 +112,8 @@ class Worker:
             return Explanation(FailureKind.PROGRAM, "")
         if self.hang_symptom and exit_code in hang.HANG_EXIT_CODES:
             return hang.explain(self.hang_symptom, self.output.tail())
-        out_of_memory = self.child.out_of_memory
-        return explain(
-            exit_code, error_file=self.output.error_file, tail=self.output.tail(), out_of_memory=out_of_memory
-        )
+        output, out_of_memory = self.output, self.child.out_of_memory
+        return explain(exit_code, error_file=output.error_file, tail=output.tail(), out_of_memory=out_of_memory)
 
 
 class WorkerGroup:
@@ -358,7 +356,7 @@ class Workers:
         If the program does not exist or cannot be executed, the workers exit at once.
 
         Args:
-            round: the number of the round.
+            round: its number.
             environments: the variables of each worker, by local rank, in addition to this process's own environment.
             report: called with the exit of each worker that exited by itself or hung, in the order of the exits.
             listener: the bound socket of the TCPStore, which the caller closes; None if another node serves it.

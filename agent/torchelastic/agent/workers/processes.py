@@ -138,9 +138,7 @@ class Child:
 
 
 class Reaper:
-    """The known children of this process, and the orphans that it inherits.
-
-    An async context manager, which kills the known children at its exit.
+    """The known children of this process, and the orphans that it inherits; kills the known children at its exit.
 
     Args:
         owns_process: whether this process has no other children, so that any unknown child is an orphan to be reaped.
@@ -221,12 +219,8 @@ class Reaper:
     async def kill_trees(self, children: Sequence[Child], mark: str, *, only_sessions: bool = False) -> None:
         """Kill these children and all processes that they started, and reap those that are children of this process.
 
-        Helpers that remove shared memory have a moment more, in which the next children may already run.
-
-        Args:
-            children: leaders of sessions.
-            mark: the tree mark of their processes.
-            only_sessions: whether processes that have started sessions of their own continue.
+        Helpers that remove shared memory have a moment more, in which the next children may already run. With
+        `only_sessions`, processes that have started sessions of their own continue.
         """
         if self.owns_process:  # in another program, a living parent may be the only way to find a process
             for child in children:
@@ -353,10 +347,7 @@ def python_code(module: str, *, minimal: bool = False) -> list[str]:
 class Watchdog:
     """A small process that kills the workers' process trees when the agent exits: see :mod:`.linux`.
 
-    Args:
-        reaper: adopts the process.
-        mark: the tree mark of all workers.
-        folders: the folders to remove after the agent's exit; the first one is private.
+    It then removes `folders`, of which the first one is private.
     """
 
     def __init__(self, reaper: Reaper, mark: str, folders: Sequence[Path]) -> None:
@@ -368,16 +359,14 @@ class Watchdog:
         """Start the process, and restart it if it exits before the reaper closes."""
         command = python_code("torchelastic.agent.workers.linux", minimal=True)
         pid = spawn([*command, *self._arguments], {}, {1: 2, 2: 2})
-        self._reaper.adopt(pid).ended.add_done_callback(self._ended)
+        ended = self._reaper.adopt(pid).ended
+        ended.add_done_callback(lambda _: ended.get_loop().call_later(_RESTART_DELAY, self._restart))
 
     def watch(self, workers: Sequence[Child]) -> None:
         """Record the current workers, each of which leads its own session."""
         found = {worker.pid: entry.started for worker in workers if (entry := read_process(worker.pid)) is not None}
         with contextlib.suppress(OSError):  # the watchdog also finds them by the mark
             self._sessions.write_text(json.dumps(found))
-
-    def _ended(self, ended: asyncio.Future[int]) -> None:
-        ended.get_loop().call_later(_RESTART_DELAY, self._restart)
 
     def _restart(self) -> None:
         if not self._reaper.closing:
