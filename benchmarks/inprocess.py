@@ -1,8 +1,8 @@
 """Measure the pause of training in processes that survive a fault: ``python -m benchmarks.inprocess --json``.
 
 One of N ranks is killed, stopped, leaves, or raises an error, inside or outside a collective: by turns the rank that
-was started last, and the first one, which leads the run. The time ends when the
-last survivor has completed a step in the next world. ``torchelastic.train`` without an agent and torchrun take turns.
+was started last, and the first one, which leads the run. The time ends when the last survivor has completed a step in
+the next world. ``torchelastic.train`` without an agent and torchrun take turns.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks.command_line import at_least, parser, run_to_end
 from benchmarks.etcd import BreakableEtcd, choose_etcd
+from benchmarks.launchers import TORCHRUN
 from benchmarks.processes import ProcessTree
 from benchmarks.report import Measurement, Report, note
 from elastic_operator.local.processes import free_ports
@@ -41,7 +42,7 @@ FAULTS: Final = (
 LEASE: Final = 5.0
 """The lease of a node in seconds."""
 
-_STEPS: Final = 20
+_STEPS: Final = 400  # about 2 s
 _POLL: Final = 0.005
 _PROGRAM: Final = str(Path(__file__).parent / "programs" / "inprocess.py")
 
@@ -88,7 +89,8 @@ async def pause(
         await etcd.start()
         places = {"FOLDER": f"{folder}", "ETCD": etcd.endpoint}
         for index in range(processes):
-            tree.start([places.get(argument, argument) for argument in command], tree.folder / f"log-{index}")
+            arguments = [places.get(argument, argument) for argument in command]
+            tree.start(arguments, tree.folder / f"log-{index}", env=TORCHRUN.environment)
 
         def reports() -> list[Path]:
             return [path for path in folder.iterdir() if path.suffix == ""]

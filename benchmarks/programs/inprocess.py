@@ -18,8 +18,9 @@ import torch.distributed as dist
 folder, launcher, fault, where = sys.argv[1:5]
 report = open(f"{folder}/{os.getpid()}", "w", buffering=1)  # noqa: PTH123, SIM115 - open until the process ends
 trigger = f"{folder}/{os.getpid()}.fault"
-values = torch.ones(1 << 24 if where == "inside" else 1 << 10)  # 64 MB take long, so the fault meets a collective
+values = torch.ones(1 << 10)
 raises = threading.Event()
+LATE = (1, 2)  # inside a collective, the other ranks wait for these; at least one of them does not have the fault
 caused = False
 
 
@@ -47,11 +48,11 @@ def step() -> None:
     if not caused and os.path.exists(trigger):  # noqa: PTH110 - in each step
         caused = True
         if where == "inside":
-            threading.Timer(0.01, cause).start()
+            threading.Timer(0.002, cause).start()
         else:
             cause()
-    if where == "outside":
-        time.sleep(0.02)
+    elif where == "outside" or dist.get_rank() in LATE:
+        time.sleep(0.005)
     if raises.is_set():
         raises.clear()
         raise RuntimeError("the fault")

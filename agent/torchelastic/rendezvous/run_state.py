@@ -241,7 +241,7 @@ class NodeRegistration:
     Attributes:
         record: the node's record with all updates; the last ones may not be written yet.
         lease: the id of the node's lease; 0 while the node has none.
-        renewed_since: when the renewals of the lease began to succeed without a failure, by the loop's clock.
+        renewed_since: since when the store has granted and renewed the lease without a failure, by the loop's clock.
     """
 
     def __init__(self, run: RunStateWatch, record: NodeRecord, fresh_store_port: Callable[[], int]) -> None:
@@ -303,6 +303,7 @@ class NodeRegistration:
             due += self._ttl / 3
             async with asyncio.timeout(self._request_timeout):
                 lease = await self._store.grant(self._ttl)
+            self.renewed_since = now()
             if self.record.joined:
                 self.record = msgspec.structs.replace(self.record, store=self._fresh_store_port())
             await self._put(lease)
