@@ -166,18 +166,6 @@ class _FolderCheckpoint(Checkpoint):
         return self._folder / key
 
 
-def _any_rank(value: bool) -> bool:
-    """Return whether a rank of the default process group passes True; without a group, return the value."""
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return value
-    found = torch.tensor(int(value), device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found.item())
-
-
 def _load_newest(manager: CheckpointManager, state: State) -> str:
     """Load the newest checkpoint that can be read; return why none could be loaded, or an empty string."""
     why = ""
@@ -247,7 +235,7 @@ class CheckpointUtil:
         if _manager is None:
             return
         why = _load_newest(_manager, state) if rank == 0 and not is_current else ""
-        if _any_rank(bool(why)):
+        if self._coordinator.any_rank(bool(why)):
             raise NonRetryableException(why or "Rank 0 cannot load any of the checkpoints.")
 
     @profile()

@@ -18,7 +18,7 @@ __all__ = ["Coordinator", "NonRetryableException", "StopException"]
 
 
 class StopException(Exception):  # noqa: N818 - the established name
-    """Raised by :meth:`Coordinator.rendezvous_barrier` if the run has ended: training stops without an error."""
+    """Raised by :meth:`Coordinator.rendezvous_barrier` if the run has ended without this process."""
 
 
 class Coordinator(abc.ABC):
@@ -55,6 +55,10 @@ class Coordinator(abc.ABC):
     @abc.abstractmethod
     def barrier(self) -> None:
         """Wait until all ranks have called this method."""
+
+    def any_rank(self, value: bool) -> bool:
+        """Return whether a rank passes True. All ranks call this. By default, return the value of this rank."""
+        return value
 
     @profile()
     def should_save_checkpoint(self) -> bool:

@@ -113,7 +113,13 @@ class CoordinatorP2P(Coordinator):
     def init_process_group(self) -> None:
         """Create the default process group; and another one with gloo if the default has another backend."""
         self._group.create(
-            self._backend, self._store, self._rank, self._world_size, self._timeout, self._control_timeout
+            self._backend,
+            self._store,
+            self._rank,
+            self._world_size,
+            self._timeout,
+            self._control_timeout,
+            self._handler.has_lost_members,
         )
 
     @profile()
@@ -122,16 +128,20 @@ class CoordinatorP2P(Coordinator):
         self._group.note_connections()  # sync() and the first step may have created more groups
         if self._world_size >= self._max_num_trainers:
             return False
-        import torch
-        import torch.distributed as dist
-
         try:
             nodes = self._handler.num_nodes_waiting()
         except RendezvousError as error:
             raise NonRetryableException(f"{error}") from error
-        waiting = torch.tensor(nodes)
-        dist.all_reduce(waiting, op=dist.ReduceOp.MAX, group=self._group.control_group)
-        return bool(waiting.item())
+        return self.any_rank(nodes > 0)
+
+    def any_rank(self, value: bool) -> bool:
+        """Return whether a rank passes True. All ranks call this."""
+        import torch
+        import torch.distributed as dist
+
+        found = torch.tensor(int(value))
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group.control_group)
+        return bool(found.item())
 
     @profile()
     def should_stop_training(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import datetime as dt
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch.distributed import Store  # type: ignore[attr-defined] # not listed in its __all__
 
@@ -40,13 +41,20 @@ class InterruptibleProcessGroup:
         world_size: int,
         timeout: dt.timedelta,
         control_timeout: dt.timedelta,
+        is_lost: Callable[[], bool],
     ) -> None:
-        """Create the default group; and the control group, if the backend is not gloo."""
+        """Create the default group; and the control group, if the backend is not gloo.
+
+        Raises:
+            RuntimeError: the group cannot be created, for example because `is_lost` says that a rank is lost.
+        """
         import torch.distributed as dist
 
         self._excepthook = sys.excepthook
         self._own = None
         self._before = frozenset(inode for inode, _ in _connections())
+        if is_lost():  # before interrupt() could have an effect
+            raise RuntimeError("a rank was lost before the process group was created")
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         self.control_group = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=control_timeout)
 
@@ -62,7 +70,8 @@ class InterruptibleProcessGroup:
                 return
             for inode, connection in _connections():
                 if inode not in self._before if self._own is None else inode in self._own:
-                    connection.shutdown(socket.SHUT_RDWR)
+                    with contextlib.suppress(OSError):  # the peer has disconnected
+                        connection.shutdown(socket.SHUT_RDWR)
 
     def destroy(self) -> None:
         """Destroy the group, if there is one. Ranks that wait for this one in a collective get an error at once."""
@@ -80,8 +89,8 @@ class InterruptibleProcessGroup:
 def _connections() -> Iterator[tuple[int, socket.socket]]:
     """Yield the inode of each connection that may be gloo's, and a duplicate of its socket.
 
-    Gloo sets SO_REUSEADDR and TCP_NODELAY on its connections; Python's clients do not. Gloo's listener is not yielded,
-    because gloo aborts the process if it is shut down.
+    Gloo sets SO_REUSEADDR and TCP_NODELAY on its connections; Python's clients do not, but servers of asyncio do. The
+    listener of gloo is not yielded, because gloo aborts the process if it is shut down.
     """
     for path in Path("/proc/self/fd").iterdir():
         try:

@@ -142,6 +142,7 @@ INSTALLED = {
     "threaded": "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
     "of_a_rank": "import os; os.environ['RANK']",
     "fatal": "import os; 'RANK' in os.environ or os._exit(3)",
+    "asks_for_cuda": "import torch; torch.cuda.is_available()",
     "configured": "",
 }
 
@@ -149,7 +150,7 @@ IMPORTS = f"""
 import os, sys
 learned = [name for name in {[*INSTALLED, "beside"]} if name in sys.modules]
 print("learned", *learned)
-import beside, heavy, threaded, of_a_rank, fatal
+import beside, heavy, threaded, of_a_rank, fatal, asks_for_cuda
 os.environ["CONFIGURED"] = "yes"
 import configured
 sys.exit(not learned)

@@ -199,6 +199,11 @@ class ElasticRendezvousHandler(RendezvousHandler):
             return 0
         return max(1, len(set(status.record.nodes).difference(returned.record.nodes)))
 
+    def has_lost_members(self) -> bool:
+        """Return whether a member of the round that :meth:`next_rendezvous` has returned is gone or has failed."""
+        status, returned = self._status, self._returned
+        return returned is not None and status.serial > returned.serial and _ends(returned.record, status.record)
+
     def is_closed(self) -> bool:
         """Return whether the run has ended, or this node has left it."""
         return self._closed or self._status.outcome is not None

@@ -96,7 +96,8 @@ class LeaderElection:
         If the store has renewed this node's lease all the time, the other node alone was silent. Otherwise, all leases
         may have expired because the store was paused, and a busy node may answer late.
         """
-        alone = asyncio.get_running_loop().time() - self._registration.renewed_since >= self._lease
+        now, own = asyncio.get_running_loop().time(), self._registration
+        alone = own.renewed_since + self._lease <= now < own.renewed_at + self._lease
         return PROBE_TIMEOUT if alone else min(FINAL_PROBE_TIMEOUT, self._lease)
 
     async def until_replaced(self, node: str) -> None:

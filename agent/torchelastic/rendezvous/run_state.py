@@ -241,13 +241,14 @@ class NodeRegistration:
     Attributes:
         record: the node's record with all updates; the last ones may not be written yet.
         lease: the id of the node's lease; 0 while the node has none.
+        renewed_at: when the store granted or renewed the lease last, by the loop's clock.
         renewed_since: since when the store has granted and renewed the lease without a failure, by the loop's clock.
     """
 
     def __init__(self, run: RunStateWatch, record: NodeRecord, fresh_store_port: Callable[[], int]) -> None:
         self.record = record
         self.lease = 0
-        self.renewed_since = math.inf
+        self.renewed_at = self.renewed_since = math.inf
         self._fresh_store_port = fresh_store_port
         self._store = run.store
         self._changed = run.changed
@@ -303,7 +304,7 @@ class NodeRegistration:
             due += self._ttl / 3
             async with asyncio.timeout(self._request_timeout):
                 lease = await self._store.grant(self._ttl)
-            self.renewed_since = now()
+            self.renewed_at = self.renewed_since = now()
             if self.record.joined:
                 self.record = msgspec.structs.replace(self.record, store=self._fresh_store_port())
             await self._put(lease)
@@ -317,7 +318,8 @@ class NodeRegistration:
                 due = now() + self._ttl / 3
                 async with asyncio.timeout(self._request_timeout):
                     await self._store.keep_alive(self.lease)
-                self.renewed_since = min(self.renewed_since, now())
+                self.renewed_at = now()
+                self.renewed_since = min(self.renewed_since, self.renewed_at)
                 self._backoff.reset()
             if self._written < self._updated.count:
                 await self._put(self.lease)

@@ -246,14 +246,14 @@ class ForkServer:
                 if await self._import_missing(copy):
                     async with self._lock:
                         self._connection.close()
-                        self._connection, self._process = copy.connection, copy.child
+                        self._connection, self._process, self._import_error = copy.connection, copy.child, ""
                         for spare in self._take_spares(len(self._spares)):
                             spare.connection.close()
                     self._refill.set()
                 else:
                     copy.child.signal(signal.SIGKILL)
                     copy.connection.close()
-            except (EOFError, ConnectionError, StartError):  # reported when a process is needed
+            except (EOFError, OSError, StartError):  # reported when a process is needed
                 self._missing.clear()
             self._miss()
             if not self._missing:

@@ -27,6 +27,7 @@ import threading
 import time
 import types
 import warnings
+import zlib
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
 _OWN_FOLDER: Final = f"{Path(__file__).parent}{os.sep}"
 _TORCH: Final = "torch."
-_INSTALLED: Final = ("site-packages", "dist-packages")
+_INSTALLED: Final = tuple(f"{path}{os.sep}" for path in sys.path if path.endswith(("site-packages", "dist-packages")))
 _NOT_EXECUTABLE: Final = 126
 _NOT_FOUND: Final = 127
 
@@ -172,7 +173,7 @@ def _import_learned(module: str, changed: Mapping[str, int]) -> str:
     `changed` has hashes of the variables that differed from the worker's first environment when it began the import.
     """
     environment = dict(os.environ)
-    if wrong := [name for name, value in changed.items() if hash(environment.get(name)) != value]:
+    if wrong := [name for name, value in changed.items() if _digest(environment.get(name)) != value]:
         return f"the program sets {', '.join(wrong)}"
     if not _is_installed(module, PathFinder.find_spec(module.partition(".")[0])):
         return "it is not in site-packages"
@@ -181,6 +182,8 @@ def _import_learned(module: str, changed: Mapping[str, int]) -> str:
             stack.callback(os.close, copy := os.dup(number))
             stack.callback(os.dup2, copy, number)
             os.dup2(nothing.fileno(), number)
+        stack.callback(sys.stderr.flush)
+        stack.callback(sys.stdout.flush)
         with _collector_off():
             problem = _import(module) or _problem(_threads())
     if module.startswith(_TORCH):
@@ -191,8 +194,11 @@ def _import_learned(module: str, changed: Mapping[str, int]) -> str:
 
 def _is_installed(module: str, spec: ModuleSpec | None) -> bool:
     """Return whether a module with this specification belongs to torch, or is in site-packages."""
-    folders = tuple(os.path.join(path, "") for path in sys.path if Path(path).name in _INSTALLED)  # noqa: PTH118
-    return spec is not None and (f"{module}.".startswith(_TORCH) or (spec.origin or "").startswith(folders))
+    return spec is not None and (f"{module}.".startswith(_TORCH) or (spec.origin or "").startswith(_INSTALLED))
+
+
+def _digest(value: str | None) -> int:
+    return zlib.crc32(repr(value).encode(errors="surrogateescape"))
 
 
 def _import(module: str) -> str:
@@ -229,13 +235,21 @@ def _tasks() -> set[int]:
 
 def _problem(threads: set[int]) -> str:
     """Return why workers cannot be forked now, given the threads that a module left; empty if they can."""
-    if sys.modules["torch"].cuda.is_initialized():
+    if sys.modules["torch"].cuda.is_initialized() or _is_unusable_after_fork():
         return "it initializes CUDA, which processes that are forked later cannot use"
     if threads:
         names = sorted(f"{thread.name!r}" for thread in threading.enumerate() if thread.native_id in threads)
         which = f" ({', '.join(names)})" if names else ", such as those of an OpenMP pool"
         return f"it leaves threads behind{which}; forked workers would not have them"
     return ""
+
+
+def _is_unusable_after_fork() -> bool:
+    """Return whether a forked process cannot use CUDA, for example after ``torch.cuda.is_available()``."""
+    pid = _fork()
+    if pid == 0:
+        os._exit(sys.modules["torch"].cuda._is_in_bad_fork())  # noqa: SLF001 - torch has no public function for it
+    return os.waitpid(pid, 0)[1] != 0
 
 
 # -- a forked process
@@ -432,9 +446,10 @@ class _ImportReporter:
         nested = getattr(self._importing, "_initializing", False)
         if imports and not nested and _is_installed(name, spec) and agent_socket.is_worker():
             self._importing = spec
-            message = {"imported": name, "changed": self._changed(name)}
-            if len(agent_socket.encode_lines(message)) <= agent_socket.LINE_LIMIT:
-                agent_socket.AGENT.send(message)
+            with contextlib.suppress(Exception):  # the program's import must not fail
+                message = {"imported": name, "changed": self._changed(name)}
+                if len(agent_socket.encode_lines(message)) <= agent_socket.LINE_LIMIT:
+                    agent_socket.AGENT.send(message)
         return spec
 
     def _changed(self, module: str) -> dict[str, int]:
@@ -443,7 +458,7 @@ class _ImportReporter:
             return {}
         now, before = dict(os.environ), self._environment
         names = [name for name in now | before if now.get(name) != before.get(name) and not name.startswith("TORCH")]
-        return {name: hash(now.get(name)) for name in names}
+        return {name: _digest(now.get(name)) for name in names}
 
 
 class _StderrSilencer:

@@ -77,7 +77,8 @@ MAX_LAST_CALL: Final = 10.0
 for a stream of new nodes, or for nodes that are starting, unless ``last_call_timeout`` is longer."""
 
 RECONNECT_TIME: Final = 1.5
-"""Seconds within which a node of a running round registers again after the store is back: it retries each second."""
+"""Seconds within which a node of a running round registers again after the store is back: it retries each second. A
+request that the store never answers delays this by half a lease."""
 
 STORE_LOST_ROUND: Final = "the store had lost a round that nodes still know"
 
@@ -138,7 +139,9 @@ class _Plan:
         ranks, last = membership.ranks, len(membership.ranks)
         fit = [peer for peer in membership.peers.values() if membership.may_join(peer)]
         self.unconnected = [peer for peer in fit if not peer.answers and peer.id not in ranks]
-        self.starting = any(peer.record.starting for peer in membership.peers.values())
+        self.starting = any(
+            peer.record.starting for peer in membership.peers.values() if peer.id not in membership.dead
+        )
         self.eligible = [peer for peer in fit if peer.answers or peer.id in ranks]
         self.eligible.sort(key=lambda peer: (ranks.get(peer.id, last), peer.joined, peer.id))
 
@@ -234,10 +237,10 @@ class _Plan:
         """Form a round without current members: when all desired nodes are present, or after the last call.
 
         An empty store is either new or has lost its data, and holds nothing that tells which. A node that knows a lost
-        round registers again within ``RECONNECT_TIME``, so a leader that has seen no such node for that time assumes a
-        new store. A node that returns later, for example after a network failure, still prevails: its record shows the
-        lost round, this leader resigns, and the lost round replaces the new one (see ``_recover()``). If a node is
-        present that knows a lost round, but cannot restore it, the others get one lease to return.
+        round usually registers again within ``RECONNECT_TIME``, so a leader that has seen no such node for that time
+        assumes a new store. A node that returns later, for example after a network failure, still prevails: its record
+        shows the lost round, this leader resigns, and the lost round replaces the new one (see ``_recover()``). If a
+        node is present that knows a lost round, but cannot restore it, the others get one lease to return.
         """
         membership, settings, nodes = self.membership, self.settings, len(self.eligible)
         since = min((peer.arrived for peer in self.eligible), default=membership.now)
