@@ -16,7 +16,6 @@ from torchelastic.protocol import (
     FailureKind,
     FailureRecord,
     LeaderRecord,
-    NodeRecord,
     RoundRecord,
     TerminationMessage,
     decode,
@@ -53,8 +52,7 @@ raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [
 
 def failures(state: Mapping[str, Entry], run: ControlledRun) -> dict[str, FailureRecord]:
     """Return the failure that each node has reported, by the name of the node."""
-    nodes = [decode(entry.value, NodeRecord) for key, entry in state.items() if key.startswith(run.keys.nodes)]
-    return {node.name: node.failure for node in nodes if node.failure is not None}
+    return {node.name: node.failure for node in run.nodes(state) if node.failure is not None}
 
 
 @pytest.fixture

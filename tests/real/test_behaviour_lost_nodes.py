@@ -32,8 +32,8 @@ def leader_in(state: Mapping[str, Entry], run: ControlledRun) -> LeaderRecord:
 
 
 def nodes_in(state: Mapping[str, Entry], run: ControlledRun) -> set[str]:
-    """Return the names of all nodes that have a key."""
-    return {key.removeprefix(run.keys.nodes).rpartition(".")[0] for key in state if key.startswith(run.keys.nodes)}
+    """Return the names of all nodes that have a key and can start workers."""
+    return {node.name for node in run.nodes(state)}
 
 
 async def end_leases(etcd: EtcdServer, below: str) -> int:

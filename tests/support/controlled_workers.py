@@ -196,8 +196,9 @@ class ControlledRun:
         return await until_keys(self._etcd.settings, self.keys.root, condition)
 
     def nodes(self, state: Mapping[str, Entry]) -> list[NodeRecord]:
-        """Return the records of the nodes among the run's keys."""
-        return [decode(entry.value, NodeRecord) for key, entry in state.items() if key.startswith(self.keys.nodes)]
+        """Return the records of the nodes among the run's keys that can start workers."""
+        nodes = [decode(entry.value, NodeRecord) for key, entry in state.items() if key.startswith(self.keys.nodes)]
+        return [node for node in nodes if not node.starting]
 
     async def committed_round(self, number: int) -> RoundRecord:
         """Wait until the store has the round of this number, and return the round."""
