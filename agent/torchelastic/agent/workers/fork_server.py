@@ -46,6 +46,9 @@ _IMPORT_TIMEOUT: Final = 60.0
 _IMPORT_PATIENCE: Final = 5.0
 """Seconds for which new workers wait for such imports, which they would otherwise do themselves."""
 
+_REQUEST_PATIENCE: Final = 0.5
+"""Seconds for which the end of the agent waits for a request to the fork server."""
+
 _ATTEMPTS: Final = 2
 
 CONTROL: Final = 3
@@ -159,6 +162,10 @@ class ForkServer:
     async def close(self) -> None:
         """Stop restarting the fork server; the reaper then kills it and the spare processes."""
         if self._tasks:
+            # A request that is canceled would leave processes that the reaper does not know.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_REQUEST_PATIENCE):
+                    await self._lock.acquire()
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
