@@ -85,11 +85,11 @@ def _train(
                 checkpoints.load_checkpoint(state, rank, is_current=is_current)
                 with _measured("state_sync.duration.ms"):
                     state.sync(world_size, rank)
-                is_current = True
                 train_step = step_of_world(state)
             with _measured("inner_train_loop.duration.ms"):
                 while True:
                     snapshot = state.capture_snapshot()
+                    is_current = True  # a failure rolls back to a state that the ranks have shared
                     step()
                     try:
                         result = train_step(state)
