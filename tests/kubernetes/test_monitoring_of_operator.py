@@ -116,7 +116,8 @@ async def test_the_dashboards_show_the_jobs(watched: Watched) -> None:
     assert await one(FLEET_PAGE, "Jobs") == 2
     assert await one(FLEET_PAGE, "Running") == 1
     assert await one(FLEET_PAGE, "Waiting") == 1
-    assert await one(FLEET_PAGE, "Restarts") == pytest.approx(1, abs=0.3)
+    # Prometheus extrapolates an increase to the ends of its range.
+    assert round(await one(FLEET_PAGE, "Restarts")) == 1
     for legend, trains, lacks in (("desired", 2, 2), ("ready", 2, 1), ("minimum", 2, 2)):
         assert await one(JOB_PAGE, "Pods", legend) == trains
         assert await one(JOB_PAGE, "Pods", legend, "lacks") == lacks
