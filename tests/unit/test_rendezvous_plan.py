@@ -82,6 +82,11 @@ OF_TWO_RACKS = [peer(name, joined=i, topology_key="xy"[i % 2]) for i, name in en
         ),
         pytest.param(snapshot(peer("a", arrived=3.0), wanted=2, now=13.0), "a", id="after the last call"),
         pytest.param(snapshot(peer("a"), peer("b"), now=10.0), "ab", id="after the last call, no desired size"),
+        pytest.param(
+            snapshot(peer("a", arrived=2.0), peer("b", arrived=2.1), high=3, appeared_at=0.5, now=2.1),
+            "ab",
+            id="nodes that appeared a second ago and have just started",
+        ),
         pytest.param(snapshot(peer("a", round=1), wanted=2, round=AB), "a", id="a loss waits for no replacement"),
         pytest.param(
             snapshot(peer("a", round=1), peer("b", round=1), wanted=2, round=AB, dead=KEYLESS_B),
@@ -114,7 +119,7 @@ def test_the_next_round_has_the_expected_members_without_a_charge(situation: Mem
     ("situation", "hold"),
     [
         pytest.param(
-            snapshot(peer("a", arrived=3.0), wanted=2, now=4.0),
+            snapshot(peer("a", arrived=3.0), wanted=2, appeared_at=3.0, now=4.0),
             Hold(13.0, "1 node of 2 is present; waiting for more until the last call ends"),
             id="the last call",
         ),
@@ -252,7 +257,7 @@ def test_a_paused_run_names_the_missing_nodes_and_fails_with_that_message() -> N
 
 def test_a_run_without_its_nodes_starts_again_with_a_full_budget_unless_its_id_is_unique() -> None:
     here = (peer("c", joined=70, arrived=50.0, round=2), peer("d", joined=71, arrived=50.0, round=2))
-    paused = snapshot(*here, low=2, wanted=3, now=55.0, round=round(2, restarts=9), since=60, changed_at=49.0)
+    paused = snapshot(*here, low=2, wanted=3, now=55.0, round=round(2, restarts=9), since=60, appeared_at=50.0)
     assert "last call" in hold_of(plan(paused, SETTINGS)).why
     decision = next_round(dataclasses.replace(paused, now=60.0))
     assert (members(decision), decision.restarts) == (("c", "d"), 0)

@@ -249,7 +249,7 @@ class _Plan:
             quiet = LAST_CALL if membership.size.desired is None else MAX_LAST_CALL
         until = since + max(quiet, min(MAX_DEBOUNCE_FACTOR * quiet, MAX_LAST_CALL))
         if not (self.unconnected or self.starting):
-            until = min(until, max(since, membership.appeared_at) + quiet)
+            until = min(until, membership.appeared_at + quiet)
         if membership.round is None and membership.highest_round_seen > settings.resume.round:
             until = max(until, since + settings.lease)
         elif membership.round is None:
