@@ -92,6 +92,9 @@ PROTOCOL_VERSION: Final = 1
 MAX_RECORD_BYTES: Final = 1 << 20
 """Size limit of a record; etcd refuses requests above 1.5 MiB by default."""
 
+MAX_IMPORTS: Final = 256
+"""Maximum number of modules that a node learns from its workers or from the run."""
+
 COUNT_LIMIT: Final = 1_000_000
 """Counters saturate at this value."""
 
@@ -504,10 +507,17 @@ HISTORY_LIMIT: Final = 200
 
 
 class HistoryRecord(_Record, frozen=True):
-    """The first and the last rounds of a run, and when the run's job was created, in seconds since the Unix epoch."""
+    """The history of a run.
+
+    Attributes:
+        created: when the run's job was created, in seconds since the Unix epoch.
+        rounds: the first and the last rounds.
+        imports: the installed modules that workers import; a new node imports them before it joins a round.
+    """
 
     created: _Time = 0.0
     rounds: tuple[PastRound, ...] = ()
+    imports: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=MAX_IMPORTS)] = ()
 
     @property
     def omitted(self) -> int:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.agents import AgentProcess
+from tests.support.etcd import until_keys
 from tests.support.programs import output_of, script
 from tests.support.workers import next_exit, start_workers, workers_of
 from torchelastic.config.settings import LogSettings, Program, ProgramKind, StartMethod
 from torchelastic.errors import StartError
-from torchelastic.protocol import ExitCode
+from torchelastic.protocol import ExitCode, HistoryRecord, RunKeys, decode
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
+
+    from tests.support.etcd import EtcdServer
+    from torchelastic.store.api import Entry
 
 pytestmark = pytest.mark.real
 
@@ -157,16 +163,21 @@ sys.exit(not learned)
 """
 
 
+def install(folder: Path, sources: dict[str, str]) -> str:
+    """Write modules into a new folder of installed packages; return the folder."""
+    installed = folder / "site-packages"
+    installed.mkdir()
+    for name, source in sources.items():
+        (installed / f"{name}.py").write_text(source)
+    return f"{installed}"
+
+
 @pytest.mark.parametrize(("flags", "learned"), [([], "learned heavy"), (["--preload=none"], "learned")])
 async def test_what_a_worker_imports_from_site_packages_is_preloaded_for_later_workers(
     flags: list[str], learned: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed = tmp_path / "site-packages"
-    installed.mkdir()
-    for name, source in INSTALLED.items():
-        (installed / f"{name}.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", install(tmp_path, INSTALLED))
     (tmp_path / "beside.py").touch()
-    monkeypatch.setenv("PYTHONPATH", f"{installed}")
     [program] = script(tmp_path, IMPORTS).argv
     restart = ("--max-restarts=1", "--rdzv-conf=crash_loop_limit=1000")
     async with AgentProcess(*restart, *flags, program) as agent:
@@ -175,3 +186,56 @@ async def test_what_a_worker_imports_from_site_packages_is_preloaded_for_later_w
         "[rank 0] learned",
         f"[rank 0] {learned}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("beginning", "flags", "once"),
+    [
+        ("'A docstring.'\nfrom __future__ import annotations\nimport os, heavy as h", [], True),
+        ("import os\nfrom heavy import *\nimport threaded, heavy as h", [], True),
+        ("import os\nimport beside\nimport heavy as h", [], False),
+        ("import os\nos.environ['CONFIGURED'] = 'yes'\nimport heavy as h", [], False),
+        ("import os, heavy as h", ["--preload=none"], False),
+    ],
+    ids=["first statements", "another is refused", "after a module of its own", "after a statement", "turned off"],
+)
+async def test_what_a_program_imports_first_is_imported_once_for_all_workers(
+    beginning: str, flags: list[str], once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heavy = "import os; BY, CONFIGURED = os.getpid(), 'CONFIGURED' in os.environ"
+    monkeypatch.setenv("PYTHONPATH", install(tmp_path, INSTALLED | {"heavy": heavy}))
+    (tmp_path / "beside.py").touch()
+    [program] = script(tmp_path, f"{beginning}\nprint('once', h.BY != os.getpid(), h.CONFIGURED)").argv
+    async with AgentProcess("--nproc-per-node=2", *flags, program) as agent:
+        assert await agent.code() == ExitCode.SUCCEEDED
+    configured = "CONFIGURED" in beginning
+    assert sorted(line for line in agent.lines if "once" in line) == [
+        f"[rank {rank}] once {once} {configured}" for rank in range(2)
+    ]
+
+
+STEPS = """
+import sys
+print("learned", "heavy" in sys.modules)
+import heavy, signal, torchelastic
+torchelastic.step()
+signal.pause()
+"""
+
+
+async def test_a_node_that_joins_imports_first_what_the_workers_of_the_run_import(
+    etcd: EtcdServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", install(tmp_path, {"heavy": ""}))
+    [program] = script(tmp_path, STEPS).argv
+    run = str(uuid.uuid4())
+    flags = (f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run}", "--local-addr=127.0.0.1", "--nnodes=1:2")
+
+    def shared(keys: Mapping[str, Entry]) -> bool:
+        return any("heavy" in decode(entry.value, HistoryRecord).imports for entry in keys.values())
+
+    async with AgentProcess(*flags, program) as first:
+        await first.wait_for_line("learned False")
+        await until_keys(etcd.settings, RunKeys.of(run).history, shared)
+        async with AgentProcess(*flags, program) as second:
+            await second.wait_for_line("learned True")

@@ -40,7 +40,7 @@ from torchelastic.protocol import (
     OutcomeState,
     RunState,
 )
-from torchelastic.rendezvous.history import History
+from torchelastic.rendezvous.history import History, read_imports
 from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted, worker_environments
 from torchelastic.rendezvous.policy.plan import CAUSE_WINDOW, REPORT_WINDOW, root_cause
 from torchelastic.store.client import connect_within
@@ -223,12 +223,14 @@ class Agent:
                         node,
                         limit=self._settings.rendezvous.notice,
                         changed=lambda: self._events.put_nowait(RequestsChanged()),
-                        stepped=self._stepped,
+                        stepped=lambda rank: self._stepped(rank, workers),
                         imported=workers.learn,
                     )
                 )
                 # The others see this node before it can start workers, but form no round with it until then.
                 await self._signals.unless_first(stack.enter_async_context(node))
+                for module in await self._signals.unless_first(read_imports(node.run)):
+                    workers.learn(module, {})
                 await self._signals.unless_first(workers.ready())
                 self._metrics.waits()
                 node.registration.update(starting=False)
@@ -436,9 +438,11 @@ class Agent:
             group.store.ended.add_done_callback(lambda _: self._events.put_nowait(ended))
         return group
 
-    def _stepped(self, rank: int) -> None:
-        """Record the recovery when all workers of this node have begun their first step."""
+    def _stepped(self, rank: int, workers: Workers) -> None:
+        """Record the recovery, and what workers import, when all workers of this node have begun their first step."""
         self._not_stepped.discard(rank)
+        if not self._not_stepped:
+            self._history.imports = workers.learned
         if self._recovery is not None and not self._not_stepped:
             (broken_at, reason), self._recovery = self._recovery, None
             self._metrics.recovered(time.monotonic() - broken_at, reason)

@@ -13,6 +13,7 @@ import itertools
 import logging
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -89,6 +90,9 @@ class History:
         created: when the job was created, in seconds since the Unix epoch; None for the current time.
         resumed: the breakdown of the time before the run was resumed; None if the run was never suspended.
         clock: returns the seconds since the Unix epoch; None for :func:`steady_clock`.
+
+    Attributes:
+        imports: the installed modules that workers import.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class History:
         self._transitions = [(now, RunState.WAITING)]  # after the base; TRAINING includes restoring
         self._round = _RoundTimes()
         self._rounds: dict[int, PastRound] = {}
+        self.imports: tuple[str, ...] = ()
 
     # -- observations of this node
 
@@ -192,6 +197,7 @@ class History:
             self._rounds[past.number] = msgspec.structs.replace(past, ended=ended)
         self._rounds = dict(sorted(self._rounds.items()))
         self._limit_rounds()
+        self.imports = self.imports or history.imports
 
     # -- records of the leader
 
@@ -250,8 +256,8 @@ class History:
         )
 
     def record(self) -> HistoryRecord:
-        """Return the rounds of the run."""
-        return HistoryRecord(self.created, tuple(self._rounds.values()))
+        """Return the record of the rounds and the imports."""
+        return HistoryRecord(self.created, tuple(self._rounds.values()), self.imports)
 
     # -- queries
 
@@ -412,6 +418,14 @@ class HistoryWriter:
                 writes.append(put(keys.history, history))
             await asyncio.gather(*writes)
             self._written = history
+
+
+async def read_imports(run: RunStateWatch) -> tuple[str, ...]:
+    """Return the installed modules that the run's workers import, as far as the store has them now."""
+    with suppress(StoreUnavailable):
+        record = _decoded(await run.store.get(run.keys.history), HistoryRecord)
+        return () if record is None else record.imports
+    return ()
 
 
 def _decoded(entry: Entry | None, kind: type[Record]) -> Record | None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torchelastic.agent.failures import OUT_OF_MEMORY
 from torchelastic.agent.workers.processes import python_code, spawn
 from torchelastic.errors import StartError
+from torchelastic.protocol import MAX_IMPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,14 +38,11 @@ REFILL_DELAY: Final = 3.0
 
 A fork server that has exited is restarted after the same time, or as soon as there are too few spare processes."""
 
-LEARNED_LIMIT: Final = 256
-"""Maximum number of modules that the fork server learns from workers."""
-
 _IMPORT_TIMEOUT: Final = 60.0
 """Seconds after which an import that a worker has also begun is given up."""
 
 _IMPORT_PATIENCE: Final = 5.0
-"""Seconds for which new workers wait for such imports, which they would otherwise do themselves."""
+"""Seconds for which a node or new workers wait for such imports, which the workers would otherwise do themselves."""
 
 _REQUEST_PATIENCE: Final = 0.5
 """Seconds for which the end of the agent waits for a request to the fork server."""
@@ -174,13 +172,14 @@ class ForkServer:
             spare.connection.close()
 
     async def ready(self) -> None:
-        """Wait until everything is imported; a fork server that exits meanwhile is restarted.
+        """Wait until everything is imported, with a limit for learned modules; a fork server that exits is restarted.
 
         Raises:
             StartError: a module cannot be imported.
         """
         async with self._lock:
             await self._fork_now(0)
+        await self._until_complete()
 
     async def fork(self, count: int) -> list[ForkedProcess]:
         """Return processes that wait for their task: spare processes, and new ones if there are too few.
@@ -188,9 +187,7 @@ class ForkServer:
         Raises:
             StartError: no process can be forked.
         """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_IMPORT_PATIENCE):
-                await self._complete.wait()
+        await self._until_complete()
         taken = self._take_spares(count)
         try:
             if len(taken) < count:
@@ -203,14 +200,24 @@ class ForkServer:
         self._refill.set()
         return taken
 
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """The learned modules that were imported in the agent's environment, so that other nodes can import them."""
+        return tuple(module for module, changed in self._learned.items() if changed == {})
+
     def learn(self, module: str, changed: Mapping[str, int]) -> None:
         """Import a module that a worker imports, for the workers of later rounds, unless workers could not be forked.
 
         `changed` has hashes of the variables that the worker had changed; the fork server must have the same values.
         """
-        if self._program.learns and module not in self._learned and len(self._learned) < LEARNED_LIMIT:
+        if self._program.learns and module not in self._learned and len(self._learned) < MAX_IMPORTS:
             self._learned[module] = changed
             self._miss(module)
+
+    async def _until_complete(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_IMPORT_PATIENCE):
+                await self._complete.wait()
 
     def _take_spares(self, count: int) -> list[ForkedProcess]:
         taken: list[ForkedProcess] = []

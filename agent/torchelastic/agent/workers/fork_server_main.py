@@ -176,7 +176,7 @@ def _import_learned(module: str, changed: Mapping[str, int]) -> str:
     if wrong := [name for name, value in changed.items() if _digest(environment.get(name)) != value]:
         return f"the program sets {', '.join(wrong)}"
     if not _is_installed(module, PathFinder.find_spec(module.partition(".")[0])):
-        return "it is not in site-packages"
+        return ""  # each worker imports it itself
     with Path(os.devnull).open("wb") as nothing, contextlib.ExitStack() as stack:
         for number in (1, 2):  # the worker has printed what the module prints
             stack.callback(os.close, copy := os.dup(number))

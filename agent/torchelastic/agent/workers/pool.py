@@ -6,7 +6,6 @@ Python, if ``--start-method exec`` is set, or if the program needs a new interpr
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import contextlib
 import dataclasses
@@ -18,14 +17,13 @@ import shutil
 import signal
 import sys
 import tempfile
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from torchelastic.agent.failures import ERROR_FILE, Explanation, WorkerExit, explain
 from torchelastic.agent.logs import Console, Logs, temporary_folder
-from torchelastic.agent.workers import hang
+from torchelastic.agent.workers import hang, program_source
 from torchelastic.agent.workers.fork_server import ForkServer, python_command
 from torchelastic.agent.workers.linux import TREE_MARK, handles
 from torchelastic.agent.workers.processes import Reaper, Watchdog, spawn
@@ -60,19 +58,6 @@ _CONSOLE_PATIENCE: Final = 5.0
 
 _CONSOLE_LIMIT: Final = 20.0
 """Seconds after which an agent that exits drops the remaining output if its reader is slow."""
-
-_READ_AT_IMPORT: Final = (
-    *("ACC_", "GOMP_", "KMP_", "OMP_"),  # OpenMP
-    *("OPENBLAS_", "GOTO_", "NPY_", "VECLIB_", "NUMEXPR_", "MKL_", "DNNL_", "MKLDNN_", "ONEDNN_"),  # numpy and torch
-    *("PYTORCH_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
-)
-"""Prefixes of variables that torch and its libraries read when they are imported."""
-
-_READ_AT_USE: Final = ("TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME", "TORCH_EXTENSIONS_DIR")
-"""Prefixes of variables that torch reads at each use, although they have one of the prefixes above."""
-
-_READ_BY_COMPILER: Final = ("TORCHDYNAMO_", "TORCHINDUCTOR_")
-"""Prefixes of variables that torch reads when it imports its compiler, which is later than its own import."""
 
 _STARTED_WITH_INTERPRETER: Final = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
 """Variables of coverage, which starts only in a new interpreter."""
@@ -272,6 +257,9 @@ class Workers:
             self._fork_server = self._make_fork_server()
             stack.push_async_callback(self._fork_server.close)
             self._fork_server.start()
+            if not self._executed:
+                for module in program_source.first_imports(self._settings.program):
+                    self._fork_server.learn(module, {})
             stack.push_async_callback(self._end_workers)
             if self._settings.metrics_port is not None:  # the fork server imports torch meanwhile
                 from torchelastic.metrics.worker_collector import WorkerMetrics
@@ -325,6 +313,11 @@ class Workers:
     def error_files(self) -> Mapping[int, Path]:
         """The error files of the last started workers by global rank; a worker creates its file when it fails."""
         return {} if self._group is None else {each.rank: each.output.error_file for each in self._group.workers}
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """The modules that other nodes of the run can import, too: see :attr:`ForkServer.learned`."""
+        return self._fork_server.learned
 
     def learn(self, module: str, changed: Mapping[str, int]) -> None:
         """Import a module that a worker imports for the workers of later rounds: see :meth:`ForkServer.learn`."""
@@ -466,49 +459,7 @@ def _reason_to_execute(program: Program, environment: Mapping[str, str]) -> str:
     name = program.argv[0]
     if program.kind is ProgramKind.SCRIPT and name.endswith(".pyc"):
         return f"{name} is compiled"
-    path = Path(name) if program.kind is ProgramKind.SCRIPT else Path(f"{name.replace('.', '/')}.py")
-    try:
-        # A pipe, such as /dev/stdin, can be read only once.
-        source = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-        with warnings.catch_warnings(action="ignore"):  # the program prints its warnings itself
-            changed = _changed_variables(source)
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: deeply nested expressions
-        return ""
-    read = sorted(name for name in changed if name.startswith(_READ_AT_IMPORT) and not name.startswith(_READ_AT_USE))
-    if not read:
-        return ""
-    return f"{path.name} sets {', '.join(read)}, which torch reads when it is imported (set it for the agent instead)"
-
-
-def _changed_variables(source: str) -> set[str]:
-    """Return the variables that a program sets in ``os.environ`` before it imports torch, or torch's compiler."""
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt | ast.expr)]
-    first_import = min((_position(node) for node in nodes if _imports_torch(node)), default=(len(source), 0))
-    changed: set[str] = set()
-    for node in nodes:
-        names: Sequence[ast.expr | None] = ()
-        match node:
-            case ast.Subscript(value=target, slice=name, ctx=ast.Store()):
-                names = [name]
-            case ast.Call(func=ast.Attribute(value=target, attr="setdefault"), args=[name, *_]):
-                names = [name]
-            case ast.Call(func=ast.Attribute(value=target, attr="update"), args=values, keywords=keywords):
-                names = [key for value in values if isinstance(value, ast.Dict) for key in value.keys]
-                names = [*names, *(ast.Constant(keyword.arg) for keyword in keywords)]
-            case ast.AugAssign(target=target, value=ast.Dict(keys=names)):
-                pass
-        if names and ast.unparse(target) in {"os.environ", "environ"}:
-            found = {str(name.value) for name in names if isinstance(name, ast.Constant)}
-            early = _position(node) < first_import
-            changed |= {name for name in found if early or name.startswith(_READ_BY_COMPILER)}
-    return changed
-
-
-def _position(node: ast.stmt | ast.expr) -> tuple[int, int]:
-    return node.lineno, node.col_offset
-
-
-def _imports_torch(node: ast.AST) -> bool:
-    names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-    names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-    return any(name.partition(".")[0] == "torch" for name in names)
+    if names := program_source.variables_read_by_torch(program):
+        read = "which torch reads when it is imported (set it for the agent instead)"
+        return f"{name} sets {', '.join(names)}, {read}"
+    return ""
