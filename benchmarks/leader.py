@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from torchelastic.protocol import LeaderRecord, RunKeys, decode
+from torchelastic.protocol.codec import decode
+from torchelastic.protocol.keys import RunKeys
+from torchelastic.protocol.records import LeaderRecord
 from torchelastic.store.api import StoreSettings
 from torchelastic.store.client import connect
 

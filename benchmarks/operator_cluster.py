@@ -24,7 +24,9 @@ from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, Api
 from tests.support.operator_process import OperatorProcess
 from tests.support.testbed.binaries import binary
 from tests.support.testbed.control_plane import ControlPlane
-from torchelastic.protocol import Member, NodeRecord, RoundRecord, RunKeys, SizeRecord, StateRecord, decode, encode
+from torchelastic.protocol.codec import decode, encode
+from torchelastic.protocol.keys import RunKeys
+from torchelastic.protocol.records import Member, NodeRecord, RoundRecord, SizeRecord, StateRecord
 from torchelastic.store.api import StoreSettings
 from torchelastic.store.client import connect
 

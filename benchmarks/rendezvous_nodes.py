@@ -26,7 +26,7 @@ import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchelastic.config.settings import RendezvousSettings
-from torchelastic.protocol import FailureRecord, NodeRecord, SizeRecord
+from torchelastic.protocol.records import FailureRecord, NodeRecord, SizeRecord
 from torchelastic.rendezvous.node import RendezvousNode, RoundStarted
 from torchelastic.store import etcd_v3  # noqa: F401 - else it is imported at the first connection
 from torchelastic.store.api import StoreSettings
@@ -35,7 +35,7 @@ from torchelastic.store.client import connect
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from torchelastic.protocol import RoundRecord
+    from torchelastic.protocol.records import RoundRecord
 
 
 class Expectation:

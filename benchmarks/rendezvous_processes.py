@@ -15,7 +15,9 @@ import msgspec
 
 from benchmarks.etcd import wake
 from elastic_operator.local.pdeathsig import with_pdeathsig
-from torchelastic.protocol import LeaderRecord, NodeRecord, RunKeys, decode
+from torchelastic.protocol.codec import decode
+from torchelastic.protocol.keys import RunKeys
+from torchelastic.protocol.records import LeaderRecord, NodeRecord
 from torchelastic.store.api import Listing, StoreSettings
 from torchelastic.store.client import connect, follow
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from benchmarks.worker_reports import Missing
-from torchelastic.protocol import ExitCode
+from torchelastic.protocol.pod import ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence

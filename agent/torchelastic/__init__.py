@@ -2,7 +2,8 @@
 
 For training programs (see :mod:`torchelastic.training`; without an agent, they report nothing):
 
-* :func:`heartbeat`, :func:`ask_for_notice`, :func:`notice`, :func:`saved`, :func:`round_stands`,
+* :func:`heartbeat`, :func:`ask_for_notice`, :func:`notice`, :func:`answer_notice`,
+  :func:`is_round_current`,
   :class:`NonRetryableException`, :func:`step` and :func:`report_checkpoint`;
 * :class:`State`, :func:`train` and :class:`StopException` for training that survives changes of its world.
 
@@ -27,25 +28,16 @@ from torchelastic.lazy import install, lazy_attributes
 if TYPE_CHECKING:
     from torchelastic.agent.server.api import RunResult, WorkerSpec, WorkerState
     from torchelastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torchelastic.coordinator import Coordinator, StopException
+    from torchelastic.inprocess.coordinator import Coordinator, StopException
+    from torchelastic.inprocess.state import State
+    from torchelastic.inprocess.train_loop import train
+    from torchelastic.inprocess.worker_stats import SimpleWorkerStats, WorkerStats
     from torchelastic.launcher.api import LaunchConfig, elastic_launch
     from torchelastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousParameters
-    from torchelastic.state import State
-    from torchelastic.train_loop import train
-    from torchelastic.training import (
-        CheckpointReport,
-        NonRetryableException,
-        Notice,
-        ask_for_notice,
-        heartbeat,
-        notice,
-        report_checkpoint,
-        round_stands,
-        saved,
-        step,
-    )
+    from torchelastic.training.errors import NonRetryableException
+    from torchelastic.training.notices import Notice, answer_notice, ask_for_notice, is_round_current, notice
+    from torchelastic.training.progress import CheckpointReport, heartbeat, report_checkpoint, step
     from torchelastic.version import __version__
-    from torchelastic.worker_stats import SimpleWorkerStats, WorkerStats
 
 __all__ = [
     "CheckpointReport",
@@ -65,13 +57,13 @@ __all__ = [
     "WorkerState",
     "WorkerStats",
     "__version__",
+    "answer_notice",
     "ask_for_notice",
     "elastic_launch",
     "heartbeat",
+    "is_round_current",
     "notice",
     "report_checkpoint",
-    "round_stands",
-    "saved",
     "step",
     "train",
 ]
@@ -81,17 +73,16 @@ __getattr__ = lazy_attributes(
     {
         "torchelastic.agent.server.api": "RunResult WorkerSpec WorkerState",
         "torchelastic.agent.server.local_elastic_agent": "LocalElasticAgent",
-        "torchelastic.coordinator": "Coordinator StopException",
+        "torchelastic.inprocess.coordinator": "Coordinator StopException",
         "torchelastic.launcher.api": "LaunchConfig elastic_launch",
         "torchelastic.rendezvous.api": "RendezvousHandler RendezvousInfo RendezvousParameters",
-        "torchelastic.state": "State",
-        "torchelastic.train_loop": "train",
-        "torchelastic.training": (
-            "CheckpointReport NonRetryableException Notice ask_for_notice heartbeat notice report_checkpoint "
-            "round_stands saved step"
-        ),
+        "torchelastic.inprocess.state": "State",
+        "torchelastic.inprocess.train_loop": "train",
+        "torchelastic.training.errors": "NonRetryableException",
+        "torchelastic.training.notices": "Notice answer_notice ask_for_notice is_round_current notice",
+        "torchelastic.training.progress": "CheckpointReport heartbeat report_checkpoint step",
         "torchelastic.version": "__version__",
-        "torchelastic.worker_stats": "SimpleWorkerStats WorkerStats",
+        "torchelastic.inprocess.worker_stats": "SimpleWorkerStats WorkerStats",
     },
 )
 install()

@@ -1,7 +1,7 @@
 """Names that are imported at their first use: attributes of modules, and torch's modules under torchelastic's names.
 
 ``import torchelastic.timer.api`` imports ``torch.distributed.elastic.timer.api``, and both names mean the same module.
-So do the names of torchelastic 0.1 in ``_OLDER``.
+So do the names of torchelastic 0.1 for the modules of :mod:`torchelastic.inprocess`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,21 @@ if TYPE_CHECKING:
 _PACKAGE: Final = "torchelastic"
 _TORCHS: Final = "torch.distributed.elastic"
 
-_OLDER: Final = {f"{_PACKAGE}.checkpoint": "api file_system_checkpoint", f"{_PACKAGE}.p2p": "coordinator_p2p"}
-"""Modules that were packages in torchelastic 0.1, with the names of the modules in these packages."""
+_INPROCESS: Final = {
+    "checkpoint": "checkpoint checkpoint.api checkpoint.file_system_checkpoint",
+    "coordinator": "coordinator",
+    "p2p": "p2p p2p.coordinator_p2p",
+    "state": "state",
+    "train_loop": "train_loop",
+    "worker_stats": "worker_stats",
+}
+"""Modules of ``torchelastic.inprocess``, with their names in torchelastic 0.1, where two of them were packages."""
+
+_ORIGINS: Final = {
+    f"{_PACKAGE}.{name}": f"{_PACKAGE}.inprocess.{module}"
+    for module, names in _INPROCESS.items()
+    for name in names.split()
+}
 
 
 def lazy_attributes(module: str, sources: Mapping[str, str]) -> Callable[[str], object]:
@@ -49,12 +62,12 @@ class _TorchModules:
         parent, _, child = name.rpartition(".")
         if parent.partition(".")[0] != _PACKAGE:
             return None
-        if child in _OLDER.get(parent, "").split():
-            return ModuleSpec(name, cast("Any", self), origin=parent)
+        if name in _ORIGINS:
+            return ModuleSpec(name, cast("Any", self), origin=_ORIGINS[name])
         real = getattr(sys.modules.get(parent), "__name__", parent)
         if real == parent:
             if (spec := PathFinder.find_spec(name, cast("Any", path))) is not None:
-                if name in _OLDER:
+                if name in _ORIGINS.values():
                     spec.submodule_search_locations = []  # allows imports of modules in it
                 return spec
             real = parent.replace(_PACKAGE, _TORCHS, 1)

@@ -16,14 +16,15 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from torchelastic.agent.failures import ExitStatus, record_failure
+from torchelastic.agent.failures import ExitStatus
 from torchelastic.config import flags, parsers
 from torchelastic.config.parse import backend_of, count_workers, endpoint_of, make_specs, parse
 from torchelastic.config.parsers import RawValue
 from torchelastic.config.settings import ProgramKind
 from torchelastic.errors import SettingsError, StartError
-from torchelastic.output import DEFAULT_ROLE, TIME_FORMAT, log_format
-from torchelastic.protocol import Env, ExitCode, TerminationMessage, encode_termination_message
+from torchelastic.protocol.output import DEFAULT_ROLE, TIME_FORMAT, log_format
+from torchelastic.protocol.pod import Env, ExitCode, TerminationMessage, encode_termination_message
+from torchelastic.training.error_file import record_failure
 
 if TYPE_CHECKING:
     import argparse
@@ -208,7 +209,7 @@ async def _take_part(stack: AsyncExitStack, settings: AgentSettings, *, owns_pro
         from torchelastic.agent.agent import Agent
         from torchelastic.metrics.agent import AgentMetrics
 
-        metrics = AgentMetrics(job=settings.job)
+        metrics = AgentMetrics(settings.role, job=settings.job)
         port = (
             0 if workers.metrics is None else await _serve_metrics(stack, metrics, settings, workers, workers.metrics)
         )
@@ -221,7 +222,9 @@ async def _take_part(stack: AsyncExitStack, settings: AgentSettings, *, owns_pro
         if not owns_process:
             from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-            raise ChildFailedError(settings.program.argv[0], agent.failures_of(failure, workers))
+            from torchelastic.agent.server.process_failures import process_failures
+
+            raise ChildFailedError(settings.program.argv[0], process_failures(failure, agent, workers))
     return ending
 
 

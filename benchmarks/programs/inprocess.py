@@ -71,7 +71,7 @@ if launcher == "torchrun":
         step()
 
 import torchelastic  # noqa: E402 - torchrun's program does not need it
-from torchelastic.p2p import CoordinatorP2P  # noqa: E402
+from torchelastic.inprocess.p2p import CoordinatorP2P  # noqa: E402
 
 etcd, ranks, lease = sys.argv[5:8]
 

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import msgspec
 
-from torchelastic import protocol
 from torchelastic.errors import MalformedRecord, SettingsError, StoreError
+from torchelastic.protocol import codec, keys, records
 from torchelastic.store.api import Entry, Listing, Store, StoreSettings, parse_endpoints
 from torchelastic.store.client import Backoff, RunLease, connect, follow
 
@@ -71,22 +71,22 @@ class StoreMirror:
         changed: Callable[[], None],
         away: Callable[[str], None],
         recorded: Callable[[], None] = lambda: None,
-        run_lease: float = protocol.RUN_LEASE_TTL,
+        run_lease: float = keys.RUN_LEASE_TTL,
     ) -> None:
         self._run_id = run_id
         self._ttl = run_lease
-        self._keys = protocol.RunKeys.of(run_id)
+        self._keys = keys.RunKeys.of(run_id)
         self._changed = changed
         self._away = away
         self._recorded = recorded
         self._store: Store | None = None  # set while connected, even if the store does not respond
         self.readable = False
-        self.round: protocol.RoundRecord | None = None
-        self.outcome: protocol.OutcomeRecord | None = None
-        self.size: protocol.SizeRecord | None = None
-        self.time_breakdown: protocol.TimeBreakdown | None = None
-        self.history: protocol.HistoryRecord | None = None
-        self.nodes: dict[str, protocol.NodeRecord] = {}
+        self.round: records.RoundRecord | None = None
+        self.outcome: records.OutcomeRecord | None = None
+        self.size: records.SizeRecord | None = None
+        self.time_breakdown: records.TimeBreakdown | None = None
+        self.history: records.HistoryRecord | None = None
+        self.nodes: dict[str, records.NodeRecord] = {}
         self.names: dict[str, str] = {}
 
     async def run(self, settings: Reach, available: asyncio.Event | None) -> None:
@@ -123,14 +123,14 @@ class StoreMirror:
                 raise asyncio.CancelledError
             await backoff.wait()
 
-    async def write_size(self, size: protocol.SizeRecord) -> None:
+    async def write_size(self, size: records.SizeRecord) -> None:
         """Write the desired size if the mirror is connected; if it is not, ``changed()`` is called once it is.
 
         Raises:
             StoreError: the store is unavailable, or refused the request.
         """
         if self._store is not None:
-            await self._lease(self._store).put(self._keys.size, protocol.encode(size))
+            await self._lease(self._store).put(self._keys.size, codec.encode(size))
 
     async def forget_run(self) -> None:
         """Delete the run's keys from a store that outlives the run, if the mirror is connected.
@@ -170,20 +170,20 @@ class StoreMirror:
         """Copy the value of a key; return whether to call ``changed()``."""
         keys = self._keys
         if key == keys.time_breakdown:
-            self.time_breakdown = _record(entry, protocol.TimeBreakdown)
+            self.time_breakdown = _record(entry, records.TimeBreakdown)
             return False
         if key == keys.history:
-            self.history = _record(entry, protocol.HistoryRecord)
+            self.history = _record(entry, records.HistoryRecord)
             self._recorded()
             return False
         if key == keys.state:
-            state = _record(entry, protocol.StateRecord) or protocol.StateRecord()
+            state = _record(entry, records.StateRecord) or records.StateRecord()
             self.round, self.outcome = state.round, state.outcome
         elif key == keys.size:
-            self.size = _record(entry, protocol.SizeRecord)
+            self.size = _record(entry, records.SizeRecord)
         elif key.startswith(keys.nodes):
             node_id = key.removeprefix(keys.nodes)
-            node = _record(entry, protocol.NodeRecord)
+            node = _record(entry, records.NodeRecord)
             if node is None or node.starting:
                 self.nodes.pop(node_id, None)
             else:
@@ -194,7 +194,7 @@ class StoreMirror:
         return True
 
 
-def _but_progress(node: protocol.NodeRecord) -> protocol.NodeRecord:
+def _but_progress(node: records.NodeRecord) -> records.NodeRecord:
     """Return the node's record without its program's progress, which only the leader needs."""
     return msgspec.structs.replace(node, first_step_at=0.0, has_stepped=False, last_checkpoint_at=0.0)
 
@@ -204,7 +204,7 @@ def _record(entry: Entry | None, kind: type[_Record]) -> _Record | None:
     if entry is None:
         return None
     try:
-        return protocol.decode(entry.value, kind)
+        return codec.decode(entry.value, kind)
     except MalformedRecord as error:
         _log.warning("%s: %s", entry.key, error)
         return None

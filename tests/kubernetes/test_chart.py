@@ -32,7 +32,8 @@ from tests.support.operator_namespace import OperatorNamespace, conditions, hold
 from tests.support.prometheus import prometheus_command, promtool
 from tests.support.testbed.control_plane import ControlPlane
 from tests.support.watching_api import WatchingApi
-from torchelastic.protocol import HistoryRecord, PastRound, encode
+from torchelastic.protocol.codec import encode
+from torchelastic.protocol.records import HistoryRecord, PastRound
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence

@@ -35,21 +35,17 @@ from tests.support.operator_namespace import (
     uids,
 )
 from tests.support.operator_process import PATIENCE, OperatorProcess
-from torchelastic.protocol import (
-    Env,
+from torchelastic.protocol.codec import decode, encode
+from torchelastic.protocol.pod import Env, TerminationMessage, encode_termination_message
+from torchelastic.protocol.records import (
     HistoryRecord,
     OutcomeRecord,
     OutcomeState,
     PastRound,
     ResumeRecord,
-    RunKeys,
     RunState,
     StateRecord,
-    TerminationMessage,
     TimeBreakdown,
-    decode,
-    encode,
-    encode_termination_message,
 )
 from torchelastic.store.api import Listing
 from torchelastic.store.client import follow
@@ -58,6 +54,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.etcd import EtcdServer
+    from torchelastic.protocol.keys import RunKeys
     from torchelastic.store.api import Store
 
 pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session")]

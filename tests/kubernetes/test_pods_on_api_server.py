@@ -24,7 +24,7 @@ from elastic_operator.manifest.crd import apply_defaults
 from elastic_operator.resources.owned_objects import PodSettings, disruption_budget, etcd_deployment, etcd_service
 from elastic_operator.resources.worker_pod import worker_pod
 from tests.support.builders import UID
-from torchelastic.protocol import ResumeRecord, SizeRecord
+from torchelastic.protocol.records import ResumeRecord, SizeRecord
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -14,7 +14,7 @@ from tests.support.launchers import Launcher, script
 from tests.support.measured import Measured
 from tests.support.scraping import Page, scraped
 from torchelastic.metrics.series import OPERATIONS
-from torchelastic.protocol import Env
+from torchelastic.protocol.pod import Env
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,8 @@ import pytest
 
 from tests.support.controlled_workers import ControlledRun
 from tests.support.ports import descendants, free_range, sockets
-from torchelastic.protocol import ResumeRecord, encode
+from torchelastic.protocol.codec import encode
+from torchelastic.protocol.records import ResumeRecord
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,8 +68,8 @@ async def test_agents_listen_only_within_their_port_range_and_report_when_it_is_
             record = await run.committed_round(number)
             # Both agents have noted the round, and have written their offers for the next round.
             state = await run.until(lambda state, number=number: nodes_that_know(state, run, number) == 2)
-            offered = [port for node in run.nodes(state) for port in (node.link, node.store)]
-            stores.append(int(record.store.rpartition(":")[2]))
+            offered = [port for node in run.nodes(state) for port in (node.peer_port, node.tcp_store_port)]
+            stores.append(int(record.tcp_store.rpartition(":")[2]))
             pids = descendants([one.pid, two.pid])
             open_ports = {each.port for pid in pids for each in sockets(pid) if each.listens}
             assert {*offered, stores[-1]} <= open_ports

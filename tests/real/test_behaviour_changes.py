@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.controlled_workers import ControlledRun
-from torchelastic.protocol import SizeRecord, encode
+from torchelastic.protocol.codec import encode
+from torchelastic.protocol.records import SizeRecord
 
 if TYPE_CHECKING:
     from pathlib import Path

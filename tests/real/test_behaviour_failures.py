@@ -12,14 +12,9 @@ import pytest
 
 from tests.support.controlled_workers import ControlledRun
 from tests.support.isolation import memory_limit
-from torchelastic.protocol import (
-    FailureKind,
-    FailureRecord,
-    LeaderRecord,
-    RoundRecord,
-    TerminationMessage,
-    decode,
-)
+from torchelastic.protocol.codec import decode
+from torchelastic.protocol.pod import TerminationMessage
+from torchelastic.protocol.records import FailureKind, FailureRecord, LeaderRecord, RoundRecord
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,7 +12,8 @@ import pytest
 from tests.support.controlled_workers import ControlledRun
 from tests.support.ports import accepted_connections, cut
 from tests.support.workers import poll_until
-from torchelastic.protocol import LeaderRecord, decode
+from torchelastic.protocol.codec import decode
+from torchelastic.protocol.records import LeaderRecord
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -113,7 +114,7 @@ async def test_a_silent_node_with_an_expired_lease_is_lost_and_stops_its_workers
         [alone] = await run.round(2, world=1)
         assert alone.node == staying.node
         # The worker of the paused agent continues, and is informed that it must not commit anything.
-        stands = "import torchelastic; answer = torchelastic.round_stands(timeout=0.5)"
+        stands = "import torchelastic; answer = torchelastic.is_round_current(timeout=0.5)"
         assert not await stopped.execute(stands)
         assert await alone.execute(stands.replace("0.5", "30"))
         agents[stopped.node].kill(signal.SIGCONT)

@@ -9,7 +9,9 @@ import pytest
 
 from tests.support.controlled_workers import TRAINING, ControlledRun
 from tests.support.workers import poll_until, titled
-from torchelastic.protocol import Env, OutcomeRecord, OutcomeState, SizeRecord, encode
+from torchelastic.protocol.codec import encode
+from torchelastic.protocol.pod import Env
+from torchelastic.protocol.records import OutcomeRecord, OutcomeState, SizeRecord
 
 if TYPE_CHECKING:
     from pathlib import Path

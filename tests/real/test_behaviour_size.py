@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.controlled_workers import ControlledRun
-from torchelastic.protocol import Env, SizeRecord, encode
+from torchelastic.protocol.codec import encode
+from torchelastic.protocol.pod import Env
+from torchelastic.protocol.records import SizeRecord
 
 if TYPE_CHECKING:
     from pathlib import Path

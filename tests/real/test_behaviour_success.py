@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.controlled_workers import ControlledRun
-from torchelastic.protocol import Env, LeaderRecord, OutcomeRecord, OutcomeState, decode
+from torchelastic.protocol.codec import decode
+from torchelastic.protocol.pod import Env
+from torchelastic.protocol.records import LeaderRecord, OutcomeRecord, OutcomeState
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,7 +17,7 @@ from tests.support.programs import script
 from tests.support.workers import LIMIT, next_exit, poll_until, start_workers, titled, workers_of
 from torchelastic.agent.workers import fork_server
 from torchelastic.errors import StartError
-from torchelastic.protocol import ExitCode, TerminationMessage
+from torchelastic.protocol.pod import ExitCode, TerminationMessage
 
 if TYPE_CHECKING:
     from pathlib import Path

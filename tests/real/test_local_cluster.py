@@ -20,7 +20,8 @@ from elastic_operator.local.processes import find_etcd
 from tests.support.etcd import until_keys
 from tests.support.local_runs import LocalRun, gone, manifest, processes_of, reasons, training
 from tests.support.workers import poll_until
-from torchelastic.protocol import KEY_ROOT, RunState
+from torchelastic.protocol.keys import KEY_ROOT
+from torchelastic.protocol.records import RunState
 from torchelastic.store.api import StoreSettings
 from torchelastic.store.client import connect as connect_store
 
@@ -157,7 +158,7 @@ while worker.notice() is None:
     time.sleep(0.01)
 time.sleep(4)  # longer than the grace period of pods that do not ask
 Path("saved").touch()
-worker.saved()
+worker.answer_notice()
 time.sleep(600)
 """
 

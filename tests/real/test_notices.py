@@ -14,7 +14,10 @@ import pytest
 from tests.support.agents import AgentProcess, until_gone
 from tests.support.etcd import until_keys
 from tests.support.workers import lives
-from torchelastic.protocol import Env, NodeRecord, RunKeys, SizeRecord, decode, encode
+from torchelastic.protocol.codec import decode, encode
+from torchelastic.protocol.keys import RunKeys
+from torchelastic.protocol.pod import Env
+from torchelastic.protocol.records import NodeRecord, SizeRecord
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,7 +55,7 @@ while not (here / "stop").exists():
     if saving and (here / f"save.{rank}").exists():
         print(f"round {round} rank {rank} has saved", flush=True)
         time.sleep(0.3)  # so that the test reads this line before its effects
-        worker.saved()
+        worker.answer_notice()
         saving = False
     time.sleep(0.01)
 """

@@ -13,7 +13,10 @@ from tests.support.programs import output_of, script
 from tests.support.workers import next_exit, start_workers, workers_of
 from torchelastic.config.settings import LogSettings, Program, ProgramKind, StartMethod
 from torchelastic.errors import StartError
-from torchelastic.protocol import ExitCode, HistoryRecord, RunKeys, decode
+from torchelastic.protocol.codec import decode
+from torchelastic.protocol.keys import RunKeys
+from torchelastic.protocol.pod import ExitCode
+from torchelastic.protocol.records import HistoryRecord
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

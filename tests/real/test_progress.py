@@ -16,7 +16,9 @@ import pytest
 from tests.support.agents import PATIENCE, AgentProcess
 from tests.support.ports import free_range
 from tests.support.scraping import scraped
-from torchelastic.protocol import NodeRecord, RunKeys, decode
+from torchelastic.protocol.codec import decode
+from torchelastic.protocol.keys import RunKeys
+from torchelastic.protocol.records import NodeRecord
 from torchelastic.store.api import Listing
 from torchelastic.store.client import connect, follow
 

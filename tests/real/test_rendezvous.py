@@ -12,15 +12,9 @@ import pytest
 from elastic_operator.store_mirror import StoreMirror
 from tests.support.nodes import NodeFactory, all_with
 from tests.support.store_conformance import read_changes, watching
-from torchelastic.protocol import (
-    NodePhase,
-    OutcomeState,
-    RunKeys,
-    SizeRecord,
-    StateRecord,
-    encode,
-    run_lease,
-)
+from torchelastic.protocol.codec import encode
+from torchelastic.protocol.keys import RunKeys, run_lease
+from torchelastic.protocol.records import NodePhase, OutcomeState, SizeRecord, StateRecord
 from torchelastic.store.client import connect
 
 if TYPE_CHECKING:
@@ -84,7 +78,7 @@ async def test_a_leaving_leaders_notice_is_delivered_by_the_next_leader(factory:
     await leader.inner.leave()
     for node in (a, b, c):
         assert (await node.until_noticed()).seconds == 20.0
-    leader.inner.report(round.number, saved=1)
+    leader.inner.report(round.number, answered_notice=1)
     assert (await all_with(*others)).cause == f"{leader.name} left"
 
 
@@ -97,7 +91,7 @@ async def test_nodes_that_all_leave_are_released_when_the_last_has_saved(factory
     for node in nodes:
         await node.until_noticed()
     for node in nodes:
-        node.inner.report(round.number, saved=1)
+        node.inner.report(round.number, answered_notice=1)
     for node in nodes:
         await node.until(lambda node: node.rounds[-1].number == 2)
         assert node.rounds[-1].members == ()
@@ -118,7 +112,7 @@ async def test_a_notice_survives_every_etcd_fault(own_etcd: EtcdServer, factory:
         own_etcd.wipe()
     await a.wait_until_store_lost()
     await own_etcd.start()
-    a.inner.report(round.number, saved=1)
+    a.inner.report(round.number, answered_notice=1)
     a.answers = True  # if etcd has lost the notice, the leader may give another one
     after = await all_with(a, b, c)
     assert (after.number, after.nodes[:2]) == (2, round.nodes)

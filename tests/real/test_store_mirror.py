@@ -21,18 +21,17 @@ from tests.support.certificates import make_certificates
 from tests.support.etcd import EtcdServer
 from tests.support.object_server import answering
 from torchelastic.errors import StoreError
-from torchelastic.protocol import (
+from torchelastic.protocol.codec import encode
+from torchelastic.protocol.keys import RunKeys, run_lease
+from torchelastic.protocol.records import (
     HistoryRecord,
     NodeRecord,
     PastRound,
     RoundRecord,
-    RunKeys,
     RunState,
     SizeRecord,
     StateRecord,
     TimeBreakdown,
-    encode,
-    run_lease,
 )
 
 if TYPE_CHECKING:

@@ -13,17 +13,16 @@ import pytest
 from tests.support.agents import AgentProcess
 from tests.support.ports import free_range
 from tests.support.scraping import scraped
-from torchelastic.protocol import (
+from torchelastic.protocol.codec import decode, encode
+from torchelastic.protocol.keys import RunKeys
+from torchelastic.protocol.pod import Env
+from torchelastic.protocol.records import (
     DepartureReason,
-    Env,
     HistoryRecord,
     ResumeRecord,
     RoundReason,
-    RunKeys,
     RunState,
     TimeBreakdown,
-    decode,
-    encode,
 )
 from torchelastic.store.client import connect
 
@@ -188,7 +187,7 @@ async def test_the_time_breakdown_adds_up_even_if_workers_and_leaders_are_killed
     assert breakdown.seconds[RunState.TRAINING] > 0
     assert breakdown.lost is not None
     assert 0 < breakdown.lost < breakdown.seconds[RunState.TRAINING]
-    assert breakdown.gone == {DepartureReason.DIED: 1}
+    assert breakdown.departures == {DepartureReason.DIED: 1}
     assert history.created == pytest.approx(run.created)
     assert [past.reason for past in history.rounds][-2:] == [RoundReason.WORKER_FAILED, RoundReason.NODE_LOST]
     assert [past.failure is not None for past in history.rounds][-2:] == [True, False]
@@ -257,7 +256,7 @@ async def test_a_resumed_run_shows_earlier_counts_while_it_waits_for_its_first_r
 ) -> None:
     run = Run(own_etcd, tmp_path)
     breakdown = TimeBreakdown(
-        until=run.created + 90, seconds={RunState.TRAINING: 90.0}, joined=2, gone={DepartureReason.LEFT: 2}
+        until=run.created + 90, seconds={RunState.TRAINING: 90.0}, joined=2, departures={DepartureReason.LEFT: 2}
     )
     async with run.node(
         "a", "2", resume=ResumeRecord(round=7, restarts=5, uncharged_restarts=2, time_breakdown=breakdown)

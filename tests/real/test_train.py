@@ -14,7 +14,7 @@ import pytest
 from tests.support.etcd import until_keys
 from tests.support.launchers import Launcher
 from torchelastic.checkpoint import FileSystemCheckpointManager
-from torchelastic.protocol import RunKeys
+from torchelastic.protocol.keys import RunKeys
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support.workers import TELL, WorkerRunner, next_exit
-from torchelastic.protocol import FailureKind
+from torchelastic.protocol.records import FailureKind
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

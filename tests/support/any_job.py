@@ -14,7 +14,7 @@ from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.spec import ElasticJobSpec
 from elastic_operator.api.status import Condition, JobState, JobStatus, LastFailure
 from elastic_operator.controller.messages import MESSAGE_LIMIT
-from torchelastic.protocol import DepartureReason, RunState, TimeBreakdown
+from torchelastic.protocol.records import DepartureReason, RunState, TimeBreakdown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -202,7 +202,7 @@ STATUSES = st.builds(
         seconds=st.dictionaries(st.sampled_from(RunState), st.integers(0, 10**9).map(_thousandth)),
         lost=st.none() | st.integers(0, 10**9).map(_thousandth),
         joined=_COUNTS,
-        gone=st.dictionaries(st.sampled_from(DepartureReason), _COUNTS),
+        departures=st.dictionaries(st.sampled_from(DepartureReason), _COUNTS),
     ),
     applied_spec=st.none() | st.just(ElasticJobSpec.of({"minReplicas": 1, **FULL}).applied),
     conditions=st.lists(

@@ -13,7 +13,8 @@ from elastic_operator.api.status import Condition, JobState, JobStatus
 from elastic_operator.api.validation import problem_of
 from elastic_operator.controller.model import EtcdState, Job, Observed, Pod, PodPhase, TerminationCause
 from elastic_operator.controller.plan import pod_name
-from torchelastic.protocol import (
+from torchelastic.protocol.pod import TerminationMessage
+from torchelastic.protocol.records import (
     FailureRecord,
     Member,
     OutcomeRecord,
@@ -21,7 +22,6 @@ from torchelastic.protocol import (
     RoundReason,
     RoundRecord,
     SizeRecord,
-    TerminationMessage,
 )
 
 NOW = 1_700_000_000.0

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tests.support.agents import PATIENCE, AgentProcess
 from tests.support.etcd import until_keys
-from torchelastic.protocol import NodeRecord, OutcomeRecord, RoundRecord, RunKeys, decode, decode_state
+from torchelastic.protocol.codec import decode, decode_state
+from torchelastic.protocol.keys import RunKeys
+from torchelastic.protocol.records import NodeRecord, OutcomeRecord, RoundRecord
 from torchelastic.store.client import connect
 
 if TYPE_CHECKING:

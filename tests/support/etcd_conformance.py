@@ -19,7 +19,7 @@ from tests.support.etcd_kinds import EtcdKind
 from tests.support.store_conformance import HANGS, StoreBehaviour, ended, read_changes, watching
 from tests.support.tcp_proxy import TcpProxy
 from torchelastic.errors import LeaseLost, SettingsError, StoreRefused, StoreUnavailable
-from torchelastic.protocol import run_lease
+from torchelastic.protocol.keys import run_lease
 from torchelastic.store.api import Listing, StoreSettings
 from torchelastic.store.client import RunLease, connect, follow_forever
 

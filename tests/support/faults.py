@@ -19,7 +19,7 @@ from tests.support.nodes import NodeFactory, TestNode
 from tests.support.ports import accepted_connections, cut
 from tests.support.tcp_proxy import TcpProxy
 from torchelastic.errors import StoreUnavailable
-from torchelastic.protocol import OutcomeRecord
+from torchelastic.protocol.records import OutcomeRecord
 from torchelastic.rendezvous.node import Partitioned, RoundStarted
 from torchelastic.store.client import connect
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from tests.support.etcd import EtcdServer
-    from torchelastic.protocol import RoundRecord
+    from torchelastic.protocol.records import RoundRecord
     from torchelastic.store.api import Store
 
 LEASE: Final = 1.0

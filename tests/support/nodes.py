@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Self
 
 from torchelastic.config.settings import RendezvousSettings
-from torchelastic.protocol import NodeRecord, NoticeRecord, OutcomeRecord, RoundRecord, SizeRecord
+from torchelastic.protocol.records import NodeRecord, NoticeRecord, OutcomeRecord, RoundRecord, SizeRecord
 from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted
 from torchelastic.store.memory import MemoryStore
 
@@ -117,7 +117,7 @@ class TestNode:
                 elif isinstance(event, NoticeRecord):
                     self.notices.append(event)
                     if self.answers:
-                        self.inner.report(event.round, saved=event.serial)
+                        self.inner.report(event.round, answered_notice=event.serial)
                 elif isinstance(event, OutcomeRecord):
                     self.outcome = event
                 elif isinstance(event, Partitioned):

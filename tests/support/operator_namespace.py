@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from elastic_operator.api.constants import LABEL_INDEX, worker_selector
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, EVENTS, PODS
 from tests.support.operator_process import PATIENCE, OperatorProcess
-from torchelastic.protocol import Member, NodeRecord, RoundRecord, RunKeys, SizeRecord, StateRecord, encode
+from torchelastic.protocol.codec import encode
+from torchelastic.protocol.keys import RunKeys
+from torchelastic.protocol.records import Member, NodeRecord, RoundRecord, SizeRecord, StateRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

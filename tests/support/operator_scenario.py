@@ -25,14 +25,10 @@ from elastic_operator.kubernetes.client import (
 )
 from tests.support.operator_namespace import Json, Objects, OperatorNamespace, holds, index_of, live
 from tests.support.operator_process import PATIENCE
-from torchelastic.protocol import (
-    Env,
-    OutcomeRecord,
-    OutcomeState,
-    RunKeys,
-    StateRecord,
-    encode,
-)
+from torchelastic.protocol.codec import encode
+from torchelastic.protocol.keys import RunKeys
+from torchelastic.protocol.pod import Env
+from torchelastic.protocol.records import OutcomeRecord, OutcomeState, StateRecord
 from torchelastic.store.client import connect
 
 if TYPE_CHECKING:

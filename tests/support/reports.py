@@ -6,7 +6,7 @@ from typing import Any
 
 from elastic_operator.api.status import JobState, Report
 from tests.support.cluster_objects import START
-from torchelastic.protocol import (
+from torchelastic.protocol.records import (
     DepartureReason,
     FailureRecord,
     HistoryRecord,
@@ -60,7 +60,7 @@ def report(**changes: Any) -> Report:
         },
         lost=6.0,
         joined=4,
-        gone={DepartureReason.DIED: 1},
+        departures={DepartureReason.DIED: 1},
     )
     whole = {
         "namespace": "team",

@@ -31,7 +31,8 @@ from elastic_operator.controller.model import (
     with_applied_spec,
 )
 from tests.support.builders import NOW, a_round, failure, success, termination_message, with_spec
-from torchelastic.protocol import ExitCode, OutcomeRecord, OutcomeState, RoundRecord, SizeRecord
+from torchelastic.protocol.pod import ExitCode
+from torchelastic.protocol.records import OutcomeRecord, OutcomeState, RoundRecord, SizeRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable

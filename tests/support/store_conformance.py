@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from torchelastic.errors import LeaseLost, StoreUnavailable
-from torchelastic.protocol import run_lease
+from torchelastic.protocol.keys import run_lease
 from torchelastic.store.api import Listing
 from torchelastic.store.client import RunLease, follow
 

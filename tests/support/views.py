@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from torchelastic.config.settings import RendezvousSettings
-from torchelastic.protocol import (
+from torchelastic.protocol.records import (
     FailureKind,
     FailureRecord,
     Member,
@@ -28,7 +28,7 @@ def node_id(name: str) -> str:
 
 def record(name: str, **changes: Any) -> NodeRecord:
     base = NodeRecord(
-        name=name, address=f"10.0.0.{ord(name[-1])}", workers=1, size=SizeRecord(min=1, max=4), store=40000
+        name=name, address=f"10.0.0.{ord(name[-1])}", workers=1, size=SizeRecord(min=1, max=4), tcp_store_port=40000
     )
     return msgspec.structs.replace(base, **changes)
 
@@ -42,7 +42,7 @@ def peer(
 def round(number: int, *names: str, **changes: Any) -> RoundRecord:
     members = tuple(Member(node_id(name), f"10.0.0.{ord(name[-1])}", 1) for name in names)
     store = f"10.0.0.{ord(names[0][-1])}:30000" if names else ""
-    return msgspec.structs.replace(RoundRecord(number=number, members=members, store=store), **changes)
+    return msgspec.structs.replace(RoundRecord(number=number, members=members, tcp_store=store), **changes)
 
 
 def snapshot(*peers: Peer, wanted: int | None = None, low: int = 1, high: int = 4, **changes: Any) -> Membership:

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from torchelastic.agent.workers.linux import read_process, read_table, with_descendants
 from torchelastic.agent.workers.pool import WorkerGroup, Workers
 from torchelastic.config.settings import AgentSettings, LogSettings, Program, ProgramKind, RendezvousSettings
-from torchelastic.protocol import SizeRecord
+from torchelastic.protocol.records import SizeRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

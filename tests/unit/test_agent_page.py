@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-import torchelastic as worker
 from scripts import differences
 from torchelastic.config import flags
 from torchelastic.config.settings import AgentSettings, RendezvousSettings
-from torchelastic.protocol import ExitCode, Member, RoundRecord, SizeRecord
+from torchelastic.protocol.pod import ExitCode
+from torchelastic.protocol.records import Member, RoundRecord, SizeRecord
 from torchelastic.rendezvous.node import worker_environments
 from torchelastic.rendezvous.policy.plan import LAST_CALL
+from torchelastic.training import notices
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agent.md").read_text()
 
@@ -72,16 +73,23 @@ def test_the_table_of_rdzv_conf_lists_every_key_with_its_default() -> None:
 
 
 def test_every_worker_variable_is_listed() -> None:
-    round = RoundRecord(number=1, members=(Member("a.1", "10.0.0.1", 1),), store="10.0.0.1:1")
+    round = RoundRecord(number=1, members=(Member("a.1", "10.0.0.1", 1),), tcp_store="10.0.0.1:1")
     [environment] = worker_environments(round, "a.1", role="default", run_id="x", max_restarts=1)
     assert environment.keys() <= rows("Environment of a worker").keys()
 
 
 def test_every_function_for_programs_is_listed() -> None:
     calls = rows("What your program has to do")
-    assert {"NonRetryableException", "ask_for_notice", "heartbeat", "notice", "round_stands", "saved"} <= calls.keys()
+    assert {
+        "NonRetryableException",
+        "ask_for_notice",
+        "heartbeat",
+        "notice",
+        "is_round_current",
+        "answer_notice",
+    } <= calls.keys()
     shown = set(re.findall(r"`(\w+)`", calls["notice"][0]))
-    assert {*worker.Notice.__dataclass_fields__, "seconds_left"} <= shown
+    assert {*notices.Notice.__dataclass_fields__, "seconds_left"} <= shown
 
 
 def test_every_exit_code_is_listed() -> None:

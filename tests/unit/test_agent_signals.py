@@ -15,7 +15,7 @@ def test_closing_the_terminal_sends_two_sighups_and_the_grace_period_stays(secon
     signals.take(signal.SIGHUP)
     signals.take(second)
     assert signals.number is signal.SIGHUP
-    assert signals.hurry.is_set() is (second is not signal.SIGHUP)
+    assert signals.second.is_set() is (second is not signal.SIGHUP)
 
 
 async def test_no_work_starts_after_the_signal_that_cancels_it() -> None:
@@ -29,7 +29,7 @@ async def test_no_work_starts_after_the_signal_that_cancels_it() -> None:
     signals.first.set()
     with pytest.raises(SignalledFirst):
         await signals.unless_first(work("after the first signal"))
-    await signals.unless_hurried(work("a grace period"))
-    signals.hurry.set()
-    await signals.unless_hurried(work("a grace period after the second signal"))
+    await signals.unless_second(work("a grace period"))
+    signals.second.set()
+    await signals.unless_second(work("a grace period after the second signal"))
     assert started == ["before the first signal", "a grace period"]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from torchelastic import machine
+from torchelastic.config import machine
 from torchelastic.config.flags import FLAGS
 from torchelastic.config.parse import parse
 from torchelastic.config.settings import (
@@ -26,15 +26,9 @@ from torchelastic.config.settings import (
     Streams,
 )
 from torchelastic.errors import SettingsError
-from torchelastic.protocol import (
-    PROTOCOL_VERSION,
-    Env,
-    ExitCode,
-    ResumeRecord,
-    SizeRecord,
-    TerminationMessage,
-    decode,
-)
+from torchelastic.protocol.codec import decode
+from torchelastic.protocol.pod import Env, ExitCode, TerminationMessage
+from torchelastic.protocol.records import PROTOCOL_VERSION, ResumeRecord, SizeRecord
 from torchelastic.run import main
 
 SEVERAL = "--rdzv-endpoint=127.0.0.1:2379 --rdzv-id=run"

@@ -6,7 +6,7 @@ import pytest
 
 from torchelastic.agent.failures import ExitStatus
 from torchelastic.errors import LeaseLost, NoFreePort, SettingsError, StoreRefused, StoreUnavailable
-from torchelastic.protocol import ExitCode
+from torchelastic.protocol.pod import ExitCode
 
 
 @pytest.mark.parametrize(

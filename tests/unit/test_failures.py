@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from torchelastic.agent.failures import ERROR_FILE, MESSAGE_LIMIT, explain, record_exception
+from torchelastic.agent.failures import MESSAGE_LIMIT, explain
 from torchelastic.agent.workers.processes import MemoryKills
-from torchelastic.protocol import FailureKind
+from torchelastic.protocol.records import FailureKind
+from torchelastic.protocol.worker import ERROR_FILE
+from torchelastic.training.errors import record_exception
 
 if TYPE_CHECKING:
     from pathlib import Path

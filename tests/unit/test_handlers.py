@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from torchelastic import LocalElasticAgent, RunResult, WorkerSpec, WorkerState
 from torchelastic.errors import SettingsError
-from torchelastic.protocol import Env
+from torchelastic.protocol.pod import Env
 from torchelastic.rendezvous import (
     RendezvousHandler,
     RendezvousHandlerRegistry,
@@ -50,7 +50,7 @@ before = set(sys.modules)
 import torchelastic
 heavy = {"torch", "aiohttp", "msgspec", "asyncio", "prometheus_client", "torchelastic.agent"}
 assert not heavy & (set(sys.modules) - before)
-torchelastic.heartbeat, torchelastic.round_stands
+torchelastic.heartbeat, torchelastic.is_round_current
 assert not {"torch", "aiohttp", "prometheus_client", "torchelastic.agent"} & set(sys.modules)
 from importlib.metadata import entry_points
 before = set(sys.modules)

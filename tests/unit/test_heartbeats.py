@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from torchelastic.agent.workers.hang import Heartbeats, explain
-from torchelastic.protocol import FailureKind
+from torchelastic.protocol.records import FailureKind
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.views import SETTINGS
-from torchelastic.protocol import (
+from torchelastic.protocol.codec import decode, encode
+from torchelastic.protocol.keys import RunKeys
+from torchelastic.protocol.records import (
     HISTORY_LIMIT,
     DepartureReason,
     FailureRecord,
@@ -20,12 +22,9 @@ from torchelastic.protocol import (
     NodeRecord,
     RoundReason,
     RoundRecord,
-    RunKeys,
     RunState,
     SizeRecord,
     TimeBreakdown,
-    decode,
-    encode,
 )
 from torchelastic.rendezvous.history import (
     MAX_CAUSE,
@@ -142,7 +141,7 @@ def test_a_breakdown_written_during_a_commit_does_not_undo_the_round(clock: Cloc
         history.note_round(pause)
         history.end(succeeded=False)
         final = history.breakdown()
-        assert (final.round, final.lost, final.gone) == (2, 5, {DepartureReason.LEFT: 1})
+        assert (final.round, final.lost, final.departures) == (2, 5, {DepartureReason.LEFT: 1})
         assert sum(final.seconds.values()) == pytest.approx(clock.seconds, abs=0.01)
 
 
@@ -277,7 +276,7 @@ def test_joined_and_gone_nodes_are_counted(clock: Clock, history: History) -> No
     split = history.breakdown()
 
     assert split.joined == 5
-    assert split.gone == {DepartureReason.DIED: 1, DepartureReason.LEFT: 1, DepartureReason.NOT_NEEDED: 1}
+    assert split.departures == {DepartureReason.DIED: 1, DepartureReason.LEFT: 1, DepartureReason.NOT_NEEDED: 1}
 
 
 def test_a_round_has_its_cause_and_long_texts_are_shortened() -> None:
@@ -369,7 +368,7 @@ def test_a_node_that_missed_the_round_before_a_pause_counts_its_members(clock: C
         successor.note_round(pause)
         commit(successor, round(3, "ad"), {"b": DepartureReason.DIED, "c": DepartureReason.LEFT})
         split = successor.breakdown()
-        assert (split.joined, split.gone) == (4, {DepartureReason.DIED: 1, DepartureReason.LEFT: 1})
+        assert (split.joined, split.departures) == (4, {DepartureReason.DIED: 1, DepartureReason.LEFT: 1})
 
 
 def test_a_round_ends_when_its_workers_stop(clock: Clock, history: History) -> None:

@@ -24,7 +24,7 @@ from elastic_operator.resources.owned_objects import etcd_name
 from tests.support.builders import size as a_size
 from tests.support.object_server import MADE, NAMESPACE
 from tests.support.operated_cluster import NAME, OperatedCluster
-from torchelastic.protocol import NodeRecord
+from torchelastic.protocol.records import NodeRecord
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -20,12 +20,8 @@ from elastic_operator.manifest.crd import apply_defaults
 from elastic_operator.resources.owned_objects import AGENT_METRICS_PORT, PodSettings
 from elastic_operator.resources.worker_pod import worker_pod
 from tests.support.builders import UID, a_job, size, termination_message
-from torchelastic.protocol import (
-    PROTOCOL_VERSION,
-    FailureRecord,
-    TerminationMessage,
-    encode_termination_message,
-)
+from torchelastic.protocol.pod import TerminationMessage, encode_termination_message
+from torchelastic.protocol.records import PROTOCOL_VERSION, FailureRecord
 
 NAME = "digits-1-bcdfg"
 SIZE = size(2, generation=3)

@@ -15,7 +15,7 @@ from elastic_operator.kubernetes.writer import Blocked, Writer
 from tests.support.builders import NAME, NOW, UID, a_job
 from tests.support.object_server import MADE, NAMESPACE, ObjectServer
 from tests.support.operated_cluster import OperatedCluster
-from torchelastic.protocol import HistoryRecord, PastRound
+from torchelastic.protocol.records import HistoryRecord, PastRound
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

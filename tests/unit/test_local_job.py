@@ -18,7 +18,7 @@ from elastic_operator.local.processes import pod_command
 from elastic_operator.local.run import last_line
 from elastic_operator.local.run_dir import RunDir
 from elastic_operator.manifest.loader import load, load_checked
-from torchelastic.protocol import SizeRecord
+from torchelastic.protocol.records import SizeRecord
 
 NOW = 1_700_000_000.0
 UID = "0b0c7a52-8f0e-4c61-9a4e-6f0d5b0a9a11"

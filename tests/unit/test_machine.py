@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from torchelastic.machine import cpu_count, gpu_count, host_id, interface_of, local_addresses, own_address
+from torchelastic.config.machine import cpu_count, gpu_count, host_id, interface_of, local_addresses, own_address
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,7 +108,7 @@ def test_a_name_with_a_loopback_address_also_has_an_address_for_other_machines(
 ) -> None:
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    monkeypatch.setattr("torchelastic.machine.own_address", lambda _: "10.0.0.7")
+    monkeypatch.setattr("torchelastic.config.machine.own_address", lambda _: "10.0.0.7")
     assert local_addresses("node-1") == ("10.0.0.7", "127.0.1.1")
     assert local_addresses("localhost") == ("127.0.1.1",)
 

@@ -20,7 +20,7 @@ from tests.support.scraping import Page
 from torchelastic.config.settings import RendezvousSettings
 from torchelastic.errors import LeaseLost, StoreRefused, StoreUnavailable
 from torchelastic.metrics.agent import AgentMetrics
-from torchelastic.protocol import RunState, SizeRecord, TimeBreakdown
+from torchelastic.protocol.records import OutcomeRecord, OutcomeState, RunState, SizeRecord, TimeBreakdown
 from torchelastic.store.client import NodeStore
 from torchelastic.store.memory import MemoryStore
 
@@ -40,7 +40,7 @@ def page(registry: CollectorRegistry) -> Page:
 
 @pytest.fixture
 def agent() -> AgentMetrics:
-    return AgentMetrics(job=("team", "digits"))
+    return AgentMetrics("default", job=("team", "digits"))
 
 
 class Fixed(Collector):
@@ -61,9 +61,9 @@ class Fixed(Collector):
 def test_openmetrics_has_units(agent: AgentMetrics) -> None:
     registry = agent.page()
     agent.store_answered("get", 0.1, succeeded=True)
-    agent.remaining_restarts("default", 3)
+    agent.workers_changed("healthy")
     units = {family.name: family.unit for family in parse_openmetrics(generate_openmetrics(registry).decode())}
-    assert units == {"torchelastic_store_request_duration_seconds": "seconds", "torchelastic_remaining_restarts": ""}
+    assert units == {"torchelastic_store_request_duration_seconds": "seconds", "torchelastic_worker_state": ""}
 
 
 def test_a_failing_collector_is_left_out_and_logged_once(agent: AgentMetrics, caplog: pytest.LogCaptureFixture) -> None:
@@ -126,12 +126,12 @@ def operations(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
 
 def test_a_failed_rendezvous_is_counted_once(agent: AgentMetrics) -> None:
     registry = agent.page()
-    agent.waited(succeeded=False)
+    agent.rendezvous_ended(succeeded=False)
     assert operations(registry) == {}
-    agent.waits()
-    agent.waits()
+    agent.rendezvous_began()
+    agent.rendezvous_began()
     for _ in range(2):
-        agent.waited(succeeded=False)
+        agent.rendezvous_ended(succeeded=False)
     assert operations(registry) == {("rendezvous", "failure"): 1}
 
 
@@ -151,7 +151,8 @@ def test_the_end_of_a_run_is_counted_by_outcome(
     agent: AgentMetrics, succeeded: bool, restarts: int, outcome: str, retries: str, flakiness: float
 ) -> None:
     registry = agent.page()
-    agent.run_ended("default", succeeded=succeeded, restarts=restarts, max_restarts=9)
+    state = OutcomeState.SUCCEEDED if succeeded else OutcomeState.FAILED
+    agent.run_ended(OutcomeRecord(state, restarts=restarts), 9)
     shown = page(registry)
     outcomes = {
         labels for (name, labels), number in shown.samples.items() if number and name.endswith("outcomes_total")
@@ -173,7 +174,7 @@ def test_seconds_by_state_never_decrease_and_add_up(steps: list[tuple[str, int]]
         run=SimpleNamespace(size=None, settings=RendezvousSettings("digits", SizeRecord(min=1, max=1))),
         history=SimpleNamespace(breakdown=lambda: TimeBreakdown(seconds=dict(spent))),
     )
-    agent = AgentMetrics()
+    agent = AgentMetrics("default")
     agent.follow(cast("RendezvousNode", node))
     before: dict[str, float] = {}
     for what, seconds in steps:

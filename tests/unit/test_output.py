@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from torchelastic.output import ROUND_LINE, STARTED, TIME_FORMAT, WORKER_LINE, log_format, rank_label
+from torchelastic.protocol.output import ROUND_LINE, STARTED, TIME_FORMAT, WORKER_LINE, log_format, rank_label
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from tests.support.ports import free_range
 from torchelastic.config.settings import RendezvousSettings
 from torchelastic.errors import NoFreePort
-from torchelastic.protocol import NodeRecord, SizeRecord
+from torchelastic.protocol.records import NodeRecord, SizeRecord
 from torchelastic.rendezvous import peer_connection
 from torchelastic.rendezvous.node import RendezvousNode, listen
 from torchelastic.rendezvous.peer_connection import PeerServer, Verdict, hold_connection, probe, run_digest

@@ -39,11 +39,11 @@ from tests.support.builders import (
     unready,
     with_status,
 )
-from torchelastic.protocol import FailureRecord, ResumeRecord, RoundReason
+from torchelastic.protocol.records import FailureRecord, ResumeRecord, RoundReason
 
 if TYPE_CHECKING:
     from elastic_operator.controller.model import Pod
-    from torchelastic.protocol import RoundRecord
+    from torchelastic.protocol.records import RoundRecord
 
 
 NO_AGENT = IncompatibleImage(Reason.NO_AGENT, "the image busybox has no torchelastic-run")

@@ -43,7 +43,7 @@ from tests.support.builders import (
 
 if TYPE_CHECKING:
     from elastic_operator.controller.model import Job, Observed
-    from torchelastic.protocol import SizeRecord
+    from torchelastic.protocol.records import SizeRecord
 
 
 NO_AGENT = IncompatibleImage(Reason.NO_AGENT, "the image busybox has no torchelastic-run")

@@ -30,7 +30,8 @@ from tests.support.simulated_cluster import (
     is_live,
     runs,
 )
-from torchelastic.protocol import ExitCode, OutcomeState
+from torchelastic.protocol.pod import ExitCode
+from torchelastic.protocol.records import OutcomeState
 
 if TYPE_CHECKING:
     from elastic_operator.api.spec import FailureRule

@@ -24,7 +24,7 @@ from elastic_operator.controller.plan import plan, pod_name
 from tests.support.any_job import STATUSES
 from tests.support.builders import NAME, NOW, UID
 from tests.support.simulated_cluster import is_live
-from torchelastic import protocol
+from torchelastic.protocol import pod, records
 
 NUMBERS = st.integers(-2, 5) | st.integers(-(2**60), 2**60)
 SECONDS = st.floats(0, 4e9) | st.sampled_from([NOW - 1, NOW, NOW + 1])
@@ -34,14 +34,14 @@ NAMES = STRINGS | st.builds(pod_name, st.just(NAME), st.just(UID), st.integers(0
 
 def instances_of(cls: type, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Return a strategy for instances of a class; ``fields`` has strategies for fields; others have any value."""
-    hints = get_type_hints(cls, {**vars(protocol), **vars(model), "protocol": protocol, "Mapping": Mapping})
+    hints = get_type_hints(cls, {**vars(records), **vars(model), "pod": pod, "records": records, "Mapping": Mapping})
     return st.builds(cls, **{name: st.from_type(hint) for name, hint in hints.items()} | fields)
 
 
-RECORDS = ("SizeRecord", "FailureRecord", "TerminationMessage", "Member", "OutcomeRecord")
-for record in (*(getattr(protocol, name) for name in RECORDS), IncompatibleImage):
+RECORDS = (records.SizeRecord, records.FailureRecord, records.Member, records.OutcomeRecord, pod.TerminationMessage)
+for record in (*RECORDS, IncompatibleImage):
     st.register_type_strategy(record, instances_of(record))
-st.register_type_strategy(protocol.RoundRecord, instances_of(protocol.RoundRecord, roles=st.just(())))
+st.register_type_strategy(records.RoundRecord, instances_of(records.RoundRecord, roles=st.just(())))
 PODS = instances_of(
     Pod,
     name=NAMES,

@@ -42,7 +42,7 @@ from tests.support.builders import (
     with_spec,
     with_spec_applied,
 )
-from torchelastic.protocol import FailureRecord
+from torchelastic.protocol.records import FailureRecord
 
 if TYPE_CHECKING:
     from elastic_operator.controller.model import Job, Observed

@@ -24,7 +24,14 @@ from tests.support.builders import (
     with_spec_applied,
     with_status,
 )
-from torchelastic.protocol import DepartureReason, HistoryRecord, PastRound, ResumeRecord, RunState, TimeBreakdown
+from torchelastic.protocol.records import (
+    DepartureReason,
+    HistoryRecord,
+    PastRound,
+    ResumeRecord,
+    RunState,
+    TimeBreakdown,
+)
 
 if TYPE_CHECKING:
     from elastic_operator.api.status import JobStatus
@@ -199,7 +206,7 @@ def test_pods_that_leave_at_a_short_suspension_count_as_left() -> None:
     assert len(timeline.last.create) == 2
     for known in (timeline.status.time_breakdown, timeline.resume and timeline.resume.time_breakdown):
         assert known is not None
-        assert known.gone == {DepartureReason.LEFT: 2}
+        assert known.departures == {DepartureReason.LEFT: 2}
 
 
 def test_record_from_before_the_suspension_is_ignored() -> None:

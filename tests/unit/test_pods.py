@@ -33,7 +33,8 @@ from tests.support.builders import UID, a_job, size
 from torchelastic.config.flags import FLAGS
 from torchelastic.config.parse import parse
 from torchelastic.config.settings import AgentSettings, ProgramKind
-from torchelastic.protocol import Env, ResumeRecord
+from torchelastic.protocol.pod import Env
+from torchelastic.protocol.records import ResumeRecord
 
 if TYPE_CHECKING:
     from elastic_operator.controller.model import Job

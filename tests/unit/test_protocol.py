@@ -6,7 +6,10 @@ import msgspec
 import pytest
 
 from torchelastic.errors import MalformedRecord
-from torchelastic.protocol import (
+from torchelastic.protocol.codec import decode, decode_same_version, decode_state, encode
+from torchelastic.protocol.keys import run_lease
+from torchelastic.protocol.pod import TerminationMessage, encode_termination_message
+from torchelastic.protocol.records import (
     PROTOCOL_VERSION,
     FailureRecord,
     LeaderRecord,
@@ -17,13 +20,6 @@ from torchelastic.protocol import (
     RoundRecord,
     SizeRecord,
     StateRecord,
-    TerminationMessage,
-    decode,
-    decode_same_version,
-    decode_state,
-    encode,
-    encode_termination_message,
-    run_lease,
 )
 
 OTHER = PROTOCOL_VERSION + 1
@@ -45,7 +41,7 @@ def test_every_record_has_the_protocol_version(data: bytes) -> None:
 
 
 def test_a_round_is_decoded_with_and_without_a_failure() -> None:
-    round = RoundRecord(number=7, members=(Member("a.1", "10.0.0.1", 2),), store="10.0.0.1:4000", restarts=3)
+    round = RoundRecord(number=7, members=(Member("a.1", "10.0.0.1", 2),), tcp_store="10.0.0.1:4000", restarts=3)
     assert decode_state(encode(StateRecord(round))) == StateRecord(round)
     failure = FailureRecord(round=6, rank=2, local_rank=0, node="a.1", exit_code=-9)
     round = RoundRecord(number=7, restarts=1, failure=failure)

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.views import SETTINGS, failure, record
-from torchelastic.protocol import (
+from torchelastic.protocol.codec import decode_state, encode
+from torchelastic.protocol.keys import RunKeys
+from torchelastic.protocol.records import (
     FailureKind,
     LeaderRecord,
     NodePhase,
@@ -27,11 +29,8 @@ from torchelastic.protocol import (
     OutcomeState,
     RoundReason,
     RoundRecord,
-    RunKeys,
     SizeRecord,
     StateRecord,
-    decode_state,
-    encode,
 )
 from torchelastic.rendezvous.policy.membership import Membership
 from torchelastic.rendezvous.policy.plan import (
@@ -137,7 +136,7 @@ class Node:
     reachable: bool = True
     resigned: bool = False
     known_round: RoundRecord | None = None
-    keyless_since: float = 0.0
+    expired_at: float = 0.0
     may_count_as_lost: bool = False
     """Whether the node is dead, partitioned, unknown to a leader, or unreachable with an expired lease."""
 
@@ -279,7 +278,7 @@ class RendezvousModel(RuleBasedStateMachine):
         notice = self.nodes[name].listener.run.notice.record
         assert notice is not None
         if notice.round == self.nodes[name].record.round:
-            self.report(name, saved=notice.serial)
+            self.report(name, answered_notice=notice.serial)
 
     # -- changes of the run and the store
 
@@ -306,7 +305,7 @@ class RendezvousModel(RuleBasedStateMachine):
         for name, node in self.nodes.items():
             if loses != "nothing" and (node.has_key or node.alive):
                 node.has_key = False
-                node.keyless_since = self.now
+                node.expired_at = self.now
             if loses != "nothing":
                 self.store.entries.pop(KEYS.node(name), None)
         for node in self.nodes.values():
@@ -436,13 +435,13 @@ class RendezvousModel(RuleBasedStateMachine):
 
     def delete_key(self, name: str) -> None:
         self.nodes[name].has_key = False
-        self.nodes[name].keyless_since = self.now
+        self.nodes[name].expired_at = self.now
         self.store.write(KEYS.node(name), None)
 
     def restore_key(self, name: str) -> None:
         node = self.nodes[name]
         node.has_key = node.reachable = True
-        self.report(name, store=node.record.store + 1)
+        self.report(name, tcp_store_port=node.record.tcp_store_port + 1)
 
     def relist(self, listener: Listener) -> None:
         listener.run_changes.clear()
@@ -471,11 +470,11 @@ class RendezvousModel(RuleBasedStateMachine):
                 name,
                 round=round.number,
                 restarts=max(round.restarts, node.record.restarts),
-                store=node.record.store + 1,
+                tcp_store_port=node.record.tcp_store_port + 1,
                 phase=NodePhase.LEAVING if node.leaving else NodePhase.READY,
                 failure=None,
                 notice=self.requested_notice if name in round.nodes else 0.0,
-                saved=0,
+                answered_notice=0,
             )
 
     def receive_node_changes(self, listener: Listener, count: int) -> None:
@@ -498,7 +497,7 @@ class RendezvousModel(RuleBasedStateMachine):
         node = self.nodes[name]
         peer = listener.membership.note_deleted_key(name)
         if peer is not None and (name == listener.node or (node.alive and node.reachable)):
-            listener.membership.keyless[name] = peer
+            listener.membership.expired[name] = peer
 
     def probe_nodes(self, listener: Listener) -> None:
         """Let a leader note the results of connections and probes."""
@@ -507,7 +506,7 @@ class RendezvousModel(RuleBasedStateMachine):
             if not node.alive:
                 listener.membership.dead.add(name)
             if not (node.alive and node.reachable):
-                listener.membership.keyless.pop(name, None)
+                listener.membership.expired.pop(name, None)
             elif name in listener.membership.peers:
                 listener.membership.note_alive(name)
 
@@ -629,8 +628,8 @@ class RendezvousModel(RuleBasedStateMachine):
                 if not snapshot.is_leaving(node) and snapshot.peers[node].record.name not in snapshot.size.draining
             }
             assert staying <= set(new.nodes) or len(new.nodes) == snapshot.size.target, "a member is left out"
-            assert new.store not in {old.store for old in self.committed}
-            assert new.store.rpartition(":")[0] in {member.address for member in new.members}
+            assert new.tcp_store not in {old.tcp_store for old in self.committed}
+            assert new.tcp_store.rpartition(":")[0] in {member.address for member in new.members}
         if new.reason is RoundReason.NODE_LOST and self.committed and snapshot.round is not None:
             assert new.number > snapshot.round.number + 1 or any(map(self.may_be_lost, snapshot.ranks))
         survivors = [node for node in snapshot.ranks if node in new.nodes]
@@ -668,7 +667,7 @@ class RendezvousModel(RuleBasedStateMachine):
 
     def may_be_lost(self, name: str) -> bool:
         node = self.nodes[name]
-        return node.may_count_as_lost or (not node.has_key and self.now >= node.keyless_since + RULES.lease)
+        return node.may_count_as_lost or (not node.has_key and self.now >= node.expired_at + RULES.lease)
 
     def check_number(self, new: RoundRecord, registered: frozenset[str]) -> None:
         """Check that no node known to the leader has a round with this number or a higher one."""
@@ -703,7 +702,7 @@ class RendezvousModel(RuleBasedStateMachine):
             notice = snapshot.current_notice
             assert notice is not None
             is_over = snapshot.now >= snapshot.noticed_at + notice.seconds
-            assert is_over or all(each.saved >= notice.serial for each in asking)
+            assert is_over or all(each.answered_notice >= notice.serial for each in asking)
 
     def check_notice(self, notice: NoticeRecord, snapshot: Membership) -> None:
         assert snapshot.round is not None

@@ -16,7 +16,9 @@ from tests.support.ports import free_range
 from tests.support.views import failure
 from torchelastic.config.settings import RendezvousSettings
 from torchelastic.errors import StoreUnavailable
-from torchelastic.protocol import (
+from torchelastic.protocol.codec import decode, decode_state, encode
+from torchelastic.protocol.keys import RunKeys
+from torchelastic.protocol.records import (
     PROTOCOL_VERSION,
     LeaderRecord,
     Member,
@@ -24,12 +26,8 @@ from torchelastic.protocol import (
     NodeRecord,
     OutcomeState,
     RoundRecord,
-    RunKeys,
     SizeRecord,
     StateRecord,
-    decode,
-    decode_state,
-    encode,
 )
 from torchelastic.rendezvous.node import RendezvousNode, RoundStarted
 from torchelastic.rendezvous.peer_connection import Verdict
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
 
     from tests.support.nodes import TestNode
-    from torchelastic.protocol import OutcomeRecord
+    from torchelastic.protocol.records import OutcomeRecord
     from torchelastic.store.api import Change, Listing, Store
 
 KEYS = RunKeys.of("run")
@@ -246,7 +244,7 @@ async def test_a_node_offers_another_port_to_another_cluster(cluster_id: str) ->
 
     async def offered() -> int:
         [entry] = (await data.list(KEYS.nodes)).entries
-        return decode(entry.value, NodeRecord).store
+        return decode(entry.value, NodeRecord).tcp_store_port
 
     data = store.another()
     async with NodeFactory(connect, "run", lease=600.0, last_call_timeout=0.2) as factory:

@@ -19,7 +19,8 @@ from tests.support.views import (
     round,
     snapshot,
 )
-from torchelastic.protocol import (
+from torchelastic.protocol.codec import decode, encode
+from torchelastic.protocol.records import (
     FailureKind,
     NodePhase,
     NoticeRecord,
@@ -27,8 +28,6 @@ from torchelastic.protocol import (
     OutcomeState,
     RoundReason,
     RoundRecord,
-    decode,
-    encode,
 )
 from torchelastic.rendezvous.policy.plan import MAX_KEPT_MESSAGE, RECONNECT_TIME, Decision, Hold, Resign, plan
 from torchelastic.store.api import Entry
@@ -47,7 +46,7 @@ def hold_of(decision: Decision) -> Hold:
     return decision
 
 
-KEYLESS_B = frozenset({node_id("b")})
+EXPIRED_B = frozenset({node_id("b")})
 PARTITIONED = NodePhase.PARTITIONED
 AB = round(1, "a", "b")
 OF_TWO_RACKS = [peer(name, joined=i, topology_key="xy"[i % 2]) for i, name in enumerate("abcdef")]
@@ -89,7 +88,7 @@ OF_TWO_RACKS = [peer(name, joined=i, topology_key="xy"[i % 2]) for i, name in en
         ),
         pytest.param(snapshot(peer("a", round=1), wanted=2, round=AB), "a", id="a loss waits for no replacement"),
         pytest.param(
-            snapshot(peer("a", round=1), peer("b", round=1), wanted=2, round=AB, dead=KEYLESS_B),
+            snapshot(peer("a", round=1), peer("b", round=1), wanted=2, round=AB, dead=EXPIRED_B),
             "a",
             id="a dead member",
         ),
@@ -154,9 +153,9 @@ def test_the_next_round_has_the_expected_members_without_a_charge(situation: Mem
         pytest.param(
             snapshot(peer("a", round=1), peer("b", round=1), peer("c"), wanted=2, round=AB), Hold(), id="a spare"
         ),
-        pytest.param(snapshot(peer("a", round=1), wanted=2, round=AB, keyless=KEYLESS_B), Hold(), id="a lease expired"),
+        pytest.param(snapshot(peer("a", round=1), wanted=2, round=AB, expired=EXPIRED_B), Hold(), id="a lease expired"),
         pytest.param(
-            snapshot(peer("a", round=1), low=2, wanted=2, round=AB, keyless=KEYLESS_B), Hold(), id="at the minimum"
+            snapshot(peer("a", round=1), low=2, wanted=2, round=AB, expired=EXPIRED_B), Hold(), id="at the minimum"
         ),
         pytest.param(
             snapshot(peer("a", round=2), peer("b", round=1, failure=failure("b")), wanted=2, round=round(2, "a", "b")),
@@ -184,7 +183,7 @@ def test_the_next_round_has_the_expected_members_without_a_charge(situation: Mem
             id="a member that has not connected",
         ),
         pytest.param(
-            snapshot(peer("a", round=1), peer("c"), wanted=3, round=AB, keyless=KEYLESS_B),
+            snapshot(peer("a", round=1), peer("c"), wanted=3, round=AB, expired=EXPIRED_B),
             Hold(why="a member without a key may return; new nodes wait"),
             id="a member whose lease expired",
         ),
@@ -231,9 +230,9 @@ def test_a_new_leader_waits_briefly_for_a_spare_that_has_not_answered() -> None:
 def test_after_a_store_outage_the_leader_waits_for_members_that_reconnect(what: Any) -> None:
     broken = failure("a") if "failed_since" in what else None
     here = (peer("a", round=1, failure=broken), peer("b", round=1))
-    keyless = frozenset({node_id("c")})
+    expired = frozenset({node_id("c")})
     situation = snapshot(
-        *here, wanted=3, now=2.0, round=round(1, "a", "b", "c"), keyless=keyless, wait_until=5.0, **what
+        *here, wanted=3, now=2.0, round=round(1, "a", "b", "c"), expired=expired, wait_until=5.0, **what
     )
     assert hold_of(plan(situation, SETTINGS)).until == 5.0
     assert "b" in members(next_round(dataclasses.replace(situation, now=5.0)))
@@ -417,9 +416,11 @@ def test_a_pause_and_the_round_after_it_are_one_uncharged_restart() -> None:
 @pytest.mark.parametrize("gone", [(), (peer("a", round=1, phase=NodePhase.LEAVING),)])
 def test_a_finished_node_can_leave_unless_it_serves_the_rounds_store(gone: tuple[Peer, ...]) -> None:
     done = frozenset({node_id("a")})
-    rest = snapshot(*gone, peer("b", round=1), wanted=2, round=round(1, "a", "b", store="10.0.0.98:30000"), done=done)
+    rest = snapshot(
+        *gone, peer("b", round=1), wanted=2, round=round(1, "a", "b", tcp_store="10.0.0.98:30000"), done=done
+    )
     assert hold_of(plan(rest, SETTINGS)) == Hold()
-    serving = dataclasses.replace(rest, round=round(1, "a", "b", store="10.0.0.97:30000"))
+    serving = dataclasses.replace(rest, round=round(1, "a", "b", tcp_store="10.0.0.97:30000"))
     assert members(next_round(serving)) == ("b",)
 
 
@@ -500,19 +501,21 @@ def test_a_resize_gives_notice_to_workers_that_asked() -> None:
     ],
 )
 def test_without_a_request_the_round_changes_at_once(who: Peer) -> None:
-    here = (who, leaves("b", notice=0.0, store=40001))
+    here = (who, leaves("b", notice=0.0, tcp_store_port=40001))
     assert not isinstance(plan(snapshot(*here, wanted=1, round=round(1, "a", "b")), SETTINGS), NoticeRecord)
 
 
 def test_the_change_waits_for_the_last_answer_or_the_deadline() -> None:
-    here = (trains("a", saved=4), leaves("b", saved=3))
+    here = (trains("a", answered_notice=4), leaves("b", answered_notice=3))
     why = "b left: the workers have 20 s to save a checkpoint before the round changes"
     assert plan(noticed(*here, wanted=2), SETTINGS) == Hold(120.0, why)
     assert number_and_members(next_round(noticed(*here, wanted=2, now=120.0))) == (2, ["a"])
-    answered = noticed(trains("a", saved=4), leaves("b", saved=4), wanted=2)
+    answered = noticed(trains("a", answered_notice=4), leaves("b", answered_notice=4), wanted=2)
     assert number_and_members(next_round(answered)) == (2, ["a"])
-    keyless = noticed(trains("a", saved=4), peer("c"), wanted=1, draining=("a",), keyless={node_id("b"): peer("b")})
-    assert isinstance(plan(keyless, SETTINGS), Hold)
+    expired = noticed(
+        trains("a", answered_notice=4), peer("c"), wanted=1, draining=("a",), expired={node_id("b"): peer("b")}
+    )
+    assert isinstance(plan(expired, SETTINGS), Hold)
 
 
 def test_a_node_that_joins_during_a_notice_is_in_the_next_round_and_does_not_extend_it() -> None:
@@ -558,9 +561,11 @@ def test_a_finishing_run_withdraws_the_notice_of_a_join() -> None:
 
 
 def test_if_all_nodes_leave_the_round_ends_when_they_have_saved() -> None:
-    waiting = noticed(leaves("a", saved=4), leaves("b"), wanted=2)
+    waiting = noticed(leaves("a", answered_notice=4), leaves("b"), wanted=2)
     assert isinstance(plan(waiting, SETTINGS), Hold)
-    saved = noticed(leaves("a", saved=4), leaves("b", saved=4), wanted=2, round=round(1, "a", "b", restarts=3))
+    saved = noticed(
+        leaves("a", answered_notice=4), leaves("b", answered_notice=4), wanted=2, round=round(1, "a", "b", restarts=3)
+    )
     pause = next_round(saved)
     assert number_and_members(pause) == (2, [])
     assert pause.cause.startswith("a and b left")

@@ -11,7 +11,7 @@ import pytest
 from elastic_operator.api.status import JobState, Report, decode_report, encode_report, merged
 from elastic_operator.errors import BadInput
 from tests.support.builders import NAME, NOW, UID, a_failure
-from torchelastic.protocol import (
+from torchelastic.protocol.records import (
     HISTORY_LIMIT,
     HistoryRecord,
     OutcomeRecord,
@@ -71,7 +71,7 @@ def test_report_json() -> None:
             "seconds": {"training": 20.0},
             "lostSeconds": 1.25,
             "joined": 2,
-            "gone": {},
+            "departures": {},
         },
         "rounds": [
             {

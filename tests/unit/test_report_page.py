@@ -14,7 +14,7 @@ from elastic_operator.api.status import JobState, Report
 from elastic_operator.reports.page import facts, page
 from tests.support.cluster_objects import START
 from tests.support.reports import TRACEBACK, failed, killed, long, report
-from torchelastic.protocol import HistoryRecord, PastRound, RoundReason, RunState, TimeBreakdown
+from torchelastic.protocol.records import HistoryRecord, PastRound, RoundReason, RunState, TimeBreakdown
 
 
 class Reader(HTMLParser):

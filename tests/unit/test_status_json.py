@@ -14,7 +14,7 @@ from elastic_operator.api.status import Condition, JobState, JobStatus, LastFail
 from elastic_operator.errors import BadInput
 from tests.support.any_job import STATUSES
 from tests.support.builders import NOW
-from torchelastic.protocol import DepartureReason, RunState, TimeBreakdown
+from torchelastic.protocol.records import DepartureReason, RunState, TimeBreakdown
 
 
 @settings(database=None, derandomize=True)
@@ -61,7 +61,7 @@ def test_times_of_a_breakdown_are_in_milliseconds_and_a_failure_omits_unknown_fi
         state=RunState.STOPPING,
         seconds={RunState.TRAINING: 80.0, RunState.WAITING: 10.25},
         joined=3,
-        gone={DepartureReason.NOT_NEEDED: 1},
+        departures={DepartureReason.NOT_NEEDED: 1},
     )
     killed = LastFailure("digits-1-x was killed by SIGKILL", pod="digits-1-x", signal="SIGKILL", time=NOW)
     document = status_to_json(JobStatus(time_breakdown=split, last_failure=killed))
@@ -69,7 +69,7 @@ def test_times_of_a_breakdown_are_in_milliseconds_and_a_failure_omits_unknown_fi
         "asOf": "2023-11-14T22:14:50.250Z",
         "seconds": {"waiting": 10.25, "training": 80.0},
         "joined": 3,
-        "gone": {"not_needed": 1},
+        "departures": {"not_needed": 1},
     }
     assert document["lastFailure"] == {
         "message": "digits-1-x was killed by SIGKILL",

@@ -23,6 +23,7 @@ from torchelastic.metrics.api import MetricRegistry
 from torchelastic.metrics.series_handler import MAX_NAMES, MetricMemory, SeriesHandler
 from torchelastic.metrics.worker import open_memory
 from torchelastic.metrics.worker_collector import WorkerMetrics
+from torchelastic.protocol.records import Member, OutcomeRecord, OutcomeState, RoundRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ class Node:
     """One node and its workers' metric streams."""
 
     def __init__(self) -> None:
-        self.agent, self.metrics = AgentMetrics(), WorkerMetrics()
+        self.agent, self.metrics = AgentMetrics("default"), WorkerMetrics()
         self.registry = self.agent.page(self.metrics)
 
     def begin(self, *ranks: int) -> Sequence[MetricStream]:
@@ -117,8 +118,8 @@ def test_the_page_is_well_formed_for_any_names(
     rounds: list[list[tuple[str, str, Callable[[str], dict[str, Any]]]]],
 ) -> None:
     node = Node()
-    node.agent.round(1, 2)
-    node.agent.run_ended("a", succeeded=True, restarts=0, max_restarts=3)
+    node.agent.round_began(RoundRecord(number=1, members=(Member("a.1", "10.0.0.1", 2),)), 0)
+    node.agent.run_ended(OutcomeRecord(OutcomeState.SUCCEEDED), 3)
     for measured in rounds:
         for worker in node.begin(0, 1):
             for group, name, declaration in measured:

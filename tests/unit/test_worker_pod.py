@@ -17,7 +17,9 @@ from elastic_operator.resources.owned_objects import PodSettings, pod_group
 from elastic_operator.resources.worker_pod import GRACE, NOTICE, worker_pod
 from tests.support.builders import UID, a_job, size
 from torchelastic.config.settings import AgentSettings, RendezvousSettings
-from torchelastic.protocol import PROTOCOL_VERSION, Env, ResumeRecord, decode
+from torchelastic.protocol.codec import decode
+from torchelastic.protocol.pod import Env
+from torchelastic.protocol.records import PROTOCOL_VERSION, ResumeRecord
 
 POD = NewPod(name="digits-1-bcdfg", index=1, size=size(2, generation=3), failures=2)
 STORE = "10.96.0.7:2379"

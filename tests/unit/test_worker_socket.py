@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import torchelastic
-from torchelastic import training
 from torchelastic.agent.worker_socket import WorkerSocket
-from torchelastic.agent_socket import AGENT, CHANNEL, HEARTBEAT_FILE, LINE_LIMIT
-from torchelastic.protocol import Member, NoticeRecord, RoundReason, RoundRecord
-from torchelastic.training import Notice, Notices
+from torchelastic.protocol.records import Member, NoticeRecord, RoundReason, RoundRecord
+from torchelastic.protocol.worker import HEARTBEAT_FILE, LINE_LIMIT, WORKER_SOCKET, WorkerMessage
+from torchelastic.training import progress
+from torchelastic.training.connection import AGENT
+from torchelastic.training.notices import Notice, Notices
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -86,7 +87,7 @@ class Agent(WorkerSocket):
 @pytest.fixture
 async def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
     async with Agent(tmp_path) as agent:
-        ours = {CHANNEL: agent.path, "TORCHELASTIC_ROUND": str(ROUND), "RANK": "0"}
+        ours = {WORKER_SOCKET: agent.path, "TORCHELASTIC_ROUND": str(ROUND), "RANK": "0"}
         for name, value in ours.items():
             monkeypatch.setenv(name, value)
         agent.begin(RECORD)
@@ -101,7 +102,7 @@ def worker() -> Notices:
 
 @pytest.fixture(autouse=True)
 def _no_progress_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "REPORTS", training.Reports())
+    monkeypatch.setattr(progress, "REPORTS", progress.Reports())
 
 
 async def ask_for_notice(worker: Notices, agent: Agent, seconds: float = 20.0) -> None:
@@ -127,13 +128,13 @@ async def test_a_worker_asks_for_notice_and_answers_it(agent: Agent, worker: Not
     assert 0 < notice.seconds_left <= 10
     assert notice.deadline <= time.monotonic() + 10
     assert agent.pending
-    assert "saved" not in agent.node.reported
-    worker.saved()
+    assert "answered_notice" not in agent.node.reported
+    worker.answer_notice()
     assert worker.notice() is None
-    await agent.node.until(saved=1)
+    await agent.node.until(answered_notice=1)
     agent.give()  # the same notice
     agent.give(2)
-    assert agent.node.reported["saved"] == 1
+    assert agent.node.reported["answered_notice"] == 1
 
 
 async def test_the_leaders_notice_of_the_same_change_is_not_a_new_one(agent: Agent, worker: Notices) -> None:
@@ -141,9 +142,9 @@ async def test_the_leaders_notice_of_the_same_change_is_not_a_new_one(agent: Age
     agent.leave("a leaves (SIGTERM)")
     notice = await wait_for_notice(worker)
     assert (notice.reason, notice.cause) == ("node_left", "a leaves (SIGTERM)")
-    worker.saved()
+    worker.answer_notice()
     agent.give()
-    await agent.node.until(saved=1)
+    await agent.node.until(answered_notice=1)
     assert worker.notice() is None
 
 
@@ -153,7 +154,7 @@ async def test_a_request_for_notice_can_be_changed_and_withdrawn(agent: Agent, w
     agent.give()
     await wait_for_notice(worker)
     await ask_for_notice(worker, agent, 0.0)
-    assert "saved" not in agent.node.reported
+    assert "answered_notice" not in agent.node.reported
 
 
 @pytest.mark.parametrize("end", [lambda agent: agent.forget(0), lambda agent: agent.begin(NEXT)])
@@ -167,24 +168,24 @@ async def test_an_exited_worker_needs_no_notice(agent: Agent, worker: Notices, e
     assert agent.node.reported["notice"] == 0
 
 
-async def test_round_stands_is_false_without_an_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(CHANNEL, str(tmp_path / "channel"))
+async def test_the_round_check_is_false_without_an_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(WORKER_SOCKET, str(tmp_path / "channel"))
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "channel"))
         listener.listen()
-        assert not await asyncio.to_thread(torchelastic.round_stands, 0.05)
+        assert not await asyncio.to_thread(torchelastic.is_round_current, 0.05)
 
 
-async def test_round_stands_returns_the_agents_answer(agent: Agent) -> None:
-    assert await asyncio.to_thread(torchelastic.round_stands, 3.0)
+async def test_the_round_check_returns_the_agents_answer(agent: Agent) -> None:
+    assert await asyncio.to_thread(torchelastic.is_round_current, 3.0)
     ((round, seconds),) = agent.node.asked
     assert round == ROUND
     assert 0 < seconds < 3
     agent.node.current = False
-    assert not await asyncio.to_thread(torchelastic.round_stands)
+    assert not await asyncio.to_thread(torchelastic.is_round_current)
     agent.node.asked.clear()
     agent.begin(NEXT)
-    assert not await asyncio.to_thread(torchelastic.round_stands)
+    assert not await asyncio.to_thread(torchelastic.is_round_current)
     assert agent.node.asked == []
 
 
@@ -216,17 +217,17 @@ async def test_a_process_that_sends_an_invalid_line_is_disconnected(agent: Agent
 async def test_without_an_agent_the_functions_do_nothing(
     worker: Notices, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.delenv(CHANNEL, raising=False)
+    monkeypatch.delenv(WORKER_SOCKET, raising=False)
     monkeypatch.delenv(HEARTBEAT_FILE, raising=False)
     torchelastic.heartbeat()
     worker.ask_for_notice(5)
-    worker.saved()
+    worker.answer_notice()
     assert worker.notice() is None
-    assert torchelastic.round_stands()
-    monkeypatch.setenv(CHANNEL, str(tmp_path / "channel"))  # the socket of an exited agent
+    assert torchelastic.is_round_current()
+    monkeypatch.setenv(WORKER_SOCKET, str(tmp_path / "channel"))  # the socket of an exited agent
     worker.ask_for_notice(5)
     assert worker.notice() is None
-    assert not torchelastic.round_stands()
+    assert not torchelastic.is_round_current()
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
@@ -258,7 +259,7 @@ async def test_the_first_and_last_of_several_checkpoints_within_a_second_are_rep
     await agent.node.until(last_checkpoint_at=bool)
     assert agent.node.reported["last_checkpoint_at"] < before - 0.001
     clock = time.perf_counter
-    monkeypatch.setattr(time, "perf_counter", lambda: clock() + training.INTERVAL)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + progress.INTERVAL)
     torchelastic.step()
     await agent.node.until(last_checkpoint_at=lambda kept: kept >= before - 0.001)
     assert len({kept for _, kept in agent.node.progress}) == 2
@@ -278,7 +279,7 @@ async def test_a_background_checkpoint_is_reported_when_its_future_succeeds(agen
 
 
 async def test_a_worker_reconnects_to_its_agent(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "INTERVAL", 0.05)
+    monkeypatch.setattr(progress, "INTERVAL", 0.05)
     torchelastic.step()
     await agent.node.until(first_step_at=bool)
     agent.forget(0)
@@ -292,26 +293,26 @@ async def test_a_worker_reconnects_to_its_agent(agent: Agent, monkeypatch: pytes
 async def test_an_agent_that_reads_nothing_does_not_block_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "INTERVAL", 0.0)
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
         listener.bind(str(tmp_path / "channel"))
         listener.listen(1)
-        for name, value in {CHANNEL: str(tmp_path / "channel"), "TORCHELASTIC_ROUND": "1", "RANK": "0"}.items():
+        for name, value in {WORKER_SOCKET: str(tmp_path / "channel"), "TORCHELASTIC_ROUND": "1", "RANK": "0"}.items():
             monkeypatch.setenv(name, value)
         began = time.monotonic()
         for _ in range(20_000):
             with torchelastic.report_checkpoint():
                 torchelastic.step()
         assert time.monotonic() - began < PATIENCE
-        assert not AGENT.send({"last_checkpoint_at": 1.0})  # the socket's buffer is full
+        assert not AGENT.send(WorkerMessage(last_checkpoint_at=1.0))  # the socket's buffer is full
     AGENT.close()
-    monkeypatch.setattr(training, "INTERVAL", 1.0)
+    monkeypatch.setattr(progress, "INTERVAL", 1.0)
 
 
 async def send(agent: Agent, **message: float) -> list[tuple[float, float]]:
     """Send a message, wait until the agent has handled it, and return the progress reported so far."""
-    AGENT.send(message)
-    AGENT.send({"requested_notice": 1.0})
+    AGENT.send(WorkerMessage(**message))
+    AGENT.send(WorkerMessage(requested_notice=1.0))
     await agent.node.until(notice=1.0)
     agent.node.reported.clear()
     return agent.node.progress

@@ -7,39 +7,32 @@ are handled in order, so that the state changes in one place only.
 from __future__ import annotations
 
 import asyncio
-import atexit
-import json
 import logging
 import secrets
-import shutil
 import signal
-import tempfile
 import time
 from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
+from torchelastic.agent.etcd_host import serve_etcd
 from torchelastic.agent.failures import OUT_OF_MEMORY, ExitStatus, describe_in_log, failure_of_node, failure_of_worker
+from torchelastic.agent.signals import SignalledFirst, Signals
 from torchelastic.agent.worker_socket import WorkerSocket
-from torchelastic.agent.workers.processes import ignored_signals
-from torchelastic.agent_socket import CHANNEL
 from torchelastic.errors import NoFreePort, SettingsError, StartError, StoreError
-from torchelastic.output import STARTED
-from torchelastic.protocol import (
-    LEAVING_SIGNALS,
-    LEFT_CODES,
-    ExitCode,
+from torchelastic.protocol.output import STARTED
+from torchelastic.protocol.pod import LEAVING_SIGNALS, LEFT_CODES, ExitCode
+from torchelastic.protocol.records import (
     FailureKind,
     FailureRecord,
     NodePhase,
-    NodeRecord,
     NoticeRecord,
     OutcomeRecord,
     OutcomeState,
     RunState,
 )
+from torchelastic.protocol.worker import WORKER_SOCKET
 from torchelastic.rendezvous.history import History, read_imports
 from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted, worker_environments
 from torchelastic.rendezvous.policy.plan import CAUSE_WINDOW, REPORT_WINDOW, root_cause
@@ -47,21 +40,15 @@ from torchelastic.store.client import connect_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
-    from collections.abc import Set as AbstractSet
-    from types import TracebackType
-
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     from torchelastic.agent.failures import WorkerExit
     from torchelastic.agent.workers.pool import WorkerGroup, Workers
     from torchelastic.agent.workers.processes import Child
     from torchelastic.config.settings import AgentSettings
     from torchelastic.metrics.agent import AgentMetrics
-    from torchelastic.protocol import RoundReason, RoundRecord
+    from torchelastic.protocol.records import RoundReason, RoundRecord
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 LEAVE_TIMEOUT: Final = 0.5
 """Seconds after which a leaving node assumes that no leader will form a round without it."""
@@ -76,11 +63,11 @@ class WorkerEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Deferred:
-    """Work for a round is due: the wait for the cause of a failure is over, or the TCPStore's process has exited."""
+class RoundCallback:
+    """A callback for a round is due: no other failure explains the first one, or the TCPStore's process has exited."""
 
     round: RoundRecord
-    work: Callable[[], Coroutine[Any, Any, None]]
+    callback: Callable[[], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,88 +82,12 @@ class RendezvousFailed:
     error: BaseException | None
 
 
-class SignalledFirst(Exception):  # noqa: N818 - control flow within the agent
-    """A signal arrived before the work was done."""
-
-
-class Signals:
-    """Listens to the signals that ask the agent to leave; a context manager. After its exit, these signals are ignored.
-
-    Args:
-        received: called for each signal.
-        numbers: the signals; without any, only the signals that are passed to :meth:`take` are handled.
+class Agent:
+    """Runs one node of a run until the run ends or the node leaves; `metrics` records the measurements.
 
     Attributes:
-        number: the first signal; SIGTERM if there was none.
-        first: set by the first signal.
-        hurry: set by the second signal, which asks the agent to exit at once.
+        failures: the failures of this node's workers in the current round.
     """
-
-    def __init__(
-        self, received: Callable[[signal.Signals], None], numbers: AbstractSet[signal.Signals] = frozenset()
-    ) -> None:
-        self._received = received
-        self._numbers = numbers - ignored_signals()
-        self.number = signal.SIGTERM
-        self.first = asyncio.Event()
-        self.hurry = asyncio.Event()
-
-    def __enter__(self) -> Self:
-        loop = asyncio.get_running_loop()
-        for number in self._numbers:
-            loop.add_signal_handler(number, self.take, number)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        for number in self._numbers:
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_IGN)  # a late signal must not prevent the termination message
-
-    async def unless_first(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Return the result of the work, unless a signal arrives first.
-
-        Raises:
-            SignalledFirst: a signal arrived, and the work was cancelled.
-        """
-        return await _unless(self.first, work)
-
-    async def unless_hurried(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work, but cancel it on a second signal."""
-        with suppress(SignalledFirst):
-            await _unless(self.hurry, work)
-
-    def take(self, number: signal.Signals) -> None:
-        """Handle a signal."""
-        if self.first.is_set():
-            if number is not signal.SIGHUP:  # a terminal that is closed sends it twice
-                self.hurry.set()
-        else:
-            self.number = number
-            self.first.set()
-        self._received(number)
-
-
-async def _unless(signalled: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result:
-    if signalled.is_set():
-        work.close()
-        raise SignalledFirst
-    tasks = task, interrupt = asyncio.ensure_future(work), asyncio.ensure_future(signalled.wait())
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise SignalledFirst
-    finally:
-        task.cancel()
-        interrupt.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class Agent:
-    """Runs one node of a run until the run ends or the node leaves; `metrics` records the measurements."""
 
     def __init__(self, settings: AgentSettings, metrics: AgentMetrics) -> None:
         self._settings = settings
@@ -190,7 +101,7 @@ class Agent:
         self._group: WorkerGroup | None = None
         self._environments: list[dict[str, str]] = []
         self._unfinished: set[int] = set()
-        self._failures: list[FailureRecord] = []
+        self.failures: list[FailureRecord] = []
         self._broken_at: float | None = None
         self._recovery: tuple[float, RoundReason] | None = None
         self._not_stepped: set[int] = set()
@@ -215,7 +126,7 @@ class Agent:
         async with AsyncExitStack() as stack:
             stack.enter_context(self._signals)
             try:
-                await self._signals.unless_first(self._serve_etcd(stack, workers))
+                await self._signals.unless_first(serve_etcd(self._settings, workers.start_daemon, stack))
                 node = self._node = await self._make_node(stack, metrics_port)
                 self._socket = await stack.enter_async_context(
                     WorkerSocket(
@@ -232,10 +143,10 @@ class Agent:
                 for module in await self._signals.unless_first(read_imports(node.run)):
                     workers.learn(module, {})
                 await self._signals.unless_first(workers.ready())
-                self._metrics.waits()
+                self._metrics.rendezvous_began()
                 node.registration.update(starting=False)
             except (StoreError, NoFreePort, StartError, SettingsError) as error:
-                self._metrics.waited(succeeded=False)
+                self._metrics.rendezvous_ended(succeeded=False)
                 return ExitStatus.of_error(error)
             except SignalledFirst:
                 return self._left(self._signals.number)
@@ -247,36 +158,16 @@ class Agent:
                 await node.leave()
                 return ExitStatus.of_error(error)
 
-    async def _serve_etcd(self, stack: AsyncExitStack, workers: Workers) -> None:
-        """Serve the etcd of the run until the stack is closed, if the endpoint is on this machine."""
-        settings = self._settings
-        if settings.store is not None and settings.etcd_addresses:
-            from torchelastic.agent.etcd_host import EtcdHost  # few runs need it
-
-            run_id, addresses = settings.rendezvous.run_id, settings.etcd_addresses
-            await stack.enter_async_context(EtcdHost(settings.store, addresses, run_id, workers.start_daemon).serving())
-
     async def _make_node(self, stack: AsyncExitStack, metrics_port: int) -> RendezvousNode:
         settings = self._settings
         connecting = connect_within(settings.rendezvous.join_timeout, settings.store)
         store = await self._signals.unless_first(connecting)
         stack.push_async_callback(store.close)
-        record = NodeRecord(
-            name=settings.node_name,
-            address=settings.address,
-            workers=settings.workers,
-            size=settings.rendezvous.size,
-            metrics=metrics_port,
-            topology_key=settings.topology_key,
-            role=settings.role,
-            node_rank=settings.node_rank,
-            starting=True,
-        )
         node = RendezvousNode(
             store,
             settings.rendezvous,
             node=self._node_id,
-            record=record,
+            record=settings.node_record(metrics_port),
             history=self._history,
             answered=None if settings.store is None else self._metrics.store_answered,
         )
@@ -284,33 +175,9 @@ class Agent:
         self._metrics.follow(node)
         return node
 
-    def failures_of(self, root: FailureRecord, workers: Workers) -> dict[int, ProcessFailure]:
-        """Return the root cause and this node's failures as torch's objects.
-
-        Each failure has an error file, because ``@record`` copies the file of the first failure. If the worker has not
-        written a file, or is on another node, the file contains the message of its failure.
-        """
-        from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-        folder = Path(tempfile.mkdtemp(prefix="torchelastic_"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        now = int(time.time())
-        failures: dict[int, ProcessFailure] = {}
-        for each in (root, *(other for other in self._failures if other.rank != root.rank)):
-            file, written = folder / f"{each.rank}.json", workers.error_files.get(each.rank)
-            is_own = self._round is not None and (each.node, each.round) == (self._node_id, self._round.number)
-            if is_own and written is not None and written.exists():
-                if written.is_relative_to(workers.scratch):  # the file is removed when the agent exits
-                    written = shutil.copyfile(written, file)
-                with suppress(Exception):  # the program has written another format
-                    failures[each.rank] = ProcessFailure(each.local_rank, each.pid, each.exit_code, str(written))
-            if each.rank not in failures:
-                message = each.message if is_own else f"{each.message} (on {each.host})"
-                file.write_text(json.dumps({"message": message, "timestamp": now}), encoding="utf-8")
-                failures[each.rank] = ProcessFailure(each.local_rank, each.pid, each.exit_code, str(file))
-            # torch considers the failure with the earliest timestamp the root cause.
-            failures[each.rank].timestamp = max(failures[each.rank].timestamp, failures[root.rank].timestamp)
-        return failures
+    def is_own(self, failure: FailureRecord) -> bool:
+        """Return whether a worker of this node, and of the last round, has this failure."""
+        return self._round is not None and (failure.node, failure.round) == (self._node_id, self._round.number)
 
     # -- events
 
@@ -322,18 +189,18 @@ class Agent:
                         beginning = self._begin_round(event, workers)
                         takes_part = self._node_id in event.record.nodes
                         await (self._unless_signalled(beginning) if takes_part else beginning)
-                case WorkerEnded(round=round) | Deferred(round=round) if self._is_past(round):
+                case WorkerEnded(round=round) | RoundCallback(round=round) if self._is_past(round):
                     pass
                 case WorkerEnded():
                     await self._unless_signalled(self._worker_ended(event))
-                case Deferred(work=work):
-                    await self._unless_signalled(work())
+                case RoundCallback(callback=callback):
+                    await self._unless_signalled(callback())
                 case NoticeRecord() as notice:
                     self._socket.take_notice(notice)
                 case RequestsChanged():
                     self._socket.report()
                 case Partitioned():
-                    self._metrics.waits()
+                    self._metrics.rendezvous_began()
                     await self._stop_workers(0.0)
                 case OutcomeRecord() as outcome:
                     # As under torchrun, only a clean end spares processes in sessions of their own.
@@ -346,7 +213,7 @@ class Agent:
                     await self._leave(number)
                     return self._left(number)
                 case RendezvousFailed(error):
-                    self._metrics.waited(succeeded=False)
+                    self._metrics.rendezvous_ended(succeeded=False)
                     await self._stop_workers(0.0)
                     return _cannot_go_on(error)
 
@@ -369,28 +236,25 @@ class Agent:
         # The workers of a node that is removed from the round get the same grace period as on a signal.
         takes_part = self._node_id in round.nodes
         if takes_part:
-            self._metrics.waited(succeeded=True)
+            self._metrics.rendezvous_ended(succeeded=True)
         else:
-            self._metrics.waits()
+            self._metrics.rendezvous_began()
         if round.members and not takes_part:
             await self._stop_workers(self._settings.shutdown_timeout, signal.SIGTERM)
         else:
             await self._stop_workers(self._settings.stop_timeout)
         self._socket.begin(round)
         self._round = round
-        self._failures = []
+        self.failures = []
         self._began_at = time.monotonic()
-        self._metrics.round(round.number, round.world_size)
-        self._metrics.remaining_restarts(
-            self._settings.role, max(self._settings.rendezvous.max_restarts - round.restarts, 0)
-        )
+        self._metrics.round_began(round, self._settings.rendezvous.max_restarts)
         if not takes_part:
             if round.members:
                 logger.info("round %d: not needed now; waiting as a spare", round.number)
                 self._history.workers_started()  # the other nodes start workers about now
             else:
                 self._history.enter(RunState.WAITING)
-            self._metrics.worker_state(self._settings.role, "stopped")
+            self._metrics.workers_changed("stopped")
             self._broken_at = self._recovery = None
             return
         with self._metrics.measured("SimpleElasticAgent._assign_worker_ranks"):
@@ -409,16 +273,13 @@ class Agent:
             with self._metrics.measured("LocalElasticAgent._start_workers"):
                 self._group = await self._start(began, workers, environments)
         except StartError as error:
-            self._metrics.started(self._broken_at, succeeded=False)
+            self._metrics.start_failed(self._broken_at)
             await self._round_failed(f"{error}", FailureKind.PROGRAM)
             return
         self._history.workers_started()
         self._unfinished = {int(env["LOCAL_RANK"]) for env in environments}
-        self._metrics.worker_state(self._settings.role, "healthy")
-        self._metrics.started(self._broken_at, succeeded=True)
-        if self._broken_at is not None:
-            self._metrics.restarted(time.monotonic() - self._broken_at, round.reason)
-            self._broken_at = None
+        self._metrics.workers_started(self._broken_at, round.reason)
+        self._broken_at = None
         ranks = [env["RANK"] for env in environments]
         logger.info(STARTED, round.number, f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}", round.world_size)
 
@@ -429,13 +290,13 @@ class Agent:
         round = began.record
         group = await workers.start(
             round.number,
-            [{**environment, CHANNEL: self._socket.path} for environment in environments],
+            [{**environment, WORKER_SOCKET: self._socket.path} for environment in environments],
             lambda exit_: self._events.put_nowait(WorkerEnded(round, exit_)),
             began.store,
         )
-        if group.store is not None:
-            ended = Deferred(round, partial(self._store_server_ended, group.store))
-            group.store.ended.add_done_callback(lambda _: self._events.put_nowait(ended))
+        if group.tcp_store_process is not None:
+            ended = RoundCallback(round, partial(self._tcp_store_ended, group.tcp_store_process))
+            group.tcp_store_process.ended.add_done_callback(lambda _: self._events.put_nowait(ended))
         return group
 
     def _stepped(self, rank: int, workers: Workers) -> None:
@@ -445,7 +306,7 @@ class Agent:
             self._history.imports = workers.learned
         if self._recovery is not None and not self._not_stepped:
             (broken_at, reason), self._recovery = self._recovery, None
-            self._metrics.recovered(time.monotonic() - broken_at, reason)
+            self._metrics.recovered(broken_at, reason)
 
     async def _worker_ended(self, ended: WorkerEnded) -> None:
         taken_in = asyncio.get_running_loop().time() - ended.exit.ended
@@ -455,26 +316,26 @@ class Agent:
             return
         failure = failure_of_worker(ended.exit, ended.round.number, self._node_id, self._settings)
         logger.warning("%s", describe_in_log(failure))
-        self._metrics.worker_state(self._settings.role, "unhealthy")
-        self._failures.append(failure)
-        if len(self._failures) == 1:
+        self._metrics.workers_changed("unhealthy")
+        self.failures.append(failure)
+        if len(self.failures) == 1:
             self._broken_at = ended.exit.ended
             self._history.enter(RunState.STOPPING)
             spent = self._round is not None and self._round.restarts >= self._settings.rendezvous.max_restarts
             patience = REPORT_WINDOW if spent else CAUSE_WINDOW  # another failure may explain this one
-            overdue = Deferred(ended.round, self._blame)
+            overdue = RoundCallback(ended.round, self._report_root_cause)
             asyncio.get_running_loop().call_later(patience, self._events.put_nowait, overdue)
-        if failure.kind is FailureKind.PROGRAM or len(self._failures) == len(self._unfinished):
-            await self._blame()
+        if failure.kind is FailureKind.PROGRAM or len(self.failures) == len(self._unfinished):
+            await self._report_root_cause()
 
-    async def _blame(self) -> None:
+    async def _report_root_cause(self) -> None:
         """Report the failure that is the most likely root cause, and stop the other workers."""
-        if self._failures:
-            await self._report_failure(root_cause(enumerate(self._failures)))
+        if self.failures:
+            await self._report_failure(root_cause(enumerate(self.failures)))
 
     async def _report_failure(self, failure: FailureRecord) -> None:
         self._node.report(failure.round, failure=failure)
-        self._metrics.waits()
+        self._metrics.rendezvous_began()
         await self._stop_workers(self._settings.stop_timeout)
 
     def _is_past(self, round: RoundRecord) -> bool:
@@ -487,9 +348,9 @@ class Agent:
         done = not self._unfinished
         self._node.report(ended.round.number, phase=NodePhase.DONE if done else NodePhase.FINISHING)
         if done:
-            self._metrics.worker_state(self._settings.role, "succeeded")
+            self._metrics.workers_changed("succeeded")
 
-    async def _store_server_ended(self, process: Child) -> None:
+    async def _tcp_store_ended(self, process: Child) -> None:
         end, kind = "died", FailureKind.COMMUNICATION
         if process.out_of_memory:
             end, kind = f"was {OUT_OF_MEMORY}", FailureKind.PROGRAM
@@ -517,10 +378,10 @@ class Agent:
         clock = asyncio.get_running_loop().time
         until = clock() + self._settings.rendezvous.notice
         self._socket.leave(f"{self._settings.node_name} leaves ({number.name})")
-        await self._signals.unless_hurried(self._node.leave())
+        await self._signals.unless_second(self._node.leave())
         alone = self._round is None or len(self._round.members) == 1
         no_leader = clock() + (0 if alone else LEAVE_TIMEOUT)
-        while self._group is not None and not self._signals.hurry.is_set():
+        while self._group is not None and not self._signals.second.is_set():
             left = (until if self._socket.pending else min(no_leader, until)) - clock()
             if left <= 0:
                 break
@@ -530,7 +391,7 @@ class Agent:
                 if self._ends_leaving(event):
                     break
         await self._stop_workers(self._settings.shutdown_timeout, number)
-        self._metrics.worker_state(self._settings.role, "stopped")
+        self._metrics.workers_changed("stopped")
 
     def _ends_leaving(self, event: object) -> bool:
         """Handle an event while this node leaves; return whether to stop its workers now."""
@@ -539,7 +400,7 @@ class Agent:
                 self._socket.take_notice(notice)
             case RequestsChanged():
                 self._socket.report()
-            case WorkerEnded(round=round) | Deferred(round=round) if self._is_past(round):
+            case WorkerEnded(round=round) | RoundCallback(round=round) if self._is_past(round):
                 pass
             case WorkerEnded() as ended if ended.exit.exit_code == 0:
                 self._worker_succeeded(ended)
@@ -559,23 +420,15 @@ class Agent:
         if self._group is not None:
             self._history.enter(RunState.STOPPING)
             with self._metrics.measured("LocalElasticAgent._stop_workers"):
-                await self._signals.unless_hurried(self._group.stop(grace, number, only_sessions=only_sessions))
+                await self._signals.unless_second(self._group.stop(grace, number, only_sessions=only_sessions))
                 if not self._group.stopped:
                     await self._group.stop(0.0)
             self._group = None
             self._history.enter(RunState.RENDEZVOUS)
 
     def _report_outcome(self, outcome: OutcomeRecord) -> None:
-        succeeded = outcome.state is OutcomeState.SUCCEEDED
-        if not succeeded and outcome.failure is None:
-            self._metrics.waited(succeeded=False)
-        self._metrics.run_ended(
-            self._settings.role,
-            succeeded=succeeded,
-            restarts=outcome.restarts,
-            max_restarts=self._settings.rendezvous.max_restarts,
-        )
-        if succeeded:
+        self._metrics.run_ended(outcome, self._settings.rendezvous.max_restarts)
+        if outcome.state is OutcomeState.SUCCEEDED:
             logger.info("the run has succeeded")
 
     def _left(self, number: signal.Signals) -> ExitStatus:

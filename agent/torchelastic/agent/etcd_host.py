@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from torchelastic.agent.workers.processes import python_code
 from torchelastic.errors import SettingsError, StoreError
-from torchelastic.protocol import RunKeys
+from torchelastic.protocol.keys import RunKeys
 from torchelastic.rendezvous.run_state import cancel
 from torchelastic.store.api import split_endpoint
 from torchelastic.store.client import connect, within
@@ -20,8 +20,12 @@ from torchelastic.store.etcd_process import etcd_environment, find_etcd
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from contextlib import AsyncExitStack
 
+    from torchelastic.config.settings import AgentSettings
     from torchelastic.store.api import StoreSettings
+
+    StartDaemon = Callable[[Sequence[str], Mapping[str, str], Mapping[int, int]], None]
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +33,17 @@ _ANSWER_TIMEOUT: Final = 10.0
 """Seconds within which a program that uses the port must answer as an etcd or end, like the etcd of an earlier run."""
 
 _CHECK_INTERVAL: Final = 1.0
+
+
+async def serve_etcd(settings: AgentSettings, start: StartDaemon, stack: AsyncExitStack) -> None:
+    """Serve the etcd of the run until the stack is closed, if the endpoint is on this machine.
+
+    Raises:
+        SettingsError: etcd cannot be started, or another program uses the port.
+    """
+    if settings.store is not None and settings.etcd_addresses:
+        host = EtcdHost(settings.store, settings.etcd_addresses, settings.rendezvous.run_id, start)
+        await stack.enter_async_context(host.serving())
 
 
 class EtcdHost:
@@ -43,7 +58,7 @@ class EtcdHost:
         store: StoreSettings,
         addresses: Sequence[str],
         run_id: str,
-        start: Callable[[Sequence[str], Mapping[str, str], Mapping[int, int]], None],
+        start: StartDaemon,
     ) -> None:
         self._store = store
         (self._endpoint,) = store.endpoints

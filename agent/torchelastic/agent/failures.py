@@ -7,48 +7,29 @@ that file and of the worker's output.
 from __future__ import annotations
 
 import builtins
-import contextlib
 import json
-import os
 import re
-import shutil
 import signal
-import sys
 import time
-import traceback
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from torchelastic.errors import NoFreePort, SettingsError, StartError, StoreError, StoreRefused
-from torchelastic.protocol import (
-    ExitCode,
-    FailureKind,
-    FailureRecord,
-    OutcomeRecord,
-    OutcomeState,
-    TerminationMessage,
-    name_of,
-    shorten,
-)
+from torchelastic.protocol.codec import shorten
+from torchelastic.protocol.pod import ExitCode, TerminationMessage
+from torchelastic.protocol.records import FailureKind, FailureRecord, OutcomeRecord, OutcomeState, name_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torchelastic.config.settings import AgentSettings
-    from torchelastic.protocol import RoundRecord
+    from torchelastic.protocol.records import RoundRecord
 
 OUT_OF_MEMORY: Final = "killed by SIGKILL: out of memory"
 
 MESSAGE_LIMIT: Final = 4096
 """Maximum length of a message in characters."""
 
-ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
-"""The environment variable with the path of a worker's error file."""
-
-_RECORD: Final = '/torch/distributed/elastic/multiprocessing/errors/__init__.py"'
-"""The file of ``@record`` in the traceback of an exception that it has recorded."""
-
-_RECORDED_MESSAGE: Final = 8 << 10
-_RECORDED_TRACE: Final = 32 << 10
 _FILE_LIMIT: Final = 256 << 10
 _TAIL_LINES: Final = 5
 _LAST_LINES: Final = 20
@@ -138,53 +119,6 @@ def explain(exit_code: int, *, error_file: Path, tail: str, out_of_memory: bool)
 
 
 # -- the error file
-
-
-def record_exception(error: BaseException) -> None:
-    """Write an uncaught exception to the error file, unless ``@record`` has written it.
-
-    An exception that ``@record`` has written is replaced only if it is final, because ``@record`` does not record this.
-    """
-    name, text, module = type(error).__qualname__, _text_of(error), sys.modules.get("torchelastic.training")
-    final = module is not None and isinstance(error, module.NonRetryableException)
-    trace = "".join(traceback.format_exception(error))
-    if final or _RECORD not in trace or not Path(os.environ.get(ERROR_FILE, "")).is_file():
-        record_message(f"{name}: {text}" if text else name, trace, final=final)
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001 - the program's class may raise anything
-        return ""
-
-
-def record_message(message: str, trace: str = "", *, final: bool = False) -> None:
-    """Write the error file atomically; an existing file, which may be of a process that this one ran, is replaced."""
-    if not (path := os.environ.get(ERROR_FILE)):
-        return
-    details: dict[str, Any] = {"py_callstack": _bounded(trace, _RECORDED_TRACE), "timestamp": str(int(time.time()))}
-    if final:
-        details["final"] = True
-    record = {"message": {"message": _bounded(message, _RECORDED_MESSAGE), "extraInfo": details}}
-    with contextlib.suppress(OSError):  # the output contains the message, too
-        partial = Path(f"{path}.{os.getpid()}")
-        partial.write_text(json.dumps(record), encoding="utf-8")
-        partial.rename(path)
-
-
-def record_failure(message: str, error_file: Path | None) -> None:
-    """Write the error file of the program that started this agent: a copy of a worker's error file, or a message."""
-    path = os.environ.get(ERROR_FILE)
-    if path and error_file is not None and error_file.is_file():
-        with contextlib.suppress(OSError):
-            shutil.copyfile(error_file, path)
-    else:
-        record_message(message)
-
-
-def _bounded(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[: limit // 3]}\n…\n{text[-(limit * 2 // 3) :]}"
 
 
 def _recorded_exception(path: Path) -> tuple[str, bool]:

@@ -15,9 +15,9 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from torchelastic.agent.failures import record_exception
-from torchelastic.agent_socket import CHANNEL
 from torchelastic.errors import SettingsError
+from torchelastic.protocol.worker import WORKER_SOCKET
+from torchelastic.training.errors import record_exception
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -84,7 +84,7 @@ def read_results(scratch: Path, round: int, ranks: Iterable[int]) -> dict[int, A
 
 def make_call() -> None:
     """In a worker: call the function, and write its return value to a file."""
-    scratch = Path(os.environ[CHANNEL]).parent
+    scratch = Path(os.environ[WORKER_SOCKET]).parent
     (path, argv, name, file), call = pickle.loads((scratch / _CALL).read_bytes())  # noqa: S301 - written by the agent
     sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
     sys.argv[:] = argv

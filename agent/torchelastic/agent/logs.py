@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Final
 
 from torchelastic.config.settings import Streams
 from torchelastic.errors import SettingsError
-from torchelastic.output import rank_label
+from torchelastic.protocol.output import rank_label
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,6 @@
-"""The agent's side of the workers' socket: see :mod:`torchelastic.training`.
+"""The agent's side of the workers' socket; :mod:`torchelastic.protocol.worker` defines the messages.
 
-Each connection belongs to one process of a worker. The process may ask for notices and answer them, report progress and
-its imports, or ask once whether its round is still current. A process that sends anything else is
+Each connection belongs to one process of a worker. A process that sends anything else than these messages is
 disconnected. The socket is in a private folder, so other users cannot connect.
 """
 
@@ -12,44 +11,32 @@ import contextlib
 import socket
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
-import msgspec
-
-from torchelastic.agent_socket import LINE_LIMIT
 from torchelastic.errors import SettingsError
-from torchelastic.protocol import RoundReason, shorten
+from torchelastic.protocol.codec import shorten
+from torchelastic.protocol.records import RoundReason
+from torchelastic.protocol.worker import (
+    LINE_LIMIT,
+    Introduction,
+    MessageT,
+    NoticeMessage,
+    RoundAnswer,
+    WorkerMessage,
+    decode_line,
+    encode_lines,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from torchelastic.protocol import NoticeRecord, RoundRecord
+    from torchelastic.protocol.records import NoticeRecord, RoundRecord
     from torchelastic.rendezvous.node import RendezvousNode
 
 _MAX_CHECK_SECONDS: Final = 60.0
 _CAUSE_LIMIT: Final = 512
 """Maximum length of a cause in characters, so that a notice fits into a line of :data:`LINE_LIMIT` bytes."""
-
-_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
-_Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-_Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
-
-
-class _Registration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    round: _Number
-    rank: _Number
-    check_timeout: _Seconds | None = None
-
-
-class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    requested_notice: _Seconds | None = None
-    saved: _Number | None = None
-    first_step_at: _Time = 0.0
-    second_step_at: _Time = 0.0
-    last_checkpoint_at: _Time = 0.0
-    imported: str = ""
-    changed: dict[str, int] = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -61,9 +48,9 @@ class _Process:
     seconds: float = 0.0
     answered: int = 0
 
-    def send(self, **message: object) -> None:
+    def send(self, message: NoticeMessage | RoundAnswer) -> None:
         if not self.writer.is_closing():
-            self.writer.write(msgspec.json.encode(message) + b"\n")
+            self.writer.write(encode_lines(message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +180,7 @@ class WorkerSocket:
         seconds = self._asked()
         self._node.report(self._round, notice=seconds)
         if seconds > 0 and self._leaders_notice and self._all_answered():
-            self._node.report(self._round, saved=self._leaders_notice)
+            self._node.report(self._round, answered_notice=self._leaders_notice)
 
     def _give_notice(self, seconds: float, reason: str, cause: str) -> None:
         self._count += 1
@@ -205,13 +192,15 @@ class WorkerSocket:
     def _withdraw_notice(self) -> None:
         if self._notice is not None:
             for process in self._asking():
-                process.send(notice=self._notice.number, seconds=0)
+                process.send(NoticeMessage(number=self._notice.number, seconds=0))
             self._notice = None
 
     def _send_notice(self, process: _Process, notice: _Notice) -> None:
         left = notice.until - asyncio.get_running_loop().time()
         if left > 0:
-            process.send(notice=notice.number, seconds=round(left, 3), reason=notice.reason, cause=notice.cause)
+            process.send(
+                NoticeMessage(number=notice.number, seconds=round(left, 3), reason=notice.reason, cause=notice.cause)
+            )
 
     def _asking(self) -> list[_Process]:
         return [process for process in self._processes if process.seconds > 0]
@@ -235,23 +224,24 @@ class WorkerSocket:
         process: _Process | None = None
         try:
             with contextlib.suppress(OSError, ValueError, RecursionError):  # also for an invalid message
-                sender = await _receive(reader, _Registration)
+                sender = await _receive(reader, Introduction)
                 process = _Process(sender.rank, writer)
                 current = sender.round == self._round
                 if sender.check_timeout is not None:
                     timeout = min(sender.check_timeout, _MAX_CHECK_SECONDS)
-                    process.send(is_current=current and await self._node.is_current(sender.round, timeout=timeout))
+                    is_current = current and await self._node.is_current(sender.round, timeout=timeout)
+                    process.send(RoundAnswer(is_current=is_current))
                 elif current:
                     self._processes.add(process)
                     while process in self._processes:
-                        self._take(await _receive(reader, _Message), process)
+                        self._take(await _receive(reader, WorkerMessage), process)
         finally:
             writer.close()
             if process in self._processes:
                 self._processes.discard(process)
                 self._changed()
 
-    def _take(self, message: _Message, process: _Process) -> None:
+    def _take(self, message: WorkerMessage, process: _Process) -> None:
         if process not in self._processes:  # its round has ended
             return
         if message.requested_notice is not None:
@@ -259,9 +249,9 @@ class WorkerSocket:
             process.seconds = message.requested_notice
             if first and message.requested_notice > 0 and self._notice is not None:
                 self._send_notice(process, self._notice)
-        if message.saved is not None:
-            process.answered = message.saved
-        if message.requested_notice is not None or message.saved is not None:
+        if message.answered_notice is not None:
+            process.answered = message.answered_notice
+        if message.requested_notice is not None or message.answered_notice is not None:
             self._changed()
         if message.imported:
             self._imported(message.imported, message.changed)
@@ -270,7 +260,7 @@ class WorkerSocket:
         if process.rank == 0:
             self._report_progress(message)
 
-    def _report_progress(self, message: _Message) -> None:
+    def _report_progress(self, message: WorkerMessage) -> None:
         """Report the first step and the last checkpoint; times before the start of the round are ignored."""
         now = time.time()
         if not self._first_step and message.first_step_at >= self._began:
@@ -286,6 +276,6 @@ class WorkerSocket:
         )
 
 
-async def _receive(reader: asyncio.StreamReader, kind: type[Any]) -> Any:  # noqa: ANN401 - of that kind
+async def _receive(reader: asyncio.StreamReader, kind: type[MessageT]) -> MessageT:
     """Return the next message; raise ValueError if the connection has ended, or the message is invalid or too long."""
-    return msgspec.json.decode(await reader.readline(), type=kind)
+    return decode_line(await reader.readline(), kind)

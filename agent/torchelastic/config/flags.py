@@ -1,7 +1,7 @@
 """The flags of ``torchelastic-run``: a table that defines values, help and environment variables.
 
 Each flag can also be set by torchrun's variable ``PET_<NAME>``. The operator's variables
-(:class:`~torchelastic.protocol.Env`) and the keys of ``--rdzv-conf`` are parsed like flags.
+(:class:`~torchelastic.protocol.pod.Env`) and the keys of ``--rdzv-conf`` are parsed like flags.
 
 getopt parses the command line, because getopt stops at the first positional argument. argparse is used only to print
 the help, because its import is slow.
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 from torchelastic.config import parsers
 from torchelastic.config.parsers import RawValue
 from torchelastic.errors import SettingsError
-from torchelastic.protocol import Env, ResumeRecord, SizeRecord
+from torchelastic.protocol.pod import Env
+from torchelastic.protocol.records import ResumeRecord, SizeRecord
 
 if TYPE_CHECKING:
     import argparse

@@ -22,8 +22,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from torchelastic import machine
-from torchelastic.config import flags
+from torchelastic.config import flags, machine
 from torchelastic.config.parsers import RawValue, integer
 from torchelastic.config.settings import (
     AgentSettings,
@@ -36,7 +35,8 @@ from torchelastic.config.settings import (
     Streams,
 )
 from torchelastic.errors import SettingsError
-from torchelastic.protocol import PROTOCOL_VERSION, Env, SizeRecord, bracketed
+from torchelastic.protocol.pod import Env
+from torchelastic.protocol.records import PROTOCOL_VERSION, SizeRecord, bracketed
 from torchelastic.store.api import DEFAULT_PORT, StoreSettings, parse_endpoints, split_endpoint
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
 
     Args:
         argv: the command line without the name of the command.
-        environ: contains torchrun's PET_* variables and the operator's variables (:class:`~torchelastic.protocol.Env`).
+        environ: contains torchrun's PET_* variables and the operator's (:class:`~torchelastic.protocol.pod.Env`).
 
     Raises:
         SettingsError: a setting is invalid; the message states what to change.

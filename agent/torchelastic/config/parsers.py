@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from torchelastic.config.settings import PortRange, StartMethod
 from torchelastic.errors import MalformedRecord, SettingsError
-from torchelastic.protocol import LEAVING_SIGNALS, SizeRecord, decode
+from torchelastic.protocol.codec import decode
+from torchelastic.protocol.pod import LEAVING_SIGNALS
+from torchelastic.protocol.records import SizeRecord
 
 if TYPE_CHECKING:
     import signal
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
 
 NAME_LIMIT: Final = 253
 MAX_NODES: Final = 1_000_000
-LEAST_PORT: Final = 1024
-FEWEST_PORTS: Final = 16
+MIN_PORT: Final = 1024
+MIN_PORTS: Final = 16
 """A node uses one port for its peers and two or three for TCPStores. The other ports delay the reuse of a port, or
 serve other nodes on the same host."""
 
@@ -145,9 +147,9 @@ def ports(raw: RawValue) -> PortRange:
     """Parse a range of ports to listen on."""
     match = re.fullmatch(r"\s*([0-9]{1,5})\s*-\s*([0-9]{1,5})\s*", raw.text)
     first, last = (0, 0) if match is None else (int(match[1]), int(match[2]))
-    if not LEAST_PORT <= first <= last - FEWEST_PORTS + 1 <= last <= 65535:
+    if not MIN_PORT <= first <= last - MIN_PORTS + 1 <= last <= 65535:
         raise raw.error(
-            f"must be the first and the last of at least {FEWEST_PORTS} ports from {LEAST_PORT} to 65535, for "
+            f"must be the first and the last of at least {MIN_PORTS} ports from {MIN_PORT} to 65535, for "
             "example 29400-29499"
         )
     return PortRange(first, last)

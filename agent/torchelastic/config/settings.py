@@ -11,8 +11,9 @@ import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torchelastic.output import DEFAULT_ROLE
-from torchelastic.protocol import RUN_LEASE_TTL, ResumeRecord
+from torchelastic.protocol.keys import RUN_LEASE_TTL
+from torchelastic.protocol.output import DEFAULT_ROLE
+from torchelastic.protocol.records import NodeRecord, ResumeRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.elastic.multiprocessing import LogsSpecs
 
-    from torchelastic.protocol import SizeRecord
+    from torchelastic.protocol.records import SizeRecord
     from torchelastic.store.api import StoreSettings
 
 
@@ -195,3 +196,17 @@ class AgentSettings(NodeSettings):
     termination_log: Path | None = None
     job: tuple[str, str] = ("", "")
     job_created: float = 0.0
+
+    def node_record(self, metrics_port: int) -> NodeRecord:
+        """Return the record of a node with these settings that cannot start workers yet."""
+        return NodeRecord(
+            name=self.node_name,
+            address=self.address,
+            workers=self.workers,
+            size=self.rendezvous.size,
+            metrics=metrics_port,
+            topology_key=self.topology_key,
+            role=self.role,
+            node_rank=self.node_rank,
+            starting=True,
+        )

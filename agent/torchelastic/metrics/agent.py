@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal, cast, get_args
 from torchelastic.metrics import series
 from torchelastic.metrics.api import REGISTRY
 from torchelastic.metrics.series import PLATFORM_GROUP, PLATFORM_SERIES, Kind, printable
-from torchelastic.protocol import DepartureReason, RunState
+from torchelastic.protocol.records import DepartureReason, OutcomeState, RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
     from torchelastic.metrics.series import Series
-    from torchelastic.protocol import RoundReason, TimeBreakdown
+    from torchelastic.protocol.records import OutcomeRecord, RoundReason, RoundRecord, TimeBreakdown
     from torchelastic.rendezvous.node import RendezvousNode
 
 _log: Final = logging.getLogger(__name__)
@@ -34,10 +34,12 @@ class AgentMetrics:
     """Records the metrics of an agent for the handlers of the group ``torchelastic``, and for /metrics if it is served.
 
     Args:
+        role: the role of this node's workers.
         job: namespace and name of the job, added as labels to all series of :meth:`page`; None for no labels.
     """
 
-    def __init__(self, *, job: tuple[str, str] | None = None) -> None:
+    def __init__(self, role: str, *, job: tuple[str, str] | None = None) -> None:
+        self._role = role
         names = ("job_namespace", "elasticjob")
         self._labels = {} if job is None else dict(zip(names, map(printable, job), strict=True))
         self._node: RendezvousNode | None = None
@@ -90,39 +92,52 @@ class AgentMetrics:
         """Show the totals of the run while the node of this agent is the leader."""
         self._node = node
 
-    def round(self, number: int, world_size: int) -> None:
+    def round_began(self, round: RoundRecord, max_restarts: int) -> None:
         """Record a new round; a world size of 0 means that too few nodes are present to train."""
-        self._put("round", number, series.ROUND)
-        self._put("world_size", world_size, series.WORLD_SIZE)
+        self._put("round", round.number, series.ROUND)
+        self._put("world_size", round.world_size, series.WORLD_SIZE)
+        name, remaining = f"workers.{self._role}.remaining_restarts", max(max_restarts - round.restarts, 0)
+        self._put(name, remaining, series.REMAINING_RESTARTS, role=self._role)
 
-    def worker_state(self, role: str, state: WorkerStateName) -> None:
-        """Record the state of this node's workers."""
-        REGISTRY.add(PLATFORM_GROUP, f"workers.{role}.{state}", 1)
+    def workers_changed(self, state: WorkerStateName) -> None:
+        """Record the new state of this node's workers."""
+        REGISTRY.add(PLATFORM_GROUP, f"workers.{self._role}.{state}", 1)
         for each in get_args(WorkerStateName):
-            self._show(series.WORKER_STATE, int(each == state), role=role, state=each)
+            self._show(series.WORKER_STATE, int(each == state), role=self._role, state=each)
 
-    def remaining_restarts(self, role: str, remaining: int) -> None:
-        """Record how many failures of workers the run may still have."""
-        self._put(f"workers.{role}.remaining_restarts", remaining, series.REMAINING_RESTARTS, role=role)
+    def workers_started(self, broken_at: float | None, reason: RoundReason) -> None:
+        """Record that the workers of the round were started.
 
-    def restarted(self, seconds: float, reason: RoundReason) -> None:
-        """Record a restart of this node's workers, and the seconds since the reason for it was noticed."""
-        self._put(f"worker_restart.{reason}.duration.ms", seconds * 1000, series.WORKER_RESTART, cause=str(reason))
+        The end of the previous round was noticed at `broken_at`, on the monotonic clock; None for the first round.
+        """
+        self.workers_changed("healthy")
+        self._started(broken_at, succeeded=True)
+        if broken_at is not None:
+            duration = (time.monotonic() - broken_at) * 1000
+            self._put(f"worker_restart.{reason}.duration.ms", duration, series.WORKER_RESTART, cause=str(reason))
 
-    def recovered(self, seconds: float, reason: RoundReason) -> None:
-        """Record the first step of this node's new workers, and the seconds since the reason for them was noticed."""
-        self._put(f"recovery.{reason}.duration.ms", seconds * 1000, series.RECOVERY, cause=str(reason))
+    def start_failed(self, broken_at: float | None) -> None:
+        """Record that the workers of the round could not be started; see :meth:`workers_started`."""
+        self._started(broken_at, succeeded=False)
 
-    def run_ended(self, role: str, *, succeeded: bool, restarts: int, max_restarts: int) -> None:
+    def recovered(self, broken_at: float, reason: RoundReason) -> None:
+        """Record the first step of this node's new workers; see :meth:`workers_started`."""
+        duration = (time.monotonic() - broken_at) * 1000
+        self._put(f"recovery.{reason}.duration.ms", duration, series.RECOVERY, cause=str(reason))
+
+    def run_ended(self, outcome: OutcomeRecord, max_restarts: int) -> None:
         """Record the end of the run, and how many failures counted against the restart budget."""
+        role, restarts, succeeded = self._role, outcome.restarts, outcome.state is OutcomeState.SUCCEEDED
+        if not succeeded and outcome.failure is None:
+            self.rendezvous_ended(succeeded=False)
         self._put(f"workers.{role}.run_total", 1, series.RUNS, role=role)
-        for name, outcome, happened in (("success", "success", succeeded), ("failed", "failure", not succeeded)):
-            for ending, retries, value in (
+        for name, ending, happened in (("success", "success", succeeded), ("failed", "failure", not succeeded)):
+            for suffix, retries, value in (
                 ("with_retries", "yes", happened and restarts > 0),
                 ("no_retries", "no", happened and restarts == 0),
             ):
-                labels = {"role": role, "outcome": outcome, "retries": retries}
-                self._put(f"workers.{role}.run_{name}_{ending}", int(value), series.RUN_OUTCOMES, **labels)
+                labels = {"role": role, "outcome": ending, "retries": retries}
+                self._put(f"workers.{role}.run_{name}_{suffix}", int(value), series.RUN_OUTCOMES, **labels)
         spent = min(restarts / (max_restarts + 1), 1.0) if succeeded else 1.0
         self._put(f"workers.{role}.flakiness", 100 * spent, series.FLAKINESS, role=role)
 
@@ -147,11 +162,11 @@ class AgentMetrics:
             if what:
                 self._put(f"{operation}.{what}", value, PLATFORM_SERIES[f"{operation}.{what}"])
 
-    def waits(self) -> None:
+    def rendezvous_began(self) -> None:
         """Record that this node has no workers to run; torch calls the time until the next round *rendezvous*."""
         self._waits_since = self._waits_since or time.monotonic()
 
-    def waited(self, *, succeeded: bool) -> None:
+    def rendezvous_ended(self, *, succeeded: bool) -> None:
         """Record that a round begins with this node as a member, or that no round will begin."""
         now = time.monotonic()
         if succeeded:
@@ -160,11 +175,7 @@ class AgentMetrics:
             self.took("SimpleElasticAgent._rendezvous", now - self._waits_since, succeeded=succeeded)
             self._waits_since = None
 
-    def started(self, broken_at: float | None, *, succeeded: bool) -> None:
-        """Record that the workers of the round were started, or could not be started.
-
-        The end of the previous round was noticed at `broken_at`, on the monotonic clock; None for the first round.
-        """
+    def _started(self, broken_at: float | None, *, succeeded: bool) -> None:
         now = time.monotonic()
         without = now - self._without_workers_since
         self.took("SimpleElasticAgent._initialize_workers", without, succeeded=succeeded)
@@ -214,7 +225,7 @@ class AgentMetrics:
             yield series.JOB_LOST, times.lost
         yield series.JOB_JOINED, times.joined
         for end in DepartureReason:
-            yield series.JOB_GONE.labelled(cause=end), times.gone.get(end, 0)
+            yield series.JOB_GONE.labelled(cause=end), times.departures.get(end, 0)
         yield series.JOB_RESTARTS.labelled(charged="yes"), restarted.restarts
         yield series.JOB_RESTARTS.labelled(charged="no"), restarted.uncharged_restarts
         yield series.JOB_NODES, 0 if round is None else len(round.members)

@@ -232,7 +232,7 @@ def user_series(source: Source) -> Series:
     full = f"{prefix}_{body}".rstrip("_")
     if f"{full}_".startswith(RESERVED_BEGINNINGS):  # a suffix may follow
         full = f"group_{full}"
-    while metric_type.kind is Kind.COUNTER and full.endswith("_total"):
+    while metric_type.kind is Kind.COUNTER and full.endswith("_total") and full != f"{prefix}_total":
         full = full.removesuffix("_total")
     if len(full) > _LONGEST_NAME:
         full = f"{full[:_LONGEST_NAME]}_{_digest(name)}"

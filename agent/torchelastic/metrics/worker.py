@@ -11,9 +11,9 @@ import fcntl
 import functools
 import os
 
-from torchelastic.agent_socket import METRICS_FILE, is_worker
 from torchelastic.metrics.api import REGISTRY
 from torchelastic.metrics.series_handler import MetricMemory, SeriesHandler
+from torchelastic.protocol.worker import METRICS_FILE, is_worker
 
 _opened: set[str] = set()
 

@@ -27,7 +27,7 @@ from torchelastic.config.flags import OPERATOR_VARIABLES, CommandLine, from_vari
 from torchelastic.config.parse import read_node
 from torchelastic.config.parsers import RawValue
 from torchelastic.config.settings import NodeSettings
-from torchelastic.protocol import (
+from torchelastic.protocol.records import (
     FailureKind,
     FailureRecord,
     NodePhase,
@@ -290,7 +290,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         """Return the round's store on another node; None if a later round starts first."""
         from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined] # not in its __all__
 
-        host, port = split_endpoint(status.record.store)
+        host, port = split_endpoint(status.record.tcp_store)
         deadline = time.monotonic() + _LOST_AFTER
         while True:
             # torch would retry for a long time without noticing a later round, so connect only if the port is open.
@@ -347,7 +347,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             store=store,
             rank=status.record.nodes.index(self._node_id),
             world_size=len(status.record.members),
-            bootstrap_store_info=RendezvousStoreInfo(*split_endpoint(status.record.store)),
+            bootstrap_store_info=RendezvousStoreInfo(*split_endpoint(status.record.tcp_store)),
         )
 
     # -- leaving

@@ -20,19 +20,16 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from torchelastic.errors import MalformedRecord, StoreUnavailable
-from torchelastic.protocol import (
+from torchelastic.protocol.codec import Record, decode, encode, shorten
+from torchelastic.protocol.records import (
     COUNT_LIMIT,
     HISTORY_LIMIT,
     DepartureReason,
     HistoryRecord,
     PastRound,
-    Record,
     RoundReason,
     RunState,
     TimeBreakdown,
-    decode,
-    encode,
-    shorten,
 )
 from torchelastic.rendezvous.run_state import ChangeSignal
 from torchelastic.store.client import Backoff
@@ -40,7 +37,7 @@ from torchelastic.store.client import Backoff
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torchelastic.protocol import NodeRecord, RoundRecord
+    from torchelastic.protocol.records import NodeRecord, RoundRecord
     from torchelastic.rendezvous.run_state import RunStateWatch
     from torchelastic.store.api import Entry
 
@@ -138,7 +135,7 @@ class History:
     def note_round(self, record: RoundRecord) -> None:
         """Note a round that this node has received."""
         breakdown, before, base = record.time_breakdown, self._round, self._base
-        nodes = frozenset(record.nodes or (breakdown.there if breakdown is not None else ()))
+        nodes = frozenset(record.nodes or (breakdown.present if breakdown is not None else ()))
         if record.number == before.number and nodes == before.nodes:
             return
         if ended := self._ended_at():
@@ -148,7 +145,7 @@ class History:
         self._round = _RoundTimes(record.number, nodes)
         self.note_progress(self._base)
         past = _past_round(record, began=self._now())
-        died = self._base.gone.get(DepartureReason.DIED, 0) - base.gone.get(DepartureReason.DIED, 0)
+        died = self._base.departures.get(DepartureReason.DIED, 0) - base.departures.get(DepartureReason.DIED, 0)
         if nodes and died > 0 and before.nodes.isdisjoint(nodes):
             past = _with_loss_of_all_nodes(past, died, len(before.nodes))
         if self._base.lost is not None:
@@ -215,7 +212,7 @@ class History:
         if nodes:
             ends |= dict.fromkeys(away - ends.keys(), DepartureReason.NOT_NEEDED)
         breakdown = self.breakdown()
-        gone = Counter(breakdown.gone) + Counter(ends.values())
+        gone = Counter(breakdown.departures) + Counter(ends.values())
         breakdown = msgspec.structs.replace(
             breakdown,
             lost=self._lost_if_ended(),
@@ -223,8 +220,8 @@ class History:
             first_step_at=0.0,
             last_checkpoint_at=0.0,
             joined=min(breakdown.joined + len(nodes - before.nodes), COUNT_LIMIT),
-            gone={end: min(count, COUNT_LIMIT) for end, count in gone.items()},
-            there=present,
+            departures={end: min(count, COUNT_LIMIT) for end, count in gone.items()},
+            present=present,
         )
         return msgspec.structs.replace(record, time_breakdown=breakdown)
 
@@ -252,7 +249,7 @@ class History:
             first_step_at=times.first_step,
             last_checkpoint_at=times.last_checkpoint,
             joined=base.joined,
-            gone=dict(base.gone),
+            departures=dict(base.departures),
         )
 
     def record(self) -> HistoryRecord:

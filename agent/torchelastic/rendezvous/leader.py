@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from torchelastic.errors import StoreUnavailable
-from torchelastic.protocol import (
+from torchelastic.protocol.codec import encode
+from torchelastic.protocol.records import (
     PROTOCOL_VERSION,
     DepartureReason,
     NoticeRecord,
@@ -26,7 +27,6 @@ from torchelastic.protocol import (
     RunState,
     StateRecord,
     bracketed,
-    encode,
 )
 from torchelastic.rendezvous.history import HistoryWriter
 from torchelastic.rendezvous.leader_election import Candidacy
@@ -156,8 +156,8 @@ class Leader:
         peer = self.membership.note_deleted_key(node)
         if peer is not None and (node == self._run.node or self._server.is_connected(node)):
             # The node's lease expired; if the node answers, only the store was unreachable.
-            self.membership.keyless[node] = peer
-            self._start(self._while_keyless(peer))
+            self.membership.expired[node] = peer
+            self._start(self._while_expired(peer))
 
     # -- probes: a refused connection means dead, an answer means alive; without an answer, the node's key decides
 
@@ -174,7 +174,7 @@ class Leader:
 
     async def reaches_a_peer(self, within: float) -> bool:
         """Return whether a connected node answers a probe within ``within`` seconds."""
-        known = {**self.membership.keyless, **self.membership.peers}
+        known = {**self.membership.expired, **self.membership.peers}
         connected = [peer for peer in known.values() if self._server.is_connected(peer.id)]
         probes = [asyncio.create_task(self._probe(peer, within)) for peer in connected]
         try:
@@ -226,12 +226,12 @@ class Leader:
                 return
             await backoff.wait()
 
-    async def _while_keyless(self, peer: Peer) -> None:
+    async def _while_expired(self, peer: Peer) -> None:
         """Probe a node without a key until it has a key again or does not answer."""
-        while peer.id in self.membership.keyless:
+        while peer.id in self.membership.expired:
             within = self._election.expiry_probe_timeout
             if peer.id != self._run.node and await self._probe(peer, within) is not Verdict.ALIVE:
-                self.membership.keyless.pop(peer.id, None)
+                self.membership.expired.pop(peer.id, None)
                 self._run.changed.send()
                 return
             await asyncio.sleep(KEYLESS_RECHECK)
@@ -245,7 +245,7 @@ class Leader:
         self._run.changed.send()
 
     async def _probe(self, peer: Peer, within: float = PROBE_TIMEOUT) -> Verdict:
-        address = f"{bracketed(peer.record.address)}:{peer.record.link}"
+        address = f"{bracketed(peer.record.address)}:{peer.record.peer_port}"
         run = self._run
         return await probe(address, run=run.settings.run_id, node=run.node, peer=peer.id, timeout=within)
 
@@ -267,7 +267,7 @@ class Leader:
                     await asyncio.sleep(PAUSE_FACTOR * took)
                 continue
             try:
-                if not await self._carry_out(decision):
+                if not await self._execute(decision):
                     # Another node was faster, or the watch has not returned this node's own write yet.
                     await self._run.changed.after(seen, timeout=self._run.settings.lease)
                 backoff.reset()
@@ -330,8 +330,8 @@ class Leader:
 
     # -- committing
 
-    async def _carry_out(self, decision: Decision) -> bool:
-        """Carry out a decision; return whether a record was committed."""
+    async def _execute(self, decision: Decision) -> bool:
+        """Execute a decision; return whether a record was committed."""
         keys, run = self._run.keys, self._run
         match decision:
             case RoundRecord() as round:

@@ -19,7 +19,8 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.errors import LeaseLost, StoreUnavailable
-from torchelastic.protocol import PROTOCOL_VERSION, LeaderRecord, encode, other_version
+from torchelastic.protocol.codec import encode, other_version
+from torchelastic.protocol.records import PROTOCOL_VERSION, LeaderRecord
 from torchelastic.rendezvous.peer_connection import (
     FINAL_PROBE_TIMEOUT,
     PROBE_TIMEOUT,

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, Self, cast
 import msgspec
 
 from torchelastic.errors import MalformedRecord, NoFreePort, StoreError
-from torchelastic.protocol import (
+from torchelastic.protocol.codec import decode, decode_state
+from torchelastic.protocol.records import (
     NodePhase,
     NodeRecord,
     NoticeRecord,
@@ -25,8 +26,6 @@ from torchelastic.protocol import (
     RoundRecord,
     StateRecord,
     bracketed,
-    decode,
-    decode_state,
 )
 from torchelastic.rendezvous.history import History, HistoryWriter
 from torchelastic.rendezvous.leader import Leader
@@ -77,7 +76,7 @@ Event = RoundStarted | NoticeRecord | OutcomeRecord | Partitioned
 """An event of the rendezvous.
 
 A notice means that the current round is about to change, and that this node is a member. When all workers that asked
-for notice have answered, the receiver calls ``report(round, saved=serial)``.
+for notice have answered, the receiver calls ``report(round, answered_notice=serial)``.
 """
 
 
@@ -93,7 +92,7 @@ def worker_environments(
     of_role = round.with_role_of(node)
     first_of_role = sum(member.workers for member in of_role[: of_role.index(round.members[group_rank])])
     workers = round.members[group_rank].workers
-    host, _, port = round.store.rpartition(":")
+    host, _, port = round.tcp_store.rpartition(":")
     shared = {
         "GROUP_RANK": str(group_rank),
         "GROUP_WORLD_SIZE": str(len(round.members)),
@@ -147,8 +146,8 @@ class StorePortOffer:
         """Return the listener of a new round's TCPStore, or None if this node does not serve it; offer another port."""
         ports = [f"{bracketed(self._host)}:{listener.getsockname()[1]}" for listener in self._listeners]
         fresh = listen(self._host, self._ports, after=self.port)
-        serves = is_member and round.store in ports
-        taken = self._listeners.pop(ports.index(round.store)) if serves else None
+        serves = is_member and round.tcp_store in ports
+        taken = self._listeners.pop(ports.index(round.tcp_store)) if serves else None
         self.close()
         self._listeners = [fresh]
         return taken
@@ -210,8 +209,8 @@ class RendezvousNode:
         resume = settings.resume
         record = msgspec.structs.replace(
             record,
-            link=self.server.port,
-            store=self._offer.port,
+            peer_port=self.server.port,
+            tcp_store_port=self._offer.port,
             round=resume.round,
             restarts=resume.restarts,
             uncharged_restarts=resume.uncharged_restarts,
@@ -367,7 +366,7 @@ class RendezvousNode:
             seen = changed.count
             if self.run.restored:
                 self.run.restored = False
-                self.registration.update(store=self._offer.renew())
+                self.registration.update(tcp_store_port=self._offer.renew())
             round, accepted = self.run.round, self.run.accepted_round
             # Another round with the same number: the store lost the accepted one, and the leader did not know it.
             if round is not None and (accepted is None or (round.number >= accepted.number and round != accepted)):
@@ -389,11 +388,11 @@ class RendezvousNode:
             round=round.number,
             restarts=max(round.restarts, record.restarts),
             uncharged_restarts=max(round.uncharged_restarts, record.uncharged_restarts),
-            store=self._offer.port,
+            tcp_store_port=self._offer.port,
             phase=NodePhase.LEAVING if self._leaving else NodePhase.READY,
             failure=None,
             notice=0.0,
-            saved=0,
+            answered_notice=0,
             first_step_at=0.0,
             has_stepped=False,
             last_checkpoint_at=0.0,

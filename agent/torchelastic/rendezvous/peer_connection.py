@@ -22,7 +22,7 @@ from typing import Annotated, Final, Protocol
 import msgspec
 
 from torchelastic.errors import MalformedRecord
-from torchelastic.protocol import decode, encode
+from torchelastic.protocol.codec import decode, encode
 from torchelastic.rendezvous.run_state import cancel
 
 LINE_LIMIT: Final = 2048

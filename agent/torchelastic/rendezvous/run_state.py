@@ -12,17 +12,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec
 
 from torchelastic.errors import LeaseLost, MalformedRecord, StoreUnavailable
-from torchelastic.protocol import (
-    LeaderRecord,
-    NodeRecord,
-    NoticeRecord,
-    RunKeys,
-    SizeRecord,
-    decode,
-    decode_same_version,
-    decode_state,
-    encode,
-)
+from torchelastic.protocol.codec import decode, decode_same_version, decode_state, encode
+from torchelastic.protocol.keys import RunKeys
+from torchelastic.protocol.records import LeaderRecord, NodeRecord, NoticeRecord, SizeRecord
 from torchelastic.store.api import Listing
 from torchelastic.store.client import Backoff, RunLease, follow_forever, within
 
@@ -30,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchelastic.config.settings import RendezvousSettings
-    from torchelastic.protocol import OutcomeRecord, RoundRecord, StateRecord
+    from torchelastic.protocol.records import OutcomeRecord, RoundRecord, StateRecord
     from torchelastic.store.api import Change, Entry, Store
 
 logger = logging.getLogger(__name__)
@@ -306,7 +298,7 @@ class NodeRegistration:
                 lease = await self._store.grant(self._ttl)
             self.renewed_at = self.renewed_since = now()
             if self.record.joined:
-                self.record = msgspec.structs.replace(self.record, store=self._fresh_store_port())
+                self.record = msgspec.structs.replace(self.record, tcp_store_port=self._fresh_store_port())
             await self._put(lease)
             self.lease = lease
             self._progress.send()

@@ -10,7 +10,7 @@ from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from torchelastic.errors import LeaseLost, StoreError, StoreRefused, StoreUnavailable
-from torchelastic.protocol import RUN_LEASE_RENEWALS, RUN_LEASE_TTL, run_lease
+from torchelastic.protocol.keys import RUN_LEASE_RENEWALS, RUN_LEASE_TTL, run_lease
 from torchelastic.store.memory import MemoryStore
 
 if TYPE_CHECKING:

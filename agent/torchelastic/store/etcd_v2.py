@@ -36,7 +36,7 @@ import etcd
 import msgspec
 
 from torchelastic.errors import LeaseLost, StoreError, StoreRefused, StoreUnavailable
-from torchelastic.protocol import KEY_ROOT
+from torchelastic.protocol.keys import KEY_ROOT
 from torchelastic.store.api import Change, Entry, Listing
 from torchelastic.store.etcd_errors import NotAuthorized, WrongApi, unexpected
 from torchelastic.store.etcd_v3 import EtcdServers
@@ -85,7 +85,7 @@ class EtcdV2Store:
             StoreUnavailable: no server answers.
             StoreRefused: a server answers, but does not serve the API v2, or refuses the credentials.
         """
-        await self._servers.check(lambda endpoint: self._index("/", at=endpoint))
+        await self._servers.check(lambda endpoint: self._index("/", endpoint=endpoint))
 
     async def get(self, key: str) -> Entry | None:
         node = await self._find(_path(key))
@@ -128,7 +128,7 @@ class EtcdV2Store:
 
     async def delete_prefix(self, prefix: str) -> None:
         with contextlib.suppress(etcd.EtcdKeyNotFound):
-            await self._ask("delete", _folder(prefix), recursive=True, dir=True)
+            await self._call("delete", _folder(prefix), recursive=True, dir=True)
 
     async def grant(self, ttl: float, *, lease: int = 0) -> int:
         chosen = lease or secrets.randbits(62) + 1
@@ -144,7 +144,7 @@ class EtcdV2Store:
         ends = time.monotonic() + held.ttl
         for path, text in tuple(held.texts.items()):
             try:
-                await self._ask("refresh", path, _seconds(held.ttl), prevValue=text)
+                await self._call("refresh", path, _seconds(held.ttl), prevValue=text)
             except _NOT_AS_EXPECTED as error:
                 if held.texts.get(path) != text:
                     continue  # this client has written or deleted the key meanwhile
@@ -161,17 +161,17 @@ class EtcdV2Store:
 
     async def watch(self, prefix: str) -> AsyncGenerator[tuple[Change, ...], None]:
         folder, patience = _folder(prefix), self._settings.silence_limit / 2
-        start, limit = 0, self._settings.request_timeout
+        start, timeout = 0, self._settings.request_timeout
         while True:
-            index = await self._index(prefix, limit=limit)
+            index = await self._index(prefix, timeout=timeout)
             if start > index + 1:
                 return  # etcd has lost its data
-            start, limit, server = start or index + 1, patience, self._servers.endpoints[0]
+            start, timeout, server = start or index + 1, patience, self._servers.endpoints[0]
             yield ()
             try:
                 while True:
                     next_change = {"wait": True, "waitIndex": start, "recursive": True}
-                    answer = await self._ask("read", folder, at=server, patience=patience, **next_change)
+                    answer = await self._call("read", folder, endpoint=server, patience=patience, **next_change)
                     node, removed = _node(answer), answer.action in _REMOVALS
                     if answer.dir and removed:
                         return  # the folder was deleted with all its keys
@@ -200,7 +200,7 @@ class EtcdV2Store:
 
     async def _find(self, path: str) -> _Node | None:
         try:
-            return _node(await self._ask("read", path, quorum=True))
+            return _node(await self._call("read", path, quorum=True))
         except etcd.EtcdKeyNotFound:
             return None
 
@@ -208,7 +208,7 @@ class EtcdV2Store:
         """Return etcd's index, and the values in the folder of a prefix."""
         try:
             # With a trailing slash, etcd allows this to users with access to only the keys below KEY_ROOT.
-            answer = await self._ask("read", _folder(prefix).rstrip("/") + "/", recursive=True, quorum=True)
+            answer = await self._call("read", _folder(prefix).rstrip("/") + "/", recursive=True, quorum=True)
         except etcd.EtcdKeyNotFound as error:
             return _index_of(error), []
         return answer.etcd_index, [_node(leaf) for leaf in answer.leaves if not leaf.dir]
@@ -216,12 +216,12 @@ class EtcdV2Store:
     async def _write(self, key: str, text: str, held: _Lease, **compare: Any) -> int:  # noqa: ANN401
         """Write a key under a lease; return the revision."""
         ttl = None if math.isinf(held.ttl) else _seconds(held.ends - time.monotonic())
-        node = _node(await self._ask("write", _path(key), text, ttl=ttl, **compare))
+        node = _node(await self._call("write", _path(key), text, ttl=ttl, **compare))
         held.texts[node.path] = text
         return self._entry(key, node).modified
 
     async def _delete(self, path: str, **compare: Any) -> int:  # noqa: ANN401
-        node = _node(await self._ask("delete", path, **compare))
+        node = _node(await self._call("delete", path, **compare))
         for held in self._leases.values():
             held.texts.pop(path, None)
         return node.modified
@@ -246,25 +246,25 @@ class EtcdV2Store:
 
     # Requests
 
-    async def _index(self, prefix: str, *, at: str | None = None, limit: float | None = None) -> int:
+    async def _index(self, prefix: str, *, endpoint: str | None = None, timeout: float | None = None) -> int:  # noqa: ASYNC109
         """Return etcd's index by a quorum read; raise if access to the keys below the prefix is refused."""
         path = _folder(prefix).rstrip("/") + "/_none"  # no key has this name, so the answer is small
         try:
-            index: int = (await self._ask("read", path, quorum=True, at=at, limit=limit)).etcd_index
+            index: int = (await self._call("read", path, quorum=True, endpoint=endpoint, timeout=timeout)).etcd_index
         except etcd.EtcdKeyNotFound as error:
             return _index_of(error)
         return index
 
-    async def _ask(
+    async def _call(
         self,
         method: str,
         *args: str | int,
-        at: str | None = None,
-        limit: float | None = None,
+        endpoint: str | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 - as of EtcdServers.call
         patience: float = 0.0,
         **options: Any,  # noqa: ANN401
     ) -> Answer:
-        """Return the answer to a method of python-etcd; for ``at`` and ``limit``, see :meth:`EtcdServers.ask`.
+        """Return the answer to a method of python-etcd; for ``endpoint`` and ``timeout``, see :meth:`EtcdServers.call`.
 
         A request that waits for a change waits for ``patience`` seconds.
 
@@ -278,8 +278,8 @@ class EtcdV2Store:
         fields = urlencode(params)
         path, body = (path, fields.encode()) if verb == "PUT" else (f"{path}?{fields}", b"")
 
-        async def exchange(endpoint: str) -> Answer:
-            sent = self._servers.request(verb, endpoint, path, body=body, headers=self._headers)
+        async def send(server: str) -> Answer:
+            sent = self._servers.request(verb, server, path, body=body, headers=self._headers)
             async with sent as response:
                 headers = response.headers
                 self._cluster_id = headers.get("X-Etcd-Cluster-Id", "")
@@ -295,10 +295,12 @@ class EtcdV2Store:
             except (etcd.EtcdException, ValueError) as error:  # ValueError: the answer is not UTF-8
                 if _payload(error).get("errorCode") in _KEY_ERROR_CODES:
                     raise
-                raise self._store_error(endpoint, error, response.status, data) from error
+                raise self._store_error(server, error, response.status, data) from error
 
-        limit = limit or 1.5 * patience
-        return await self._servers.ask(exchange, repeatable=method in {"read", "refresh"}, at=at, limit=limit)
+        timeout = timeout or 1.5 * patience
+        return await self._servers.call(
+            send, idempotent=method in {"read", "refresh"}, endpoint=endpoint, timeout=timeout
+        )
 
     def _store_error(self, endpoint: str, error: Exception, status: int, data: bytes) -> StoreError:
         """Convert an error of python-etcd to an error of the store."""

@@ -80,40 +80,40 @@ class EtcdServers:
         """The servers, in the order in which they are asked."""
         return tuple(self._order)
 
-    async def ask(
+    async def call(
         self,
-        exchange: Callable[[str], Awaitable[_Result]],
+        send: Callable[[str], Awaitable[_Result]],
         *,
-        repeatable: bool = False,
-        at: str | None = None,
-        limit: float | None = None,
+        idempotent: bool = False,
+        endpoint: str | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 - of all servers together
     ) -> _Result:
-        """Return the result of an exchange with one server.
+        """Send a request to one server, and return the result.
 
         Args:
-            exchange: sends a request to the server whose endpoint is the argument, and returns the result.
-            repeatable: whether the exchange is safe to repeat, so that another server may be asked after a failure.
-            at: the only server to ask; None for all.
-            limit: seconds for the whole call; None for the request timeout.
+            send: sends the request to the server whose endpoint is the argument, and returns the result.
+            idempotent: whether the request is safe to repeat, so that another server may be asked after a failure.
+            endpoint: the only server to ask; None for all.
+            timeout: seconds for the whole call; None for the request timeout.
 
         Raises:
             StoreUnavailable: no server answered in time.
         """
         clock = asyncio.get_running_loop()
-        deadline = clock.time() + (limit or self._settings.request_timeout)
-        endpoints = (at,) if at else self.endpoints
-        for number, endpoint in enumerate(endpoints, 1):
-            seconds = max(deadline - clock.time(), 0.0) / (len(endpoints) - number + 1 if repeatable else 1)
+        deadline = clock.time() + (timeout or self._settings.request_timeout)
+        endpoints = (endpoint,) if endpoint else self.endpoints
+        for number, server in enumerate(endpoints, 1):
+            seconds = max(deadline - clock.time(), 0.0) / (len(endpoints) - number + 1 if idempotent else 1)
             try:
                 try:
                     async with asyncio.timeout(seconds):
-                        return await exchange(endpoint)
+                        return await send(server)
                 except TimeoutError as error:
-                    raise StoreUnavailable(f"etcd at {endpoint} gave no answer within {seconds:.3g} seconds") from error
+                    raise StoreUnavailable(f"etcd at {server} gave no answer within {seconds:.3g} seconds") from error
             except StoreUnavailable as error:
-                self._order.remove(endpoint)
-                self._order.append(endpoint)
-                if number < len(endpoints) and (repeatable or isinstance(error, Unreached)):
+                self._order.remove(server)
+                self._order.append(server)
+                if number < len(endpoints) and (idempotent or isinstance(error, Unreached)):
                     continue
                 if number == 1:
                     raise
@@ -123,14 +123,14 @@ class EtcdServers:
                 ) from error
         raise AssertionError("there is at least one endpoint")
 
-    async def check(self, exchange: Callable[[str], Awaitable[object]]) -> None:
-        """Check that a server can be used; ``exchange`` is as in :meth:`ask`, and may be repeated.
+    async def check(self, send: Callable[[str], Awaitable[object]]) -> None:
+        """Check that a server can be used; ``send`` is as in :meth:`call`, and may be repeated.
 
         Raises:
             StoreError: the exchange failed, or a server expects the other protocol (http or https).
         """
         try:
-            await self.ask(exchange, repeatable=True)
+            await self.call(send, idempotent=True)
         except NotAuthorized:
             pass  # access to other keys may be allowed
         except StoreError as error:
@@ -216,11 +216,11 @@ class EtcdV3Store:
         await self._servers.check(read)
 
     async def get(self, key: str) -> Entry | None:
-        answer = await self._call("/v3/kv/range", {"key": _encoded(key)}, repeatable=True)
+        answer = await self._call("/v3/kv/range", {"key": _encoded(key)}, idempotent=True)
         return _entry(answer.kvs[0]) if answer.kvs else None
 
     async def list(self, prefix: str) -> Listing:
-        answer = await self._call("/v3/kv/range", _below(prefix), repeatable=True)
+        answer = await self._call("/v3/kv/range", _below(prefix), idempotent=True)
         header = answer.header
         return Listing(header.revision, tuple(_entry(kv) for kv in answer.kvs), f"{header.cluster_id:x}")
 
@@ -251,14 +251,14 @@ class EtcdV3Store:
         while True:
             try:
                 # Repeatable: a lease whose id is lost expires.
-                return (await self._call("/v3/lease/grant", message, repeatable=True)).lease
+                return (await self._call("/v3/lease/grant", message, idempotent=True)).lease
             except LeaseExists:
                 with contextlib.suppress(LeaseLost):  # it has just expired, so it can be granted again
                     await self.keep_alive(lease)
                     return lease
 
     async def keep_alive(self, lease: int) -> None:
-        answer = await self._call("/v3/lease/keepalive", {"ID": lease}, repeatable=True)
+        answer = await self._call("/v3/lease/keepalive", {"ID": lease}, idempotent=True)
         if isinstance(answer.error, Fault):
             raise refused("etcd", answer.error)
         if answer.result is None or answer.result.ttl == 0:
@@ -266,7 +266,7 @@ class EtcdV3Store:
 
     async def revoke(self, lease: int) -> None:
         with contextlib.suppress(LeaseLost):
-            await self._call("/v3/lease/revoke", {"ID": lease}, repeatable=True)
+            await self._call("/v3/lease/revoke", {"ID": lease}, idempotent=True)
 
     async def watch(self, prefix: str) -> AsyncGenerator[tuple[Change, ...], None]:
         start = 0
@@ -280,7 +280,7 @@ class EtcdV3Store:
                 while quiet < QUIET_CHECKS:
                     answer = await stream.next(self._patience)
                     if answer is None:
-                        if start > await self._revision(prefix, at=server) + 1:
+                        if start > await self._revision(prefix, endpoint=server) + 1:
                             return  # the server lost its data, and sends nothing until its revisions reach ``start``
                         quiet += 1
                         yield ()
@@ -307,15 +307,15 @@ class EtcdV3Store:
                 request = self._request(endpoint, "/v3/watch", body)
                 return await stack.enter_async_context(request)
 
-            response = await self._servers.ask(begin, at=server)
+            response = await self._servers.call(begin, endpoint=server)
             _break_if_peer_stops(response, self._settings.silence_limit)
             yield _Stream(server, response)
 
-    async def _revision(self, prefix: str, *, at: str | None = None) -> int:
+    async def _revision(self, prefix: str, *, endpoint: str | None = None) -> int:
         """Return the revision of a server that answers and grants access to the keys below the prefix."""
         message = {**_below(prefix), "count_only": True}
-        limit = self._patience if at else None
-        answer = await self._call("/v3/kv/range", message, repeatable=True, at=at, limit=limit)
+        timeout = self._patience if endpoint else None
+        answer = await self._call("/v3/kv/range", message, idempotent=True, endpoint=endpoint, timeout=timeout)
         return answer.header.revision
 
     async def _call(
@@ -323,17 +323,17 @@ class EtcdV3Store:
         path: str,
         message: dict[str, Any],
         *,
-        repeatable: bool = False,
-        at: str | None = None,
-        limit: float | None = None,
+        idempotent: bool = False,
+        endpoint: str | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 - as of EtcdServers.call
     ) -> _Answer:
-        """Send one message and return the answer; for the other arguments and errors, see :meth:`EtcdServers.ask`."""
+        """Send one message and return the answer; for the other arguments and errors, see :meth:`EtcdServers.call`."""
         body = msgspec.json.encode(message)  # encodes bytes as base64
 
-        async def exchange(endpoint: str) -> _Answer:
-            return _parse_answer(endpoint, await self._authorized(endpoint, path, body))
+        async def send(server: str) -> _Answer:
+            return _parse_answer(server, await self._authorized(server, path, body))
 
-        return await self._servers.ask(exchange, repeatable=repeatable, at=at, limit=limit)
+        return await self._servers.call(send, idempotent=idempotent, endpoint=endpoint, timeout=timeout)
 
     async def _authorized(self, endpoint: str, path: str, body: bytes) -> bytes:
         """Return the answer to a message; get a new token if the server requires one."""

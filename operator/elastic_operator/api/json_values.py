@@ -50,8 +50,8 @@ _MILLISECONDS: Final = frozenset(
 _OMITTED_IF_EMPTY: Final = frozenset(
     {"countedPodUIDs", "excludedNodes", "pod", "signal", "ended", "startedAt", "firstStepAt"}
 )
-_VERBATIM: Final = frozenset({"appliedSpec", "seconds", "gone"})
-_NOT_WRITTEN: Final = {"TimeBreakdown": frozenset({"state", "round", "first_step_at", "last_checkpoint_at", "there"})}
+_VERBATIM: Final = frozenset({"appliedSpec", "seconds", "departures"})
+_NOT_WRITTEN: Final = {"TimeBreakdown": frozenset({"state", "round", "first_step_at", "last_checkpoint_at", "present"})}
 
 _SHOWN_CHARACTERS: Final = 60
 

@@ -7,15 +7,15 @@ On a cluster, the report is the key ``report.json`` of the ConfigMap ``<job>-rep
 
     {
       "job": {"namespace", "name", "uid", "created", "completed", "state", "message"},
-      "timeBreakdown": {"asOf", "seconds": {"waiting": …}, "lostSeconds", "joined", "gone": {"left": …}},
+      "timeBreakdown": {"asOf", "seconds": {"waiting": …}, "lostSeconds", "joined", "departures": {"left": …}},
       "rounds": [{"number", "began", "ended", "nodes", "workers", "reason", "cause", "failure", "lostSeconds"}],
       "omitted": 0,
       "suspensions": [],
       "outcome": {"state", "round", "restarts", "message", "failure"}
     }
 
-A ``failure`` has the fields of :class:`torchelastic.protocol.FailureRecord`. Unknown values are left out. Times are in
-RFC 3339 with milliseconds; durations are in seconds.
+A ``failure`` has the fields of :class:`torchelastic.protocol.records.FailureRecord`. Unknown values are left out. Times
+are in RFC 3339 with milliseconds; durations are in seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ import msgspec
 from elastic_operator.api.json_values import from_json, to_json
 from elastic_operator.api.spec import AppliedSpec  # noqa: TC001 - msgspec reads the annotations
 from elastic_operator.errors import BadInput
-from torchelastic.protocol import HISTORY_LIMIT, HistoryRecord, OutcomeRecord, TimeBreakdown, shorten
+from torchelastic.protocol.codec import shorten
+from torchelastic.protocol.records import HISTORY_LIMIT, HistoryRecord, OutcomeRecord, TimeBreakdown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -24,7 +24,7 @@ from elastic_operator.api.spec import (
     worker_container,
 )
 from torchelastic.errors import SettingsError
-from torchelastic.protocol import Env
+from torchelastic.protocol.pod import Env
 from torchelastic.store.api import parse_endpoints
 
 if TYPE_CHECKING:

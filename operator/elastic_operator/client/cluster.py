@@ -20,7 +20,7 @@ from elastic_operator.kubernetes.client import CONFIG_MAPS, ELASTIC_JOBS, EVENTS
 from elastic_operator.kubernetes.pod_status import event_time, pod_of
 from elastic_operator.views.job_view import EventView, JobView, PodView, RunView
 from elastic_operator.views.top import MAX_PAGE, scrape
-from torchelastic.protocol import bracketed
+from torchelastic.protocol.records import bracketed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping

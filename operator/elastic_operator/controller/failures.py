@@ -19,16 +19,9 @@ from elastic_operator.api.spec import FailureAction, FailureRule
 from elastic_operator.api.status import LastFailure
 from elastic_operator.controller import messages
 from elastic_operator.controller.model import PATIENCE, EndedPod, Pod, PodEnd, PodPhase, Snapshot, TerminationCause
-from torchelastic.protocol import (
-    LEFT_CODES,
-    ExitCode,
-    FailureRecord,
-    OutcomeState,
-    RoundReason,
-    TerminationMessage,
-    name_of,
-    shorten,
-)
+from torchelastic.protocol.codec import shorten
+from torchelastic.protocol.pod import LEFT_CODES, ExitCode, TerminationMessage
+from torchelastic.protocol.records import FailureRecord, OutcomeState, RoundReason, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

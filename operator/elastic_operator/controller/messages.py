@@ -22,7 +22,9 @@ from elastic_operator.controller.model import (
     Snapshot,
     TerminationCause,
 )
-from torchelastic.protocol import ExitCode, FailureRecord, RoundReason, TerminationMessage, name_of, shorten
+from torchelastic.protocol.codec import shorten
+from torchelastic.protocol.pod import ExitCode, TerminationMessage
+from torchelastic.protocol.records import FailureRecord, RoundReason, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

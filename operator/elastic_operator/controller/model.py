@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from elastic_operator.api.spec import AppliedSpec, ElasticJobSpec, FailureRule
-    from torchelastic import protocol
+    from torchelastic.protocol import pod, records
 
 
 PATIENCE: Final = 60.0
@@ -110,10 +110,10 @@ class Pod:
     ended: float | None = None
     exit_code: int | None = None
     init_exit_code: int | None = None
-    message: protocol.TerminationMessage | str | None = None
+    message: pod.TerminationMessage | str | None = None
     failures: int = 0
     failed: float | None = None
-    size: protocol.SizeRecord | None = None
+    size: records.SizeRecord | None = None
     waiting: str = ""
     incompatible_image: IncompatibleImage | None = None
     sidecars_running: bool = False
@@ -197,11 +197,11 @@ class Observed:
     pods: tuple[Pod, ...] = ()
     etcd: EtcdState = EtcdState.ABSENT
     store_read: bool = False
-    round: protocol.RoundRecord | None = None
-    outcome: protocol.OutcomeRecord | None = None
-    size: protocol.SizeRecord | None = None
-    time_breakdown: protocol.TimeBreakdown | None = None
-    history: protocol.HistoryRecord | None = None
+    round: records.RoundRecord | None = None
+    outcome: records.OutcomeRecord | None = None
+    size: records.SizeRecord | None = None
+    time_breakdown: records.TimeBreakdown | None = None
+    history: records.HistoryRecord | None = None
     rejected: str | None = None
     blocked: str | None = None
     etcd_blocked: bool = False
@@ -353,10 +353,10 @@ class NewPod:
 
     name: str
     index: int
-    size: protocol.SizeRecord
+    size: records.SizeRecord
     failures: int = 0
     failed: float | None = None
-    resume: protocol.ResumeRecord | None = None
+    resume: records.ResumeRecord | None = None
     excluded: tuple[str, ...] = ()
     due: float = 0.0
     replaces: Pod | None = None
@@ -383,8 +383,8 @@ class PlannedPods:
     remove: tuple[Pod, ...] = ()
     missing: tuple[NewPod, ...] = ()
     held: bool = False
-    size: protocol.SizeRecord | None = None
-    announce: protocol.SizeRecord | None = None
+    size: records.SizeRecord | None = None
+    announce: records.SizeRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,7 +432,7 @@ class Plan:
     etcd: bool = True
     min_member: int | None = None
     min_available: int | None = None
-    size: protocol.SizeRecord | None = None
+    size: records.SizeRecord | None = None
     remove: tuple[Pod, ...] = ()
     create: tuple[NewPod, ...] = ()
     delete_job: bool = False

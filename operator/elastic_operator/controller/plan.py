@@ -43,7 +43,8 @@ from elastic_operator.controller import model
 from elastic_operator.controller import status as statuses
 from elastic_operator.controller.failures import FailureCount, count_failures, find_completion, pod_end
 from elastic_operator.controller.messages import completion_event, running_events, suspension_events
-from torchelastic.protocol import LEFT_CODES, ExitCode, ResumeRecord, SizeRecord, TimeBreakdown
+from torchelastic.protocol.pod import LEFT_CODES, ExitCode
+from torchelastic.protocol.records import ResumeRecord, SizeRecord, TimeBreakdown
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence

@@ -18,7 +18,8 @@ import msgspec
 from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.status import Condition, JobState, JobStatus, Report
 from elastic_operator.controller import messages
-from torchelastic.protocol import (
+from torchelastic.protocol.codec import shorten
+from torchelastic.protocol.records import (
     COUNT_LIMIT,
     DepartureReason,
     HistoryRecord,
@@ -26,7 +27,6 @@ from torchelastic.protocol import (
     RunState,
     TimeBreakdown,
     name_of,
-    shorten,
 )
 
 if TYPE_CHECKING:
@@ -310,11 +310,11 @@ def breakdown_at_suspension(job: Job, observed: Observed, now: float) -> TimeBre
     before = job.status
     never_ran = before.active is None and before.state is not JobState.SUSPENDED
     breakdown = _up_to(job, observed, now, RunState.SUSPENDED if never_ran else RunState.WAITING)
-    stayed = 0 if breakdown is None else breakdown.joined - sum(breakdown.gone.values())
+    stayed = 0 if breakdown is None else breakdown.joined - sum(breakdown.departures.values())
     if breakdown is None or stayed <= 0:
         return breakdown
-    left = min(breakdown.gone.get(DepartureReason.LEFT, 0) + stayed, COUNT_LIMIT)
-    return msgspec.structs.replace(breakdown, gone={**breakdown.gone, DepartureReason.LEFT: left})
+    left = min(breakdown.departures.get(DepartureReason.LEFT, 0) + stayed, COUNT_LIMIT)
+    return msgspec.structs.replace(breakdown, departures={**breakdown.departures, DepartureReason.LEFT: left})
 
 
 def breakdown_at_change(job: Job, observed: Observed, now: float) -> TimeBreakdown | None:
@@ -392,5 +392,5 @@ def _filled(known: TimeBreakdown | None, state: RunState, created: float, now: f
         seconds=seconds,
         lost=None if breakdown.lost is None else round(breakdown.lost, 3),
         joined=breakdown.joined,
-        gone=dict(breakdown.gone),
+        departures=dict(breakdown.departures),
     )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from elastic_operator.api.spec import Json
-    from torchelastic.protocol import SizeRecord
+    from torchelastic.protocol.records import SizeRecord
     from torchelastic.store.api import StoreSettings
 
 

@@ -19,7 +19,9 @@ from elastic_operator.controller.model import IncompatibleImage, Pod, PodPhase, 
 from elastic_operator.kubernetes.client import with_hint
 from elastic_operator.resources.worker_pod import LAUNCHER
 from torchelastic.errors import MalformedRecord
-from torchelastic.protocol import LEFT_CODES, PROTOCOL_VERSION, SizeRecord, TerminationMessage, decode, shorten
+from torchelastic.protocol.codec import decode, shorten
+from torchelastic.protocol.pod import LEFT_CODES, TerminationMessage
+from torchelastic.protocol.records import PROTOCOL_VERSION, SizeRecord
 
 DISRUPTION: Final = "DisruptionTarget"
 """The condition of pods that are about to be removed for external reasons."""

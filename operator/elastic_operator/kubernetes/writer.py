@@ -18,7 +18,7 @@ from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kubernetes import client
 from elastic_operator.kubernetes.object_cache import ObjectCache, owner_of
 from elastic_operator.resources.owned_objects import own_metadata
-from torchelastic.protocol import shorten
+from torchelastic.protocol.codec import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping

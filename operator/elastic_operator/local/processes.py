@@ -32,7 +32,9 @@ from elastic_operator.errors import BadInput
 from elastic_operator.local.pdeathsig import with_pdeathsig
 from elastic_operator.resources.worker_pod import agent_arguments, agent_variables, expand_references
 from torchelastic.errors import MalformedRecord
-from torchelastic.protocol import TERMINATION_MESSAGE_LIMIT, Env, ExitCode, SizeRecord, TerminationMessage, decode
+from torchelastic.protocol.codec import decode
+from torchelastic.protocol.pod import TERMINATION_MESSAGE_LIMIT, Env, ExitCode, TerminationMessage
+from torchelastic.protocol.records import SizeRecord
 from torchelastic.store import etcd_process
 
 if TYPE_CHECKING:

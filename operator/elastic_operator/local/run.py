@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from elastic_operator.api.status import Report
     from elastic_operator.controller.model import Job, NewPod, Pod
-    from torchelastic.protocol import SizeRecord
+    from torchelastic.protocol.records import SizeRecord
 
 STOP_GRACE: Final = 3.0
 """Seconds that pods have to exit when the user interrupts the run, in addition to the workers' notice period."""

@@ -28,7 +28,7 @@ from jsonschema.validators import extend
 from elastic_operator.api.json_values import shown
 from elastic_operator.api.spec import GROUP, KIND, VERSION, Json
 from elastic_operator.api.validation import Location, Problem
-from torchelastic.protocol import shorten
+from torchelastic.protocol.codec import shorten
 
 if TYPE_CHECKING:
     from celpy.celtypes import Value

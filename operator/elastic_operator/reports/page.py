@@ -22,7 +22,8 @@ from markupsafe import Markup
 from elastic_operator.controller import messages
 from elastic_operator.views import formatting
 from elastic_operator.views.top import goodput
-from torchelastic.protocol import FailureRecord, PastRound, RoundReason, RunState, name_of, shorten
+from torchelastic.protocol.codec import shorten
+from torchelastic.protocol.records import FailureRecord, PastRound, RoundReason, RunState, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

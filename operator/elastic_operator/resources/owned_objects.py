@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from elastic_operator.api import constants
 from elastic_operator.api.json_values import listing, mapping, mappings, text
 from elastic_operator.api.spec import GROUP, KIND, VERSION, GangScheduler, Json, SchedulingSpec
-from torchelastic.protocol import bracketed
+from torchelastic.protocol.records import bracketed
 from torchelastic.store.api import DEFAULT_PORT
 
 if TYPE_CHECKING:

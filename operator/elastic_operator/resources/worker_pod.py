@@ -31,7 +31,9 @@ from elastic_operator.api.json_values import integer, listing, mapping, mappings
 from elastic_operator.api.spec import WORKER, FailureAction, launcher_flags, mounted_folders, program_of, user_env
 from elastic_operator.api.validation import AGENT_TIME
 from elastic_operator.resources import owned_objects as owned
-from torchelastic.protocol import PROTOCOL_VERSION, Env, encode
+from torchelastic.protocol.codec import encode
+from torchelastic.protocol.pod import Env
+from torchelastic.protocol.records import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

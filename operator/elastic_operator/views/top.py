@@ -19,7 +19,8 @@ from elastic_operator.controller.messages import count
 from elastic_operator.errors import ClusterError
 from elastic_operator.views import formatting
 from elastic_operator.views.formatting import percent, short_duration
-from torchelastic.protocol import RunState, shorten
+from torchelastic.protocol.codec import shorten
+from torchelastic.protocol.records import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence

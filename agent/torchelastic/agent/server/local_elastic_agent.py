@@ -22,20 +22,21 @@ from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError, wait
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from torchelastic import machine
-from torchelastic.agent.agent import Agent, Signals
+from torchelastic.agent.agent import Agent
 from torchelastic.agent.function_call import read_results, serialize_call, write_call
 from torchelastic.agent.server.api import RunResult, WorkerSpec, WorkerState, common_fields
+from torchelastic.agent.server.process_failures import process_failures
+from torchelastic.agent.signals import Signals
 from torchelastic.agent.workers.pool import Workers
-from torchelastic.config import parsers
+from torchelastic.config import machine, parsers
 from torchelastic.config.parse import program_of_command, read_streams
 from torchelastic.config.parsers import RawValue
 from torchelastic.config.settings import AgentSettings, LogSettings, NodeSettings, Program, ProgramKind
 from torchelastic.errors import SettingsError
 from torchelastic.lazy import lazy_attributes
 from torchelastic.metrics.agent import AgentMetrics
-from torchelastic.output import DEFAULT_ROLE
-from torchelastic.protocol import LEFT_CODES, ExitCode
+from torchelastic.protocol.output import DEFAULT_ROLE
+from torchelastic.protocol.pod import LEFT_CODES, ExitCode
 from torchelastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
 from torchelastic.rendezvous.handler import ElasticRendezvousHandler
 
@@ -249,7 +250,7 @@ class _EmbeddedAgent(Agent):
     """
 
     def __init__(self, settings: AgentSettings, call: bytes | None) -> None:
-        super().__init__(settings, AgentMetrics())
+        super().__init__(settings, AgentMetrics(settings.role))
         self._call = call
         self._pids: Callable[[], Mapping[int, int]] = dict
         self._signals = Signals(self._events.put_nowait)
@@ -295,7 +296,7 @@ class _EmbeddedAgent(Agent):
             case ExitCode.SUCCEEDED:
                 return RunResult(WorkerState.SUCCEEDED, return_values=results)
             case ExitCode.FAILED if failure is not None:
-                return RunResult(WorkerState.FAILED, failures=self.failures_of(failure, workers))
+                return RunResult(WorkerState.FAILED, failures=process_failures(failure, self, workers))
             case code if code in LEFT_CODES:
                 return RunResult(WorkerState.STOPPED)
             case ExitCode.BAD_INPUT:

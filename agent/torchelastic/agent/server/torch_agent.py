@@ -18,9 +18,9 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec as TorchSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from torchelastic import machine
 from torchelastic.agent.function_call import pickle_call
 from torchelastic.agent.server.api import RunResult, WorkerSpec, WorkerState, common_fields
+from torchelastic.config import machine
 from torchelastic.config.parse import make_specs
 from torchelastic.errors import SettingsError
 from torchelastic.metrics.api import forward_torch

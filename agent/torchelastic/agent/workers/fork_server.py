@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torchelastic.agent.failures import OUT_OF_MEMORY
 from torchelastic.agent.workers.processes import python_code, spawn
 from torchelastic.errors import StartError
-from torchelastic.protocol import MAX_IMPORTS
+from torchelastic.protocol.records import MAX_IMPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -32,8 +32,6 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from torchelastic import agent_socket
-from torchelastic.agent.failures import record_exception, record_message
 from torchelastic.agent.workers.fork_server import (
     CONTROL,
     DESCRIPTOR_LIMIT,
@@ -47,7 +45,11 @@ from torchelastic.agent.workers.fork_server import (
 from torchelastic.agent.workers.linux import close_fds, set_parent_death_signal, set_title
 from torchelastic.metrics import worker as worker_metrics
 from torchelastic.metrics.api import forward_torch
-from torchelastic.training import REPORTS  # imported here, so that no signal handler finds it half imported
+from torchelastic.protocol import worker
+from torchelastic.training.connection import AGENT
+from torchelastic.training.error_file import record_message
+from torchelastic.training.errors import record_exception
+from torchelastic.training.progress import REPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -361,7 +363,7 @@ def _run_worker(
     module = ["-m"] if kind == "module" else []
     sys.orig_argv[:] = [sys.executable, *module, *argv]
     set_title(sys.orig_argv)
-    if agent_socket.METRICS_FILE in environment:
+    if worker.METRICS_FILE in environment:
         worker_metrics.attach()
     if learns and PathFinder in sys.meta_path and environment.get("LOCAL_RANK") == "0":
         sys.meta_path.insert(sys.meta_path.index(PathFinder), _ImportReporter())
@@ -393,7 +395,7 @@ def _shadows_imported_module(folder: str) -> bool:
 def _reset_process(environment: Mapping[str, str]) -> None:
     """Reset the state that a fork inherits and a new interpreter would not have."""
     _set_environment(environment)
-    agent_socket.own_pid = os.getpid()
+    worker.own_pid = os.getpid()
     time.tzset()
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -444,12 +446,12 @@ class _ImportReporter:
         spec = PathFinder.find_spec(name, path, target)
         imports = sys._getframe(2).f_code.co_name == "_find_and_load_unlocked"  # noqa: SLF001 - find_spec() only asks
         nested = getattr(self._importing, "_initializing", False)
-        if imports and not nested and _is_installed(name, spec) and agent_socket.is_worker():
+        if imports and not nested and _is_installed(name, spec) and worker.is_worker():
             self._importing = spec
             with contextlib.suppress(Exception):  # the program's import must not fail
-                message = {"imported": name, "changed": self._changed(name)}
-                if len(agent_socket.encode_lines(message)) <= agent_socket.LINE_LIMIT:
-                    agent_socket.AGENT.send(message)
+                message = worker.WorkerMessage(imported=name, changed=self._changed(name))
+                if len(worker.encode_lines(message)) <= worker.LINE_LIMIT:
+                    AGENT.send(message)
         return spec
 
     def _changed(self, module: str) -> dict[str, int]:

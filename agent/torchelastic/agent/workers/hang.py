@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final
 
 from torchelastic.agent.failures import MESSAGE_LIMIT, Explanation
 from torchelastic.agent.workers.linux import read_process
-from torchelastic.protocol import FailureKind, shorten
+from torchelastic.protocol.codec import shorten
+from torchelastic.protocol.records import FailureKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

@@ -21,17 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from torchelastic.agent.failures import ERROR_FILE, Explanation, WorkerExit, explain
+from torchelastic.agent.failures import Explanation, WorkerExit, explain
 from torchelastic.agent.logs import Console, Logs, temporary_folder
 from torchelastic.agent.workers import hang, program_source
 from torchelastic.agent.workers.fork_server import ForkServer, python_command
 from torchelastic.agent.workers.linux import TREE_MARK, handles
 from torchelastic.agent.workers.processes import Reaper, Watchdog, spawn
-from torchelastic.agent_socket import CHANNEL, HEARTBEAT_FILE, METRICS_FILE
+from torchelastic.config.machine import own_device
 from torchelastic.config.settings import ProgramKind, StartMethod
 from torchelastic.errors import StartError
-from torchelastic.machine import own_device
-from torchelastic.protocol import FailureKind
+from torchelastic.protocol.records import FailureKind
+from torchelastic.protocol.worker import ERROR_FILE, HEARTBEAT_FILE, METRICS_FILE, WORKER_SOCKET
 
 if TYPE_CHECKING:
     import socket
@@ -127,7 +127,7 @@ class WorkerGroup:
         heartbeats: hang.Heartbeats | None = None,
     ) -> None:
         self.workers = tuple(workers)
-        self.store = store
+        self.tcp_store_process = store
         self.stopped = False
         self._report = report
         self._reaper = reaper
@@ -175,8 +175,8 @@ class WorkerGroup:
         for worker in self.workers:
             await worker.output.drain(_DRAIN_TIMEOUT)
             worker.output.close()
-        if self.store is not None:
-            asyncio.get_running_loop().call_later(_STORE_LINGER, self.store.signal, signal.SIGKILL)
+        if self.tcp_store_process is not None:
+            asyncio.get_running_loop().call_later(_STORE_LINGER, self.tcp_store_process.signal, signal.SIGKILL)
         self.stopped = True
 
     def _ended(self, worker: Worker) -> None:
@@ -277,7 +277,7 @@ class Workers:
         if interface := self._settings.interface:
             base.setdefault("GLOO_SOCKET_IFNAME", interface)
             base.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=", eth1 would match eth10
-        for name in (CHANNEL, METRICS_FILE):  # set if this agent runs in a worker of another agent
+        for name in (WORKER_SOCKET, METRICS_FILE):  # set if this agent runs in a worker of another agent
             base.pop(name, None)
         if self._settings.heartbeat_timeout is not None:
             base.update(hang.FAULTHANDLER_ENV)

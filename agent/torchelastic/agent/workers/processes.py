@@ -31,8 +31,8 @@ from torchelastic.agent.workers.linux import (
     set_subreaper,
     with_descendants,
 )
+from torchelastic.config.machine import control_groups
 from torchelastic.errors import SettingsError
-from torchelastic.machine import control_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

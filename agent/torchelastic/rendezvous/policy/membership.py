@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.errors import MalformedRecord
-from torchelastic.protocol import PROTOCOL_VERSION, NodePhase, NodeRecord, decode, name_of
+from torchelastic.protocol.codec import decode
+from torchelastic.protocol.records import PROTOCOL_VERSION, NodePhase, NodeRecord, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from torchelastic.protocol import FailureRecord, NoticeRecord, OutcomeRecord, RoundRecord, SizeRecord
+    from torchelastic.protocol.records import FailureRecord, NoticeRecord, OutcomeRecord, RoundRecord, SizeRecord
     from torchelastic.rendezvous.run_state import RunStateWatch
     from torchelastic.store.api import Entry
 
@@ -60,7 +61,7 @@ class Membership:
         outcome: the run's outcome.
         notice: the last notice.
         noticed_at: when this leader first saw ``notice``.
-        keyless: nodes without a key that still answer: their lease expired, but they are alive.
+        expired: nodes without a key that still answer: their lease expired, but they are alive.
         awaited: members without a key that may still reconnect after the store was unreachable.
         wait_until: the time until which the leader waits for the awaited members.
         dead: nodes that are known to be dead, although they may still have a key.
@@ -84,7 +85,7 @@ class Membership:
     outcome: OutcomeRecord | None = None
     notice: NoticeRecord | None = None
     noticed_at: float = 0.0
-    keyless: dict[str, Peer] = field(default_factory=dict)
+    expired: dict[str, Peer] = field(default_factory=dict)
     awaited: set[str] = field(default_factory=set)
     wait_until: float = 0.0
     dead: set[str] = field(default_factory=set)
@@ -120,11 +121,11 @@ class Membership:
     @property
     def incomplete(self) -> bool:
         """Whether a member without a key may still be alive."""
-        return not (self.ranks.keys().isdisjoint(self.keyless) and self.ranks.keys().isdisjoint(self.awaited))
+        return not (self.ranks.keys().isdisjoint(self.expired) and self.ranks.keys().isdisjoint(self.awaited))
 
     def may_return(self, node: str) -> bool:
         """Return whether the node has no key, but counts as alive."""
-        return node in self.keyless or node in self.awaited
+        return node in self.expired or node in self.awaited
 
     def is_lost(self, node: str) -> bool:
         """Return whether a member cannot continue. A lease that expired while its node answers is not a loss."""
@@ -217,7 +218,7 @@ class Membership:
         failed_at = entry.modified if record.failure else 0
         if before is not None and record.failure == before.record.failure:
             failed_at = before.failed_at
-        self.keyless.pop(node, None)
+        self.expired.pop(node, None)
         self.left.discard(node)
         if before is None:
             self.appeared_at = self.now

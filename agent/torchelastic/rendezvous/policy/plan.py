@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from torchelastic.protocol import (
+from torchelastic.protocol.codec import other_version, shorten
+from torchelastic.protocol.records import (
     PROTOCOL_VERSION,
     FailureKind,
     FailureRecord,
@@ -34,8 +35,6 @@ from torchelastic.protocol import (
     RoundReason,
     RoundRecord,
     bracketed,
-    other_version,
-    shorten,
 )
 from torchelastic.rendezvous.policy.membership import (
     MAX_NAMES,
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from torchelastic.config.settings import RendezvousSettings
-    from torchelastic.protocol import NodeRecord
+    from torchelastic.protocol.records import NodeRecord
     from torchelastic.rendezvous.policy.membership import Membership, Peer
 
 CAUSE_WINDOW: Final = 0.1
@@ -218,7 +217,7 @@ class _Plan:
 
     def _is_dispensable(self, node: str) -> bool:
         """Return whether a member can leave its round: its workers have exited, and it does not serve the TCPStore."""
-        host = self.before.store.rpartition(":")[0]
+        host = self.before.tcp_store.rpartition(":")[0]
         address = self.before.members[self.membership.ranks[node]].address
         return node in self.membership.done and host != bracketed(address)
 
@@ -429,12 +428,12 @@ class _Plan:
             if seconds <= 0:
                 return change
             # The serial is higher than any that a node knows, even if the store lost the last notice.
-            serials = [peer.record.saved for peer in membership.peers.values()]
+            serials = [peer.record.answered_notice for peer in membership.peers.values()]
             serial = max([*serials, membership.notice.serial if membership.notice is not None else 0]) + 1
             return NoticeRecord(membership.number, serial, seconds, reason=change.reason, cause=change.cause)
         until = membership.noticed_at + notice.seconds
         # A member without a key may not have answered yet.
-        awaits = membership.incomplete or any(peer.record.saved < notice.serial for peer in self._asking())
+        awaits = membership.incomplete or any(peer.record.answered_notice < notice.serial for peer in self._asking())
         if membership.now >= until or not awaits:
             return change
         why = f"{notice.cause}: the workers have {notice.seconds:g} s to save a checkpoint before the round changes"
@@ -483,7 +482,7 @@ class _Plan:
         chosen, before = self.chosen, self.before
         roles = tuple(peer.record.role for peer in chosen)
         # A node that has received the current round offers a new port.
-        able = (peer for peer in chosen if peer.record.store and peer.record.round >= self.membership.number)
+        able = (peer for peer in chosen if peer.record.tcp_store_port and peer.record.round >= self.membership.number)
         host = next(able, None)
         if host is None:
             return Hold(why="waiting for a node that can serve the next round's TCPStore")
@@ -494,7 +493,7 @@ class _Plan:
             uncharged_restarts=before.uncharged_restarts + (before.number > 0 and not failed),
             members=tuple(Member(peer.id, peer.record.address, peer.record.workers) for peer in chosen),
             roles=roles if len({*roles}) > 1 else (),
-            store=f"{bracketed(host.record.address)}:{host.record.store}",
+            tcp_store=f"{bracketed(host.record.address)}:{host.record.tcp_store_port}",
         )
 
     def _next_round(self, reason: RoundReason, cause: str) -> RoundRecord:

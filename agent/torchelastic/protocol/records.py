@@ -1,96 +1,17 @@
-"""The protocol between the operator and the agents: environment, store keys and records, exit codes.
-
-The keys of a run, below ``/torchelastic/<run id>/``:
-
-=============== ============================ =====================================================
-key             written by                   record
-=============== ============================ =====================================================
-``c/leader``    the leader (leased)          :class:`LeaderRecord`: the leader and its address
-``c/state``     the leader, compare-and-swap :class:`StateRecord`: the current round, the outcome
-``c/notice``    the leader                   :class:`NoticeRecord`: the round is about to change
-``c/size``      the operator                 :class:`SizeRecord`: the desired number of nodes
-``n/<node id>`` each node (leased)           :class:`NodeRecord`: the node itself
-``t/breakdown`` the leader                   :class:`TimeBreakdown`: the run's time by state
-``t/history``   the leader                   :class:`HistoryRecord`: the rounds of the run
-=============== ============================ =====================================================
-
-Every node watches ``c/``; only the leader watches ``n/``. So a change of membership costs O(N) messages. No node
-watches ``t/``; a new leader reads it once.
-
-A node's record is attached to the node's lease. The leader's record is attached to the leader's lease until the leader
-resigns. All other records are attached to the run's lease (:func:`run_lease`), which the leader and the operator renew,
-so the keys of an abandoned run expire after a day. The records under ``c/`` and ``n/`` contain the writer's protocol
-version, except the outcome. The number and the version of a round, and the outcome, have the same keys and meaning in
-all versions, so that an agent of another version can stop with a clear message (:func:`decode_state`).
-"""
+"""The records of a run in the store; :mod:`torchelastic.protocol.keys` lists their keys."""
 
 from __future__ import annotations
 
 import enum
-import hashlib
 import itertools
-import json
-import signal
-from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+from typing import Annotated, Final
 
 import msgspec
 
-from torchelastic.errors import MalformedRecord
-from torchelastic.output import DEFAULT_ROLE
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-KEY_ROOT: Final = "/torchelastic"
-
-RUN_LEASE_TTL: Final = 86_400.0
-"""Seconds after which the keys of an abandoned run expire."""
-
-RUN_LEASE_RENEWALS: Final = 24
-"""Number of renewals of the run's lease within its TTL: one per hour."""
-
-
-class RunKeys:
-    """The keys of one run, as in the table above.
-
-    Attributes:
-        root: the prefix of all keys, which ends in a slash.
-        control: the prefix that every node watches.
-        nodes: the prefix that the leader watches.
-    """
-
-    def __init__(self, root: str) -> None:
-        self.root = root
-        self.control = f"{root}c/"
-        self.leader = f"{root}c/leader"
-        self.state = f"{root}c/state"
-        self.notice = f"{root}c/notice"
-        self.size = f"{root}c/size"
-        self.nodes = f"{root}n/"
-        self.time_breakdown = f"{root}t/breakdown"
-        self.history = f"{root}t/history"
-
-    @classmethod
-    def of(cls, run_id: str) -> RunKeys:
-        """Return the keys of the run with this id; slashes in the id are escaped."""
-        return cls(f"{KEY_ROOT}/{run_id.replace('%', '%25').replace('/', '%2F')}/")
-
-    def node(self, node_id: str) -> str:
-        """Return the key of one node."""
-        return f"{self.nodes}{node_id}"
-
-
-def run_lease(run_id: str) -> int:
-    """Return the id of the run's lease: at most 63 bits, derived from the run's id, so that every node knows it."""
-    name = f"{RunKeys.of(run_id).root}lease".encode(errors="surrogatepass")
-    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >> 1 or 1
-
+from torchelastic.protocol.output import DEFAULT_ROLE
 
 PROTOCOL_VERSION: Final = 1
 """The version of the records and rules, the same in all nodes of a round. Each incompatible change increments it."""
-
-MAX_RECORD_BYTES: Final = 1 << 20
-"""Size limit of a record; etcd refuses requests above 1.5 MiB by default."""
 
 MAX_IMPORTS: Final = 256
 """Maximum number of modules that a node learns from its workers or from the run."""
@@ -105,21 +26,21 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_LIMIT)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _KnownNumber = Annotated[int, msgspec.Meta(ge=0, le=10**12)]  # leaves room to increment a number from a node's record
 _NodeCount = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
-_Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
-_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
 class _Record(msgspec.Struct, frozen=True, omit_defaults=True):
     pass
 
 
-class _VersionedRecord(_Record, frozen=True, kw_only=True):
+class VersionedRecord(_Record, frozen=True, kw_only=True):
     """A record with the writer's protocol version. The version is always written, because its default has a factory."""
 
     protocol: Count = msgspec.field(default_factory=lambda: PROTOCOL_VERSION)
 
 
-class SizeRecord(_VersionedRecord, frozen=True):
+class SizeRecord(VersionedRecord, frozen=True):
     """The size of a job in nodes; the record with the highest generation is valid.
 
     Attributes:
@@ -182,20 +103,20 @@ class TimeBreakdown(_Record, frozen=True):
         first_step_at: when the program began its first step in that round; 0 if unknown.
         last_checkpoint_at: when the write of the last checkpoint of that round began; 0 if unknown.
         joined: number of nodes that joined a round, including the first one.
-        gone: number of members of a round that were not in the next round, by reason.
-        there: in a round without members, the members of the previous round that are still present.
+        departures: number of members of a round that were not in the next round, by reason.
+        present: in a round without members, the members of the previous round that are still present.
     """
 
-    until: _Time = 0.0
+    until: Time = 0.0
     state: RunState = RunState.WAITING
-    seconds: dict[RunState, _Time] = msgspec.field(default_factory=dict)
-    lost: _Time | None = None
+    seconds: dict[RunState, Time] = msgspec.field(default_factory=dict)
+    lost: Time | None = None
     round: Number = 0
-    first_step_at: _Time = 0.0
-    last_checkpoint_at: _Time = 0.0
+    first_step_at: Time = 0.0
+    last_checkpoint_at: Time = 0.0
     joined: Count = 0
-    gone: dict[DepartureReason, Count] = msgspec.field(default_factory=dict)
-    there: tuple[_Name, ...] = ()
+    departures: dict[DepartureReason, Count] = msgspec.field(default_factory=dict)
+    present: tuple[_Name, ...] = ()
 
 
 class ResumeRecord(_Record, frozen=True):
@@ -232,14 +153,14 @@ class RoundReason(enum.StrEnum):
     WORKER_FAILED = "worker_failed"
 
 
-class RoundRecord(_VersionedRecord, frozen=True):
+class RoundRecord(VersionedRecord, frozen=True):
     """A rendezvous round: its members, and everything that a node needs to start its workers.
 
     Attributes:
         number: the number of the round, from 1; never decreases.
         nonce: a random string that distinguishes two rounds with the same number if the store has lost the first one.
         members: the nodes in rank order; empty while too few are present (``cause`` contains the reason).
-        store: host:port of the TCPStore of this round.
+        tcp_store: host:port of the TCPStore of this round.
         restarts: number of worker failures charged to the job so far.
         early_failures: number of consecutive failures soon after the start of a worker.
         failures_without_step: number of consecutive failures in rounds that completed no step; None if the program has
@@ -257,7 +178,7 @@ class RoundRecord(_VersionedRecord, frozen=True):
     number: Number
     nonce: Annotated[str, msgspec.Meta(max_length=32)] = ""
     members: tuple[Member, ...] = ()
-    store: _Address = ""
+    tcp_store: _Address = ""
     restarts: Count = 0
     early_failures: Count = 0
     failures_without_step: Count | None = None
@@ -351,7 +272,7 @@ class FailureRecord(_Record, frozen=True):
     uncharged: bool = False
 
 
-class NoticeRecord(_VersionedRecord, frozen=True):
+class NoticeRecord(VersionedRecord, frozen=True):
     """The round is about to be replaced; the next one waits until the workers that asked for notice have answered it.
 
     Attributes:
@@ -364,7 +285,7 @@ class NoticeRecord(_VersionedRecord, frozen=True):
 
     round: Number
     serial: Number
-    seconds: _Seconds = 0.0
+    seconds: Seconds = 0.0
     reason: RoundReason = RoundReason.RESIZED
     cause: Sentence = ""
 
@@ -419,7 +340,7 @@ class NodePhase(enum.StrEnum):
     """The node is about to leave; the next round excludes it."""
 
 
-class NodeRecord(_VersionedRecord, frozen=True):
+class NodeRecord(VersionedRecord, frozen=True):
     """A node's own record, under its lease. An empty store is restored from these records.
 
     Attributes:
@@ -428,8 +349,8 @@ class NodeRecord(_VersionedRecord, frozen=True):
         workers: the number of workers that the node runs in a round.
         role: the role of these workers.
         size: the size with which the node was started.
-        link: port of the node's peer server (see :mod:`torchelastic.rendezvous.peer_connection`).
-        store: port on which the node can serve the next round's TCPStore; not the port of an earlier round.
+        peer_port: port of the node's peer server (see :mod:`torchelastic.rendezvous.peer_connection`).
+        tcp_store_port: port on which the node can serve the next round's TCPStore; not the port of an earlier round.
         joined: the store's revision when the node first joined, which defines its seniority; 0 if not yet known.
         phase: the node's progress in ``round``.
         round: the highest round number that the node has seen.
@@ -440,7 +361,7 @@ class NodeRecord(_VersionedRecord, frozen=True):
         topology_key: nodes with the same key, such as a host, get consecutive ranks; empty for none.
         node_rank: the node's place among the nodes of a round (``--node-rank``); None for a place after them.
         notice: seconds of notice that the workers in ``round`` ask for before a planned change; 0 for none.
-        saved: the serial of the last notice that all workers have answered.
+        answered_notice: the serial of the last notice that all workers have answered.
         first_step_at: when the program began its first step in ``round``, in seconds since the Unix epoch; 0 if
             unknown. Reported by rank 0.
         has_stepped: whether the program has completed a step in ``round``. Reported by rank 0.
@@ -452,8 +373,8 @@ class NodeRecord(_VersionedRecord, frozen=True):
     address: _Address
     workers: Count
     size: SizeRecord
-    link: Count = 0
-    store: Count = 0
+    peer_port: Count = 0
+    tcp_store_port: Count = 0
     joined: Number = 0
     phase: NodePhase = NodePhase.READY
     round: _KnownNumber = 0
@@ -464,11 +385,11 @@ class NodeRecord(_VersionedRecord, frozen=True):
     topology_key: _Name = ""
     role: _Name = DEFAULT_ROLE
     node_rank: Count | None = None
-    notice: _Seconds = 0.0
-    saved: _KnownNumber = 0
-    first_step_at: _Time = 0.0
+    notice: Seconds = 0.0
+    answered_notice: _KnownNumber = 0
+    first_step_at: Time = 0.0
     has_stepped: bool = False
-    last_checkpoint_at: _Time = 0.0
+    last_checkpoint_at: Time = 0.0
     starting: bool = False
 
 
@@ -490,16 +411,16 @@ class PastRound(_Record, frozen=True):
     """
 
     number: Number
-    began: _Time
+    began: Time
     nodes: Count = 0
     workers: Count = 0
     reason: RoundReason = RoundReason.NODE_JOINED
     cause: Sentence = ""
     failure: FailureRecord | None = None
-    lost: _Time | None = None
-    ended: _Time = 0.0
-    started_at: _Time = 0.0
-    first_step_at: _Time = 0.0
+    lost: Time | None = None
+    ended: Time = 0.0
+    started_at: Time = 0.0
+    first_step_at: Time = 0.0
 
 
 HISTORY_LIMIT: Final = 200
@@ -515,7 +436,7 @@ class HistoryRecord(_Record, frozen=True):
         imports: the installed modules that workers import; a new node imports them before it joins a round.
     """
 
-    created: _Time = 0.0
+    created: Time = 0.0
     rounds: tuple[PastRound, ...] = ()
     imports: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=MAX_IMPORTS)] = ()
 
@@ -525,83 +446,11 @@ class HistoryRecord(_Record, frozen=True):
         return sum(max(after.number - before.number - 1, 0) for before, after in itertools.pairwise(self.rounds))
 
 
-class LeaderRecord(_VersionedRecord, frozen=True):
+class LeaderRecord(VersionedRecord, frozen=True):
     """The leader of a run: its node id (empty after a leader has resigned) and host:port of its peer server."""
 
     node: _Name
     address: _Address
-
-
-Record = TypeVar("Record", bound=msgspec.Struct)
-
-
-def encode(record: msgspec.Struct) -> bytes:
-    """Return a record as JSON; characters that UTF-8 cannot encode (lone surrogates) become question marks."""
-    try:
-        return msgspec.json.encode(record)
-    except UnicodeEncodeError:
-        return json.dumps(msgspec.to_builtins(record), ensure_ascii=False).encode(errors="replace")
-
-
-def decode(data: bytes, kind: type[Record]) -> Record:
-    """Return the record in this JSON.
-
-    Raises:
-        MalformedRecord: the data is not such a record, or is too large.
-    """
-    if len(data) > MAX_RECORD_BYTES:
-        raise MalformedRecord(f"a {kind.__name__} of {len(data)} bytes is too large (at most {MAX_RECORD_BYTES})")
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedRecord(f"not a {kind.__name__}: {error}") from None
-
-
-class _RoundHeader(msgspec.Struct, frozen=True):
-    number: Number
-    protocol: Count = PROTOCOL_VERSION
-
-
-class _StateHeader(msgspec.Struct, frozen=True):
-    """The part of the run's state that every version can read."""
-
-    round: _RoundHeader | None = None
-    outcome: OutcomeRecord | None = None
-
-
-def decode_state(data: bytes) -> StateRecord:
-    """Return the run's state, even if a leader of another version wrote it.
-
-    In that case, the returned round has the number of the leader's round and no members; its cause names both versions.
-
-    Raises:
-        MalformedRecord: the data is not a state.
-    """
-    header = decode(data, _StateHeader)
-    if header.round is None or header.round.protocol == PROTOCOL_VERSION:
-        return decode(data, StateRecord)
-    cause = f"this node cannot train with the leader of the run: {other_version(header.round.protocol)}"
-    round = RoundRecord(number=header.round.number, cause=cause, protocol=header.round.protocol)
-    return StateRecord(round, header.outcome)
-
-
-_Versioned = TypeVar("_Versioned", bound=_VersionedRecord)
-
-
-def decode_same_version(data: bytes, kind: type[_Versioned]) -> _Versioned:
-    """Return the record in this JSON; raise MalformedRecord if it is invalid, or has another protocol version."""
-    record = decode(data, kind)
-    if record.protocol != PROTOCOL_VERSION:
-        raise MalformedRecord(f"not a readable {kind.__name__}: {other_version(record.protocol)}")
-    return record
-
-
-def other_version(theirs: int) -> str:
-    """Return a sentence that names the two protocol versions and the remedy."""
-    return (
-        f"another process uses version {theirs} of torchelastic's protocol, but this process uses version "
-        f"{PROTOCOL_VERSION}; install the same release on all nodes"
-    )
 
 
 def name_of(node: str) -> str:
@@ -612,114 +461,3 @@ def name_of(node: str) -> str:
 def bracketed(host: str) -> str:
     """Return the host for use before ``:port``: an IPv6 address gets brackets."""
     return f"[{host}]" if ":" in host else host
-
-
-def shorten(text: str, limit: int) -> str:
-    """Return text of at most ``limit`` characters: its beginning and its end around an ellipsis."""
-    if len(text) <= limit:
-        return text
-    head = limit // 3
-    tail = max(limit - head - 3, 0)
-    return f"{text[:head]} … {text[len(text) - tail :]}"[:limit] if limit > 3 else text[:limit]
-
-
-class Env:
-    """Environment variables that the operator sets in an agent's container, in addition to torchrun's PET_* variables.
-
-    Command-line flags override PET_* variables.
-    """
-
-    NODE_NAME: Final = "TORCHELASTIC_NODE_NAME"
-    """The pod's name."""
-    NODE_ADDRESS: Final = "TORCHELASTIC_NODE_ADDRESS"
-    """The address at which peers reach the pod: its IP."""
-    SIZE: Final = "TORCHELASTIC_SIZE"
-    """The initial :class:`SizeRecord`, as JSON."""
-    RESUME: Final = "TORCHELASTIC_RESUME"
-    """A :class:`ResumeRecord`, as JSON; unset if the run was never suspended."""
-    JOB: Final = "TORCHELASTIC_JOB"
-    """The job's namespace and name, separated by a slash, for the labels of the agent's metrics."""
-    JOB_CREATED: Final = "TORCHELASTIC_JOB_CREATED"
-    """When the job was created, in seconds since the Unix epoch: the start of its time breakdown."""
-    UNIQUE_RUN: Final = "TORCHELASTIC_UNIQUE_RUN"
-    """"1": the run id is never reused, so an outcome in the store belongs to this run."""
-    COMBINED_OUTPUT: Final = "TORCHELASTIC_COMBINED_OUTPUT"
-    """"1": both streams of a worker go only to one file, ``output.log``, below ``--log-dir``."""
-    CHECKPOINT_DIR: Final = "TORCHELASTIC_CHECKPOINT_DIR"
-    """The program's checkpoint directory; the agent passes it to the program unchanged."""
-    TERMINATION_LOG: Final = "TORCHELASTIC_TERMINATION_LOG"
-    """The file for the :class:`TerminationMessage`."""
-    METRICS_PORT: Final = "TORCHELASTIC_METRICS_PORT"
-    """Port of /metrics; 0 for any free port; unset for none."""
-    PROTOCOL: Final = "TORCHELASTIC_PROTOCOL"
-    """The operator's protocol version."""
-
-
-class ExitCode(enum.IntEnum):
-    """The agent's exit codes. If signal n kills the agent, the exit code is 128 + n, as in a shell."""
-
-    SUCCEEDED = 0
-    """The run succeeded, even if this node's workers stopped before the end."""
-    FAILED = 1
-    """The run failed (the termination message has the root cause), or the agent could not start its own processes."""
-    BAD_INPUT = 2
-    """A setting is invalid or does not work on this machine; for example, torch cannot be imported."""
-    STORE_UNAVAILABLE = 3
-    """The store could not be reached within the join timeout; the node itself did not fail."""
-    NO_PORT = 4
-    """No port of the configured range is free on this host; a retry may find one."""
-    AGENT_ERROR = 5
-    """The store refused the agent (credentials, version), or the agent itself failed; a retry may succeed."""
-    # The agent left the run on a signal: see LEAVING_SIGNALS.
-    HUNG_UP = 129
-    INTERRUPTED = 130
-    QUIT = 131
-    USER_SIGNAL_1 = 138
-    USER_SIGNAL_2 = 140
-    LEFT = 143
-
-
-LEAVING_SIGNALS: Final[Mapping[signal.Signals, ExitCode]] = {
-    signal.SIGTERM: ExitCode.LEFT,
-    signal.SIGINT: ExitCode.INTERRUPTED,
-    signal.SIGHUP: ExitCode.HUNG_UP,
-    signal.SIGQUIT: ExitCode.QUIT,
-    signal.SIGUSR1: ExitCode.USER_SIGNAL_1,
-    signal.SIGUSR2: ExitCode.USER_SIGNAL_2,
-}
-"""The signals that can ask an agent to leave, with the agent's exit codes; SIGUSR1 and SIGUSR2 only on request."""
-
-LEFT_CODES: Final = frozenset(LEAVING_SIGNALS.values())
-"""The exit codes of an agent that left the run on a signal, which is not a failure of the job."""
-
-
-class TerminationMessage(_VersionedRecord, frozen=True, rename="camel"):
-    """The agent's last message, for the operator and for users: JSON of at most 4,096 bytes.
-
-    Attributes:
-        reason: one word in CamelCase: Succeeded, WorkerFailed, TooFewNodes, Left, BadInput, StoreUnavailable…
-        message: a sentence.
-        round: the number of the last round that the agent has received; 0 for none.
-        failure: the failed worker that is the root cause, if any.
-    """
-
-    reason: Annotated[str, msgspec.Meta(max_length=64)]
-    message: Sentence = ""
-    round: Number = 0
-    failure: FailureRecord | None = None
-
-
-TERMINATION_MESSAGE_LIMIT: Final = 4096
-"""Number of bytes of /dev/termination-log that the kubelet keeps."""
-
-
-def encode_termination_message(message: TerminationMessage) -> bytes:
-    """Return the message as JSON within the kubelet's limit; long messages are shortened in the middle."""
-    limit = TERMINATION_MESSAGE_LIMIT
-    while len(encoded := encode(message)) > TERMINATION_MESSAGE_LIMIT:
-        limit = limit * 3 // 4
-        failure = message.failure
-        if failure is not None:
-            failure = msgspec.structs.replace(failure, message=shorten(failure.message, limit))
-        message = msgspec.structs.replace(message, message=shorten(message.message, limit), failure=failure)
-    return encoded

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qsl, urlsplit
 
 from torchelastic.config import parsers
-from torchelastic.coordinator import Coordinator, StopException
 from torchelastic.errors import RendezvousClosedError, RendezvousError, SettingsError
+from torchelastic.inprocess.coordinator import Coordinator, StopException
+from torchelastic.inprocess.process_group import InterruptibleProcessGroup
 from torchelastic.metrics.api import profile
-from torchelastic.process_group import InterruptibleProcessGroup
 from torchelastic.rendezvous.api import RendezvousParameters
-from torchelastic.training import NonRetryableException
+from torchelastic.training.errors import NonRetryableException
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined] # not listed in its __all__
 
-    from torchelastic.state import State
-    from torchelastic.worker_stats import WorkerStats
+    from torchelastic.inprocess.state import State
+    from torchelastic.inprocess.worker_stats import WorkerStats
 
 __all__ = ["CoordinatorP2P"]
 

@@ -6,13 +6,13 @@ import abc
 from typing import TYPE_CHECKING
 
 from torchelastic.metrics.api import profile
-from torchelastic.training import NonRetryableException
+from torchelastic.training.errors import NonRetryableException
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined] # not listed in its __all__
 
-    from torchelastic.state import State
-    from torchelastic.worker_stats import WorkerStats
+    from torchelastic.inprocess.state import State
+    from torchelastic.inprocess.worker_stats import WorkerStats
 
 __all__ = ["Coordinator", "NonRetryableException", "StopException"]
 

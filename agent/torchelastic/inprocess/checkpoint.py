@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 
 from torchelastic.errors import SettingsError
 from torchelastic.metrics.api import profile
-from torchelastic.training import NonRetryableException, report_checkpoint
+from torchelastic.training.errors import NonRetryableException
+from torchelastic.training.progress import report_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchelastic.coordinator import Coordinator
-    from torchelastic.state import State
+    from torchelastic.inprocess.coordinator import Coordinator
+    from torchelastic.inprocess.state import State
 
 __all__ = [
     "Checkpoint",

@@ -7,17 +7,18 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from torchelastic.checkpoint import CheckpointUtil
-from torchelastic.coordinator import StopException
+from torchelastic.inprocess.checkpoint import CheckpointUtil
+from torchelastic.inprocess.coordinator import StopException
+from torchelastic.inprocess.state import State
+from torchelastic.inprocess.worker_stats import WorkerStats
 from torchelastic.metrics.api import put_metric
-from torchelastic.state import State
-from torchelastic.training import NonRetryableException, step
-from torchelastic.worker_stats import WorkerStats
+from torchelastic.training.errors import NonRetryableException
+from torchelastic.training.progress import step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torchelastic.coordinator import Coordinator
+    from torchelastic.inprocess.coordinator import Coordinator
 
 __all__ = ["MAX_FAILURES", "run_train", "train"]
 

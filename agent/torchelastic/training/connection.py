@@ -1,4 +1,4 @@
-"""The connection of a worker to its agent: a Unix socket with lines of JSON, accessible to this user only.
+"""The connection of a worker to its agent; :mod:`torchelastic.protocol.worker` defines the messages.
 
 A process opens one connection, when it first sends a message. Sending never blocks.
 """
@@ -6,44 +6,25 @@ A process opens one connection, when it first sends a message. Sending never blo
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
-import sys
 import threading
 from _thread import start_new_thread
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from torchelastic.protocol.worker import (
+    LINE_LIMIT,
+    WORKER_SOCKET,
+    Introduction,
+    NoticeMessage,
+    WorkerMessage,
+    decode_line,
+    encode_lines,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-CHANNEL: Final = "TORCHELASTIC_WORKER_CHANNEL"
-"""The environment variable with the path of the agent's socket."""
-
-HEARTBEAT_FILE: Final = "TORCHELASTIC_HEARTBEAT_FILE"
-"""The environment variable with the path of the file whose modification time is the worker's last heartbeat."""
-
-METRICS_FILE: Final = "TORCHELASTIC_METRICS_FILE"
-"""The environment variable with the path of the file to which the worker writes its metrics."""
-
-LINE_LIMIT: Final = 4096
-"""Maximum length of a line in bytes, in either direction."""
-
-own_pid = os.getpid()
-"""The id of the process that imported this module. A forked worker replaces it with its own id; other forks do not."""
-
-
-def is_worker() -> bool:
-    """Return whether this process is a worker of an agent; a child of a worker is not."""
-    if os.getpid() != own_pid or not os.environ.get(CHANNEL):
-        return False
-    processes = sys.modules.get("multiprocessing.process")
-    return processes is None or not (
-        processes.parent_process() is not None
-        # While a spawned process imports the program's main module, its parent is not set yet.
-        or getattr(processes.current_process(), "_inheriting", False)
-    )
 
 
 class AgentConnection:
@@ -60,27 +41,27 @@ class AgentConnection:
         if self._socket is not None and self._socket.fileno() >= 0:  # in a fork of a fork, it is closed
             os.close(self._socket.detach())  # this process has no thread that reads from it
 
-    def send(self, message: dict[str, Any]) -> bool:
+    def send(self, message: WorkerMessage) -> bool:
         """Send a message without blocking, and connect first if necessary; return whether it was sent."""
         with self._lock:
             try:
-                lines = [message]
+                messages: list[WorkerMessage | Introduction] = [message]
                 if self._socket is None:
                     if not self._sees_forks:
                         self._sees_forks = True
                         os.register_at_fork(after_in_child=self._leave_to_parent)
-                    self._socket = connect(os.environ.get(CHANNEL, ""), 0.0)
-                    lines = [introduction(), message]
+                    self._socket = connect(os.environ.get(WORKER_SOCKET, ""), 0.0)
+                    messages = [introduction(), message]
                 # A message this short is sent completely or not at all.
-                return bool(self._socket.send(encode_lines(*lines), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL))
+                return bool(self._socket.send(encode_lines(*messages), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL))
             except BlockingIOError:  # the agent does not read, or is stopped
                 return False
             except OSError:  # the agent has closed the connection, or has exited
                 self.close()
                 return False
 
-    def read(self, take: Callable[[dict[str, Any]], object], closed: Callable[[], object]) -> None:
-        """Start a thread that passes the agent's messages to `take`, and calls `closed` when the connection ends."""
+    def read(self, take: Callable[[NoticeMessage], object], closed: Callable[[], object]) -> None:
+        """Start a thread that passes the agent's notices to `take`, and calls `closed` when the connection ends."""
         with self._lock:
             if self._socket is not None and not self._read:
                 self._read = True
@@ -97,13 +78,13 @@ class AgentConnection:
                 connection.close()
 
     def _listen(
-        self, connection: socket.socket, take: Callable[[dict[str, Any]], object], closed: Callable[[], object]
+        self, connection: socket.socket, take: Callable[[NoticeMessage], object], closed: Callable[[], object]
     ) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError):
             connection.settimeout(None)  # sending stays non-blocking
             with connection.makefile("rb") as lines:
                 while line := lines.readline(LINE_LIMIT):
-                    take(decode_line(line))
+                    take(decode_line(line, NoticeMessage))
         with self._lock:
             if self._socket is connection:
                 self.close()
@@ -127,10 +108,11 @@ def run_in_thread(function: Callable[..., object], *arguments: object) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def introduction() -> dict[str, Any]:
-    """Return the first message of a process to its agent: its round and rank."""
-    values = {"round": os.environ.get("TORCHELASTIC_ROUND", ""), "rank": os.environ.get("RANK", "")}
-    return {key: int(text) if text.isdecimal() else 0 for key, text in values.items()}
+def introduction(check_timeout: float | None = None) -> Introduction:
+    """Return the first message of this process to its agent."""
+    values = [os.environ.get(name, "") for name in ("TORCHELASTIC_ROUND", "RANK")]
+    number, rank = (int(text) if text.isdecimal() else 0 for text in values)
+    return Introduction(round=number, rank=rank, check_timeout=check_timeout)
 
 
 def connect(path: str, timeout: float) -> socket.socket:
@@ -147,16 +129,3 @@ def connect(path: str, timeout: float) -> socket.socket:
         connection.close()
         raise
     return connection
-
-
-def encode_lines(*messages: dict[str, Any]) -> bytes:
-    """Return messages as lines of JSON."""
-    return b"".join(json.dumps(message).encode() + b"\n" for message in messages)
-
-
-def decode_line(line: bytes) -> dict[str, Any]:
-    """Return the message in a line; raise ValueError if the line is not a message."""
-    message = json.loads(line)
-    if not isinstance(message, dict):
-        raise ValueError("not a message")  # noqa: TRY004 - as with any other malformed line
-    return message

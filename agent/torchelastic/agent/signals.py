@@ -1,0 +1,97 @@
+"""The signals that ask an agent to leave its run."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from torchelastic.agent.workers.processes import ignored_signals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from collections.abc import Set as AbstractSet
+    from types import TracebackType
+
+Result = TypeVar("Result")
+
+
+class SignalledFirst(Exception):  # noqa: N818 - control flow within the agent
+    """A signal arrived before the work was done."""
+
+
+class Signals:
+    """Listens to the signals that ask the agent to leave; a context manager. After its exit, these signals are ignored.
+
+    Args:
+        received: called for each signal.
+        numbers: the signals; without any, only the signals that are passed to :meth:`take` are handled.
+
+    Attributes:
+        number: the first signal; SIGTERM if there was none.
+        first: set by the first signal.
+        second: set by the second signal, which asks the agent to exit at once.
+    """
+
+    def __init__(
+        self, received: Callable[[signal.Signals], None], numbers: AbstractSet[signal.Signals] = frozenset()
+    ) -> None:
+        self._received = received
+        self._numbers = numbers - ignored_signals()
+        self.number = signal.SIGTERM
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+
+    def __enter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        for number in self._numbers:
+            loop.add_signal_handler(number, self.take, number)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        for number in self._numbers:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)  # a late signal must not prevent the termination message
+
+    async def unless_first(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Return the result of the work, unless a signal arrives first.
+
+        Raises:
+            SignalledFirst: a signal arrived, and the work was cancelled.
+        """
+        return await _unless(self.first, work)
+
+    async def unless_second(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work, but cancel it on a second signal."""
+        with suppress(SignalledFirst):
+            await _unless(self.second, work)
+
+    def take(self, number: signal.Signals) -> None:
+        """Handle a signal."""
+        if self.first.is_set():
+            if number is not signal.SIGHUP:  # a terminal that is closed sends it twice
+                self.second.set()
+        else:
+            self.number = number
+            self.first.set()
+        self._received(number)
+
+
+async def _unless(signalled: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result:
+    if signalled.is_set():
+        work.close()
+        raise SignalledFirst
+    tasks = task, interrupt = asyncio.ensure_future(work), asyncio.ensure_future(signalled.wait())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise SignalledFirst
+    finally:
+        task.cancel()
+        interrupt.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,1 @@
+"""What agents, workers, the operator and the command exchange: keys, records, variables, exit codes and output."""

@@ -1,0 +1,121 @@
+"""The protocol between a worker and its agent: variables of the worker's environment, and lines of JSON on a socket.
+
+A process of a worker connects to the agent's Unix socket and sends an :class:`Introduction`. With ``check_timeout``,
+the agent answers with a :class:`RoundAnswer` and closes the connection. Otherwise, the process sends any number of
+:class:`WorkerMessage`, and the agent sends a :class:`NoticeMessage` for each notice.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+
+from torchelastic.protocol.records import Number, Seconds, Time
+
+WORKER_SOCKET: Final = "TORCHELASTIC_WORKER_SOCKET"
+"""The environment variable with the path of the agent's socket, which only the agent's user can open."""
+
+HEARTBEAT_FILE: Final = "TORCHELASTIC_HEARTBEAT_FILE"
+"""The environment variable with the path of the file whose modification time is the worker's last heartbeat."""
+
+METRICS_FILE: Final = "TORCHELASTIC_METRICS_FILE"
+"""The environment variable with the path of the file to which the worker writes its metrics."""
+
+ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
+"""The environment variable with the path of the file to which the worker writes its uncaught exception."""
+
+LINE_LIMIT: Final = 4096
+"""Maximum length of a line in bytes, in either direction."""
+
+own_pid = os.getpid()
+"""The id of the process that imported this module. A forked worker replaces it with its own id; other forks do not."""
+
+
+def is_worker() -> bool:
+    """Return whether this process is a worker of an agent; a child of a worker is not."""
+    if os.getpid() != own_pid or not os.environ.get(WORKER_SOCKET):
+        return False
+    processes = sys.modules.get("multiprocessing.process")
+    return processes is None or not (
+        processes.parent_process() is not None
+        # While a spawned process imports the program's main module, its parent is not set yet.
+        or getattr(processes.current_process(), "_inheriting", False)
+    )
+
+
+class _Message(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class Introduction(_Message, frozen=True):
+    """The first message of a process.
+
+    Attributes:
+        round: the number of the worker's round.
+        rank: the worker's rank.
+        check_timeout: seconds within which the agent answers whether the round is current; None to send messages.
+    """
+
+    round: Number
+    rank: Number
+    check_timeout: Seconds | None = None
+
+
+class RoundAnswer(_Message, frozen=True):
+    """Whether the round of a process is current."""
+
+    is_current: bool = False
+
+
+class WorkerMessage(_Message, frozen=True):
+    """A message of a process to its agent. All times are in seconds since the Unix epoch.
+
+    Attributes:
+        requested_notice: seconds of notice for which the process asks; 0 withdraws the request.
+        answered_notice: the number of the notice that the process has answered.
+        first_step_at: when the program began its first training step.
+        second_step_at: when it began the second one.
+        last_checkpoint_at: when it began to write its last checkpoint.
+        imported: an installed module that the program imports.
+        changed: hashes of the environment variables that the program had changed before that, by name.
+    """
+
+    requested_notice: Seconds | None = None
+    answered_notice: Number | None = None
+    first_step_at: Time = 0.0
+    second_step_at: Time = 0.0
+    last_checkpoint_at: Time = 0.0
+    imported: str = ""
+    changed: dict[str, int] = {}
+
+
+class NoticeMessage(_Message, frozen=True):
+    """A notice of the agent to a process.
+
+    Attributes:
+        number: the number of the notice.
+        seconds: seconds until the change; 0 withdraws the notice.
+        reason: ``node_joined``, ``node_left`` or ``resized``.
+        cause: the reason as a sentence.
+    """
+
+    number: Number
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    reason: str = ""
+    cause: str = ""
+
+
+MessageT = TypeVar("MessageT", bound=msgspec.Struct)
+
+
+def encode_lines(*messages: msgspec.Struct) -> bytes:
+    """Return messages as lines of JSON."""
+    return b"".join(msgspec.json.encode(message) + b"\n" for message in messages)
+
+
+def decode_line(line: bytes, kind: type[MessageT]) -> MessageT:
+    """Return the message in a line; raise ValueError if the line is not such a message."""
+    return msgspec.json.decode(line, type=kind)

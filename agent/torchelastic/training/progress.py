@@ -1,0 +1,163 @@
+"""Reports of a worker's progress: its steps, checkpoints and heartbeats."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from torchelastic.metrics import put_metric
+from torchelastic.protocol.worker import HEARTBEAT_FILE, WorkerMessage, is_worker
+from torchelastic.training.connection import AGENT
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+INTERVAL: Final = 1.0
+"""Minimum number of seconds between two reports of checkpoints, and between two attempts to send one."""
+
+
+class CheckpointReport:
+    """A checkpoint that is being written; it contains the state of the training at the beginning of the write.
+
+    In a ``with`` statement, the write begins with the block, and is complete when the block ends without an exception.
+    In the background, the write begins when the object is created, and is complete when a thread calls :meth:`done`.
+    """
+
+    def __init__(self) -> None:
+        self._began, self._clock, self._written = time.time(), time.perf_counter(), False
+
+    def __enter__(self) -> Self:
+        self._began, self._clock, self._written = time.time(), time.perf_counter(), False
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.done()
+
+    def done(self, future: Any = None) -> None:  # noqa: ANN401 - of concurrent.futures, asyncio or torch
+        """Report that the checkpoint is written; a second call has no effect.
+
+        Args:
+            future: the future of the write, as in ``future.add_done_callback(writing.done)``. If it was canceled or
+                failed, nothing is reported.
+        """
+        if self._written or (future is not None and (future.cancelled() or future.exception() is not None)):
+            return
+        self._written = True
+        put_metric("checkpoint.write_latency_ms", (time.perf_counter() - self._clock) * 1000)
+        REPORTS.add("last_checkpoint_at", self._began)
+
+
+def step() -> None:
+    """Report the beginning of a training step; call this function for each step, on all ranks.
+
+    The first call ends the time that counts as restoring. The time between two calls is measured as
+    ``train_step.duration.ms``.
+    """
+    now = time.perf_counter()
+    before, REPORTS.step_began = REPORTS.step_began, now
+    if not before:
+        REPORTS.first_step()
+        return
+    put_metric("train_step.duration.ms", (now - before) * 1000)
+    if REPORTS.has_stepped:
+        REPORTS.send()
+    else:
+        REPORTS.has_stepped = True
+        REPORTS.add("second_step_at", time.time())
+
+
+def report_checkpoint() -> CheckpointReport:
+    """Return a context manager for a block that writes a checkpoint of the training up to the block.
+
+    ::
+
+        with torchelastic.report_checkpoint():
+            torch.save(state, path)
+
+    If the block ends without an exception, its duration is measured as ``checkpoint.write_latency_ms``. If several
+    ranks write, the block of rank 0 is reported; it must end after all ranks have written. To write in the background::
+
+        writing = torchelastic.report_checkpoint()
+        torch.distributed.checkpoint.async_save(state, checkpoint_id=path).add_done_callback(writing.done)
+    """
+    return CheckpointReport()
+
+
+class Reports:
+    """The reports of this process to its agent; a child of a worker sends none.
+
+    Attributes:
+        step_began: when this process last called :func:`step`, by ``time.perf_counter``; 0 before the first call.
+        has_begun: whether the first training step was reported, by :func:`step` or by a step of an optimizer.
+        has_stepped: whether this process has completed a step.
+    """
+
+    def __init__(self) -> None:
+        self.step_began = 0.0
+        self.has_begun = False
+        self.has_stepped = False
+        self._lock = threading.RLock()  # reentrant: a signal handler may report a checkpoint; never held while waiting
+        self._unsent: dict[str, Any] = {}  # fields of a message
+        self._next = -math.inf
+
+    def first_step(self, *_: object) -> None:
+        """Report the first training step; a later call has no effect. This is also a hook of torch's optimizers."""
+        if not self.has_begun:
+            self.has_begun = True
+            self.add("first_step_at", time.time())
+
+    def add(self, what: str, when: float) -> None:
+        """Report one of the first two steps or a checkpoint to the agent; only the first step on other ranks than 0.
+
+        Args:
+            what: ``first_step_at``, ``second_step_at``, or ``last_checkpoint_at``, which replaces an unsent one.
+            when: the time, in seconds since the Unix epoch.
+        """
+        if is_worker() and (what == "first_step_at" or os.environ.get("RANK") == "0"):
+            with self._lock:
+                self._unsent[what] = max(when, self._unsent.get(what, 0.0))
+            self.send()
+
+    def send(self, *, at_exit: bool = False) -> None:
+        """Send the unsent reports if the interval is over or the process exits."""
+        if not self._is_due(at_exit) or not is_worker():
+            return
+        with self._lock:
+            if not self._is_due(at_exit):  # another thread has sent them
+                return
+            unsent, self._unsent = self._unsent, {}
+            if "last_checkpoint_at" in unsent:  # set before the message is sent: a signal handler may report meanwhile
+                self._next = time.perf_counter() + INTERVAL
+            if not AGENT.send(WorkerMessage(**unsent)):
+                self._unsent = unsent | self._unsent
+                self._next = time.perf_counter() + INTERVAL
+
+    def _is_due(self, at_exit: bool) -> bool:
+        return bool(self._unsent) and (at_exit or time.perf_counter() >= self._next)
+
+
+REPORTS: Final = Reports()
+"""The reports of this process."""
+
+atexit.register(REPORTS.send, at_exit=True)
+
+
+def heartbeat() -> None:
+    """Report that this worker makes progress. The call is cheap enough for every step.
+
+    If ``--heartbeat-timeout`` is set, a worker without a heartbeat for that time counts as hung. The agent kills it
+    and reports a failure with the worker's stack. A program that is not written in Python touches the file named by
+    ``TORCHELASTIC_HEARTBEAT_FILE`` instead; the variable is set if ``--heartbeat-timeout`` is set.
+    """
+    path = os.environ.get(HEARTBEAT_FILE)
+    if path and is_worker():
+        with contextlib.suppress(OSError):
+            os.utime(path)
