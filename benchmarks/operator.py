@@ -16,8 +16,8 @@ from benchmarks.operator_cluster import OperatedCluster
 from benchmarks.operator_peer import TrainingOperator
 from benchmarks.report import Report, note
 from elastic_operator.errors import BadInput
-from tests.support.testbed.binaries import binary
-from tests.support.testbed.cache import Missing
+from testbed.binaries import binary
+from testbed.cache import Missing
 
 if TYPE_CHECKING:
     import argparse

@@ -21,9 +21,9 @@ from benchmarks.operator_nodes import LINGERS, SimulatedNodes
 from benchmarks.operator_watch import PodWatch
 from elastic_operator.api.constants import ANNOTATION_SIZE
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, Api
+from testbed.binaries import binary
+from testbed.control_plane import ControlPlane
 from tests.support.operator_process import OperatorProcess
-from tests.support.testbed.binaries import binary
-from tests.support.testbed.control_plane import ControlPlane
 from torchelastic.protocol import Member, NodeRecord, RoundRecord, RunKeys, SizeRecord, StateRecord, decode, encode
 from torchelastic.store.api import StoreSettings
 from torchelastic.store.client import connect

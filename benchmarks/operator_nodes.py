@@ -11,11 +11,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from tests.support.testbed.binaries import binary
-from tests.support.testbed.daemons import Daemon, kill_all
+from testbed.binaries import binary
+from testbed.daemons import Daemon, kill_all
 
 if TYPE_CHECKING:
-    from tests.support.testbed.control_plane import ControlPlane
+    from testbed.control_plane import ControlPlane
 
 LINGERS: Final = "testbed/lingers"
 """The annotation of pods that stay Terminating when they are deleted."""

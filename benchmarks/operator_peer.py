@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from elastic_operator.errors import BadInput
 from elastic_operator.kubernetes.client import SECRETS, Resource
 from elastic_operator.local.processes import free_ports
-from tests.support.testbed.daemons import Daemon
+from testbed.daemons import Daemon
 
 if TYPE_CHECKING:
     from types import TracebackType

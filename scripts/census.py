@@ -156,8 +156,8 @@ async def crash_path() -> list[str]:
 
 async def apply_path() -> tuple[list[str], dict[str, int]]:
     """Return the modules that run from ``kubectl apply`` until all pods exist, and the path through ``plan()``."""
+    from testbed.control_plane import ControlPlane
     from tests.support.operator_process import OperatorProcess
-    from tests.support.testbed.control_plane import ControlPlane
 
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)

@@ -23,7 +23,7 @@ from tests.support.operator_namespace import manifest as job
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tests.support.testbed.cluster import Cluster
+    from testbed.cluster import Cluster
 
 pytestmark = pytest.mark.control_plane
 

@@ -12,8 +12,8 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.support.testbed import availability, node_cgroups
-from tests.support.testbed.cache import Missing
+from testbed import availability, node_cgroups
+from testbed.cache import Missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,10 +14,10 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from tests.support.testbed import image_base, image_build
-from tests.support.testbed.binaries import DEFAULT_GO_BIN, binary
-from tests.support.testbed.binaries import is_ready as is_built
-from tests.support.testbed.cache import Missing, cache_folder, locked
+from testbed import image_base, image_build
+from testbed.binaries import DEFAULT_GO_BIN, binary
+from testbed.binaries import is_ready as is_built
+from testbed.cache import Missing, cache_folder, locked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,15 +7,15 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tests.support.testbed import node_config
-from tests.support.testbed.daemons import Daemon, DaemonDied, probing, until_ready
+from testbed import node_config
+from testbed.daemons import Daemon, DaemonDied, probing, until_ready
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from tests.support.testbed.node_config import Bed
+    from testbed.node_config import Bed
 
 
 def main(bed: Bed) -> int:
@@ -27,7 +27,7 @@ def main(bed: Bed) -> int:
     return 1
 
 
-def say(event: str, **more: Any) -> None:
+def say(event: str, **more: object) -> None:
     """Report to the tests."""
     print(json.dumps({"event": event, **more}), flush=True)
 

@@ -1,6 +1,6 @@
 """A Python for test programs that finds the oldest supported torch before this environment's torch.
 
-CUDA's libraries are stubs (:mod:`tests.support.testbed.cuda_stubs`); everything else is torch as released.
+CUDA's libraries are stubs (:mod:`testbed.cuda_stubs`); everything else is torch as released.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import venv
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tests.support.testbed import cuda_stubs
-from tests.support.testbed.cache import Missing, cache_folder, locked
+from testbed import cuda_stubs
+from testbed.cache import Missing, cache_folder, locked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

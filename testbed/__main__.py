@@ -1,4 +1,4 @@
-"""``python -m tests.support.testbed prepare`` prepares the test bed before the tests run.
+"""``python -m testbed prepare`` prepares the test bed before the tests run.
 
 If you skip this command, pytest prepares the test bed when it collects the tests. The command prints the parts
 that are unavailable on this machine. If a part is unavailable, the exit code is 0, or 1 if the environment
@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.support.testbed import availability, binaries
+from testbed import availability, binaries
 
 
 def main() -> int:
     """Prepare the test bed, and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.support.testbed", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m testbed", description=__doc__)
     subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
     preparing = subcommands.add_parser("prepare", help="prepare parts of the test bed")
     usual = [part for part in availability.PARTS if availability.EXHAUSTIVE or part not in availability.ONLY_EXHAUSTIVE]

@@ -18,7 +18,7 @@ import urllib.parse
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from tests.support.testbed.cache import Missing, cache_folder, locked
+from testbed.cache import Missing, cache_folder, locked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.support.testbed import installation
+from testbed import installation
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from tests.support.testbed.installation import Site
+    from testbed.installation import Site
 
 DEFAULT_TIMEOUT = 180.0
 """The default time limit of a command in seconds."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final, Literal, NoReturn
 
 import pytest
 
-from tests.support.testbed import binaries, packages
-from tests.support.testbed.cache import Missing
+from testbed import binaries, packages
+from testbed.cache import Missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -107,7 +107,7 @@ def _needs(part: Part) -> Iterator[Step]:
         case "oldest_etcd":
             yield from _programs("etcd-3.4")
         case "oldest_torch":
-            from tests.support import oldest_torch
+            from testbed import oldest_torch
 
             what, is_ready, make = f"torch {oldest_torch.VERSION}", oldest_torch.is_ready, oldest_torch.packages
             yield Step(what=what, lane="downloads", is_ready=is_ready, make=make)
@@ -119,7 +119,7 @@ def _needs(part: Part) -> Iterator[Step]:
             yield from _programs("kwok")
         case "control_plane" | "node":
             if part == "node":
-                from tests.support.testbed import node
+                from testbed import node
 
                 node.check_machine()
             yield from _programs("kube-apiserver", "etcd", "helm")
@@ -159,7 +159,7 @@ def _packages(name: packages.SetName, purpose: str) -> Step:
 
 
 def _images() -> Iterator[Step]:
-    from tests.support.testbed import images
+    from testbed import images
 
     for name, tag in images.IMAGES.items():
         yield Step(

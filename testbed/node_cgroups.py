@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tests.support.testbed.cache import Missing
+from testbed.cache import Missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -239,5 +239,5 @@ def _below(mounted: str, root: str, group: str) -> Path:
 
 
 def unescaped(field: str) -> str:
-    """Return a path of mountinfo without escapes, such as \\040 for a blank."""
+    r"""Return a path of mountinfo without escapes, such as \040 for a blank."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)

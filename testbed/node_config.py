@@ -22,12 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from tests.support.testbed import installation, packages
+from testbed import installation, packages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tests.support.testbed.installation import Site
+    from testbed.installation import Site
 
 NAME: Final = "node1"
 ADDRESS: Final = "10.88.255.1"

@@ -24,17 +24,17 @@ import subprocess
 import sys
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tests.support.testbed import node_cgroups
-from tests.support.testbed.node_config import CONTAINERD, KUBELET, Bed
-from tests.support.testbed.node_syscalls import Namespace, die_with_parent, unshare
+from testbed import node_cgroups
+from testbed.node_config import CONTAINERD, KUBELET, Bed
+from testbed.node_syscalls import Namespace, die_with_parent, unshare
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _GROUPS = "groups.json"
-_ROOT = Path(__file__).parents[3]
+_ROOT = Path(__file__).parents[1]
 
 
 def main(folder: str) -> int:
@@ -62,7 +62,7 @@ def main(folder: str) -> int:
     return 1 if left else 0
 
 
-def say(event: str, **more: Any) -> None:
+def say(event: str, **more: object) -> None:
     """Report to the tests, which may have exited."""
     with contextlib.suppress(BrokenPipeError):
         print(json.dumps({"event": event, **more}), flush=True)
@@ -143,9 +143,9 @@ def _started(folder: str, place: Path, groups: node_cgroups.Groups) -> subproces
         unshare(others)
 
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.support.testbed.node_inside", folder, str(place)],
+        [sys.executable, "-m", "testbed.node_inside", folder, str(place)],
         stdin=subprocess.DEVNULL,
-        preexec_fn=become_the_node,  # safe, because this process has one thread
+        preexec_fn=become_the_node,  # noqa: PLW1509 - safe, because this process has one thread
         cwd=_ROOT,
     )
 

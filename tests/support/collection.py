@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.support.testbed import availability
+from testbed import availability
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,7 +18,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tests.support.testbed.cache import Missing
+from testbed.cache import Missing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

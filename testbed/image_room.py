@@ -21,8 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tests.support.testbed import packages
-from tests.support.testbed.cache import Missing, cache_folder, locked
+from testbed import packages
+from testbed.cache import Missing, cache_folder, locked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

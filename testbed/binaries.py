@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tests.support.testbed.cache import Missing, cache_folder, locked
+from testbed.cache import Missing, cache_folder, locked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

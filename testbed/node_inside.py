@@ -20,9 +20,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.support.testbed import node_cgroups, node_config, node_parts
-from tests.support.testbed.node_config import Bed
-from tests.support.testbed.node_syscalls import Mount, mount
+from testbed import node_cgroups, node_config, node_parts
+from testbed.node_config import Bed
+from testbed.node_syscalls import Mount, mount
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import trustme
 
-from tests.support.testbed.binaries import binary
+from testbed.binaries import binary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

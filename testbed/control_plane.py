@@ -18,9 +18,9 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Self
 
 from elastic_operator.local.processes import free_ports
-from tests.support.testbed.cluster import Cluster
-from tests.support.testbed.daemons import Daemon, DaemonDied, kill_all, probing, until_ready
-from tests.support.testbed.installation import (
+from testbed.cluster import Cluster
+from testbed.daemons import Daemon, DaemonDied, kill_all, probing, until_ready
+from testbed.installation import (
     Site,
     api_server_command,
     controller_manager_command,

@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from tests.support.testbed import image_room, packages
-from tests.support.testbed.cache import cache_folder, locked
+from testbed import image_room, packages
+from testbed.cache import cache_folder, locked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -131,7 +131,7 @@ def write_image(out: Path, *, name: str, layer: Path, config: Mapping[str, Any])
         "os": "linux",
         "config": dict(config),
         "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
-        "history": [{"created_by": "tests.support.testbed"}],
+        "history": [{"created_by": "testbed"}],
     }
     text = json.dumps(described, sort_keys=True).encode()
     configuration = f"{hashlib.sha256(text).hexdigest()}.json"

@@ -4,19 +4,6 @@ The node runs etcd, API server, controller manager, scheduler, containerd, kubel
 in seconds. It needs root on Linux, and changes nothing on the machine: the node has its own network, mounts, processes
 and control groups, nothing is installed, and files are written only to the node's folder and to the cache folder.
 
-=====================  ===============================================================================
-module                 content
-=====================  ===============================================================================
-``node``               the operations of tests on a node
-``node_config``        command lines and configuration files
-``node_parts``         the start order and the readiness of the processes
-``node_inside``        the first process in the namespaces
-``node_keeper``        the process that removes the node
-``node_cgroups``       its control groups
-``node_enter``         commands in the namespaces
-``node_syscalls``      system calls that Python lacks
-=====================  ===============================================================================
-
 Two effects reach the machine: the kernel may load modules for containers (overlay, veth, netfilter), and keeps them;
 and a privileged container can change the machine, as on any node.
 """
@@ -36,14 +23,14 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from tests.support.testbed import images, installation, node_cgroups, node_config, packages
-from tests.support.testbed.binaries import binary
-from tests.support.testbed.cache import Missing, cache_folder
-from tests.support.testbed.cluster import DEFAULT_TIMEOUT, Cluster
-from tests.support.testbed.images import Kept, full_name, listed
-from tests.support.testbed.installation import Site
-from tests.support.testbed.node_config import Bed
-from tests.support.testbed.node_enter import command_prefix
+from testbed import images, installation, node_cgroups, node_config, packages
+from testbed.binaries import binary
+from testbed.cache import Missing, cache_folder
+from testbed.cluster import DEFAULT_TIMEOUT, Cluster
+from testbed.images import Kept, full_name, listed
+from testbed.installation import Site
+from testbed.node_config import Bed
+from testbed.node_enter import command_prefix
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -58,7 +45,7 @@ _END_LIMIT = 60.0
 _POLL = 0.02
 """Seconds between two checks for an image; there is no event to wait for."""
 _TAIL = 4000
-_ROOT = Path(__file__).parents[3]
+_ROOT = Path(__file__).parents[1]
 
 
 class NodeFailed(RuntimeError):  # noqa: N818 - the name is the reason
@@ -234,7 +221,7 @@ class Node(Cluster):
         (self.folder / "bed.json").write_text(self._bed.written())
         with (self.folder / "keeper.log").open("wb") as log:
             self._keeper = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.testbed.node_keeper", str(self.folder)],
+                [sys.executable, "-m", "testbed.node_keeper", str(self.folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

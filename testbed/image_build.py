@@ -1,7 +1,7 @@
 """Build an image from its Dockerfile with buildah, which needs no service and no image registry.
 
 Layers are kept in a storage below the cache folder, one for each image, so that only changed layers are built.
-In images, stubs replace CUDA's libraries (:mod:`tests.support.testbed.cuda_stubs`).
+In images, stubs replace CUDA's libraries (:mod:`testbed.cuda_stubs`).
 Each stage gets a name in the storage, so that unused layers can be removed. When the pinned versions change, the
 storage is replaced.
 """
@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from tests.support.testbed import cuda_stubs, image_base, image_room
+from testbed import cuda_stubs, image_base, image_room
 
-ROOT: Final = Path(__file__).parents[3]
+ROOT: Final = Path(__file__).parents[1]
 """The project's folder, which is the build context."""
 
 _LIMIT: Final = 1800.0
