@@ -14,23 +14,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from benchmarks.network import INTERFACE
+from benchmarks.recovery.network import INTERFACE
 from elastic_operator.local.processes import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from benchmarks.launchers import Launcher
-    from benchmarks.network import Network
-    from benchmarks.processes import ProcessTree
-    from benchmarks.worker_reports import WorkerReport, WorkerReports
+    from benchmarks.recovery.launchers import Launcher
+    from benchmarks.recovery.network import Network
+    from benchmarks.support.processes import ProcessTree
+    from benchmarks.support.worker_reports import WorkerReport, WorkerReports
     from torchelastic.agent.workers.processes import Child
 
 GLOO_TIMEOUT: Final = 10.0
 """Seconds after which an all-reduce with an unreachable host fails. With the default of 30 minutes, torchrun would not
 notice an unreachable host in time. torchelastic's agents do not need this timeout."""
 
-_ROOT: Final = Path(__file__).parents[1]
+_ROOT: Final = Path(__file__).parents[2]
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Run:
         """Return the name of the leading agent, or of the agent that hosts torchrun's store."""
         if not self.launcher.is_ours:
             return next(iter(self.agents))
-        command = [*self._inside("etcd"), sys.executable, "-m", "benchmarks.leader", self.etcd, self._id]
+        command = [*self._inside("etcd"), sys.executable, "-m", "benchmarks.recovery.leader", self.etcd, self._id]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     def follower(self) -> str:

@@ -13,23 +13,23 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks import network
-from benchmarks.command_line import parser, run_to_end
-from benchmarks.etcd import BreakableEtcd, choose_etcd
-from benchmarks.launchers import TORCHRUN
-from benchmarks.processes import ProcessTree
-from benchmarks.report import Measurement, Report, note, summary
-from benchmarks.runs import GLOO_TIMEOUT, Run
-from benchmarks.scenarios import SCENARIOS
-from benchmarks.worker_reports import Missing, WorkerReports
+from benchmarks.recovery import network
+from benchmarks.recovery.launchers import TORCHRUN
+from benchmarks.recovery.runs import GLOO_TIMEOUT, Run
+from benchmarks.recovery.scenarios import SCENARIOS
+from benchmarks.support.command_line import parser, run_to_end
+from benchmarks.support.etcd import BreakableEtcd, choose_etcd
+from benchmarks.support.processes import ProcessTree
+from benchmarks.support.report import Measurement, Report, note, summary
+from benchmarks.support.worker_reports import Missing, WorkerReports
 from elastic_operator.local.processes import free_ports
 
 if TYPE_CHECKING:
     import argparse
     from pathlib import Path
 
-    from benchmarks.launchers import Launcher
-    from benchmarks.scenarios import Sample, Scenario
+    from benchmarks.recovery.launchers import Launcher
+    from benchmarks.recovery.scenarios import Sample, Scenario
 
 MAX_FAILURES: Final = 2
 """Number of failed attempts after which a launcher is not tried again; each failed attempt takes the whole limit."""

@@ -1,6 +1,6 @@
 """Trains until it is stopped, and causes a fault in one process: see :mod:`benchmarks.inprocess`.
 
-``inprocess.py FOLDER LAUNCHER FAULT WHERE [ETCD RANKS LEASE]``: LAUNCHER is "torchelastic" for ``torchelastic.train``
+``program.py FOLDER LAUNCHER FAULT WHERE [ETCD RANKS LEASE]``: LAUNCHER is "torchelastic" for ``torchelastic.train``
 without an agent, or "torchrun" for a plain program. Each process writes the file FOLDER/PID, with one line for each
 step: ``step TIME ROUND WORLD_SIZE``, with the time of the monotonic clock. If FOLDER/PID.fault exists, the process
 writes ``fault TIME`` and causes the fault.

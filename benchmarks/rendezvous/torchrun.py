@@ -7,7 +7,8 @@ follows a failed worker, begins at once, although torchrun's agents notice a fai
 The minimum is N nodes: with a lower minimum, torchrun would complete the round after the last call, and later nodes
 would wait for the next round.
 
-``python -m benchmarks.rendezvous_torch NODES MAX LAST_CALL`` prints the seconds of the first and second round as JSON.
+``python -m benchmarks.rendezvous.torchrun NODES MAX LAST_CALL`` prints the seconds of the first and second round
+as JSON.
 """
 
 from __future__ import annotations

@@ -7,17 +7,17 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Final
 
-from benchmarks.operator_audit import writes
-from benchmarks.operator_nodes import LINGERS
-from benchmarks.operator_peer import CREATED_ONCE, ONCE, PEER, REPLACED_ONCE
-from benchmarks.report import Measurement
+from benchmarks.operator.audit import writes
+from benchmarks.operator.nodes import LINGERS
+from benchmarks.operator.peer import CREATED_ONCE, ONCE, PEER, REPLACED_ONCE
+from benchmarks.support.report import Measurement
 from elastic_operator.kubernetes.client import ELASTIC_JOBS
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Sequence
 
-    from benchmarks.operator_cluster import OperatedCluster
+    from benchmarks.operator.cluster import OperatedCluster
 
 CREATED_WANTED: Final = {300: 1.2, 1000: 4.0}
 _REPLACED_WANTED: Final = 0.5

@@ -13,15 +13,15 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from benchmarks.launchers import WORKER
-from benchmarks.worker_reports import Missing
+from benchmarks.recovery.launchers import WORKER
+from benchmarks.support.worker_reports import Missing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from benchmarks.etcd import BreakableEtcd
-    from benchmarks.processes import ProcessTree
-    from benchmarks.worker_reports import WorkerReport, WorkerReports
+    from benchmarks.support.etcd import BreakableEtcd
+    from benchmarks.support.processes import ProcessTree
+    from benchmarks.support.worker_reports import WorkerReport, WorkerReports
     from torchelastic.agent.workers.processes import Child
 
 EVERY: Final = 0.1

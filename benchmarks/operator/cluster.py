@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from benchmarks.etcd import etcd_serving
-from benchmarks.operator_audit import Audit, writes
-from benchmarks.operator_nodes import LINGERS, SimulatedNodes
-from benchmarks.operator_watch import PodWatch
+from benchmarks.operator.audit import Audit, writes
+from benchmarks.operator.nodes import LINGERS, SimulatedNodes
+from benchmarks.operator.pod_watch import PodWatch
+from benchmarks.support.etcd import etcd_serving
 from elastic_operator.api.constants import ANNOTATION_SIZE
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, Api
 from testbed.binaries import binary
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from types import TracebackType
 
-    from benchmarks.operator_watch import SeenPod
+    from benchmarks.operator.pod_watch import SeenPod
     from elastic_operator.kubernetes.client import Resource
     from torchelastic.store.api import Store
 
 OPERATORS_NAMESPACE: Final = "elastic-system"
 _ACCOUNT: Final = "elastic-operator"
 _USER: Final = f"system:serviceaccount:{OPERATORS_NAMESPACE}:{_ACCOUNT}"
-_DEFINITION: Final = Path(__file__).parents[1] / "crds" / "elasticjob.yaml"
+_DEFINITION: Final = Path(__file__).parents[2] / "crds" / "elasticjob.yaml"
 _LOW_PRIORITY: Final = ("kube-scheduler", "kube-controller-manager")
 """The control plane's components of low priority. Like kwok, which simulates the kubelets, they get only the processor
 time that the API server, its etcd and the operator leave. In a real cluster, they and the kubelets have their own

@@ -1,4 +1,4 @@
-"""Starts and controls the processes with nodes (:mod:`benchmarks.rendezvous_nodes`)."""
+"""Starts and controls the processes with nodes (:mod:`benchmarks.rendezvous.nodes`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 
-from benchmarks.etcd import wake
+from benchmarks.support.etcd import wake
 from elastic_operator.local.pdeathsig import with_pdeathsig
 from torchelastic.protocol import LeaderRecord, NodeRecord, RunKeys, decode
 from torchelastic.store.api import Listing, StoreSettings
@@ -81,7 +81,7 @@ class NodeProcesses:
         await wake(self._direct)
         for _ in self.names:
             process = await asyncio.create_subprocess_exec(
-                *with_pdeathsig((sys.executable, "-m", "benchmarks.rendezvous_nodes", *self._arguments)),
+                *with_pdeathsig((sys.executable, "-m", "benchmarks.rendezvous.nodes", *self._arguments)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
             )

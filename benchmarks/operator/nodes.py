@@ -1,7 +1,7 @@
 """Simulated nodes: kwok reports thousands of pods as running without running them.
 
 The scheduler binds pods to these nodes; then kwok writes the status that a kubelet would write, as
-``operator_nodes.yaml`` in this folder defines. So the API server, the controllers and the operator have the same work
+``nodes.yaml`` in this folder defines. So the API server, the controllers and the operator have the same work
 as with real nodes.
 """
 
@@ -23,7 +23,7 @@ LINGERS: Final = "testbed/lingers"
 MARK: Final = "testbed/node"
 """The annotation of the nodes that kwok manages."""
 
-STAGES: Final = Path(__file__).with_name("operator_nodes.yaml")
+STAGES: Final = Path(__file__).with_name("nodes.yaml")
 
 
 class SimulatedNodes:

@@ -10,11 +10,11 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from benchmarks import operator_scenarios as scenarios
-from benchmarks.command_line import at_least, duration, existing, parser, run_to_end
-from benchmarks.operator_cluster import OperatedCluster
-from benchmarks.operator_peer import TrainingOperator
-from benchmarks.report import Report, note
+from benchmarks.operator import scenarios
+from benchmarks.operator.cluster import OperatedCluster
+from benchmarks.operator.peer import TrainingOperator
+from benchmarks.support.command_line import at_least, duration, existing, parser, run_to_end
+from benchmarks.support.report import Report, note
 from elastic_operator.errors import BadInput
 from testbed.binaries import binary
 from testbed.cache import Missing

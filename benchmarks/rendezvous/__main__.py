@@ -17,11 +17,11 @@ import statistics
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.command_line import at_least, parser, run_to_end
-from benchmarks.etcd import choose_etcd, cpu_seconds, etcd_serving
-from benchmarks.metering import Meter
-from benchmarks.rendezvous_processes import Change, NodeProcesses
-from benchmarks.report import Measurement, Report, note
+from benchmarks.rendezvous.etcd_proxy import Meter
+from benchmarks.rendezvous.processes import Change, NodeProcesses
+from benchmarks.support.command_line import at_least, parser, run_to_end
+from benchmarks.support.etcd import choose_etcd, cpu_seconds, etcd_serving
+from benchmarks.support.report import Measurement, Report, note
 from elastic_operator.local.pdeathsig import with_pdeathsig
 
 if TYPE_CHECKING:
@@ -134,7 +134,9 @@ async def shared_out(etcd: Path, nodes: int, processes: int) -> dict[str, Any]:
 async def torchrun(nodes: int, most: int) -> dict[str, float]:
     """Return the seconds of torchrun's first and second round of this number of nodes, with ``most`` as the maximum."""
     process = await asyncio.create_subprocess_exec(
-        *with_pdeathsig((sys.executable, "-m", "benchmarks.rendezvous_torch", str(nodes), str(most), str(LAST_CALL))),
+        *with_pdeathsig(
+            (sys.executable, "-m", "benchmarks.rendezvous.torchrun", str(nodes), str(most), str(LAST_CALL))
+        ),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

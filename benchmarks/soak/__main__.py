@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from benchmarks.command_line import at_least, parser, run_to_end
-from benchmarks.etcd import BreakableEtcd, choose_etcd
-from benchmarks.processes import ProcessTree
-from benchmarks.report import Measurement, Report, note
-from benchmarks.soak_faults import KINDS, Fault, missing, plan
-from benchmarks.soak_run import Agents
-from benchmarks.worker_reports import Missing, WorkerReports
+from benchmarks.soak.agents import Agents
+from benchmarks.soak.faults import KINDS, Fault, missing, plan
+from benchmarks.support.command_line import at_least, parser, run_to_end
+from benchmarks.support.etcd import BreakableEtcd, choose_etcd
+from benchmarks.support.processes import ProcessTree
+from benchmarks.support.report import Measurement, Report, note
+from benchmarks.support.worker_reports import Missing, WorkerReports
 from elastic_operator.local.processes import free_ports
 
 if TYPE_CHECKING:

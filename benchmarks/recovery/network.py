@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Self
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from benchmarks.processes import ProcessTree
+    from benchmarks.support.processes import ProcessTree
     from torchelastic.agent.workers.processes import Child
 
 INTERFACE: Final = "eth0"

@@ -1,4 +1,4 @@
-"""Reports of the workers of a benchmark (:mod:`benchmarks.programs.worker`), which they write to a named pipe."""
+"""Reports of the workers of a benchmark (:mod:`benchmarks.recovery.worker`), which they write to a named pipe."""
 
 from __future__ import annotations
 

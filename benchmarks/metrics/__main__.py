@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
-from benchmarks.command_line import at_least, parser, run_to_end
-from benchmarks.processes import ProcessTree
-from benchmarks.programs.metrics_worker import FLOOD
-from benchmarks.report import Measurement, Report, note
+from benchmarks.metrics.worker import FLOOD
+from benchmarks.support.command_line import at_least, parser, run_to_end
+from benchmarks.support.processes import ProcessTree
+from benchmarks.support.report import Measurement, Report, note
 from elastic_operator.errors import BadInput
 from elastic_operator.local.processes import free_ports
 
@@ -42,7 +42,7 @@ INTERVAL: Final = 1.0
 _STOP_LIMIT: Final = 30.0
 """Seconds within which an agent must exit after SIGTERM."""
 
-_PROGRAM: Final = ("-m", "benchmarks.programs.metrics_worker")
+_PROGRAM: Final = ("-m", "benchmarks.metrics.worker")
 
 
 @dataclass(frozen=True, slots=True)

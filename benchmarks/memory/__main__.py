@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from benchmarks.command_line import parser, run_to_end
-from benchmarks.processes import ProcessTree
-from benchmarks.report import Measurement, Report, note
-from benchmarks.worker_reports import Missing, WorkerReport, WorkerReports
+from benchmarks.support.command_line import parser, run_to_end
+from benchmarks.support.processes import ProcessTree
+from benchmarks.support.report import Measurement, Report, note
+from benchmarks.support.worker_reports import Missing, WorkerReport, WorkerReports
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 WORKERS: Final = 4
 RATIO: Final = 2.5
 
-_IDLE: Final = str(Path(__file__).parent / "programs" / "idle.py")
+_IDLE: Final = str(Path(__file__).with_name("worker.py"))
 _ALONE: Final = ("--standalone", f"--nproc-per-node={WORKERS}", _IDLE)
 _LAUNCHERS: Final[Mapping[str, Sequence[str]]] = {
     "torchelastic-run": (sys.executable, "-m", "torchelastic.run", *_ALONE),

@@ -23,7 +23,7 @@ from torchelastic.store.client import connect, follow
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from benchmarks.processes import ProcessTree
+    from benchmarks.support.processes import ProcessTree
     from torchelastic.agent.workers.processes import Child
 
 

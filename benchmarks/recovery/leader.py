@@ -1,4 +1,4 @@
-"""Print the name of the node that leads a run: ``python -m benchmarks.leader HOST:PORT RUN_ID``.
+"""Print the name of the node that leads a run: ``python -m benchmarks.recovery.leader HOST:PORT RUN_ID``.
 
 This is a separate program, because it must run in the network namespace of etcd.
 """

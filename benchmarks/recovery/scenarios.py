@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from benchmarks.launchers import OURS, TORCHRUN_DEFAULTS, TORCHRUN_FAST_LOSS
-from benchmarks.runs import Run
+from benchmarks.recovery.launchers import OURS, TORCHRUN_DEFAULTS, TORCHRUN_FAST_LOSS
+from benchmarks.recovery.runs import Run
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from benchmarks.launchers import Launcher
-    from benchmarks.worker_reports import WorkerReport
+    from benchmarks.recovery.launchers import Launcher
+    from benchmarks.support.worker_reports import WorkerReport
 
 LEASE: Final = 5.0
 """The default of ``--rdzv-conf lease`` in seconds."""

@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from benchmarks.command_line import at_least, parser, run_to_end
-from benchmarks.etcd import BreakableEtcd, choose_etcd
-from benchmarks.launchers import TORCHRUN
-from benchmarks.processes import ProcessTree
-from benchmarks.report import Measurement, Report, note
+from benchmarks.recovery.launchers import TORCHRUN
+from benchmarks.support.command_line import at_least, parser, run_to_end
+from benchmarks.support.etcd import BreakableEtcd, choose_etcd
+from benchmarks.support.processes import ProcessTree
+from benchmarks.support.report import Measurement, Report, note
 from elastic_operator.local.processes import free_ports
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ LEASE: Final = 5.0
 
 _STEPS: Final = 400  # about 2 s
 _POLL: Final = 0.005
-_PROGRAM: Final = str(Path(__file__).parent / "programs" / "inprocess.py")
+_PROGRAM: Final = str(Path(__file__).with_name("program.py"))
 
 
 async def _until(condition: Callable[[], bool], limit: float, what: str) -> None:

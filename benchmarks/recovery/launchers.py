@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-WORKER: Final = Path(__file__).parent / "programs" / "worker.py"
-_READY: Final = "benchmarks.ready"
+WORKER: Final = Path(__file__).with_name("worker.py")
+_READY: Final = "benchmarks.recovery.ready"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Launcher:
             run_id: the id of the run.
             nnodes: the value of ``--nnodes``.
             first: whether the agent is the run's first, which hosts torchrun's store.
-            reports_ready: whether the agent writes the time at which torch is imported (:mod:`benchmarks.ready`).
+            reports_ready: whether the agent writes the time at which torch is imported (``ready.py``).
         """
         rendezvous = (f"--nnodes={nnodes}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={run_id}")
         common = (*rendezvous, f"--local-addr={address}", "--max-restarts=100")

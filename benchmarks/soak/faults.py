@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from benchmarks.worker_reports import Missing
+from benchmarks.support.worker_reports import Missing
 from torchelastic.protocol import ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from benchmarks.soak_run import Agents
+    from benchmarks.soak.agents import Agents
 
 WATCHDOG: Final = "torchelastic: watchdog"
 FORK_SERVER: Final = "torchelastic: fork server"

@@ -20,7 +20,7 @@ from testbed.daemons import Daemon
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from benchmarks.operator_cluster import OperatedCluster
+    from benchmarks.operator.cluster import OperatedCluster
 
 PEER: Final = "training-operator"
 CREATED_ONCE: Final = {9: 0.25, 101: 6.5, 300: 21.3}
