@@ -133,10 +133,9 @@ async def shared_out(etcd: Path, nodes: int, processes: int) -> dict[str, Any]:
 
 async def torchrun(nodes: int, most: int) -> dict[str, float]:
     """Return the seconds of torchrun's first and second round of this number of nodes, with ``most`` as the maximum."""
+    command = (sys.executable, "-m", "benchmarks.rendezvous.torchrun", str(nodes), str(most), str(LAST_CALL))
     process = await asyncio.create_subprocess_exec(
-        *with_pdeathsig(
-            (sys.executable, "-m", "benchmarks.rendezvous.torchrun", str(nodes), str(most), str(LAST_CALL))
-        ),
+        *with_pdeathsig(command),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
