@@ -125,20 +125,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--deletions", type=at_least(1), default=50, metavar="N", help="number of deleted pods (default: %(default)s)"
     )
     made.add_argument("--scale", type=_pair, default=(10, 200), metavar="A,B", help="numbers of pods (default: 10,200)")
-    made.add_argument(
-        "--many",
-        type=_pair,
-        default=(500, 4),
-        metavar="J,P",
-        help="number of jobs, and of pods of each (default: 500,4)",
-    )
-    made.add_argument(
-        "--large",
-        type=_pair,
-        default=(500, 10),
-        metavar="J,P",
-        help="number of jobs, and of pods of each (default: 500,10)",
-    )
+    for flag, pods in (("--many", 4), ("--large", 10)):
+        text = f"number of jobs, and of pods of each (default: 500,{pods})"
+        made.add_argument(flag, type=_pair, default=(500, pods), metavar="J,P", help=text)
     made.add_argument("--idle", type=duration, default=30.0, metavar="S", help="seconds of rest (default: %(default)g)")
     made.add_argument(
         "--changes",

@@ -119,8 +119,38 @@ def lose_one(fault: Callable[[Run, str], float], choose: Callable[[Run], str]) -
     return play
 
 
-_OTHERS: Final = (TORCHRUN_FAST_LOSS, TORCHRUN_DEFAULTS)
-_SAME_OF_LEADER: Final = "the same for the agent that leads, or hosts torchrun's store"
+def lose_each(
+    fault: Callable[[Run, str], float],
+    key: str,
+    name: str,
+    includes: str,
+    *,
+    others: tuple[Launcher, ...],
+    ours_at_most: float,
+    ratio_at_least: float,
+    network: bool = False,
+) -> tuple[Scenario, Scenario]:
+    """Return the scenarios in which a fault hits the agent that does not lead, and the agent that leads."""
+    follower = Scenario(
+        key=key,
+        name=name,
+        includes=includes,
+        play=lose_one(fault, Run.follower),
+        others=others,
+        ours_at_most=ours_at_most,
+        ratio_at_least=ratio_at_least,
+        network=network,
+    )
+    leader = replace(
+        follower,
+        key=f"{key}-leader",
+        name=f"leading {name}",
+        includes="the same for the agent that leads, or hosts torchrun's store",
+        play=lose_one(fault, Run.leader),
+        others=(),
+    )
+    return follower, leader
+
 
 SCENARIOS: Final = (
     Scenario(
@@ -140,55 +170,30 @@ SCENARIOS: Final = (
         ours_at_most=0.15,
         ratio_at_least=25,
     ),
-    Scenario(
-        key="leave",
-        name="agent leaves",
-        includes="from SIGTERM of a non-leading agent until the first all-reduce of the other agent's new worker",
-        play=lose_one(Run.ask_to_leave, Run.follower),
-        others=_OTHERS,
+    *lose_each(
+        Run.ask_to_leave,
+        "leave",
+        "agent leaves",
+        "from SIGTERM of a non-leading agent until the first all-reduce of the other agent's new worker",
+        others=(TORCHRUN_FAST_LOSS, TORCHRUN_DEFAULTS),
         ours_at_most=0.2,
         ratio_at_least=60,
     ),
-    Scenario(
-        key="leave-leader",
-        name="leading agent leaves",
-        includes=_SAME_OF_LEADER,
-        play=lose_one(Run.ask_to_leave, Run.leader),
-        ours_at_most=0.2,
-        ratio_at_least=60,
-    ),
-    Scenario(
-        key="lost",
-        name="agent and worker killed",
-        includes="from SIGKILL of an agent with its worker until the first all-reduce of the other agent's new worker",
-        play=lose_one(Run.kill_with_workers, Run.follower),
-        others=_OTHERS,
+    *lose_each(
+        Run.kill_with_workers,
+        "lost",
+        "agent and worker killed",
+        "from SIGKILL of an agent with its worker until the first all-reduce of the other agent's new worker",
+        others=(TORCHRUN_FAST_LOSS, TORCHRUN_DEFAULTS),
         ours_at_most=0.5,
         ratio_at_least=25,
     ),
-    Scenario(
-        key="lost-leader",
-        name="leading agent and worker killed",
-        includes=_SAME_OF_LEADER,
-        play=lose_one(Run.kill_with_workers, Run.leader),
-        ours_at_most=0.5,
-        ratio_at_least=25,
-    ),
-    Scenario(
-        key="silent",
-        name="host silent",
-        includes="from the first lost packet of a host until the first all-reduce of the other agent's new worker",
-        play=lose_one(Run.silence, Run.follower),
+    *lose_each(
+        Run.silence,
+        "silent",
+        "host silent",
+        "from the first lost packet of a host until the first all-reduce of the other agent's new worker",
         others=(TORCHRUN_FAST_LOSS,),
-        ours_at_most=LEASE + 0.5,
-        ratio_at_least=2,
-        network=True,
-    ),
-    Scenario(
-        key="silent-leader",
-        name="leading host silent",
-        includes=_SAME_OF_LEADER,
-        play=lose_one(Run.silence, Run.leader),
         ours_at_most=LEASE + 0.5,
         ratio_at_least=2,
         network=True,
