@@ -6,9 +6,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal, NoReturn
-
-import pytest
+from typing import TYPE_CHECKING, Final, Literal
 
 from testbed import binaries, packages
 from testbed.cache import Missing
@@ -173,10 +171,3 @@ def _images() -> Iterator[Step]:
 def fail_if_unavailable() -> bool:
     """Return whether an unavailable part is a failure, as in CI."""
     return os.environ.get("CI", "").lower() in {"1", "true"}
-
-
-def unavailable(why: Missing | str) -> NoReturn:
-    """Skip the running test because a part is missing; with CI=true, fail the test."""
-    if fail_if_unavailable():
-        pytest.fail(str(why))
-    pytest.skip(str(why))

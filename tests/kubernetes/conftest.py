@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest_asyncio
 
-from testbed import availability
 from testbed.cache import Missing
 from testbed.control_plane import ControlPlane
 from tests.support.cluster_user import ROOT, User
+from tests.support.collection import unavailable
 from tests.support.operator_namespace import OperatorNamespace
 from tests.support.watching_api import WatchingApi
 
@@ -81,7 +81,7 @@ async def node(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
         try:
             cluster = await running.enter_async_context(Node(tmp_path_factory.mktemp("node")))
         except Missing as why:  # known only after an attempt to start the node
-            availability.unavailable(why)
+            unavailable(why)
         for name, tag in images.IMAGES.items():
             await cluster.load_image(tag, images.archive(name))
         yield cluster

@@ -1,4 +1,4 @@
-"""pytest hooks that prepare the test bed of the selected tests, and distribute the tests over processes.
+"""Prepares the test bed of the selected tests, distributes the tests over processes, and skips tests.
 
 The test bed is prepared when tests are collected, so that the time limits of tests do not include the preparation.
 With pytest-xdist, each file runs in one process, and all tests on the node in one process, because there is one node.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -19,6 +19,8 @@ from testbed import availability
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from testbed.cache import Missing
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -72,3 +74,10 @@ def _heard(config: pytest.Config) -> Iterator[Any]:
     capture = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
         yield reporter.write_line if reporter else print
+
+
+def unavailable(why: Missing | str) -> NoReturn:
+    """Skip the running test because a part is missing; with CI=true, fail the test."""
+    if availability.fail_if_unavailable():
+        pytest.fail(str(why))
+    pytest.skip(str(why))
