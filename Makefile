@@ -37,7 +37,7 @@ test-exhaustive: lint testbed ## run all tests with many more examples and serve
 
 testbed: ## build Kubernetes and the images for the tests, once, in the user's cache folder
 	@scripts/bootstrap.sh dev
-	$(python) -m tests.support.testbed prepare
+	$(python) -m testbed prepare
 
 check: lint ## check format, lint, types and layers, and run the unit tests (under two minutes)
 	$(python) -m pytest tests/unit --numprocesses=auto --maxprocesses=4 $(ARGS)

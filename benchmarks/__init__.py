@@ -1,1 +1,1 @@
-"""Benchmarks: ``python -m benchmarks.NAME --json``. docs/benchmarks.md describes them."""
+"""Benchmarks: ``python -m benchmarks.NAME --json``. Each has a folder; docs/benchmarks.md describes them."""

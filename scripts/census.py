@@ -119,7 +119,7 @@ def lines_by_package() -> dict[str, Any]:
             inside = file.relative_to(folder)
             by_package[inside.parts[0] if len(inside.parts) > 1 else "."] += _lines(file)
         counted[name] = {"total": by_package.total(), "modules": len(list(folder.rglob("*.py"))), **by_package}
-    for name in ("tests", "benchmarks", "scripts"):
+    for name in ("tests", "testbed", "benchmarks", "scripts"):
         counted[name] = sum(_lines(file) for file in (ROOT / name).rglob("*.py"))
     return counted
 
@@ -156,8 +156,8 @@ async def crash_path() -> list[str]:
 
 async def apply_path() -> tuple[list[str], dict[str, int]]:
     """Return the modules that run from ``kubectl apply`` until all pods exist, and the path through ``plan()``."""
+    from testbed.control_plane import ControlPlane
     from tests.support.operator_process import OperatorProcess
-    from tests.support.testbed.control_plane import ControlPlane
 
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)

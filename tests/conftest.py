@@ -13,11 +13,11 @@ import pytest
 import pytest_asyncio
 from hypothesis import HealthCheck, settings
 
-from tests.support.etcd import EtcdServer
-from tests.support.testbed.collection import (  # noqa: F401 - hooks, which pytest finds here
+from tests.support.collection import (  # noqa: F401 - hooks, which pytest finds here
     pytest_collection_modifyitems,
     pytest_xdist_make_scheduler,
 )
+from tests.support.etcd import EtcdServer
 from torchelastic.agent.workers.linux import TREE_MARK
 from torchelastic.agent.workers.processes import python_code, spawn
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from scripts.monitoring.page import Look, Mark, Needs, Page, Panel, Query, Row, Unit, Variable
+from scripts.monitoring.page import Display, Look, Mark, Needs, Page, Query, Row, Unit, Variable
 from scripts.monitoring.promql import (
     LOST,
     MOMENT,
@@ -17,6 +17,7 @@ from scripts.monitoring.promql import (
     quantile_of_all,
     selector,
 )
+from scripts.monitoring.recovery import WORKER_RESTART, time_to_recover
 
 THIS: Final = 'job_namespace="$job_namespace", elasticjob="$elasticjob"'
 S: Final = selector(THIS)
@@ -28,8 +29,6 @@ STATE_RATES: Final = f"max by (state) (rate({WALL}{S}[{RATE}]))"
 OPERATIONS: Final = "torchelastic_operation_duration_seconds"
 STEP_TIMES: Final = mean(OPERATIONS, jobs=THIS, by="rank", only=STEPPED)
 SAVING: Final = "torchelastic_checkpoint_write_latency_seconds"
-RECOVERY: Final = "torchelastic_recovery_duration_seconds"
-WORKER_RESTART: Final = "torchelastic_worker_restart_duration_seconds"
 STORE: Final = "torchelastic_store_request_duration_seconds"
 OPERATOR_JOB: Final = "elastic_operator_job"
 MOST: Final = 20
@@ -46,7 +45,7 @@ def _named(name: str) -> str:
 
 def _went_up(series: str, found: str) -> Query:
     """Return a query that has a value whenever the maximum of a series increases."""
-    return Query(expr=f"max({series}{found}) > max({series}{found} offset {MOMENT})")
+    return Query(f"max({series}{found}) > max({series}{found} offset {MOMENT})")
 
 
 MARKS: Final = (
@@ -55,393 +54,217 @@ MARKS: Final = (
     Mark(
         name="Desired size changed",
         query=Query(
-            expr=f"max(torchelastic_job_desired_nodes{S}) != max(torchelastic_job_desired_nodes{S} offset {MOMENT})"
+            f"max(torchelastic_job_desired_nodes{S}) != max(torchelastic_job_desired_nodes{S} offset {MOMENT})"
         ),
         color="purple",
     ),
 )
 
 _AT_A_GLANCE: Final = Row(
-    title="At a glance",
-    panels=(
-        Panel(
-            title="Goodput",
-            about="The share of the time since the creation of the job in which it trained without losing the "
+    "At a glance",
+    (
+        Display("Goodput", Unit.SHARE, Look.NUMBER, width=4, decimals=1, good=0.9).show(
+            "The share of the time since the creation of the job in which it trained without losing the "
             "result; unknown if the program reports no checkpoints. Where the time went shows the rest.",
-            unit=Unit.SHARE,
-            look=Look.NUMBER,
-            width=4,
-            decimals=1,
-            good=0.9,
-            queries=(Query(expr=goodput(THIS), needs=Needs.CHECKPOINTS),),
+            Query(goodput(THIS), needs=Needs.CHECKPOINTS),
         ),
-        Panel(
-            title="Workers",
-            about="Workers that train together; 0 while there are too few nodes.",
-            unit=Unit.NUMBER,
-            look=Look.NUMBER,
-            width=3,
-            queries=(Query(expr=f"max(torchelastic_world_size{S})"),),
+        Display("Workers", Unit.NUMBER, Look.NUMBER, width=3).show(
+            "Workers that train together; 0 while there are too few nodes.", Query(f"max(torchelastic_world_size{S})")
         ),
-        Panel(
-            title="Round",
-            about="The number of the current round. Each change of the members begins a new round.",
-            unit=Unit.NUMBER,
-            look=Look.NUMBER,
-            width=3,
-            queries=(Query(expr=f"max(torchelastic_round{S})"),),
+        Display("Round", Unit.NUMBER, Look.NUMBER, width=3).show(
+            "The number of the current round. Each change of the members begins a new round.",
+            Query(f"max(torchelastic_round{S})"),
         ),
-        Panel(
-            title="Age",
-            about="The time since the creation of the job, including suspensions.",
-            unit=Unit.SECONDS,
-            look=Look.NUMBER,
-            width=3,
-            queries=(Query(expr=f"sum({STATES})"),),
+        Display("Age", Unit.SECONDS, Look.NUMBER, width=3).show(
+            "The time since the creation of the job, including suspensions.", Query(f"sum({STATES})")
         ),
-        Panel(
-            title="Lost work",
-            about="Training that no checkpoint held when its round ended. Empty if the program does not call "
+        Display("Lost work", Unit.SECONDS, Look.NUMBER, width=4).show(
+            "Training that no checkpoint held when its round ended. Empty if the program does not call "
             "torchelastic.checkpoint.",
-            unit=Unit.SECONDS,
-            look=Look.NUMBER,
-            width=4,
-            queries=(Query(expr=f"max({LOST}{S})", needs=Needs.CHECKPOINTS),),
+            Query(f"max({LOST}{S})", needs=Needs.CHECKPOINTS),
         ),
-        Panel(
-            title="Restarts",
-            about="Restarts of the workers: after a failure, which counts against maxRestarts, or free, after a "
+        Display("Restarts", Unit.NUMBER, Look.NUMBER, width=4).show(
+            "Restarts of the workers: after a failure, which counts against maxRestarts, or free, after a "
             "change of the members.",
-            unit=Unit.NUMBER,
-            look=Look.NUMBER,
-            width=4,
-            queries=(
-                Query(expr=f"max(torchelastic_job_restarts_total{CHARGED})", legend="charged"),
-                Query(expr=f"max(torchelastic_job_restarts_total{FREE})", legend="free"),
-            ),
+            Query(f"max(torchelastic_job_restarts_total{CHARGED})", "charged"),
+            Query(f"max(torchelastic_job_restarts_total{FREE})", "free"),
         ),
-        Panel(
-            title="Remaining restarts",
-            about="The worker failures that the run may still have. At 0, the next failure fails the job.",
-            unit=Unit.NUMBER,
-            look=Look.NUMBER,
-            width=3,
-            queries=(Query(expr=f"min(torchelastic_remaining_restarts{S})"),),
+        Display("Remaining restarts", Unit.NUMBER, Look.NUMBER, width=3).show(
+            "The worker failures that the run may still have. At 0, the next failure fails the job.",
+            Query(f"min(torchelastic_remaining_restarts{S})"),
         ),
     ),
 )
 
 _MEMBERS: Final = Row(
-    title="Members",
-    panels=(
-        Panel(
-            title="World size",
-            about="Workers that train together, their nodes, the desired number of nodes, and the minimum for "
-            "training.",
-            unit=Unit.NUMBER,
-            look=Look.STEPS,
-            width=12,
-            queries=(
-                Query(expr=f"max(torchelastic_world_size{S})", legend="workers"),
-                Query(expr=f"max(torchelastic_job_nodes{S})", legend="nodes"),
-                Query(expr=f"max(torchelastic_job_desired_nodes{S})", legend="desired nodes"),
-                Query(expr=f"max(torchelastic_job_min_nodes{S})", legend="minimum nodes"),
-            ),
+    "Members",
+    (
+        Display("World size", Unit.NUMBER, Look.STEPS, width=12).show(
+            "Workers that train together, their nodes, the desired number of nodes, and the minimum for training.",
+            Query(f"max(torchelastic_world_size{S})", "workers"),
+            Query(f"max(torchelastic_job_nodes{S})", "nodes"),
+            Query(f"max(torchelastic_job_desired_nodes{S})", "desired nodes"),
+            Query(f"max(torchelastic_job_min_nodes{S})", "minimum nodes"),
         ),
-        Panel(
-            title="Round",
-            about="Each step is a new round. Many steps in a row mean that the members change often.",
-            unit=Unit.NUMBER,
-            look=Look.STEPS,
-            width=6,
-            queries=(Query(expr=f"max(torchelastic_round{S})", legend="round"),),
+        Display("Round", Unit.NUMBER, Look.STEPS, width=6).show(
+            "Each step is a new round. Many steps in a row mean that the members change often.",
+            Query(f"max(torchelastic_round{S})", "round"),
         ),
-        Panel(
-            title="Nodes joined and gone",
-            about="Since the creation of the job, including the nodes of the first round. died: the node or its "
+        Display("Nodes joined and gone", Unit.NUMBER, Look.STEPS, width=6).show(
+            "Since the creation of the job, including the nodes of the first round. died: the node or its "
             "connection failed; left: the node announced it; not_needed: the job became smaller.",
-            unit=Unit.NUMBER,
-            look=Look.STEPS,
-            width=6,
-            queries=(
-                Query(expr=f"max(torchelastic_job_nodes_joined_total{S})", legend="joined"),
-                Query(expr=f"max by (cause) (torchelastic_job_nodes_gone_total{S})", legend="{{cause}}"),
-            ),
+            Query(f"max(torchelastic_job_nodes_joined_total{S})", "joined"),
+            Query(f"max by (cause) (torchelastic_job_nodes_gone_total{S})", "{{cause}}"),
         ),
-        Panel(
-            title="Pods",
-            about="The desired pods, the ready pods, and the minimum for training, as the operator reports them. "
+        Display("Pods", Unit.NUMBER, Look.STEPS, width=12).show(
+            "The desired pods, the ready pods, and the minimum for training, as the operator reports them. "
             "Empty for a job on one machine.",
-            unit=Unit.NUMBER,
-            look=Look.STEPS,
-            width=12,
-            queries=(
-                Query(expr=f"max({OPERATOR_JOB}_desired_pods{S})", legend="desired", needs=Needs.OPERATOR),
-                Query(expr=f"max({OPERATOR_JOB}_ready_pods{S})", legend="ready", needs=Needs.OPERATOR),
-                Query(expr=f"max({OPERATOR_JOB}_min_pods{S})", legend="minimum", needs=Needs.OPERATOR),
-            ),
+            Query(f"max({OPERATOR_JOB}_desired_pods{S})", "desired", needs=Needs.OPERATOR),
+            Query(f"max({OPERATOR_JOB}_ready_pods{S})", "ready", needs=Needs.OPERATOR),
+            Query(f"max({OPERATOR_JOB}_min_pods{S})", "minimum", needs=Needs.OPERATOR),
         ),
-        Panel(
-            title="Conditions",
-            about="The conditions of the job that are true. `kubectl describe elasticjob` shows their reasons.",
-            unit=Unit.NUMBER,
-            look=Look.TIMELINE,
-            width=12,
-            queries=(
-                Query(
-                    expr=f"max by (condition) ({OPERATOR_JOB}_condition{S})",
-                    legend="{{condition}}",
-                    needs=Needs.OPERATOR,
-                ),
-            ),
+        Display("Conditions", Unit.NUMBER, Look.TIMELINE, width=12).show(
+            "The conditions of the job that are true. `kubectl describe elasticjob` shows their reasons.",
+            Query(f"max by (condition) ({OPERATOR_JOB}_condition{S})", "{{condition}}", needs=Needs.OPERATOR),
         ),
     ),
 )
 
 _TIME: Final = Row(
-    title="Where the time went",
-    panels=(
-        Panel(
-            title="Time by state",
-            about="The time since the creation of the job by state: waiting for pods, rendezvous, starting and "
+    "Where the time went",
+    (
+        Display("Time by state", Unit.SECONDS, Look.STACK).show(
+            "The time since the creation of the job by state: waiting for pods, rendezvous, starting and "
             "stopping processes, restoring from a checkpoint, training, and suspended. If the program does not "
             "call torchelastic.step, restoring counts as training.",
-            unit=Unit.SECONDS,
-            look=Look.STACK,
-            queries=(Query(expr=STATES, legend="{{state}}"),),
+            Query(STATES, "{{state}}"),
         ),
-        Panel(
-            title="State over time",
-            about="The share of each state over time.",
-            unit=Unit.SHARE,
-            look=Look.STACK,
-            queries=(
-                Query(expr=f"{STATE_RATES} / ignoring (state) group_left () sum({STATE_RATES})", legend="{{state}}"),
-            ),
+        Display("State over time", Unit.SHARE, Look.STACK).show(
+            "The share of each state over time.",
+            Query(f"{STATE_RATES} / ignoring (state) group_left () sum({STATE_RATES})", "{{state}}"),
         ),
-        Panel(
-            title="Goodput",
-            about="The share of the time since the creation of the job in which it trained without losing the "
+        Display("Goodput", Unit.SHARE).show(
+            "The share of the time since the creation of the job in which it trained without losing the "
             "result; unknown if the program reports no checkpoints. Every state except training lowers it, and so does "
             "lost work.",
-            unit=Unit.SHARE,
-            queries=(Query(expr=goodput(THIS), legend="goodput", needs=Needs.CHECKPOINTS),),
+            Query(goodput(THIS), "goodput", needs=Needs.CHECKPOINTS),
         ),
-        Panel(
-            title="Lost work",
-            about="Training that no checkpoint held when its round ended, in total. If it grows much with each "
+        Display("Lost work", Unit.SECONDS, Look.STEPS).show(
+            "Training that no checkpoint held when its round ended, in total. If it grows much with each "
             "failure, write checkpoints more often.",
-            unit=Unit.SECONDS,
-            look=Look.STEPS,
-            queries=(Query(expr=f"max({LOST}{S})", legend="lost", needs=Needs.CHECKPOINTS),),
+            Query(f"max({LOST}{S})", "lost", needs=Needs.CHECKPOINTS),
         ),
-        Panel(
-            title="Time to recover",
-            about="The time from a failure or change until the first training step of a node's new workers, by cause: "
-            "the median and the 95th percentile of all nodes in the time shown. The agents' share ends when the "
-            "workers have started.",
-            unit=Unit.SECONDS,
-            look=Look.BARS,
-            queries=(
-                Query(expr=quantile_of_all(0.5, RECOVERY, jobs=THIS, by="cause"), legend="{{cause}}, median"),
-                Query(expr=quantile_of_all(0.95, RECOVERY, jobs=THIS, by="cause"), legend="{{cause}}, 95 %"),
-                Query(
-                    expr=quantile_of_all(0.5, WORKER_RESTART, jobs=THIS, by="cause"),
-                    legend="{{cause}}, agents' share, median",
-                ),
-            ),
-        ),
-        Panel(
-            title="Recoveries",
-            about="How often the workers of a node started again, by cause, on all nodes in the time shown.",
-            unit=Unit.NUMBER,
-            look=Look.BARS,
-            queries=(
-                Query(
-                    expr=f"sum by (cause) (max_over_time({WORKER_RESTART}_count{S}[{SHOWN}]))",
-                    legend="{{cause}}",
-                ),
-            ),
+        time_to_recover(THIS),
+        Display("Recoveries", Unit.NUMBER, Look.BARS).show(
+            "How often the workers of a node started again, by cause, on all nodes in the time shown.",
+            Query(f"sum by (cause) (max_over_time({WORKER_RESTART}_count{S}[{SHOWN}]))", "{{cause}}"),
         ),
     ),
 )
 
 _STEPS: Final = Row(
-    title="Steps and checkpoints",
-    panels=(
-        Panel(
-            title="Step time by rank",
-            about=f"The mean time from one torchelastic.step to the next; the {MOST} slowest ranks. If ranks wait for "
+    "Steps and checkpoints",
+    (
+        Display("Step time by rank", Unit.SECONDS).show(
+            f"The mean time from one torchelastic.step to the next; the {MOST} slowest ranks. If ranks wait for "
             "each other in each step, all of them are as slow as the slowest.",
-            unit=Unit.SECONDS,
-            queries=(Query(expr=f"topk({MOST}, {STEP_TIMES})", legend="rank {{rank}}", needs=Needs.STEPS),),
+            Query(f"topk({MOST}, {STEP_TIMES})", "rank {{rank}}", needs=Needs.STEPS),
         ),
-        Panel(
-            title="Stragglers",
-            about="The step time of the slowest rank, divided by the median of all ranks; 1 if all are equal.",
-            unit=Unit.TIMES,
-            queries=(
-                Query(
-                    expr=f"max({STEP_TIMES}) / quantile(0.5, {STEP_TIMES})",
-                    legend="slowest / median",
-                    needs=Needs.STEPS,
-                ),
+        Display("Stragglers", Unit.TIMES).show(
+            "The step time of the slowest rank, divided by the median of all ranks; 1 if all are equal.",
+            Query(f"max({STEP_TIMES}) / quantile(0.5, {STEP_TIMES})", "slowest / median", needs=Needs.STEPS),
+        ),
+        Display("Steps per second", Unit.PER_SECOND).show(
+            "The median of the ranks.",
+            Query(
+                f"quantile(0.5, sum by (rank) (rate({OPERATIONS}_count{selector(THIS, STEPPED)}[{RATE}])))",
+                "steps",
+                needs=Needs.STEPS,
             ),
         ),
-        Panel(
-            title="Steps per second",
-            about="The median of the ranks.",
-            unit=Unit.PER_SECOND,
-            queries=(
-                Query(
-                    expr=f"quantile(0.5, sum by (rank) (rate({OPERATIONS}_count{selector(THIS, STEPPED)}[{RATE}])))",
-                    legend="steps",
-                    needs=Needs.STEPS,
-                ),
-            ),
-        ),
-        Panel(
-            title="Writing checkpoints",
-            about="The mean time that the program spends in torchelastic.checkpoint, by rank, in each interval; the "
+        Display("Writing checkpoints", Unit.SECONDS).show(
+            "The mean time that the program spends in torchelastic.checkpoint, by rank, in each interval; the "
             f"{MOST} slowest ranks.",
-            unit=Unit.SECONDS,
-            queries=(
-                Query(
-                    expr=f"topk({MOST}, {mean(SAVING, jobs=THIS, by='rank')})",
-                    legend="rank {{rank}}",
-                    needs=Needs.CHECKPOINTS,
-                ),
+            Query(f"topk({MOST}, {mean(SAVING, jobs=THIS, by='rank')})", "rank {{rank}}", needs=Needs.CHECKPOINTS),
+        ),
+        Display("Checkpoints written", Unit.NUMBER, Look.BARS).show(
+            "The number of checkpoints by rank, on all nodes in the time shown.",
+            Query(
+                f"topk({MOST}, sum by (rank) (max_over_time({SAVING}_count{S}[{SHOWN}])))",
+                "rank {{rank}}",
+                needs=Needs.CHECKPOINTS,
             ),
         ),
-        Panel(
-            title="Checkpoints written",
-            about="The number of checkpoints by rank, on all nodes in the time shown.",
-            unit=Unit.NUMBER,
-            look=Look.BARS,
-            queries=(
-                Query(
-                    expr=f"topk({MOST}, sum by (rank) (max_over_time({SAVING}_count{S}[{SHOWN}])))",
-                    legend="rank {{rank}}",
-                    needs=Needs.CHECKPOINTS,
-                ),
-            ),
-        ),
-        Panel(
-            title="Slowest checkpoints",
-            about="The 99th percentile of the time to write a checkpoint, by rank, in the time shown.",
-            unit=Unit.SECONDS,
-            look=Look.BARS,
-            queries=(
-                Query(
-                    expr=f"topk({MOST}, {quantile_of_all(0.99, SAVING, jobs=THIS, by='rank')})",
-                    legend="rank {{rank}}",
-                    needs=Needs.CHECKPOINTS,
-                ),
+        Display("Slowest checkpoints", Unit.SECONDS, Look.BARS).show(
+            "The 99th percentile of the time to write a checkpoint, by rank, in the time shown.",
+            Query(
+                f"topk({MOST}, {quantile_of_all(0.99, SAVING, jobs=THIS, by='rank')})",
+                "rank {{rank}}",
+                needs=Needs.CHECKPOINTS,
             ),
         ),
     ),
 )
 
 _MACHINES: Final = Row(
-    title="Memory, GPUs, store",
-    panels=(
-        Panel(
-            title="Memory by rank",
-            about=f"The resident memory of each worker; the {MOST} largest. Memory that only grows will reach the "
+    "Memory, GPUs, store",
+    (
+        Display("Memory by rank", Unit.BYTES).show(
+            f"The resident memory of each worker; the {MOST} largest. Memory that only grows will reach the "
             "pod's limit.",
-            unit=Unit.BYTES,
-            queries=(
-                Query(
-                    expr=f"topk({MOST}, max by (rank) (torchelastic_worker_memory_bytes{S}))", legend="rank {{rank}}"
-                ),
-            ),
+            Query(f"topk({MOST}, max by (rank) (torchelastic_worker_memory_bytes{S}))", "rank {{rank}}"),
         ),
-        Panel(
-            title="Memory of the agents",
-            about=f"The resident memory of the agents' processes; the {MOST} largest.",
-            unit=Unit.BYTES,
-            queries=(
-                Query(
-                    expr=f"topk({MOST}, max by (instance) (process_resident_memory_bytes{S}))", legend="{{instance}}"
-                ),
-            ),
+        Display("Memory of the agents", Unit.BYTES).show(
+            f"The resident memory of the agents' processes; the {MOST} largest.",
+            Query(f"topk({MOST}, max by (instance) (process_resident_memory_bytes{S}))", "{{instance}}"),
         ),
-        Panel(
-            title="Store",
-            about="The 95th percentile of the duration of requests to the job's etcd. Training continues without "
+        Display("Store", Unit.SECONDS).show(
+            "The 95th percentile of the duration of requests to the job's etcd. Training continues without "
             "etcd; changes of the members wait for it.",
-            unit=Unit.SECONDS,
-            queries=(Query(expr=quantile(0.95, STORE, jobs=THIS, by="request"), legend="{{request}}"),),
+            Query(quantile(0.95, STORE, jobs=THIS, by="request"), "{{request}}"),
         ),
-        Panel(
-            title="GPU memory",
-            about=f"The share of each GPU's memory that is in use; the {MOST} highest. Empty without GPUs.",
-            unit=Unit.SHARE,
-            queries=(
-                Query(
-                    expr=f"topk({MOST}, max by (instance, gpu) (torchelastic_gpu_memory_used_bytes{S}"
-                    f" / torchelastic_gpu_memory_total_bytes{S}))",
-                    legend="{{instance}} GPU {{gpu}}",
-                    needs=Needs.GPU,
-                ),
+        Display("GPU memory", Unit.SHARE).show(
+            f"The share of each GPU's memory that is in use; the {MOST} highest. Empty without GPUs.",
+            Query(
+                f"topk({MOST}, max by (instance, gpu) (torchelastic_gpu_memory_used_bytes{S}"
+                f" / torchelastic_gpu_memory_total_bytes{S}))",
+                "{{instance}} GPU {{gpu}}",
+                needs=Needs.GPU,
             ),
         ),
-        Panel(
-            title="GPU utilization",
-            about=f"The share of time in which each GPU executed a kernel; the {MOST} lowest. Empty without GPUs.",
-            unit=Unit.SHARE,
-            queries=(
-                Query(
-                    expr=f"bottomk({MOST}, max by (instance, gpu) (torchelastic_gpu_utilization_ratio{S}))",
-                    legend="{{instance}} GPU {{gpu}}",
-                    needs=Needs.GPU,
-                ),
+        Display("GPU utilization", Unit.SHARE).show(
+            f"The share of time in which each GPU executed a kernel; the {MOST} lowest. Empty without GPUs.",
+            Query(
+                f"bottomk({MOST}, max by (instance, gpu) (torchelastic_gpu_utilization_ratio{S}))",
+                "{{instance}} GPU {{gpu}}",
+                needs=Needs.GPU,
             ),
         ),
     ),
 )
 
 _OWN: Final = Row(
-    title="The program's own metrics",
-    panels=(
-        Panel(
-            title="$gauge",
-            about=f"The value that the program reports, by rank; the {MOST} highest.",
-            unit=Unit.NUMBER,
-            repeat="gauge",
-            queries=(
-                Query(
-                    expr=f"topk({MOST}, max by (rank) ({_named('$gauge')}))",
-                    legend="rank {{rank}}",
-                    needs=Needs.OWN_METRICS,
-                ),
+    "The program's own metrics",
+    (
+        Display("$gauge", Unit.NUMBER, repeat="gauge").show(
+            f"The value that the program reports, by rank; the {MOST} highest.",
+            Query(f"topk({MOST}, max by (rank) ({_named('$gauge')}))", "rank {{rank}}", needs=Needs.OWN_METRICS),
+        ),
+        Display("$counter, per second", Unit.PER_SECOND, repeat="counter").show(
+            f"The increase per second, by rank; the {MOST} highest.",
+            Query(
+                f"topk({MOST}, sum by (rank) (rate({_named('$counter')}[{RATE}])))",
+                "rank {{rank}}",
+                needs=Needs.OWN_METRICS,
             ),
         ),
-        Panel(
-            title="$counter, per second",
-            about=f"The increase per second, by rank; the {MOST} highest.",
-            unit=Unit.PER_SECOND,
-            repeat="counter",
-            queries=(
-                Query(
-                    expr=f"topk({MOST}, sum by (rank) (rate({_named('$counter')}[{RATE}])))",
-                    legend="rank {{rank}}",
-                    needs=Needs.OWN_METRICS,
-                ),
-            ),
-        ),
-        Panel(
-            title="$histogram",
-            about=f"The mean of the values in each interval, by rank; the {MOST} highest.",
-            unit=Unit.NUMBER,
-            repeat="histogram",
-            queries=(
-                Query(
-                    expr=f"topk({MOST}, sum by (rank) (rate({_named('${histogram}_sum')}[{RATE}]))"
-                    f" / (sum by (rank) (rate({_named('${histogram}_count')}[{RATE}])) > 0))",
-                    legend="rank {{rank}}",
-                    needs=Needs.OWN_METRICS,
-                ),
+        Display("$histogram", Unit.NUMBER, repeat="histogram").show(
+            f"The mean of the values in each interval, by rank; the {MOST} highest.",
+            Query(
+                f"topk({MOST}, sum by (rank) (rate({_named('${histogram}_sum')}[{RATE}]))"
+                f" / (sum by (rank) (rate({_named('${histogram}_count')}[{RATE}])) > 0))",
+                "rank {{rank}}",
+                needs=Needs.OWN_METRICS,
             ),
         ),
     ),

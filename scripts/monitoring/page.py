@@ -50,7 +50,7 @@ class Look(enum.Enum):
     TABLE = enum.auto()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Query:
     """A PromQL query.
 
@@ -65,15 +65,13 @@ class Query:
     needs: Needs = Needs.AGENTS
 
 
-@dataclass(frozen=True, kw_only=True)
-class Panel:
-    """One panel.
+@dataclass(frozen=True)
+class Display:
+    """How a panel shows its values.
 
     Attributes:
         title: the title.
-        about: the description, in sentences.
         unit: the unit of the values.
-        queries: the queries whose results the panel shows.
         look: the kind of panel.
         width: the width in columns; a page has 24.
         decimals: the number of decimals; None for as many as fit.
@@ -84,9 +82,7 @@ class Panel:
     """
 
     title: str
-    about: str
     unit: Unit
-    queries: tuple[Query, ...]
     look: Look = Look.LINES
     width: int = 8
     decimals: int | None = None
@@ -95,8 +91,25 @@ class Panel:
     bad: float | None = None
     units: tuple[tuple[str, Unit], ...] = ()
 
+    def show(self, about: str, *queries: Query) -> Panel:
+        """Return the panel with this description and the results of these queries."""
+        return Panel(**vars(self), about=about, queries=queries)
+
 
 @dataclass(frozen=True, kw_only=True)
+class Panel(Display):
+    """One panel.
+
+    Attributes:
+        about: the description, in sentences.
+        queries: the queries whose results the panel shows.
+    """
+
+    about: str
+    queries: tuple[Query, ...]
+
+
+@dataclass(frozen=True)
 class Row:
     """Panels that belong together.
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest_asyncio
 
+from testbed.cache import Missing
+from testbed.control_plane import ControlPlane
 from tests.support.cluster_user import ROOT, User
+from tests.support.collection import unavailable
 from tests.support.operator_namespace import OperatorNamespace
-from tests.support.testbed import availability
-from tests.support.testbed.cache import Missing
-from tests.support.testbed.control_plane import ControlPlane
 from tests.support.watching_api import WatchingApi
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     import pytest
 
+    from testbed.cluster import Cluster
+    from testbed.node import Node
     from tests.support.operator_process import OperatorProcess
-    from tests.support.testbed.cluster import Cluster
-    from tests.support.testbed.node import Node
 
 DEFINITION = Path(__file__).parents[2] / "crds" / "elasticjob.yaml"
 
@@ -74,14 +74,14 @@ async def operator(ns: OperatorNamespace, tmp_path: Path) -> AsyncIterator[Opera
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def node(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
     """A Kubernetes with one node, on which pods run; each test uses its own namespaces."""
-    from tests.support.testbed import images
-    from tests.support.testbed.node import Node
+    from testbed import images
+    from testbed.node import Node
 
     async with contextlib.AsyncExitStack() as running:
         try:
             cluster = await running.enter_async_context(Node(tmp_path_factory.mktemp("node")))
         except Missing as why:  # known only after an attempt to start the node
-            availability.unavailable(why)
+            unavailable(why)
         for name, tag in images.IMAGES.items():
             await cluster.load_image(tag, images.archive(name))
         yield cluster

@@ -27,10 +27,10 @@ from elastic_operator.kubernetes.client import (
     SERVICES,
     VOLCANO_GROUPS,
 )
+from testbed.control_plane import ControlPlane
 from tests.support.definitions import pod_groups_defined
 from tests.support.operator_namespace import OperatorNamespace, conditions, holds, index_of, live, run_keys
 from tests.support.prometheus import prometheus_command, promtool
-from tests.support.testbed.control_plane import ControlPlane
 from tests.support.watching_api import WatchingApi
 from torchelastic.protocol.codec import encode
 from torchelastic.protocol.records import HistoryRecord, PastRound
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
     from elastic_operator.kubernetes.client import Resource
+    from testbed.cluster import Result
     from tests.support.etcd import EtcdServer
-    from tests.support.testbed.cluster import Result
 
 pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="module")]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from testbed.control_plane import ControlPlane
+from testbed.daemons import DaemonDied
 from tests.support.local_runs import gone
 from tests.support.ports import sockets
-from tests.support.testbed.control_plane import ControlPlane
-from tests.support.testbed.daemons import DaemonDied
 
 pytestmark = pytest.mark.control_plane
 
@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 SERVE = """
 import asyncio, pathlib, sys
-from tests.support.testbed.control_plane import ControlPlane
+from testbed.control_plane import ControlPlane
 
 async def main():
     async with ControlPlane(pathlib.Path(sys.argv[1])) as control_plane:

@@ -23,7 +23,7 @@ from tests.support.operator_namespace import manifest as job
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tests.support.testbed.cluster import Cluster
+    from testbed.cluster import Cluster
 
 pytestmark = pytest.mark.control_plane
 
@@ -76,7 +76,7 @@ class ElasticJobs:
         assert answer.accepted, answer.words
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None, *, dry_run: bool = False) -> Answer:
-        query = "" if body is None else "?fieldValidation=Strict" + "&dryRun=All" * dry_run
+        query = "" if body is None else "?fieldValidation=Strict" + ("&dryRun=All" if dry_run else "")
         self._connection.request(method, self._path + path + query, json.dumps(body), self._headers)
         response = self._connection.getresponse()
         return Answer(response.status, json.loads(response.read()))

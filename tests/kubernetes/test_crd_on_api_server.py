@@ -17,7 +17,7 @@ from tests.support.operator_namespace import manifest as job
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tests.support.testbed.cluster import Cluster, Result
+    from testbed.cluster import Cluster, Result
     from tests.support.watching_api import WatchingApi
 
 pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session")]

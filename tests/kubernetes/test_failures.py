@@ -20,8 +20,8 @@ from tests.support.cluster_user import job
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from testbed.node import Node
     from tests.support.cluster_user import User
-    from tests.support.testbed.node import Node
 
 pytestmark = [pytest.mark.node, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from tests.support.testbed import image_build, images
+from testbed import image_build, images
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tests.support.testbed.node import Node
+    from testbed.node import Node
 
 pytestmark = [pytest.mark.node, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from scripts.monitoring.page import Page, Panel, Query
+    from testbed.cluster import Cluster
     from tests.support.etcd import EtcdServer
     from tests.support.prometheus import Answer
-    from tests.support.testbed.cluster import Cluster
     from tests.support.watching_api import WatchingApi
 
 pytestmark = [pytest.mark.control_plane, pytest.mark.prometheus, pytest.mark.asyncio(loop_scope="session")]

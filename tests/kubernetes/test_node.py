@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.testbed import images, node_keeper, packages
-from tests.support.testbed.cache import cache_folder
+from testbed import images, node_keeper, packages
+from testbed.cache import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from tests.support.testbed.node import Node
+    from testbed.node import Node
 
 pytestmark = [pytest.mark.node, pytest.mark.asyncio(loop_scope="session")]
 
 ROOT = Path(__file__).parents[2]
 A_NODE = """\
 import asyncio, json, pathlib, sys
-from tests.support.testbed.node import Node
+from testbed.node import Node
 
 async def main(folder, image, end):
     async with Node(folder) as node:

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
+from testbed.availability import EXHAUSTIVE
 from tests.support.api_proxy import ApiProxy, RandomFaults
 from tests.support.operator_namespace import Json, OperatorNamespace
 from tests.support.operator_scenario import Scenario
-from tests.support.testbed.availability import EXHAUSTIVE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from testbed.cluster import Cluster
     from tests.support.etcd import EtcdServer
     from tests.support.operator_process import OperatorProcess
-    from tests.support.testbed.cluster import Cluster
     from tests.support.watching_api import WatchingApi
 
 pytestmark = [

@@ -11,9 +11,9 @@ import pytest_asyncio
 
 from elastic_operator.api.constants import worker_selector
 from elastic_operator.kubernetes.client import PODS
+from testbed.control_plane import ControlPlane
 from tests.support.operator_namespace import Json, OperatorNamespace, conditions, live, uids
 from tests.support.operator_process import OperatorProcess
-from tests.support.testbed.control_plane import ControlPlane
 from tests.support.watching_api import WatchingApi
 from torchelastic.store.api import StoreSettings
 from torchelastic.store.client import connect

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from elastic_operator.kubernetes.client import Resource
-    from tests.support.testbed.cluster import Cluster
+    from testbed.cluster import Cluster
 
 pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session")]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support import oldest_torch
+from testbed import oldest_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.soak_faults import KINDS, plan
+from benchmarks.soak.faults import KINDS, plan
 from elastic_operator.local.processes import find_etcd
 
 if TYPE_CHECKING:

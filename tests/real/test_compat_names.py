@@ -10,6 +10,20 @@ import pytest
 
 pytestmark = pytest.mark.real
 
+PAIRS_OF_MODULES = """
+        import importlib, pkgutil
+        import torch.distributed.elastic, torch.distributed.launcher
+
+        def modules():
+            for package in (torch.distributed.elastic, torch.distributed.launcher):
+                for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+                    if not found.name.rpartition(".")[2].startswith("_"):
+                        name = found.name.replace("torch.distributed.elastic", "torchelastic")
+                        ours = importlib.import_module(name.replace("torch.distributed", "torchelastic"))
+                        yield importlib.import_module(found.name), ours
+        """
+"""Defines `modules()`, which yields each public module of torch and its counterpart."""
+
 
 def output_of(program: str) -> list[str]:
     """Run a program with the torch of the test, and return the lines of its output."""
@@ -22,9 +36,9 @@ def output_of(program: str) -> list[str]:
 @pytest.mark.usefixtures("each_torch")
 def test_every_public_module_and_name_of_torch_is_importable_under_torchelastics_name() -> None:
     missing = output_of(
-        """
-        import importlib, pkgutil, types
-        import torch.distributed.elastic, torch.distributed.launcher
+        PAIRS_OF_MODULES
+        + """
+        import types
 
         def defined(module):
             listed = getattr(module, "__all__", None)
@@ -36,16 +50,11 @@ def test_every_public_module_and_name_of_torch_is_importable_under_torchelastics
             ]
 
         checked = 0
-        for package in (torch.distributed.elastic, torch.distributed.launcher):
-            for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-                if not found.name.rpartition(".")[2].startswith("_"):
-                    torchs = importlib.import_module(found.name)
-                    name = found.name.replace("torch.distributed.elastic", "torchelastic")
-                    ours = importlib.import_module(name.replace("torch.distributed", "torchelastic"))
-                    for each in defined(torchs):
-                        if not hasattr(ours, each):
-                            print(ours.__name__, each)
-                    checked += 1
+        for torchs, ours in modules():
+            for each in defined(torchs):
+                if not hasattr(ours, each):
+                    print(ours.__name__, each)
+            checked += 1
         assert checked > 30
         """
     )
@@ -54,9 +63,9 @@ def test_every_public_module_and_name_of_torch_is_importable_under_torchelastics
 
 def test_every_public_object_has_the_members_and_the_parameters_of_torchs() -> None:
     missing = output_of(
-        """
-        import importlib, inspect, pkgutil
-        import torch.distributed.elastic, torch.distributed.launcher
+        PAIRS_OF_MODULES
+        + """
+        import inspect
 
         def parameters(function):
             try:
@@ -82,15 +91,10 @@ def test_every_public_object_has_the_members_and_the_parameters_of_torchs() -> N
         events = ("get_event_failed", "get_event_succeeded", "record_duration")
         left_out |= {("LocalElasticAgent", name) for name in events}
         checked = 0
-        for package in (torch.distributed.elastic, torch.distributed.launcher):
-            for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-                if not found.name.rpartition(".")[2].startswith("_"):
-                    torchs = importlib.import_module(found.name)
-                    name = found.name.replace("torch.distributed.elastic", "torchelastic")
-                    ours = importlib.import_module(name.replace("torch.distributed", "torchelastic"))
-                    for each in getattr(torchs, "__all__", vars(torchs)):
-                        if not each.startswith("_") and hasattr(ours, each):
-                            compare(f"{ours.__name__}.{each}", getattr(torchs, each), getattr(ours, each))
+        for torchs, ours in modules():
+            for each in getattr(torchs, "__all__", vars(torchs)):
+                if not each.startswith("_") and hasattr(ours, each):
+                    compare(f"{ours.__name__}.{each}", getattr(torchs, each), getattr(ours, each))
         assert checked > 50, checked
         """
     )

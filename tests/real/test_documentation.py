@@ -1,4 +1,4 @@
-"""Each example in the documentation of metrics and of launching from Python works as documented."""
+"""Each example in the README and in the documentation of metrics and of launching from Python works as documented."""
 
 from __future__ import annotations
 
@@ -41,12 +41,24 @@ def examples(page: str) -> list[Example]:
     ]
 
 
+README = Path(__file__).parents[2] / "README.md"
 METRICS, PYTHON_API = examples("metrics.md"), examples("python-api.md")
 
 
 def below(heading: str, number: int = 0) -> str:
     """Return the source of an example below a heading."""
     return [each.source for each in (*METRICS, *PYTHON_API) if each.heading == heading][number]
+
+
+async def test_the_script_of_the_readme_continues_from_its_checkpoint_after_a_failure(tmp_path: Path) -> None:
+    (script,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    fails = "raise SystemExit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
+    (tmp_path / "train.py").write_text(f"{script}\nprint('started at step', start)\n{fails}\n")
+    flags = ("--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    async with AgentProcess(*flags, "train.py", cwd=tmp_path) as agent:
+        await agent.wait_for_line("started at step 0")
+        await agent.wait_for_line("started at step 1000")
+        assert await agent.code() == 0
 
 
 # -- metrics

@@ -12,11 +12,11 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from testbed.availability import EXHAUSTIVE
 from tests.support import etcd_kinds
 from tests.support.etcd import fake_etcd, http
 from tests.support.etcd_conformance import EtcdBehaviour
 from tests.support.store_conformance import HANGS, ended, read_changes, watching
-from tests.support.testbed.availability import EXHAUSTIVE
 from torchelastic.errors import StoreRefused, StoreUnavailable
 from torchelastic.store.api import StoreSettings
 from torchelastic.store.client import RunLease, connect

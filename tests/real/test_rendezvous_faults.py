@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from testbed.availability import EXHAUSTIVE
 from tests.support import etcd_kinds
 from tests.support.faults import LEASE, FaultRun, GuaranteeViolatedError, script
-from tests.support.testbed.availability import EXHAUSTIVE
 from torchelastic.config.settings import RendezvousSettings
 from torchelastic.store import client
 

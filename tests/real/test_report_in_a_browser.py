@@ -10,8 +10,8 @@ import pytest_asyncio
 from playwright.async_api import async_playwright
 
 from elastic_operator.reports.page import page
+from testbed import packages
 from tests.support.reports import failed, long, report
-from tests.support.testbed import packages
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

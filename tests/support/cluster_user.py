@@ -17,7 +17,7 @@ from tests.support.operator_namespace import manifest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.support.testbed.node import Node
+    from testbed.node import Node
 
 ROOT = Path(__file__).resolve().parents[2]
 ELASTICJOB = Path(sys.executable).with_name("elasticjob")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from elastic_operator.kubernetes.client import Resource
-    from tests.support.testbed.cluster import Cluster
+    from testbed.cluster import Cluster
 
 _GROUPS: Final[dict[Resource, dict[str, Any]]] = {
     SCHEDULER_PLUGINS_GROUPS: {

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from elastic_operator.local.processes import find_etcd
+from testbed import binaries
+from testbed.availability import EXHAUSTIVE
 from tests.support.etcd import EtcdServer
-from tests.support.testbed import binaries
-from tests.support.testbed.availability import EXHAUSTIVE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

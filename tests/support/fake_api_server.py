@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from elastic_operator.kubernetes.client import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES
+from testbed.installation import kubeconfig
 from tests.support.object_server import NAMESPACE, ObjectServer
-from tests.support.testbed.installation import kubeconfig
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,8 +12,9 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.support.testbed import availability, node_cgroups
-from tests.support.testbed.cache import Missing
+from testbed import node_cgroups
+from testbed.cache import Missing
+from tests.support.collection import unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,10 +43,10 @@ def _tried(*arguments: str) -> tuple[str, ...]:
     rights = () if os.geteuid() == 0 else ("--map-root-user",)
     command = ("unshare", *rights, *arguments)
     if not shutil.which("unshare"):
-        availability.unavailable("there is no unshare: install util-linux")
+        unavailable("there is no unshare: install util-linux")
     tried = subprocess.run([*command, "true"], capture_output=True, text=True, check=False)
     if tried.returncode:
-        availability.unavailable(f"no namespace can be created: {tried.stderr.strip()}")
+        unavailable(f"no namespace can be created: {tried.stderr.strip()}")
     return command
 
 
@@ -56,7 +57,7 @@ def memory_limit(megabytes: int) -> Iterator[tuple[str, ...]]:
         found = node_cgroups.of_this_machine()
         node_cgroups.check(found)
     except Missing as why:
-        availability.unavailable(why)
+        unavailable(why)
     groups = node_cgroups.plan(
         [hierarchy for hierarchy in found if hierarchy.version == 2 or hierarchy.options == "memory"],
         f"elastic-test-{os.getpid()}",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from elastic_operator.kubernetes.client import Resource
-    from tests.support.testbed.cluster import Cluster
+    from testbed.cluster import Cluster
     from tests.support.watching_api import WatchingApi
     from torchelastic.store.api import Store
 

@@ -13,7 +13,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_operator.local.processes import free_ports
-from tests.support.testbed.daemons import Daemon
+from testbed.daemons import Daemon
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping

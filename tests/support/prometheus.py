@@ -14,8 +14,8 @@ import aiohttp
 import yaml
 
 from elastic_operator.local.pdeathsig import with_pdeathsig
+from testbed.packages import unpacked
 from tests.support.ports import free_range
-from tests.support.testbed.packages import unpacked
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks import command_line
-from benchmarks.report import Measurement, Report
+from benchmarks.support import command_line
+from benchmarks.support.report import Measurement, Report
 from elastic_operator.errors import BadInput
 
 if TYPE_CHECKING:

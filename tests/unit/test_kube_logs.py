@@ -29,7 +29,7 @@ A, B, C = "digits-0-aaaaa", "digits-1-bbbbb", "digits-1-ccccc"
 def begun(pod: str, round: int, *ranks: int, world: int = 2) -> str:
     """Return the lines that an agent logs when a round begins."""
     formed = f"10:15:02 [{pod}] round {round}: {world} workers on {world} pods\n"
-    these = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    these = f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}"
     started = f"10:15:02 [{pod}] round {round}: started {these} of a world of {world}\n"
     return formed + (started if ranks else "")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.testbed import binaries, image_build, images
+from testbed import binaries, image_build, images
 
 ROOT = Path(__file__).parents[2]
 

@@ -281,7 +281,8 @@ class Agent:
         self._metrics.workers_started(self._broken_at, round.reason)
         self._broken_at = None
         ranks = [env["RANK"] for env in environments]
-        logger.info(STARTED, round.number, f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}", round.world_size)
+        started = f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}"
+        logger.info(STARTED, round.number, started, round.world_size)
 
     async def _start(
         self, began: RoundStarted, workers: Workers, environments: Sequence[Mapping[str, str]]

@@ -295,8 +295,8 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     torchrun_variables = {name: f"PET_{name.upper().replace('-', '_')}" for name in _BY_NAME}
     variables = {**_TORCH_VARIABLES, **OPERATOR_VARIABLES}
     raw = from_variables(environ, variables) | from_variables(environ, torchrun_variables)
-    short = [f"{written[1:]}{':' * bool(flag.metavar)}" for written, flag in _SPELLINGS.items() if len(written) == 2]
-    long = [f"{written[2:]}{'=' * bool(flag.metavar)}" for written, flag in _SPELLINGS.items() if len(written) > 2]
+    short = [written[1:] + (":" if flag.metavar else "") for written, flag in _SPELLINGS.items() if len(written) == 2]
+    long = [written[2:] + ("=" if flag.metavar else "") for written, flag in _SPELLINGS.items() if len(written) > 2]
     try:
         options, program = getopt.getopt(argv, f"h{''.join(short)}", [*long, "help", "version"])
     except getopt.GetoptError as error:
@@ -392,10 +392,10 @@ def argument_parser(defaults: Mapping[str, Any] | None = None) -> argparse.Argum
     for heading, flags in FLAGS.items():
         group = parser.add_argument_group(heading)
         for flag in flags:
-            names = [f"-{flag.short}"] * bool(flag.short) + [f"--{flag.name}"]
+            names = [f"-{flag.short}", f"--{flag.name}"] if flag.short else [f"--{flag.name}"]
             how: dict[str, Any] = {"metavar": flag.metavar} if flag.metavar else {"action": "store_true"}
             if defaults is not None:
-                names += [f"--{flag.name.replace('-', '_')}"] * ("-" in flag.name)
+                names += [f"--{flag.name.replace('-', '_')}"] if "-" in flag.name else []
                 if flag.name in defaults:
                     how |= {"default": defaults[flag.name], "type": type(defaults[flag.name])}
             group.add_argument(*names, help=flag.help, **how)

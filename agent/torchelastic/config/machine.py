@@ -64,7 +64,7 @@ def local_addresses(host: str) -> tuple[str, ...]:
         return ()
     addresses = [str(address[0]) for family, *_, address in found if _is_local(family, address)]
     if host not in (*addresses, "localhost") and all(each == "::1" or each.startswith("127.") for each in addresses):
-        addresses += [own_address(())] * bool(addresses)
+        addresses += [own_address(())] if addresses else []
     return tuple(sorted({*addresses}, key=lambda each: (":" in each, each.startswith("127."))))
 
 

@@ -121,10 +121,10 @@ def read_node(line: CommandLine) -> dict[str, Any]:
     # The nodes of a run of one node need not find each other.
     store = None if standalone or (of_torch and size.max == 1) else _read_store(line, backend)
     if store is None and size.max > 1:
+        remedy = ", and remove --standalone, which limits the run to one node" if standalone else ""
         raise SettingsError(
             f"A run of up to {size.max} nodes needs the address of one of them: set --rdzv-backend c10d and "
-            "--rdzv-endpoint HOST, or set --rdzv-endpoint to an etcd"
-            f"{', and remove --standalone, which limits the run to one node' * standalone}."
+            f"--rdzv-endpoint HOST, or set --rdzv-endpoint to an etcd{remedy}."
         )
     rules = line.settings(RendezvousSettings) | {"size": size}
     if of_torch and store is not None:
@@ -342,5 +342,6 @@ def _streams(raw: RawValue | None, workers: int) -> dict[int, Streams]:
     pairs = [pair.split(":") for pair in raw.text.split(",")]
     chosen = {int(rank): int(streams) for *ranks, streams in pairs for rank in ranks or range(workers)}
     if (highest := max(chosen)) >= workers:
-        raise raw.error(f"there is no local rank {highest}: this node has {workers} worker{'s' * (workers > 1)}")
+        count = f"{workers} workers" if workers > 1 else "1 worker"
+        raise raw.error(f"there is no local rank {highest}: this node has {count}")
     return {rank: Streams(streams) for rank, streams in chosen.items() if streams}

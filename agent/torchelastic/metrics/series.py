@@ -239,7 +239,7 @@ def user_series(source: Source) -> Series:
     if full.endswith(_RESERVED_ENDINGS) and metric_type.kind is not Kind.COUNTER and not in_milliseconds:
         full += "_value"
     return Series(
-        full + "_seconds" * in_milliseconds,
+        full + ("_seconds" if in_milliseconds else ""),
         metric_type,
         f"{printable(name):.200} of the group {printable(group):.200}, as the program measures it.",
         divisor=1000 if in_milliseconds else 1,

@@ -1,0 +1,1 @@
+"""The benchmark of training in processes that survive a fault."""

@@ -1,0 +1,1 @@
+"""The benchmark of the memory of an agent and its workers."""

@@ -1,0 +1,1 @@
+"""The soak: random faults, and the recovery from each."""

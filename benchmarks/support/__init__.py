@@ -1,0 +1,1 @@
+"""What the benchmarks share: command line, report, processes, etcd, and the reports of workers."""
