@@ -275,14 +275,11 @@ async def _run(settings: OperatorSettings) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def handle_signals() -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-
-    handle_signals()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop.set))
     connect = Api.in_cluster() if settings.in_pod else Api.from_kubeconfig(settings.kubeconfig, settings.context)
     async with await connect as api:
-        await Manager(settings, api, handle_signals).run(stop)
+        await Manager(settings, api).run(stop)
 
 
 if __name__ == "__main__":

@@ -92,15 +92,14 @@ class Manager:
     Args:
         settings: the settings of the process.
         api: the open connection.
-        handle_signals: called after each start of kopf, which sets its own signal handlers.
     """
 
-    def __init__(self, settings: OperatorSettings, api: Api, handle_signals: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, settings: OperatorSettings, api: Api) -> None:
         self._settings = settings
         self._api = api
         self._metrics = OperatorMetrics()
         self._cache = ObjectCache(changed=self._on_change, pod_deleted=self._on_pod_deleted)
-        self._informer = Informer(api, self._cache, namespaces=settings.namespaces, handle_signals=handle_signals)
+        self._informer = Informer(api, self._cache, namespaces=settings.namespaces)
         self._reconciler: Reconciler | None = None
         self._backend: KubernetesBackend | None = None
         api.on_request = self._metrics.requested
