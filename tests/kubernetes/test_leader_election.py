@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from elastic_operator.kubernetes.client import LEASES
-from elastic_operator.kubernetes.manager import LeaderElector
+from elastic_operator.kubernetes.leader_election import LeaderElector
 from tests.support.operator_process import PATIENCE
 from tests.support.testbed.control_plane import ControlPlane
 from tests.support.watching_api import WatchingApi

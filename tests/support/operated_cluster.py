@@ -19,7 +19,7 @@ from tests.support.object_server import MADE, NAMESPACE, ObjectServer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elastic_operator.api.spec import Json
+    from elastic_operator.api.json_values import Json
     from elastic_operator.controller.model import Pod
     from elastic_operator.kubernetes.client import Resource
 

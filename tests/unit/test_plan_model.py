@@ -18,7 +18,8 @@ from elastic_operator.api.constants import Reason
 from elastic_operator.api.spec import CleanPodPolicy, FailureAction, GangScheduler, SchedulingSpec
 from elastic_operator.api.status import JobState
 from elastic_operator.controller.model import IncompatibleImage, Job, Observed, Plan, Pod, PodPhase, TerminationCause
-from elastic_operator.controller.plan import ENDED_PODS_KEPT, EXIT_PERIOD, LONGEST_BACK_OFF, plan
+from elastic_operator.controller.plan import EXIT_PERIOD, plan
+from elastic_operator.controller.pods import ENDED_PODS_KEPT, LONGEST_BACK_OFF
 from tests.support.builders import a_job, on_disruption, on_reasons, with_spec
 from tests.support.simulated_cluster import (
     NODES,

@@ -13,16 +13,15 @@ import functools
 import json
 import math
 import re
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from elastic_operator.errors import BadInput
 
-if TYPE_CHECKING:
-    from elastic_operator.api.spec import Json
-
+Json = Mapping[str, Any]
 
 _T = TypeVar("_T")
 

@@ -26,19 +26,19 @@ import enum
 import itertools
 import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 import msgspec
 
-from elastic_operator.api.json_values import integer, listing, mapping, mappings, shown, text
+from elastic_operator.api.json_values import Json, integer, listing, mapping, mappings, shown, text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
 
 GROUP: Final = "elastic.pytorch.org"
 VERSION: Final = "v1alpha1"
 KIND: Final = "ElasticJob"
-
-Json = Mapping[str, Any]
 
 WORKER: Final = "worker"
 """The name of the job's own container in the template."""

@@ -30,7 +30,8 @@ from torchelastic.store.api import parse_endpoints
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from elastic_operator.api.spec import ElasticJobSpec, Json
+    from elastic_operator.api.json_values import Json
+    from elastic_operator.api.spec import ElasticJobSpec
 
 
 Location = tuple[str | int, ...]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 from elastic_operator.api.constants import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, report_name, worker_selector
-from elastic_operator.api.json_values import integer, mappings, text
-from elastic_operator.api.spec import GROUP, Json
+from elastic_operator.api.json_values import Json, integer, mappings, text
+from elastic_operator.api.spec import GROUP
 from elastic_operator.api.status import REPORT_KEY
 from elastic_operator.client import LogSelector, ScrapedJob, still_running
 from elastic_operator.client.cluster_logs import ClusterLogs, is_finished, uid_of

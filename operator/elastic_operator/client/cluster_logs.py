@@ -25,8 +25,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from elastic_operator.api.constants import worker_selector
-from elastic_operator.api.json_values import integer, rfc3339, text
-from elastic_operator.api.spec import WORKER, Json
+from elastic_operator.api.json_values import Json, integer, rfc3339, text
+from elastic_operator.api.spec import WORKER
 from elastic_operator.api.status import JobState
 from elastic_operator.controller.model import Pod, PodPhase
 from elastic_operator.errors import ClusterError, NotFound

@@ -18,7 +18,16 @@ from elastic_operator.api.constants import Reason
 from elastic_operator.api.spec import FailureAction, FailureRule
 from elastic_operator.api.status import LastFailure
 from elastic_operator.controller import messages
-from elastic_operator.controller.model import PATIENCE, EndedPod, Pod, PodEnd, PodPhase, Snapshot, TerminationCause
+from elastic_operator.controller.model import (
+    PATIENCE,
+    EndedPod,
+    FailureCount,
+    Pod,
+    PodEnd,
+    PodPhase,
+    Snapshot,
+    TerminationCause,
+)
 from torchelastic.protocol import (
     LEFT_CODES,
     ExitCode,
@@ -42,33 +51,6 @@ _POD_DEADLINE: Final = "DeadlineExceeded"
 """The kubelet's reason for ending a pod whose template has activeDeadlineSeconds."""
 
 _NOT_ITS_FAULT: Final = (TerminationCause.DISRUPTED, TerminationCause.NODE_LOST, TerminationCause.NOT_ADMITTED)
-
-
-@dataclass(frozen=True, slots=True)
-class FailureCount:
-    """The classified pods, and the counts of their failures.
-
-    Attributes:
-        judged: all ended and terminating pods except the pending ones, in the order in which they ended.
-        ended: the judged pods that the last written status does not count.
-        pending: UIDs of pods that count or end the job unless the store shows that the run had ended before.
-        pod_failures: the number of pod failures that count, including those in ``ended``.
-        last_failure: the last failure of a pod or a worker; None if there was none.
-        excluded_nodes: nodes on which later pods are not scheduled, including the new ones.
-        newly_excluded: the newly excluded nodes, each with the pod that failed on it.
-        may_be_fatal: whether the job would fail if the pending pods were counted.
-        next_due: the latest time at which the next pending pod is counted; None without a pending pod.
-    """
-
-    judged: tuple[EndedPod, ...]
-    ended: tuple[EndedPod, ...]
-    pending: frozenset[str]
-    pod_failures: int
-    last_failure: LastFailure | None
-    excluded_nodes: tuple[str, ...]
-    newly_excluded: tuple[tuple[str, Pod], ...]
-    may_be_fatal: bool
-    next_due: float | None
 
 
 def count_failures(snapshot: Snapshot) -> FailureCount:

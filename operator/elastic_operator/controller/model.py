@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from elastic_operator.api.spec import AppliedSpec, ElasticJobSpec, FailureRule
+    from elastic_operator.api.status import LastFailure
     from torchelastic import protocol
 
 
@@ -161,6 +162,33 @@ class EndedPod:
     charged: bool
     rule: FailureRule | None = None
     position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FailureCount:
+    """The classified pods, and the counts of their failures.
+
+    Attributes:
+        judged: all ended and terminating pods except the pending ones, in the order in which they ended.
+        ended: the judged pods that the last written status does not count.
+        pending: UIDs of pods that count or end the job unless the store shows that the run had ended before.
+        pod_failures: the number of pod failures that count, including those in ``ended``.
+        last_failure: the last failure of a pod or a worker; None if there was none.
+        excluded_nodes: nodes on which later pods are not scheduled, including the new ones.
+        newly_excluded: the newly excluded nodes, each with the pod that failed on it.
+        may_be_fatal: whether the job would fail if the pending pods were counted.
+        next_due: the latest time at which the next pending pod is counted; None without a pending pod.
+    """
+
+    judged: tuple[EndedPod, ...]
+    ended: tuple[EndedPod, ...]
+    pending: frozenset[str]
+    pod_failures: int
+    last_failure: LastFailure | None
+    excluded_nodes: tuple[str, ...]
+    newly_excluded: tuple[tuple[str, Pod], ...]
+    may_be_fatal: bool
+    next_due: float | None
 
 
 class EtcdState(enum.StrEnum):

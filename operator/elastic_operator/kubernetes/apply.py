@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -25,57 +25,11 @@ from elastic_operator.resources.worker_pod import worker_pod
 from torchelastic.errors import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
-    from elastic_operator.api.spec import Json
-    from elastic_operator.kubernetes.backend import JobRecord
+    from elastic_operator.api.json_values import Json
+    from elastic_operator.kubernetes.job_record import JobRecord
     from elastic_operator.kubernetes.job_store import JobStores
-
-
-_BASE_DELAY: Final = 0.5
-_MAX_DELAY: Final = 30.0
-
-
-@dataclass(slots=True)
-class CreateBackoff:
-    """The rejections of the API server for a generation of the spec, and the time of the next attempt.
-
-    Attributes:
-        rejected: why the objects will never be accepted; None if they may be.
-        blocked: why the objects were not accepted, although a later attempt may succeed; None if they were.
-    """
-
-    rejected: str | None = None
-    blocked: str | None = None
-    _generation: int = 0
-    _delays: Iterator[float] = field(default_factory=lambda: client.backoff(_BASE_DELAY, _MAX_DELAY))
-    _next_try: float = 0.0
-
-    def see(self, generation: int) -> None:
-        """Start over for a new generation; a block of the former generation remains until the first attempt."""
-        if generation != self._generation:
-            blocked = self.blocked
-            self.succeed()
-            self._generation, self.blocked = generation, blocked
-
-    @property
-    def wait(self) -> float:
-        """The seconds until the next attempt."""
-        return max(self._next_try - time.monotonic(), 0.0)
-
-    def reject(self, why: str) -> None:
-        """Record that the objects will never be accepted."""
-        self.rejected, self.blocked = why, None
-
-    def block(self, why: str) -> None:
-        """Record that the objects are not accepted now."""
-        self.rejected, self.blocked = None, why
-        self._next_try = time.monotonic() + next(self._delays)
-
-    def succeed(self) -> None:
-        """Record that all objects were created."""
-        self.rejected = self.blocked = None
-        self._next_try, self._delays = 0.0, client.backoff(_BASE_DELAY, _MAX_DELAY)
 
 
 _Result = TypeVar("_Result")

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from elastic_operator.api.constants import LABEL_JOB_UID, ConditionType
-from elastic_operator.api.json_values import integer, mapping, seconds, text
-from elastic_operator.api.spec import MANAGER, ElasticJobSpec, Json
+from elastic_operator.api.json_values import Json, integer, mapping, seconds, text
+from elastic_operator.api.spec import MANAGER, ElasticJobSpec
 from elastic_operator.api.status import JobState, status_from_json
 from elastic_operator.api.validation import problem_of
 from elastic_operator.controller.model import EtcdState, Job, Observed, Plan, Pod, PodPhase, with_applied_spec
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kubernetes import pod_status
-from elastic_operator.kubernetes.apply import Applier, CreateBackoff
+from elastic_operator.kubernetes.apply import Applier
 from elastic_operator.kubernetes.client import EVENTS, PODS, with_hint
+from elastic_operator.kubernetes.job_record import CreateBackoff, JobRecord
 from elastic_operator.kubernetes.object_cache import ManagedEtcd, managed_etcd, owner_of
 from elastic_operator.resources.owned_objects import ETCD
 
@@ -42,48 +43,6 @@ _LOOK_SHARE: Final = 0.1
 """Maximum fraction of the time for these reads: for each, an API server scans all events of a namespace."""
 _STARTERS: Final = frozenset({"kubelet", "attachdetach-controller"})
 """The components whose events say why a scheduled pod does not start."""
-
-
-@dataclass(slots=True)
-class JobRecord:
-    """The data of a job that the operator keeps only in memory; their loss does no harm.
-
-    Attributes:
-        key: the key of the job.
-        body: the job as last observed.
-        creates: the back-off for pods, etcd and PodGroup.
-        pdb: the back-off for the PodDisruptionBudget.
-        deleted: by index, the last state of the pods that are gone and not replaced yet, and a monotonic time at which
-            they are forgotten.
-        startup: why slow pods do not start, by UID (by container name for the etcd pod), in the order of the reads.
-        look_at: when to read the next pod's events, a monotonic time; None if no pod is starting.
-        report: the digest of the last report that was written or rejected.
-        requeue: seconds after which to observe the job again; None if that is not needed.
-    """
-
-    key: str
-    body: Json
-    creates: CreateBackoff = field(default_factory=CreateBackoff)
-    pdb: CreateBackoff = field(default_factory=CreateBackoff)
-    deleted: dict[int, tuple[Pod, float]] = field(default_factory=dict)
-    startup: dict[str, str] = field(default_factory=dict)
-    look_at: float | None = None
-    report: bytes = b""
-    requeue: float | None = None
-
-    @property
-    def uid(self) -> str:
-        """The job's UID."""
-        return str(self.body["metadata"]["uid"])
-
-    @property
-    def problems(self) -> tuple[str | None, ...]:
-        """The reasons why objects were not accepted; None if they were."""
-        return self.creates.rejected, self.creates.blocked, self.pdb.blocked
-
-    def requeue_after(self, delay: float) -> None:
-        """Request another observation of the job after at most these seconds."""
-        self.requeue = delay if self.requeue is None else min(self.requeue, delay)
 
 
 @dataclass(slots=True, kw_only=True)

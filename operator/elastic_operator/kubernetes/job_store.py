@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from types import TracebackType
 
-    from elastic_operator.api.spec import Json
+    from elastic_operator.api.json_values import Json
     from torchelastic.protocol import SizeRecord
     from torchelastic.store.api import StoreSettings
 

@@ -32,7 +32,7 @@ from elastic_operator.kubernetes import client
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
-    from elastic_operator.api.spec import Json
+    from elastic_operator.api.json_values import Json
     from elastic_operator.kubernetes.object_cache import ObjectCache
 
 _log: Final = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from elastic_operator.api.constants import ConditionType, Reason
-from elastic_operator.api.json_values import integer, mapping, mappings, text
-from elastic_operator.api.spec import MANAGER, Json, current_spec
+from elastic_operator.api.json_values import Json, integer, mapping, mappings, text
+from elastic_operator.api.spec import MANAGER, current_spec
 from elastic_operator.api.status import JobState
 from elastic_operator.controller.model import Job, Plan, PodEnd, TerminationCause
 from elastic_operator.kubernetes.client import PODS, Resource

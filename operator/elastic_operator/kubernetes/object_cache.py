@@ -14,8 +14,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.api.json_values import integer, mapping, text
-from elastic_operator.api.spec import GROUP, KIND, Json
+from elastic_operator.api.json_values import Json, integer, mapping, text
+from elastic_operator.api.spec import GROUP, KIND
 from elastic_operator.controller.model import EtcdState, Job, Pod
 from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, PODS, SERVICES, Resource, with_hint
 from elastic_operator.kubernetes.pod_status import pod_of, true_condition

@@ -13,8 +13,8 @@ from typing import Final
 import msgspec
 
 from elastic_operator.api import constants
-from elastic_operator.api.json_values import at, integer, listing, mapping, mappings, seconds, text
-from elastic_operator.api.spec import WORKER, Json
+from elastic_operator.api.json_values import Json, at, integer, listing, mapping, mappings, seconds, text
+from elastic_operator.api.spec import WORKER
 from elastic_operator.controller.model import IncompatibleImage, Pod, PodPhase, TerminationCause
 from elastic_operator.kubernetes.client import with_hint
 from elastic_operator.resources.worker_pod import LAUNCHER

@@ -23,7 +23,7 @@ from torchelastic.protocol import shorten
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
 
-    from elastic_operator.api.spec import Json
+    from elastic_operator.api.json_values import Json
     from elastic_operator.api.status import JobStatus
     from elastic_operator.controller.model import Job, JobEvent
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from elastic_operator.local.run import LocalRun
     from elastic_operator.local.run_dir import RunDir
     from elastic_operator.views.job_view import JobView
 
@@ -65,8 +64,23 @@ class SnapshotFeed:
                 await changed.wait()
 
 
+class ControlledRun(Protocol):
+    """The run that a control API serves: :class:`elastic_operator.local.run.LocalRun`."""
+
+    snapshots: SnapshotFeed
+
+    def snapshot(self) -> JobView:
+        """Return the state of the run."""
+
+    def patch(self, fields: dict[str, Any]) -> None:
+        """Set fields of the spec."""
+
+    def delete(self) -> None:
+        """End the run."""
+
+
 @contextlib.asynccontextmanager
-async def control_server(run: LocalRun, files: RunDir) -> AsyncIterator[None]:
+async def control_server(run: ControlledRun, files: RunDir) -> AsyncIterator[None]:
     """Serve the control API while the block runs.
 
     Raises:
@@ -91,7 +105,7 @@ async def control_server(run: LocalRun, files: RunDir) -> AsyncIterator[None]:
         yield
 
 
-def _application(run: LocalRun) -> web.Application:
+def _application(run: ControlledRun) -> web.Application:
     from aiohttp import web
 
     async def job(_: web.Request) -> web.Response:

@@ -32,7 +32,7 @@ from elastic_operator.manifest import crd
 from elastic_operator.manifest.loader import ElasticJobManifest, Manifest, with_defaults
 
 if TYPE_CHECKING:
-    from elastic_operator.api.spec import Json
+    from elastic_operator.api.json_values import Json
 
 _POD_FIELDS: Final = frozenset(
     {

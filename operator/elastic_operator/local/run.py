@@ -24,7 +24,7 @@ from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.status import Condition, JobState, decode_report, encode_report, merged, status_to_json
 from elastic_operator.controller.model import EtcdState, JobEvent, Observed, Plan, PodPhase, with_applied_spec
 from elastic_operator.controller.reconciler import Reconciler, ReconcileSettings
-from elastic_operator.controller.status import breakdown_at_change, report_of
+from elastic_operator.controller.report import breakdown_at_change, report_of
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.local.control import SnapshotFeed, control_server
 from elastic_operator.local.job import LiveJob, unsupported_fields

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_operator.api import constants
-from elastic_operator.api.json_values import listing, mapping, mappings, text
-from elastic_operator.api.spec import GROUP, KIND, VERSION, GangScheduler, Json, SchedulingSpec
+from elastic_operator.api.json_values import Json, listing, mapping, mappings, text
+from elastic_operator.api.spec import GROUP, KIND, VERSION, GangScheduler, SchedulingSpec
 from torchelastic.protocol import bracketed
 from torchelastic.store.api import DEFAULT_PORT
 

@@ -36,7 +36,8 @@ from torchelastic.protocol import PROTOCOL_VERSION, Env, encode
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from elastic_operator.api.spec import AppliedSpec, FailureRule, Json
+    from elastic_operator.api.json_values import Json
+    from elastic_operator.api.spec import AppliedSpec, FailureRule
     from elastic_operator.controller.model import Job, NewPod
 
 
