@@ -56,24 +56,24 @@ _NOT_ITS_FAULT: Final = (TerminationCause.DISRUPTED, TerminationCause.NODE_LOST,
 def count_failures(snapshot: Snapshot) -> FailureCount:
     """Classify the ended pods, and count those that have not been counted yet."""
     spec, status = snapshot.job.spec, snapshot.job.status
-    judged: list[EndedPod] = []
+    classified: list[EndedPod] = []
     counted: list[EndedPod] = []
     pending: list[EndedPod] = []
     pod_failures = status.pod_failures
     at_worst = False
     for pod in sorted(snapshot.gone, key=lambda pod: (pod.ended or 0.0, pod.name)):
-        each = judge(pod, spec.failure_policy.rules)
+        each = classify(pod, spec.failure_policy.rules)
         if pod.uid in status.counted_pod_uids:
-            judged.append(each)
+            classified.append(each)
             continue
         hopeless = each.end in (PodEnd.BAD_INPUT, PodEnd.INCOMPATIBLE)
         # The run may have ended before the pod.
-        must_wait = pod.phase.ended and snapshot.never_read and snapshot.store_may_tell(pod.ended or 0.0)
+        must_wait = pod.phase.ended and snapshot.never_read and snapshot.must_wait_for_store(pod.ended or 0.0)
         if (each.charged or hopeless) and must_wait:
             pending.append(each)
             at_worst = at_worst or hopeless or is_fatal(each)
         else:
-            judged.append(each)
+            classified.append(each)
             counted.append(each)
             pod_failures += each.charged
     excluded: dict[str, Pod] = {}
@@ -83,7 +83,7 @@ def count_failures(snapshot: Snapshot) -> FailureCount:
             excluded.setdefault(node, each.pod)
     over_limit = pod_failures + sum(each.charged for each in pending) > spec.backoff_limit
     return FailureCount(
-        judged=tuple(judged),
+        classified=tuple(classified),
         ended=tuple(counted),
         pending=frozenset([each.pod.uid for each in pending]),
         pod_failures=pod_failures,
@@ -95,7 +95,7 @@ def count_failures(snapshot: Snapshot) -> FailureCount:
     )
 
 
-def judge(pod: Pod, rules: Sequence[FailureRule]) -> EndedPod:
+def classify(pod: Pod, rules: Sequence[FailureRule]) -> EndedPod:
     """Return the consequences of the end of a pod; the first rule that matches applies."""
     end = pod_end(pod)
     has_cause = pod.termination_cause is not None and end is PodEnd.LEFT
@@ -219,14 +219,14 @@ def _by_outcome(snapshot: Snapshot) -> Completion | None:
 
 
 def _by_exit_codes(snapshot: Snapshot, failures: FailureCount) -> Completion | None:
-    ends = {each.end: each.pod for each in reversed(failures.judged)}
+    ends = {each.end: each.pod for each in reversed(failures.classified)}
     if PodEnd.RUN_SUCCEEDED in ends:
         return Completion(reason=Reason.RUN_SUCCEEDED)
     if (failed := ends.get(PodEnd.RUN_FAILED)) is not None:
         return _failed(snapshot, Reason.RUN_FAILED, messages.last_message(failed), failed)
     incompatible = [pod for pod in snapshot.live if pod.incompatible_image is not None]
     # Pods that cannot start do not show whether the run has ended, so a store that may show it is read first.
-    if incompatible and snapshot.never_read and snapshot.store_may_tell(0.0):
+    if incompatible and snapshot.never_read and snapshot.must_wait_for_store(0.0):
         incompatible = []
     if PodEnd.INCOMPATIBLE in ends:
         incompatible.append(ends[PodEnd.INCOMPATIBLE])
@@ -259,7 +259,7 @@ def _by_limits(snapshot: Snapshot, failures: FailureCount) -> Completion | None:
         return None
     deadline = status.active + spec.active_deadline
     unknown = snapshot.never_read or snapshot.outcome_unknown
-    if snapshot.now < deadline or (unknown and snapshot.store_may_tell(deadline)):
+    if snapshot.now < deadline or (unknown and snapshot.must_wait_for_store(deadline)):
         return None
     seconds = messages.count(spec.active_deadline, "second")
     message = f"the job has not finished within the {seconds} that activeDeadlineSeconds allows"

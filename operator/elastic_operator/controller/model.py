@@ -169,8 +169,8 @@ class FailureCount:
     """The classified pods, and the counts of their failures.
 
     Attributes:
-        judged: all ended and terminating pods except the pending ones, in the order in which they ended.
-        ended: the judged pods that the last written status does not count.
+        classified: all ended and terminating pods except the pending ones, in the order in which they ended.
+        ended: the classified pods that the last written status does not count.
         pending: UIDs of pods that count or end the job unless the store shows that the run had ended before.
         pod_failures: the number of pod failures that count, including those in ``ended``.
         last_failure: the last failure of a pod or a worker; None if there was none.
@@ -180,7 +180,7 @@ class FailureCount:
         next_due: the latest time at which the next pending pod is counted; None without a pending pod.
     """
 
-    judged: tuple[EndedPod, ...]
+    classified: tuple[EndedPod, ...]
     ended: tuple[EndedPod, ...]
     pending: frozenset[str]
     pod_failures: int
@@ -330,7 +330,7 @@ class Snapshot:
             was_suspended=job.status.condition(ConditionType.SUSPENDED) is not None,
         )
 
-    def store_may_tell(self, since: float) -> bool:
+    def must_wait_for_store(self, since: float) -> bool:
         """Return whether to wait for the store before a decision about an event at ``since``."""
         return self.store_wait == math.inf or since <= self.now < since + self.store_wait
 
@@ -342,7 +342,7 @@ class Snapshot:
         waiting = status.condition(ConditionType.WAITING) if status.state is JobState.SUSPENDED else None
         if waiting is not None and waiting.status and waiting.reason == Reason.STORE_UNREADABLE:
             since = waiting.since
-        return since + PATIENCE if self.store_may_tell(since) else None
+        return since + PATIENCE if self.must_wait_for_store(since) else None
 
 
 def _had_pods(job: Job, observed: Observed) -> bool:

@@ -22,7 +22,7 @@ field                                           function
 ``replicas``, ``minReplicas``, ``maxReplicas``  ``pods.plan_pods``
 ``suspend``                                     ``_suspend``
 ``backoffLimit``, ``activeDeadlineSeconds``     ``failures.find_completion``
-``failurePolicy``                               ``failures.judge``
+``failurePolicy``                               ``failures.classify``
 ``ttlSecondsAfterFinished``                     ``_clean_up``
 ``cleanPodPolicy``                              ``_clean_up``
 ``schedulingPolicy.gang``                       ``_run``

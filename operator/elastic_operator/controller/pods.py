@@ -55,7 +55,7 @@ def plan_pods(
         breakdown: the job's time breakdown up to its last resumption.
     """
     job, observed, now = snapshot.job, snapshot.observed, snapshot.now
-    gone = frozenset([each.pod.uid for each in failures.judged])
+    gone = frozenset([each.pod.uid for each in failures.classified])
     if job.problem is not None:
         return model.PlannedPods(staying=snapshot.live, gone=gone)
     size, announce, surplus = _settle_size(snapshot)
@@ -198,7 +198,7 @@ def _missing_pods(
 
 
 def _successor(new: model.NewPod, last: model.Pod, now: float, *, wanted: bool) -> model.NewPod:
-    began, ended = (_by_our_clock(time, last, now) for time in (last.started, last.ended))
+    began, ended = (_plausible_time(time, last, now) for time in (last.started, last.ended))
     healthy_since = began if last.failed is None else min(began, last.failed + back_off(last.failures))
     was_healthy = (now if last.ended is None else ended) - healthy_since >= HEALTHY_TIME
     before = 0 if was_healthy else max(last.failures, 0)
@@ -222,7 +222,7 @@ def _last(job: model.Job, pods: list[model.Pod]) -> model.Pod:
     return last
 
 
-def _by_our_clock(time: float | None, pod: model.Pod, now: float) -> float:
+def _plausible_time(time: float | None, pod: model.Pod, now: float) -> float:
     """Return a time by the node's clock if it is plausible; else the pod's creation, by the API server's clock."""
     return time if time is not None and pod.created <= time <= now else pod.created
 

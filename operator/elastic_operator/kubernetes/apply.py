@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from elastic_operator.api.constants import Reason, report_name
-from elastic_operator.api.json_values import mapping
+from elastic_operator.api.json_values import get_dict
 from elastic_operator.api.status import Report, encode_report
 from elastic_operator.controller import messages
 from elastic_operator.controller.model import EtcdState, Job, JobEvent, NewPod, Plan, PodPhase, with_applied_spec
@@ -68,24 +68,24 @@ class Applier:
             ClusterError: a part of the plan failed.
         """
         body = record.body
-        unkept = None if plan.report is None else await self._keep_report(job, plan.report, record)
+        report_error = None if plan.report is None else await self._write_report(job, plan.report, record)
         if plan.replicas is not None:
             body = await self.writer.write_replicas(body, plan.replicas)
             job = replace(job, generation=body["metadata"]["generation"])
-            record.creates.see(job.generation)
+            record.creates.reset_for(job.generation)
         if plan.status is not None:
             try:
                 await self.writer.write_status(body, plan.status)
             except ClusterError as error:
                 if not isinstance(error, client.ApiError) or error.transient:
-                    self._tell(body, plan)  # if the status was written anyway, the next plan has no events
+                    self._record_events(body, plan)  # if the status was written anyway, the next plan has no events
                 raise
             self.status_written(job, plan)
-        self._tell(body, plan)
+        self._record_events(body, plan)
         if plan.unmanaged:
             return False
         try:
-            return await self._apply_objects(with_applied_spec(job, plan), plan, record, unkept)
+            return await self._apply_objects(with_applied_spec(job, plan), plan, record, report_error)
         except Rejected as error:
             _log.warning("%s: its pods are rejected: %s", record.key, error)
             record.creates.reject(str(error))
@@ -95,13 +95,13 @@ class Applier:
             record.creates.block(str(error))
         return False
 
-    async def _keep_report(self, job: Job, report: Report, record: JobRecord) -> str | None:
+    async def _write_report(self, job: Job, report: Report, record: JobRecord) -> str | None:
         """Write the report of a run, unless it has not changed; return why the write must be repeated, or None."""
         digest = hashlib.blake2b(encode_report(report), digest_size=16).digest()
         if record.report == digest:
             return None
         try:
-            await self.writer.keep_report(job, report)
+            await self.writer.write_report(job, report)
         except (Rejected, Blocked) as error:
             why = f"the run's report cannot be written to the ConfigMap {report_name(job.name)}: {error}"
             _log.warning("%s: %s", record.key, why)
@@ -111,12 +111,12 @@ class Applier:
         record.report = digest
         return None
 
-    def _tell(self, body: Json, plan: Plan) -> None:
+    def _record_events(self, body: Json, plan: Plan) -> None:
         """Record the plan's events for the observed version of the job; an event that is recorded twice exists once."""
         for event in plan.events:
             self.writer.event(body, event)
 
-    async def _apply_objects(self, job: Job, plan: Plan, record: JobRecord, unkept: str | None) -> bool:
+    async def _apply_objects(self, job: Job, plan: Plan, record: JobRecord, report_error: str | None) -> bool:
         """Change the job's objects according to the plan; an error of one object does not block the others.
 
         Return whether pods are left to create.
@@ -125,7 +125,7 @@ class Applier:
             job: the job with the applied spec.
             plan: the plan.
             record: the record of the job.
-            unkept: why the report could not be written yet, so that the store is kept; None if it was written.
+            report_error: why the report could not be written yet, so that the store is kept; None if it was written.
         """
         errors: list[ClusterError] = []
 
@@ -140,7 +140,7 @@ class Applier:
 
         creates, left = record.creates, False
         waits = creates.wait > 0
-        endpoint = await attempt(self._ensure_etcd(job, plan, record, unkept), None)
+        endpoint = await attempt(self._ensure_etcd(job, plan, record, report_error), None)
         has_group = await attempt(self._ensure_pod_group(job, plan, record), False)
         incomplete = bool(errors)
         await attempt(self._ensure_pdb(job, plan, record), None)
@@ -159,14 +159,14 @@ class Applier:
             await self.writer.delete(client.ELASTIC_JOBS, job.namespace, job.name, job.uid)
         return left
 
-    async def _ensure_etcd(self, job: Job, plan: Plan, record: JobRecord, unkept: str | None) -> str | None:
+    async def _ensure_etcd(self, job: Job, plan: Plan, record: JobRecord, report_error: str | None) -> str | None:
         """Create or delete the job's own etcd; return the endpoint for pods, or None if no pods can be created."""
         external = job.spec.etcd.endpoint
         if not plan.etcd:
-            if unkept is not None:
-                raise ClusterError(f"the run's report could not be written yet, so its store is kept: {unkept}")
+            if report_error is not None:
+                raise ClusterError(f"the run's report could not be written yet, so its store is kept: {report_error}")
             if external is None or all(pod.phase.ended for pod in self.cache.pods(job.namespace, job.uid)):
-                self.stores.leave(job.uid)
+                self.stores.unfollow(job.uid)
             for kind in (client.DEPLOYMENTS, client.SERVICES):
                 await self._delete_owned(kind, job)
             return None
@@ -249,14 +249,14 @@ class Applier:
         if not existing:
             await self.writer.create(resource, job, wanted)
             return
-        about = mapping(existing[0], "metadata")
+        about = get_dict(existing[0], "metadata")
         outdated = not about.get("deletionTimestamp") and not _contains(existing[0].get("spec"), wanted["spec"])
         if outdated and not await self.writer.apply(resource, job, about["uid"], wanted):
             await self.writer.create(resource, job, wanted)  # the object has been deleted
 
     async def _delete_owned(self, resource: client.Resource, job: Job) -> None:
         for body in self.cache.owned_by(resource, job.namespace, job.uid):
-            about = mapping(body, "metadata")
+            about = get_dict(body, "metadata")
             if not about.get("deletionTimestamp"):
                 await self.writer.delete(resource, about["namespace"], about["name"], about["uid"])
 

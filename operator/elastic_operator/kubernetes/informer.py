@@ -115,7 +115,7 @@ class Informer:
                 await self._list_into_cache(group, namespace, LABEL_JOB)
             except client.ApiError as error:
                 if error.not_found:
-                    self._cache.keep_only(group, (), sys.maxsize, namespace)
+                    self._cache.remove_unlisted(group, (), sys.maxsize, namespace)
                 elif error.status != 403:
                     raise
 
@@ -143,7 +143,7 @@ class Informer:
                     if not number % _BATCH:
                         await asyncio.sleep(0)
                 del items  # or two pages would fill the memory
-        self._cache.keep_only(resource, uids, int(version), namespace)
+        self._cache.remove_unlisted(resource, uids, int(version), namespace)
         return version
 
     def _has_listed(self, resource: client.Resource, namespace: str | None) -> None:

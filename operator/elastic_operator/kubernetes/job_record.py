@@ -33,7 +33,7 @@ class CreateBackoff:
     _delays: Iterator[float] = field(default_factory=lambda: client.backoff(_BASE_DELAY, _MAX_DELAY))
     _next_try: float = 0.0
 
-    def see(self, generation: int) -> None:
+    def reset_for(self, generation: int) -> None:
         """Start over for a new generation; a block of the former generation remains until the first attempt."""
         if generation != self._generation:
             blocked = self.blocked
@@ -72,7 +72,7 @@ class JobRecord:
         deleted: by index, the last state of the pods that are gone and not replaced yet, and a monotonic time at which
             they are forgotten.
         startup: why slow pods do not start, by UID (by container name for the etcd pod), in the order of the reads.
-        look_at: when to read the next pod's events, a monotonic time; None if no pod is starting.
+        read_at: when to read the next pod's events, a monotonic time; None if no pod is starting.
         report: the digest of the last report that was written or rejected.
         requeue: seconds after which to observe the job again; None if that is not needed.
     """
@@ -83,7 +83,7 @@ class JobRecord:
     pdb: CreateBackoff = field(default_factory=CreateBackoff)
     deleted: dict[int, tuple[Pod, float]] = field(default_factory=dict)
     startup: dict[str, str] = field(default_factory=dict)
-    look_at: float | None = None
+    read_at: float | None = None
     report: bytes = b""
     requeue: float | None = None
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from elastic_operator.api.json_values import integer, mapping, text
+from elastic_operator.api.json_values import get_dict, get_int, get_str
 from elastic_operator.errors import ClusterError
 from elastic_operator.kubernetes.client import LEASES, Api, ApiError
 
@@ -133,14 +133,14 @@ class LeaderElector:
         """Create, renew, take over or release the lease, if it has not changed since it was read."""
         began = time.monotonic()
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        before: Json = mapping(lease, "spec") if lease else {}
-        transition = text(before, "holderIdentity") != holder
+        before: Json = get_dict(lease, "spec") if lease else {}
+        transition = get_str(before, "holderIdentity") != holder
         spec: dict[str, Any] = {
             "holderIdentity": holder or None,
             "leaseDurationSeconds": self.lease_duration if holder else 1,
             "acquireTime": now if transition else before.get("acquireTime"),
             "renewTime": now,
-            "leaseTransitions": (integer(before, "leaseTransitions") or 0) + (1 if before and transition else 0),
+            "leaseTransitions": (get_int(before, "leaseTransitions") or 0) + (1 if before and transition else 0),
         }
         about: dict[str, Any] = {"name": self.name, "namespace": self.namespace}
         body = {"apiVersion": LEASES.api_version, "kind": LEASES.kind, "metadata": about, "spec": spec}
@@ -158,12 +158,12 @@ class LeaderElector:
         version = lease["metadata"]["resourceVersion"]
         if version != self._seen[0]:
             self._seen = (version, now)
-        duration = integer(lease, "spec", "leaseDurationSeconds") or self.lease_duration
+        duration = get_int(lease, "spec", "leaseDurationSeconds") or self.lease_duration
         return now - self._seen[1] >= duration
 
 
 def _holder(lease: Json | None) -> str:
-    return text(lease, "spec", "holderIdentity")
+    return get_str(lease, "spec", "holderIdentity")
 
 
 async def until_one_ends(*works: Coroutine[Any, Any, object]) -> None:

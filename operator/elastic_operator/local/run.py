@@ -146,7 +146,7 @@ class LocalRun:
         )
         self._etcd = None
         if etcd is not None:
-            self._etcd = EtcdProcess(etcd, files.path, environ, changed=self._changed, tell=self._tell)
+            self._etcd = EtcdProcess(etcd, files.path, environ, changed=self._changed, emit=self._emit)
         self._reconciler = Reconciler(self, settings=_RECONCILE)
 
     # -- served by the control socket
@@ -278,7 +278,7 @@ class LocalRun:
             job, observed, now = live.job, self._observed(), time.time()
             breakdown = breakdown_at_change(job, observed, now)
             report = report_of(job, replace(job.status, time_breakdown=breakdown), observed)
-            self._keep_report(replace(report, suspensions=(round(now, 3),)))
+            self._write_report(replace(report, suspensions=(round(now, 3),)))
         await self._end_store()
         if not live.job.status.finished:
             live.job = replace(live.job, status=replace(live.job.status, replicas=0, ready_replicas=0))
@@ -358,13 +358,13 @@ class LocalRun:
             self._changed()
             return
         if plan.report is not None:
-            self._keep_report(plan.report)
+            self._write_report(plan.report)
         if plan.replicas is not None and "replicas" not in live.manifest["spec"]:
             live.set_replicas(plan.replicas)
         if plan.status is not None:
             live.job = replace(live.job, status=plan.status)
         for event in plan.events:
-            self._tell(event)
+            self._emit(event)
         if plan.etcd and self._store is None:
             self._store = self._tasks.create_task(self._run_store())
         unwritten = await self._write_size(plan.size) if plan.size is not None else None
@@ -451,7 +451,7 @@ class LocalRun:
         if self._mirror.readable and self._store_away:
             self._store_away = False
             if self._etcd is None:
-                self._tell(JobEvent(Reason.STORE_BACK, "the store can be reached again"))
+                self._emit(JobEvent(Reason.STORE_BACK, "the store can be reached again"))
         self._changed()
 
     def _on_store_away(self, sentence: str) -> None:
@@ -465,12 +465,12 @@ class LocalRun:
 
     # -- events and files
 
-    def _tell(self, event: JobEvent) -> None:
+    def _emit(self, event: JobEvent) -> None:
         self._events.append(EventView(time.time(), str(event.reason), event.message, event.warning))
         self._changed()
 
     def _warn(self, reason: Reason, sentence: str) -> None:
-        self._tell(JobEvent(reason, sentence, warning=True))
+        self._emit(JobEvent(reason, sentence, warning=True))
 
     async def _each_snapshot(self, interval: float, take: Callable[[JobView], object]) -> None:
         async with contextlib.aclosing(self.snapshots.watch(interval)) as snapshots:
@@ -480,7 +480,7 @@ class LocalRun:
     def _write_record(self, snapshot: JobView) -> None:
         self._write(self._files.record, msgspec.json.format(msgspec.json.encode(snapshot), indent=1))
 
-    def _keep_report(self, report: Report) -> None:
+    def _write_report(self, report: Report) -> None:
         """Write a report, merged with the stored report of the run if there is one."""
         kept, before = self._files.read_report(), None
         with contextlib.suppress(BadInput):
@@ -516,7 +516,7 @@ class LocalRun:
             return
         if changed:
             self._write(self._files.manifest, manifest_text(file))
-            self._tell(JobEvent(Reason.APPLIED, f"{self._manifest_path.name} was applied"))
+            self._emit(JobEvent(Reason.APPLIED, f"{self._manifest_path.name} was applied"))
 
     async def _follow_output(self) -> None:
         """Notify the watchers when the program prints."""
