@@ -392,7 +392,7 @@ class NewPod:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPods:
-    """The pods that the job will have after the plan is carried out.
+    """The pods that the job will have after the plan is applied.
 
     Attributes:
         staying: the live pods that stay.
@@ -473,7 +473,7 @@ def with_applied_spec(job: Job, plan: Plan | None = None) -> Job:
 
     Args:
         job: the observed job.
-        plan: the plan that is carried out, whose status may apply another spec; None before the first plan.
+        plan: the plan that is applied, whose status may apply another spec; None before the first plan.
     """
     status = job.status if plan is None or plan.status is None else plan.status
     return job if status.applied_spec is None else replace(job, spec=job.spec.with_applied(status.applied_spec))

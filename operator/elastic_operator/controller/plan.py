@@ -1,7 +1,7 @@
 """The plan for a job: a pure function of the job, its observed state, and the time.
 
 The function does no I/O, reads no clock, logs nothing, and never raises. It is level-triggered, and its only memory is
-the status. After a plan is carried out, the next plan is empty; after a part of a plan is carried out, the next plan
+the status. After a plan is applied, the next plan is empty; after a part of a plan is applied, the next plan
 has the rest. The function uses these modules, in this order:
 
 ==============  ==================================================================================

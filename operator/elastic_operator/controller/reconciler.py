@@ -36,7 +36,7 @@ class Backend(Protocol):
         """
 
     async def apply(self, job: Job, plan: Plan) -> float | None:
-        """Carry out the plan in its order; return the seconds after which to reconcile again, or None.
+        """Apply the plan in its order; return the seconds after which to reconcile again, or None.
 
         The replicas and the status are written only to the observed version of the job; if that fails, the rest of
         the plan is skipped. If the size cannot be written, pods are still changed, and the error is raised afterwards.

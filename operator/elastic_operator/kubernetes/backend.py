@@ -1,4 +1,4 @@
-"""Kubernetes as a backend of the reconciler: observes jobs, and carries out plans.
+"""Kubernetes as a backend of the reconciler: observes jobs, and executes plans.
 
 The observed state comes from the cache of objects, the job's etcd and the job's record. The backend itself
 reads the API server only to find out why pods are slow to start.
@@ -21,7 +21,6 @@ from elastic_operator.api.validation import problem_of
 from elastic_operator.controller.model import EtcdState, Job, Observed, Plan, Pod, PodPhase, with_applied_spec
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kubernetes import pod_status
-from elastic_operator.kubernetes.apply import Applier
 from elastic_operator.kubernetes.client import EVENTS, PODS, with_hint
 from elastic_operator.kubernetes.job_record import CreateBackoff, JobRecord
 from elastic_operator.kubernetes.object_cache import ManagedEtcd, managed_etcd, owner_of
@@ -30,6 +29,10 @@ from elastic_operator.resources.owned_objects import ETCD
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+    from elastic_operator.kubernetes.client import Api
+    from elastic_operator.kubernetes.executor import Executor
+    from elastic_operator.kubernetes.job_store import JobStores
+    from elastic_operator.kubernetes.object_cache import ObjectCache
     from elastic_operator.store_mirror import StoreMirror
 
 _log: Final = logging.getLogger(__name__)
@@ -46,9 +49,20 @@ _STARTERS: Final = frozenset({"kubelet", "attachdetach-controller"})
 
 
 @dataclass(slots=True, kw_only=True)
-class KubernetesBackend(Applier):
-    """Observes the jobs of a cluster, and carries out plans."""
+class KubernetesBackend:
+    """Observes the jobs of a cluster, and executes plans.
 
+    Attributes:
+        api: the connection to the API server.
+        cache: the known objects.
+        stores: the jobs' etcds.
+        executor: the executor of plans.
+    """
+
+    api: Api
+    cache: ObjectCache
+    stores: JobStores
+    executor: Executor
     _records: dict[str, JobRecord] = field(default_factory=dict, init=False)
     _next_read: float = field(default=0.0, init=False)
 
@@ -75,14 +89,14 @@ class KubernetesBackend(Applier):
         return job, await self._observe(job, record)
 
     async def apply(self, job: Job, plan: Plan) -> float | None:
-        """Carry out a plan; return the seconds after which to observe the job again, or None.
+        """Execute a plan; return the seconds after which to observe the job again, or None.
 
         Raises:
             ClusterError: a part of the plan failed.
         """
         record = self._records[f"{job.namespace}/{job.name}"]
         before = record.problems
-        if await self.carry_out(job, plan, record) or record.problems != before:
+        if await self.executor.execute(job, plan, record) or record.problems != before:
             return 0.0  # for another plan
         for creates in (record.creates, record.pdb):
             if creates.wait > 0:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from elastic_operator.controller.reconciler import Reconciler
 from elastic_operator.kubernetes.backend import KubernetesBackend
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, Api
+from elastic_operator.kubernetes.executor import Executor
 from elastic_operator.kubernetes.http_server import http_server
 from elastic_operator.kubernetes.informer import Informer
 from elastic_operator.kubernetes.job_store import JobStores
@@ -89,10 +90,14 @@ class Manager:
             self._backend = KubernetesBackend(
                 api=self._api,
                 cache=self._cache,
-                writer=writer,
                 stores=stores,
-                settings=settings.pods,
-                status_written=self._metrics.status_written,
+                executor=Executor(
+                    cache=self._cache,
+                    writer=writer,
+                    stores=stores,
+                    settings=settings.pods,
+                    status_written=self._metrics.status_written,
+                ),
             )
             self._reconciler = Reconciler(
                 self._backend,

@@ -1,4 +1,4 @@
-"""A run: one job on this machine, whose plan is carried out with processes.
+"""Runs one job on this machine, with processes in place of pods.
 
 A run ends in this order: the reconciler stops, then the pods, then the store; the last snapshot is written; the name is
 released.
@@ -348,10 +348,10 @@ class LocalRun:
         )
 
     async def apply(self, job: Job, plan: Plan) -> None:
-        """Carry out the plan, or only request a reconcile if the job has changed since it was observed.
+        """Apply the plan, or only request a reconcile if the job has changed since it was observed.
 
         Raises:
-            ClusterError: the size could not be written; the rest of the plan was carried out.
+            ClusterError: the size could not be written; the rest of the plan was applied.
         """
         live = self._live
         if job != live.job:

@@ -1,4 +1,4 @@
-"""Carries out a plan: writes the report and the status of the job, then changes the objects that the job owns."""
+"""Executes a plan: writes the report and the status of the job, then changes the objects that the job owns."""
 
 from __future__ import annotations
 
@@ -42,11 +42,10 @@ _MAX_SECONDS: Final = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Applier:
-    """Carries out plans.
+class Executor:
+    """Executes plans.
 
     Attributes:
-        api: the connection to the API server.
         cache: the known objects.
         writer: the writer that creates, changes and deletes objects.
         stores: the jobs' etcds.
@@ -54,15 +53,14 @@ class Applier:
         status_written: called with the observed job and the plan after the status is written.
     """
 
-    api: client.Api
     cache: ObjectCache
     writer: Writer
     stores: JobStores
     settings: owned.PodSettings
     status_written: Callable[[Job, Plan], None] = lambda _job, _plan: None
 
-    async def carry_out(self, job: Job, plan: Plan, record: JobRecord) -> bool:
-        """Carry out the plan in its order; return whether pods are left to create.
+    async def execute(self, job: Job, plan: Plan, record: JobRecord) -> bool:
+        """Execute the plan in its order; return whether pods are left to create.
 
         Raises:
             ClusterError: a part of the plan failed.
