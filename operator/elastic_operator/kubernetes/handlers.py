@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 import kopf
 
 from elastic_operator.api.spec import GROUP, VERSION
-from elastic_operator.kubernetes.client import DEPLOYMENTS, DISRUPTION_BUDGETS, ELASTIC_JOBS, PODS, SERVICES
 from elastic_operator.kubernetes.kopf_session import KopfSession, configure
 
 if TYPE_CHECKING:
@@ -40,30 +39,10 @@ async def stop(memo: KopfSession, **_: object) -> None:
 
 
 @kopf.on.event(GROUP, VERSION, "elasticjobs", registry=registry)
-async def job_changed(event: Mapping[str, Any], memo: KopfSession, **_: object) -> None:
-    """Update a job in the cache, which queues the job."""
-    memo.update_cache(ELASTIC_JOBS, event)
-
-
 @kopf.on.event("", "v1", "pods", registry=registry)
-async def pod_changed(event: Mapping[str, Any], memo: KopfSession, **_: object) -> None:
-    """Update a worker pod in the cache, which queues its job."""
-    memo.update_cache(PODS, event)
-
-
 @kopf.on.event("", "v1", "services", registry=registry)
-async def service_changed(event: Mapping[str, Any], memo: KopfSession, **_: object) -> None:
-    """Update the service of a job's etcd in the cache, which queues the job."""
-    memo.update_cache(SERVICES, event)
-
-
 @kopf.on.event("apps", "v1", "deployments", registry=registry)
-async def deployment_changed(event: Mapping[str, Any], memo: KopfSession, **_: object) -> None:
-    """Update the deployment of a job's etcd in the cache, which queues the job."""
-    memo.update_cache(DEPLOYMENTS, event)
-
-
 @kopf.on.event("policy", "v1", "poddisruptionbudgets", registry=registry)
-async def disruption_budget_changed(event: Mapping[str, Any], memo: KopfSession, **_: object) -> None:
-    """Update the disruption budget of a job in the cache, which queues the job."""
-    memo.update_cache(DISRUPTION_BUDGETS, event)
+async def changed(event: Mapping[str, Any], resource: kopf.Resource, memo: KopfSession, **_: object) -> None:
+    """Update the object in the cache, which queues its job."""
+    memo.update_cache(resource.plural, event)

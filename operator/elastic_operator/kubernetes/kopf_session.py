@@ -57,20 +57,11 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 async def wait_until_defined(
-    api: client.Api,
-    namespaces: Iterable[str | None],
-    delays: Iterator[float],
-    report: Callable[[ClusterError], None],
+    api: client.Api, namespaces: Iterable[str | None], delays: Iterator[float], report: Callable[[ClusterError], None]
 ) -> None:
-    """Wait until ElasticJobs are defined and may be listed in one of the namespaces.
+    """Wait until ElasticJobs are defined and may be listed in one of the namespaces; report each failed attempt.
 
     kopf never watches a kind that is defined after it has started.
-
-    Args:
-        api: the connection.
-        namespaces: the namespaces to watch; None for all.
-        delays: the seconds to wait after each failed attempt.
-        report: called with the error of each failed attempt.
     """
     for delay in delays:
         for namespace in namespaces:
@@ -107,12 +98,7 @@ class KopfSession:
         return self  # kopf copies the memo for each object
 
     async def run(self, registry: kopf.OperatorRegistry, namespaces: Sequence[str]) -> str:
-        """Watch until kopf ends; return why it ended.
-
-        Args:
-            registry: the handlers.
-            namespaces: the namespaces to watch; empty for all.
-        """
+        """Watch these namespaces, or all if there are none, until kopf ends; return why it ended."""
         handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         # kopf.operator() would cancel all tasks of the event loop when it ends, not only its own.
         tasks = await kopf.spawn_tasks(
@@ -155,10 +141,11 @@ class KopfSession:
         if self._http is not None:
             await self._http.close()
 
-    def update_cache(self, resource: client.Resource, event: Mapping[str, Any]) -> None:
-        """Put the object of an event into the cache, or remove it."""
+    def update_cache(self, plural: str, event: Mapping[str, Any]) -> None:
+        """Put the object of an event into the cache, or remove it; ``plural`` names its kind."""
         try:
-            (self._cache.remove if event["type"] == "DELETED" else self._cache.put)(resource, event["object"])
+            update = self._cache.remove if event["type"] == "DELETED" else self._cache.put
+            update(_BY_PLURAL[plural], event["object"])
         except Exception:  # noqa: BLE001 - kopf's own log is off
             _log.exception("an unexpected error while a change was handled")
 

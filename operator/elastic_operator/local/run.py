@@ -233,7 +233,7 @@ class LocalRun:
         if fields := ", ".join(unsupported_fields(self._live.manifest["spec"])):
             warning = f"without effect on this machine, where pods are processes: {fields}"
             self._warn(Reason.UNSUPPORTED_FIELDS, warning)
-        async with control_server(self, self._files), self._tasks as tasks:
+        async with control_server(self._files, self.snapshots, self.patch, self.delete), self._tasks as tasks:
             self._write_record(self.snapshot())
             tasks.create_task(self._show(on_snapshot))
             drivers = [
