@@ -54,7 +54,7 @@ async def etcd_serving(binary: Path) -> AsyncIterator[EtcdProcess]:
         BadInput: the etcd cannot be started.
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-etcd-") as folder:
-        process = EtcdProcess(binary, Path(folder), os.environ, changed=lambda: None, tell=lambda _: None)
+        process = EtcdProcess(binary, Path(folder), os.environ, changed=lambda: None, emit=lambda _: None)
         running = asyncio.create_task(process.run())
         ready = asyncio.create_task(process.ready.wait())
         try:

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
-Reach = Callable[[], StoreSettings | Awaitable[StoreSettings]]
+SettingsSource = Callable[[], StoreSettings | Awaitable[StoreSettings]]
 """A function that returns the settings of a store, or an awaitable of them."""
 
 
@@ -89,7 +89,7 @@ class StoreMirror:
         self.nodes: dict[str, records.NodeRecord] = {}
         self.names: dict[str, str] = {}
 
-    async def run(self, settings: Reach, available: asyncio.Event | None) -> None:
+    async def run(self, settings: SettingsSource, available: asyncio.Event | None) -> None:
         """Follow the store until canceled.
 
         Args:

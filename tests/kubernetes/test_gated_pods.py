@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from elastic_operator.api.constants import worker_selector
-from elastic_operator.api.json_values import seconds
+from elastic_operator.api.json_values import get_time
 from elastic_operator.kubernetes.client import PODS
 from tests.support.operator_namespace import OperatorNamespace, conditions, holds, index_of, live
 
@@ -76,7 +76,7 @@ async def test_pods_deleted_before_they_ran_are_replaced_with_growing_delays(ns:
         found = await workers(ns, lambda pods: bool(new_pods(pods)))
         made += new_pods(found)
         await ns.api.delete(PODS, ns.name, made[-1]["metadata"]["name"])
-    times = [seconds(pod, "metadata", "creationTimestamp") or 0.0 for pod in made]
+    times = [get_time(pod, "metadata", "creationTimestamp") or 0.0 for pod in made]
     assert times[-1] - times[0] >= 5, "the delays are 0, 1, 2 and 4 s, and the times are in whole seconds"
     await ns.wait_for_job(lambda status: "was deleted 5 times in a row" in str(status))
 

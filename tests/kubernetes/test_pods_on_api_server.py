@@ -18,7 +18,7 @@ import yaml
 from elastic_operator.api.spec import ElasticJobSpec
 from elastic_operator.api.validation import problem_of
 from elastic_operator.controller.model import Job, NewPod
-from elastic_operator.controller.plan import pod_name
+from elastic_operator.controller.pods import pod_name
 from elastic_operator.kubernetes.client import DEPLOYMENTS, DISRUPTION_BUDGETS, PODS, SERVICES
 from elastic_operator.manifest.crd import apply_defaults
 from elastic_operator.resources.owned_objects import PodSettings, disruption_budget, etcd_deployment, etcd_service

@@ -174,7 +174,7 @@ class Followed:
     async def at(self, endpoint: str, *, secret: str | None = None) -> AsyncIterator[StoreMirror]:
         """Follow the store at an endpoint within the block."""
         async with asyncio.timeout(PATIENCE), self.stores as stores:
-            yield stores.follow(self._run_id, KEY, endpoint, lasts=True, up=True, secret=secret)
+            yield stores.follow(self._run_id, KEY, endpoint, external=True, available=True, secret=secret)
 
     async def error(self) -> str:
         """Wait for the first message about the store, and return it."""
@@ -194,8 +194,8 @@ async def test_a_long_store_outage_and_a_bad_endpoint_are_reported_on_the_job(
     followed = Followed(run_id)
     async with followed.at("etcd:99999") as mirror:
         assert "a port is a number from 1 to 65535" in await followed.error()
-        followed.stores.follow(run_id, KEY, own_etcd.endpoint, lasts=True, up=False)
-        followed.stores.follow(run_id, KEY, own_etcd.endpoint, lasts=True, up=True)
+        followed.stores.follow(run_id, KEY, own_etcd.endpoint, external=True, available=False)
+        followed.stores.follow(run_id, KEY, own_etcd.endpoint, external=True, available=True)
         assert f"etcd at {own_etcd.endpoint} does not answer: connection refused" in await followed.error()
         await own_etcd.start()
         await followed.until(lambda: mirror.readable)

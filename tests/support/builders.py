@@ -12,7 +12,7 @@ from elastic_operator.api.spec import ElasticJobSpec, FailureAction, FailurePoli
 from elastic_operator.api.status import Condition, JobState, JobStatus
 from elastic_operator.api.validation import problem_of
 from elastic_operator.controller.model import EtcdState, Job, Observed, Pod, PodPhase, TerminationCause
-from elastic_operator.controller.plan import pod_name
+from elastic_operator.controller.pods import pod_name
 from torchelastic.protocol.pod import TerminationMessage
 from torchelastic.protocol.records import (
     FailureRecord,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from elastic_operator.controller.reconciler import Reconciler
 from elastic_operator.kubernetes.backend import KubernetesBackend
 from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, Api
+from elastic_operator.kubernetes.executor import Executor
 from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.kubernetes.object_cache import ObjectCache
 from elastic_operator.kubernetes.writer import Writer
@@ -19,7 +20,7 @@ from tests.support.object_server import MADE, NAMESPACE, ObjectServer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elastic_operator.api.spec import Json
+    from elastic_operator.api.json_values import Json
     from elastic_operator.controller.model import Pod
     from elastic_operator.kubernetes.client import Resource
 
@@ -53,13 +54,9 @@ class OperatedCluster:
             cache = self.cache = ObjectCache(changed=self._on_change, pod_deleted=self._on_pod_deleted)
             writer = await stack.enter_async_context(Writer(api, cache))
             stores = JobStores(api, self._on_change, patience=_ETCD_PATIENCE, managed_patience=_ETCD_PATIENCE)
-            self.backend = KubernetesBackend(
-                api=api,
-                cache=cache,
-                writer=writer,
-                stores=await stack.enter_async_context(stores),
-                settings=PodSettings(),
-            )
+            await stack.enter_async_context(stores)
+            executor = Executor(cache=cache, writer=writer, stores=stores, settings=PodSettings())
+            self.backend = KubernetesBackend(api=api, cache=cache, stores=stores, executor=executor)
             self._reconciler = Reconciler(self.backend, reconciled=self._on_reconcile)
             work = asyncio.create_task(self._reconciler.run())
             stack.push_async_callback(_end, work)

@@ -14,7 +14,7 @@ from elastic_operator.kubernetes.client import ApiError, selectors
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
 
-    from elastic_operator.api.spec import Json
+    from elastic_operator.api.json_values import Json
     from elastic_operator.kubernetes.client import Resource
 
 _WATCH_SECONDS: Final = 300

@@ -17,7 +17,8 @@ import pytest
 import yaml
 from packaging.version import Version
 
-from elastic_operator.kubernetes.main import LOG_FORMATS, LOG_LEVELS, OperatorSettings, parse
+from elastic_operator.kubernetes.main import LOG_FORMATS, LOG_LEVELS, parse
+from elastic_operator.kubernetes.settings import OperatorSettings
 from elastic_operator.resources.owned_objects import PodSettings
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -13,7 +14,8 @@ import pytest
 from aiohttp import web
 
 from elastic_operator.kubernetes.client import PODS, VOLCANO_GROUPS, Api
-from elastic_operator.kubernetes.informer import Informer, WatchSession
+from elastic_operator.kubernetes.informer import Informer
+from elastic_operator.kubernetes.kopf_session import WatchSession
 from elastic_operator.kubernetes.object_cache import ObjectCache
 from tests.support.object_server import WATCHED, answering, discovered
 
@@ -160,16 +162,17 @@ async def test_each_kind_is_listed_once_and_then_watched_despite_errors(
 
 
 async def test_a_watch_without_events_is_reopened(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_operator.kubernetes.informer._LONGEST_WATCH", 0.1)
+    monkeypatch.setattr("elastic_operator.kubernetes.kopf_session._LONGEST_WATCH", 0.1)
     async with running_informer(server) as (informer, _):
         await informer.synced.wait()
         await until(lambda: server.watches >= 3)
         assert server.lists.count("pods") == 1
 
 
-async def test_after_a_failed_watch_each_kind_is_watched_exactly_once(
+async def test_after_a_failed_watch_each_kind_is_watched_exactly_once_and_signals_are_handled_as_before(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     monkeypatch.setattr("elastic_operator.kubernetes.informer._RESTART_DELAY", 0.0)
     async with running_informer(server) as (informer, _):
         await informer.synced.wait()
@@ -178,6 +181,7 @@ async def test_after_a_failed_watch_each_kind_is_watched_exactly_once(
         await until(lambda: server.watches == 2)
         watchers = [each for each in asyncio.all_tasks() if each.get_name().startswith("watcher for ")]
         assert len(watchers) == len(WATCHED)
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 async def test_the_deletion_of_a_pod_group_is_noticed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torchelastic.errors import StoreError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elastic_operator.store_mirror import Reach
+    from elastic_operator.store_mirror import SettingsSource
 
 PATIENCE = 30
 NO_API = Api(Configuration())
@@ -30,9 +30,9 @@ class FakeMirror(StoreMirror):
         super().__init__(run_id, changed=changed, away=away)
         self.report = away
 
-    async def run(self, settings: Reach, available: asyncio.Event | None) -> None:
+    async def run(self, settings: SettingsSource, available: asyncio.Event | None) -> None:
         assert available is not None
-        self.up = available
+        self.available = available
         await asyncio.Event().wait()
 
 
@@ -48,29 +48,29 @@ async def test_a_store_is_reported_as_unreachable_only_while_it_should_be_up(
     woken = []
     async with asyncio.timeout(PATIENCE), JobStores(NO_API, woken.append, managed_patience=0.0) as stores:
 
-        def own(*, up: bool) -> StoreMirror:
-            return stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=False, up=up)
+        def own(*, available: bool) -> StoreMirror:
+            return stores.follow("uid", "team/digits", "127.9.9.9:2379", external=False, available=available)
 
-        mirror = own(up=False)
+        mirror = own(available=False)
         fail(mirror, "no route")
         assert stores.error("uid") is None
-        own(up=True)
+        own(available=True)
         fail(mirror, "no route")
         assert (stores.error("uid"), woken) == ("no route", ["team/digits"])
-        own(up=False)
+        own(available=False)
         assert stores.error("uid") is None
         fail(mirror, "no route")
         assert stores.error("uid") is None
 
 
 async def test_an_unexpected_error_while_a_store_is_followed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run(_mirror: StoreMirror, _settings: Reach, _available: asyncio.Event | None) -> None:
+    async def run(_mirror: StoreMirror, _settings: SettingsSource, _available: asyncio.Event | None) -> None:
         raise ZeroDivisionError("a defect")
 
     monkeypatch.setattr(StoreMirror, "run", run)
     woken = asyncio.Event()
     async with asyncio.timeout(PATIENCE), JobStores(NO_API, lambda _key: woken.set(), patience=0.0) as stores:
-        stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=True, up=True)
+        stores.follow("uid", "team/digits", "127.9.9.9:2379", external=True, available=True)
         await woken.wait()
         assert stores.error("uid") == "an unexpected error: ZeroDivisionError('a defect')"
 
@@ -89,14 +89,14 @@ async def test_a_store_error_is_reported_after_a_delay_and_changes_at_most_twice
 ) -> None:
     woken: list[str] = []
     async with asyncio.timeout(PATIENCE), JobStores(NO_API, woken.append, patience=0.0) as stores:
-        own = stores.follow("own", "team/own", "127.9.9.9:2379", lasts=False, up=True)
+        own = stores.follow("own", "team/own", "127.9.9.9:2379", external=False, available=True)
         for now.time, reported in ((0.0, None), (50.0, None), (60.0, "no route")):
             fail(own, "no route")
             assert stores.error("own") == reported, (
                 "the job's own etcd is reported only after a minute, in which it may move to another node"
             )
         woken.clear()
-        mirror = stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=True, up=True)
+        mirror = stores.follow("uid", "team/digits", "127.9.9.9:2379", external=True, available=True)
         for now.time, error, reported in (
             (0.0, "no route", "no route"),
             (1.0, "no answer", "no route"),
@@ -120,8 +120,8 @@ async def test_no_connection_is_tried_while_the_store_is_not_up(monkeypatch: pyt
 
     monkeypatch.setattr("elastic_operator.kubernetes.job_store.store_at", at)
     async with asyncio.timeout(PATIENCE), JobStores(NO_API, lambda _key: None) as stores:
-        for up in (False, True):
-            stores.follow("uid", "team/digits", "127.9.9.9:2379", lasts=False, up=up)
+        for available in (False, True):
+            stores.follow("uid", "team/digits", "127.9.9.9:2379", external=False, available=available)
             for _ in range(9):
                 await asyncio.sleep(0)
-            assert connected.is_set() is up
+            assert connected.is_set() is available

@@ -8,13 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from elastic_operator.kubernetes.main import (
-    JsonLines,
-    OperatorSettings,
-    TextLines,
-    main,
-    parse,
-)
+from elastic_operator.kubernetes.main import JsonLines, TextLines, main, parse
+from elastic_operator.kubernetes.settings import OperatorSettings
 from elastic_operator.resources.owned_objects import PodSettings
 
 if TYPE_CHECKING:

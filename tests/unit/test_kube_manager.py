@@ -9,9 +9,10 @@ import pytest
 
 from elastic_operator.errors import BadInput
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, LEASES, PODS, Api
-from elastic_operator.kubernetes.main import OperatorSettings
-from elastic_operator.kubernetes.manager import Manager, http_server
+from elastic_operator.kubernetes.http_server import http_server
+from elastic_operator.kubernetes.manager import Manager
 from elastic_operator.kubernetes.metrics import OperatorMetrics
+from elastic_operator.kubernetes.settings import OperatorSettings
 from tests.support.object_server import NAMESPACE, ObjectServer
 
 JOB = {"minReplicas": 1, "maxReplicas": 500, "replicas": 1, "image": "i", "args": ["a.py"]}

@@ -34,7 +34,7 @@ from tests.support.builders import (
 )
 
 if TYPE_CHECKING:
-    from elastic_operator.api.spec import Json
+    from elastic_operator.api.json_values import Json
     from elastic_operator.controller.model import Job, Observed, Plan, Pod
 
 

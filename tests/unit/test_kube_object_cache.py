@@ -80,8 +80,8 @@ def test_list_removes_missing_objects_unless_they_are_newer(recording: Recording
     recording.cache.put(PODS, a_pod(0, version=3))
     recording.cache.put(PODS, a_pod(1, version=4))
     recording.cache.put(PODS, a_pod(2, version=11))
-    recording.cache.keep_only(PODS, set(), 10, "other")
-    recording.cache.keep_only(PODS, {"uid-p1"}, 10)
+    recording.cache.remove_unlisted(PODS, set(), 10, "other")
+    recording.cache.remove_unlisted(PODS, {"uid-p1"}, 10)
 
     assert recording.pods() == {"uid-p1": 4, "uid-p2": 11}
     assert [body["metadata"]["uid"] for body in recording.deleted] == ["uid-p0"]

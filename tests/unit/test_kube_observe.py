@@ -13,6 +13,7 @@ from elastic_operator.controller.failures import pod_end
 from elastic_operator.controller.model import Job, Observed, Plan, PodEnd, PodPhase
 from elastic_operator.kubernetes.backend import KubernetesBackend, job_of, startup_problem
 from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, PODS, SERVICES, Api, ApiError
+from elastic_operator.kubernetes.executor import Executor
 from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.kubernetes.object_cache import ObjectCache
 from elastic_operator.kubernetes.pod_status import pod_of
@@ -133,7 +134,8 @@ async def backend(cluster: Cluster) -> AsyncIterator[KubernetesBackend]:
         JobStores(api, lambda _key: None) as stores,
     ):
         writer = Writer(api, cluster.cache)
-        yield KubernetesBackend(api=api, cache=cluster.cache, writer=writer, stores=stores, settings=PodSettings())
+        executor = Executor(cache=cluster.cache, writer=writer, stores=stores, settings=PodSettings())
+        yield KubernetesBackend(api=api, cache=cluster.cache, stores=stores, executor=executor)
 
 
 async def observe(cluster: Cluster, backend: KubernetesBackend) -> Observed:

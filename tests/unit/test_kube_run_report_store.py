@@ -49,7 +49,7 @@ def stored_report(server: ObjectServer) -> Report:
 
 async def store_report(api: Api, report: Report) -> None:
     writer = Writer(api, ObjectCache(changed=lambda _key: None))
-    await writer.keep_report(replace(a_job(), namespace=NAMESPACE), report)
+    await writer.write_report(replace(a_job(), namespace=NAMESPACE), report)
 
 
 async def test_a_later_report_is_merged_with_the_one_that_exists(server: ObjectServer, api: Api) -> None:

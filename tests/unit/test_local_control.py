@@ -35,12 +35,8 @@ class SimulatedRun:
         self._files = files
 
     def snapshot(self) -> JobView:
-        run = RunView(
-            id=self._files.run_id,
-            directory=str(self._files.path),
-            alive=not self.ended,
-            ended=self.ended,
-        )
+        files, ended = self._files, self.ended
+        run = RunView(id=files.run_id, directory=str(files.path), alive=not ended, ended=ended)
         return JobView(manifest={"metadata": {"name": "digits"}, "spec": self.spec}, run=run)
 
     def record(self) -> None:
@@ -71,7 +67,7 @@ def jobs(tmp_path: Path) -> LocalJobs:
 @pytest_asyncio.fixture
 async def run(files: RunDir) -> AsyncIterator[SimulatedRun]:
     simulated = SimulatedRun(files)
-    async with control_server(simulated, files):
+    async with control_server(files, simulated.snapshots, simulated.patch, simulated.delete):
         simulated.record()
         yield simulated
         simulated.snapshots.close()

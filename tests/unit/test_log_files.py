@@ -98,7 +98,7 @@ def follow(logs: Path, *changes: Callable[[], object], **selector: Any) -> tuple
             return True
         return False
 
-    follow_logs(logs, LogSelector(**selector), output.append, alive=alive, tell=messages.append)
+    follow_logs(logs, LogSelector(**selector), output.append, alive=alive, notify=messages.append)
     return b"".join(output).decode(), messages
 
 

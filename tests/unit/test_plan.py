@@ -13,7 +13,8 @@ from elastic_operator.api.spec import FailureAction
 from elastic_operator.api.status import JobState, LastFailure
 from elastic_operator.controller.messages import MESSAGE_LIMIT
 from elastic_operator.controller.model import EtcdState, IncompatibleImage, Plan
-from elastic_operator.controller.plan import LONGEST_BACK_OFF, back_off, plan, pod_name
+from elastic_operator.controller.plan import plan
+from elastic_operator.controller.pods import LONGEST_BACK_OFF, back_off, pod_name
 from tests.support.builders import (
     NAME,
     NOW,

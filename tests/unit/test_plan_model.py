@@ -18,7 +18,8 @@ from elastic_operator.api.constants import Reason
 from elastic_operator.api.spec import CleanPodPolicy, FailureAction, GangScheduler, SchedulingSpec
 from elastic_operator.api.status import JobState
 from elastic_operator.controller.model import IncompatibleImage, Job, Observed, Plan, Pod, PodPhase, TerminationCause
-from elastic_operator.controller.plan import ENDED_PODS_KEPT, EXIT_PERIOD, LONGEST_BACK_OFF, plan
+from elastic_operator.controller.plan import EXIT_PERIOD, plan
+from elastic_operator.controller.pods import ENDED_PODS_KEPT, LONGEST_BACK_OFF
 from tests.support.builders import a_job, on_disruption, on_reasons, with_spec
 from tests.support.simulated_cluster import (
     NODES,
@@ -99,7 +100,7 @@ class AnyLife(RuleBasedStateMachine):
 
     # -- the operator
 
-    def _carry_out(self, job: Job, observed: Observed, todo: Plan, writes: int = 1_000_000) -> None:
+    def _apply(self, job: Job, observed: Observed, todo: Plan, writes: int = 1_000_000) -> None:
         try:
             self.cluster.apply(job, observed, todo, writes)
         except OperatorKilledError:
@@ -117,7 +118,7 @@ class AnyLife(RuleBasedStateMachine):
     @rule(writes=st.integers(0, 10))
     def the_operator_is_killed_between_two_writes(self, writes: int) -> None:
         job, observed = self.cluster.observe()
-        self._carry_out(job, observed, plan(job, observed, self.cluster.now), writes)
+        self._apply(job, observed, plan(job, observed, self.cluster.now), writes)
 
     @rule()
     def the_operator_makes_a_plan(self) -> None:
@@ -128,7 +129,7 @@ class AnyLife(RuleBasedStateMachine):
     @rule()
     def the_operator_applies_an_outdated_plan(self) -> None:
         assert self.pending_plan is not None
-        self._carry_out(*self.pending_plan)
+        self._apply(*self.pending_plan)
 
     @rule()
     def a_second_plan_does_nothing(self) -> None:
@@ -151,7 +152,7 @@ class AnyLife(RuleBasedStateMachine):
 
     def _reconcile(self, lateness: int = 0) -> None:
         job, observed = self.cluster.observe(lateness)
-        self._carry_out(job, observed, plan(job, observed, self.cluster.now))
+        self._apply(job, observed, plan(job, observed, self.cluster.now))
 
     def _assert_plan_is_empty(self) -> None:
         job, observed = self.cluster.observe()
@@ -160,7 +161,7 @@ class AnyLife(RuleBasedStateMachine):
         if again == Plan(**{name: getattr(again, name) for name in repeated}):
             # Ended pods are removed only when their successors have been observed, which may be one plan later.
             assert all(self.cluster.pods[pod.uid].phase.ended for pod in again.remove)
-            self._carry_out(job, observed, again)
+            self._apply(job, observed, again)
             job, observed = self.cluster.observe()
             again = plan(job, observed, self.cluster.now)
         assert again.report in (None, self.cluster.report), "the report is written a second time"

@@ -20,7 +20,8 @@ from elastic_operator.api.spec import (
 )
 from elastic_operator.controller import model
 from elastic_operator.controller.model import IncompatibleImage, Job, Observed, Plan, Pod
-from elastic_operator.controller.plan import plan, pod_name
+from elastic_operator.controller.plan import plan
+from elastic_operator.controller.pods import pod_name
 from tests.support.any_job import STATUSES
 from tests.support.builders import NAME, NOW, UID
 from tests.support.simulated_cluster import is_live

@@ -13,16 +13,15 @@ import functools
 import json
 import math
 import re
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from elastic_operator.errors import BadInput
 
-if TYPE_CHECKING:
-    from elastic_operator.api.spec import Json
-
+Json = Mapping[str, Any]
 
 _T = TypeVar("_T")
 
@@ -56,44 +55,44 @@ _NOT_WRITTEN: Final = {"TimeBreakdown": frozenset({"state", "round", "first_step
 _SHOWN_CHARACTERS: Final = 60
 
 
-def mapping(value: object, *path: str) -> Json:
-    """Return the mapping at the path; empty if there is none."""
-    found = at(value, *path)
+def get_dict(value: object, *path: str) -> Json:
+    """Return the dict at the path; empty if there is none."""
+    found = get_value(value, *path)
     return found if isinstance(found, dict) else {}
 
 
-def mappings(value: object, *path: str) -> tuple[Json, ...]:
-    """Return the mappings in the list at the path."""
-    return tuple(entry for entry in listing(value, *path) if isinstance(entry, dict))
+def get_dicts(value: object, *path: str) -> tuple[Json, ...]:
+    """Return the dicts in the list at the path."""
+    return tuple(entry for entry in get_list(value, *path) if isinstance(entry, dict))
 
 
-def listing(value: object, *path: str) -> tuple[object, ...]:
+def get_list(value: object, *path: str) -> tuple[object, ...]:
     """Return the items of the list at the path; empty if there is none."""
-    found = at(value, *path)
+    found = get_value(value, *path)
     return tuple(found) if isinstance(found, list) else ()
 
 
-def text(value: object, *path: str) -> str:
-    """Return the text at the path; empty if there is none."""
-    found = at(value, *path)
+def get_str(value: object, *path: str) -> str:
+    """Return the string at the path; empty if there is none."""
+    found = get_value(value, *path)
     return found if isinstance(found, str) else ""
 
 
-def integer(value: object, *path: str) -> int | None:
+def get_int(value: object, *path: str) -> int | None:
     """Return the integer at the path; None if there is none."""
-    found = at(value, *path)
+    found = get_value(value, *path)
     return found if isinstance(found, int) and not isinstance(found, bool) else None
 
 
-def seconds(value: object, *path: str) -> float | None:
+def get_time(value: object, *path: str) -> float | None:
     """Return the RFC 3339 time at the path in seconds since the Unix epoch; None if there is none."""
     try:
-        return seconds_of(datetime.fromisoformat(text(value, *path)))
+        return seconds_of(datetime.fromisoformat(get_str(value, *path)))
     except (ValueError, OverflowError):
         return None
 
 
-def at(value: object, *path: str) -> object:
+def get_value(value: object, *path: str) -> object:
     """Return the value at the path; None if there is none."""
     for key in path:
         if not isinstance(value, dict):

@@ -26,19 +26,19 @@ import enum
 import itertools
 import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 import msgspec
 
-from elastic_operator.api.json_values import integer, listing, mapping, mappings, shown, text
+from elastic_operator.api.json_values import Json, get_dict, get_dicts, get_int, get_list, get_str, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
 
 GROUP: Final = "elastic.pytorch.org"
 VERSION: Final = "v1alpha1"
 KIND: Final = "ElasticJob"
-
-Json = Mapping[str, Any]
 
 WORKER: Final = "worker"
 """The name of the job's own container in the template."""
@@ -297,13 +297,13 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
 
 def worker_container(spec: AppliedSpec) -> Json:
     """Return the template's container ``worker``; an empty one if the template has none."""
-    containers = mappings(spec.template, "spec", "containers")
+    containers = get_dicts(spec.template, "spec", "containers")
     return next((container for container in containers if container.get("name") == WORKER), {})
 
 
 def mounted_folders(container: Json) -> frozenset[str]:
     """Return the folders of a container on which volumes are mounted."""
-    paths = (mount.get("mountPath") for mount in mappings(container, "volumeMounts"))
+    paths = (mount.get("mountPath") for mount in get_dicts(container, "volumeMounts"))
     return frozenset(posixpath.normpath(path) for path in paths if isinstance(path, str) and path)
 
 
@@ -311,14 +311,14 @@ def program_of(spec: AppliedSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the command and the arguments, from the spec or from the template's container ``worker``."""
     container = worker_container(spec)
     return (
-        spec.command or tuple(str(item) for item in listing(container, "command")),
-        spec.args or tuple(str(item) for item in listing(container, "args")),
+        spec.command or tuple(str(item) for item in get_list(container, "command")),
+        spec.args or tuple(str(item) for item in get_list(container, "args")),
     )
 
 
 def user_env(spec: AppliedSpec) -> tuple[Json, ...]:
     """Return the user's environment variables, each as in a container's spec: the template's, then the spec's."""
-    return (*mappings(worker_container(spec), "env"), *spec.env)
+    return (*get_dicts(worker_container(spec), "env"), *spec.env)
 
 
 def changed_fields(spec: ElasticJobSpec, applied: AppliedSpec) -> tuple[str, ...]:
@@ -360,20 +360,20 @@ def current_spec(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if "replicaSpecs" not in spec:
         return spec
-    worker = mapping(spec, "replicaSpecs", "Worker")
+    worker = get_dict(spec, "replicaSpecs", "Worker")
     current = {key: value for key, value in spec.items() if key not in _ARCHIVED}
-    current |= {key: value for key, value in mapping(spec, "RunPolicy").items() if key in _POLICIES}
-    if endpoint := text(spec, "rdzvEndpoint"):
+    current |= {key: value for key, value in get_dict(spec, "RunPolicy").items() if key in _POLICIES}
+    if endpoint := get_str(spec, "rdzvEndpoint"):
         current["etcd"] = {"endpoint": endpoint}
-    if (replicas := integer(worker, "replicas")) is not None:
+    if (replicas := get_int(worker, "replicas")) is not None:
         current = {"replicas": replicas, "maxReplicas": replicas, **current}
-    if text(worker, "restartPolicy") == "Never":
+    if get_str(worker, "restartPolicy") == "Never":
         current = {"backoffLimit": 0, **current}
-    template = mapping(worker, "template")
-    metadata = {key: value for key, value in mapping(template, "metadata").items() if key not in _WITHOUT_EFFECT}
-    pod = {key: value for key, value in mapping(template, "spec").items() if key != "restartPolicy"}
-    if containers := mappings(pod, "containers"):
-        named = {text(container, "name"): container for container in containers}
+    template = get_dict(worker, "template")
+    metadata = {key: value for key, value in get_dict(template, "metadata").items() if key not in _WITHOUT_EFFECT}
+    pod = {key: value for key, value in get_dict(template, "spec").items() if key != "restartPolicy"}
+    if containers := get_dicts(pod, "containers"):
+        named = {get_str(container, "name"): container for container in containers}
         own = named.get(WORKER) or named.get(_FORMER_WORKER) or containers[0]
         container, fields = _of_launcher(own)
         pod["containers"] = [container if each is own else each for each in containers]
@@ -385,11 +385,11 @@ def current_spec(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 def _of_launcher(own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the job's own container in the current form, and the spec's fields for its flags or a reason."""
     current = {**own, "name": WORKER}
-    command, args = ([str(word) for word in listing(own, key)] for key in ("command", "args"))
+    command, args = ([str(word) for word in get_list(own, key)] for key in ("command", "args"))
     before = after_launcher(command) if command else ()
     if before is None:
         return current, {
-            "unsupportedReason": f"the container {text(own, 'name')} of spec.replicaSpecs.Worker has the command "
+            "unsupportedReason": f"the container {get_str(own, 'name')} of spec.replicaSpecs.Worker has the command "
             f"{shown(command)}, to which the first controller passed the launcher's flags; this operator "
             "runs the launcher itself: remove the command, and put the program into args"
         }

@@ -115,7 +115,7 @@ class JobStatus:
     Attributes:
         state: the state of the job in one word.
         observed_generation: the generation of the spec that this status describes.
-        replicas: the number of worker pods that have not ended and do not terminate, after the plan is carried out.
+        replicas: the number of worker pods that have not ended and do not terminate, after the plan is applied.
         ready_replicas: the number of ready pods among ``replicas``.
         desired: the desired number of pods.
         round: the number of the current round.

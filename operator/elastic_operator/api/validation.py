@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.api.json_values import integer, mapping, shown
+from elastic_operator.api.json_values import get_dict, get_int, shown
 from elastic_operator.api.spec import (
     NEVER,
     WORKER,
@@ -30,7 +30,8 @@ from torchelastic.store.api import parse_endpoints
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from elastic_operator.api.spec import ElasticJobSpec, Json
+    from elastic_operator.api.json_values import Json
+    from elastic_operator.api.spec import ElasticJobSpec
 
 
 Location = tuple[str | int, ...]
@@ -195,7 +196,7 @@ def _template_problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
         value = worker.get(name)
         if value is not None and not (isinstance(value, list) and all(isinstance(item, kind) for item in value)):
             yield f"{name} of {_CONTAINER} must be a list of {things}, not {shown(value)}"
-    pod = mapping(spec.template, "spec")
+    pod = get_dict(spec.template, "spec")
     for field, value in (
         ("spec.template.spec.restartPolicy", pod.get("restartPolicy")),
         (f"restartPolicy of {_CONTAINER}", worker.get("restartPolicy")),
@@ -205,7 +206,7 @@ def _template_problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
                 f"{field} is {shown(value)}, but the operator replaces failed pods and does not restart them; remove "
                 "the field"
             )
-    period, grace = integer(pod, "terminationGracePeriodSeconds"), spec.grace_period
+    period, grace = get_int(pod, "terminationGracePeriodSeconds"), spec.grace_period
     if (
         period is not None
         and grace is not None

@@ -220,7 +220,7 @@ def _get(client: JobClient, arguments: argparse.Namespace) -> str:
     if arguments.output in ("json", "yaml"):
         return objects(jobs, arguments.output, single=arguments.name is not None)
     if not jobs:
-        tell(f"no jobs {client.place}; start one with `{client.start_command}`")
+        notify(f"no jobs {client.place}; start one with `{client.start_command}`")
         return ""
     wide = arguments.output == "wide"
     return "\n".join([*table(jobs, time.time(), wide=wide, namespaces=arguments.all_namespaces), ""])
@@ -363,7 +363,7 @@ def _top(client: JobClient, arguments: argparse.Namespace) -> str:
     screen = Screen(client, arguments.name, namespaces=arguments.all_namespaces)
     screen.read()
     if not screen.readings:
-        tell(f"no jobs {client.place}; start one with `{client.start_command}`")
+        notify(f"no jobs {client.place}; start one with `{client.start_command}`")
     elif arguments.once or (console := _console()) is None:
         return "".join(f"{line}\n" for line in screen.lines())
     else:
@@ -380,7 +380,7 @@ def _console() -> Console | None:
     try:
         from rich.console import Console
     except ModuleNotFoundError:
-        tell("for a live display, install the Python package rich; this is the current state:")
+        notify("for a live display, install the Python package rich; this is the current state:")
         return None
     return Console(file=sys.stdout, highlight=False)
 
@@ -443,7 +443,7 @@ def open_client(arguments: argparse.Namespace) -> JobClient:
     if not is_on_cluster(arguments):
         from elastic_operator.client.local import LocalJobs
 
-        return LocalJobs(tell)
+        return LocalJobs(notify)
     all_namespaces = getattr(arguments, "all_namespaces", False)
     if all_namespaces and arguments.name is not None:
         raise BadInput("a job has one namespace: name it with -n instead of -A, or leave out the job's name")
@@ -461,10 +461,10 @@ def open_client(arguments: argparse.Namespace) -> JobClient:
     connection = connect(
         os.environ, kubeconfig=arguments.kubeconfig, context=arguments.context, namespace=arguments.namespace
     )
-    return ClusterJobs(connection, tell, all_namespaces=all_namespaces)
+    return ClusterJobs(connection, notify, all_namespaces=all_namespaces)
 
 
-def tell(sentence: str) -> None:
+def notify(sentence: str) -> None:
     """Print a sentence for the user to standard error."""
     sys.stderr.write(f"elasticjob: {sentence}\n")
     sys.stderr.flush()

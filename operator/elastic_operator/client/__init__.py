@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from elastic_operator.views.job_view import JobView
     from elastic_operator.views.top import MetricsPage
 
-    Tell = Callable[[str], object]
+    Notify = Callable[[str], object]
     """A function that receives sentences for the user; the sentences are not part of the output."""
 
 

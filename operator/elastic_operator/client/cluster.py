@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 from elastic_operator.api.constants import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, report_name, worker_selector
-from elastic_operator.api.json_values import integer, mappings, text
-from elastic_operator.api.spec import GROUP, Json
+from elastic_operator.api.json_values import Json, get_dicts, get_int, get_str
+from elastic_operator.api.spec import GROUP
 from elastic_operator.api.status import REPORT_KEY
 from elastic_operator.client import LogSelector, ScrapedJob, still_running
 from elastic_operator.client.cluster_logs import ClusterLogs, is_finished, uid_of
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from kubernetes.aio.client import Configuration
 
-    from elastic_operator.client import Tell
+    from elastic_operator.client import Notify
     from elastic_operator.views.top import Fetch
 
 
@@ -69,16 +69,16 @@ class ClusterJobs:
     Args:
         connection: the connection to the cluster.
         all_namespaces: whether to list the jobs of all namespaces.
-        tell: receives sentences for the user.
+        notify: receives sentences for the user.
     """
 
     start_command = "kubectl apply -f FILE"
 
     def __init__(
-        self, connection: AbstractAsyncContextManager[UserApi], tell: Tell, *, all_namespaces: bool = False
+        self, connection: AbstractAsyncContextManager[UserApi], notify: Notify, *, all_namespaces: bool = False
     ) -> None:
         self._connection = connection
-        self._tell = tell
+        self._notify = notify
         self._all_namespaces = all_namespaces
         self._runner = asyncio.Runner()
         try:
@@ -114,7 +114,7 @@ class ClusterJobs:
     async def scrape(self, name: str | None) -> list[ScrapedJob]:
         """Read the metrics of all agents of a job; if ``name`` is None, those of the leader of each job."""
         notes: list[str] = []
-        jobs = await self._views(name, tell=notes.append if name else lambda _: None)
+        jobs = await self._views(name, notify=notes.append if name else lambda _: None)
         if name:
             hidden = [pod for pod in jobs[0].living_pods if pod.ready and not pod.metrics_url]
             notes += [f"{pod.name} has not announced the port of its metrics yet" for pod in hidden[:1]]
@@ -126,7 +126,7 @@ class ClusterJobs:
         """Write a job's logs; return whether all of them could be read."""
         job = await self._job(name)
         with readable_errors(f"the namespace {self._api.namespace} is gone"):
-            return await ClusterLogs(self._api, job, selector, write, self._tell).print()
+            return await ClusterLogs(self._api, job, selector, write, self._notify).print()
 
     @_blocking
     async def report(self, name: str) -> tuple[bytes, str]:
@@ -135,13 +135,13 @@ class ClusterJobs:
         missing = (
             f"the job {name} has ended without a report; did it end before this version of the operator was installed?"
             if is_finished(job)
-            else still_running(name, text(job, "status", "state") or "Pending")
+            else still_running(name, get_str(job, "status", "state") or "Pending")
         )
         with readable_errors(missing):
             kept = await self._api.get(CONFIG_MAPS, self._api.namespace, report_name(name))
         if not _belongs(kept, uid_of(job)):
             raise NotFound(missing)
-        return text(kept, "data", REPORT_KEY).encode(), ""
+        return get_str(kept, "data", REPORT_KEY).encode(), ""
 
     @_blocking
     async def scale(self, name: str, replicas: int) -> None:
@@ -161,7 +161,7 @@ class ClusterJobs:
             await self._api.delete(ELASTIC_JOBS, self._api.namespace, name, uid=uid)
             while wait:
                 jobs, _ = await self._api.list(ELASTIC_JOBS, self._api.namespace, name=name)
-                pods = await self._list(PODS, labels=f"{LABEL_JOB}={name}", tell=lambda _: None)
+                pods = await self._list(PODS, labels=f"{LABEL_JOB}={name}", notify=lambda _: None)
                 # A new job of the same name has pods of its own.
                 if not any(uid_of(each) == uid for each in jobs) and not any(_belongs(each, uid) for each in pods):
                     return
@@ -180,28 +180,28 @@ class ClusterJobs:
         with self._readable_errors(name):
             return await self._api.get(ELASTIC_JOBS, self._api.namespace, name)
 
-    async def _views(self, name: str | None, *, pods: bool = True, tell: Tell | None = None) -> list[JobView]:
+    async def _views(self, name: str | None, *, pods: bool = True, notify: Notify | None = None) -> list[JobView]:
         """Return all jobs, or the named one, with their worker pods."""
         jobs = await self._jobs() if name is None else [await self._job(name)]
         workers: dict[tuple[str, str], list[Json]] = {}
         if pods and jobs:
             labels = f"{LABEL_JOB},{LABEL_ROLE}={ROLE_WORKER}" if name is None else worker_selector(name)
-            for pod in await self._list(PODS, labels=labels, tell=tell):
-                key = text(pod, "metadata", "namespace"), text(pod, "metadata", "labels", LABEL_JOB)
+            for pod in await self._list(PODS, labels=labels, notify=notify):
+                key = get_str(pod, "metadata", "namespace"), get_str(pod, "metadata", "labels", LABEL_JOB)
                 workers.setdefault(key, []).append(pod)
         return [view_of(job, workers.get(_key(job), ())) for job in jobs]
 
     async def _list(
-        self, kind: Resource, *, labels: str = "", fields: str = "", tell: Tell | None = None
+        self, kind: Resource, *, labels: str = "", fields: str = "", notify: Notify | None = None
     ) -> list[Json]:
-        """Return the objects of a kind; if the user may not list them, tell the user and return an empty list."""
+        """Return the objects of a kind; if the user may not list them, notify the user and return an empty list."""
         namespace = None if self._all_namespaces else self._api.namespace
         try:
             found, _ = await self._api.list(kind, namespace, labels=labels, fields=fields)
         except ApiError as error:
             if error.status != 403:
                 raise
-            (tell or self._tell)(f"you may not see the {kind.plural} of this namespace, so none are shown")
+            (notify or self._notify)(f"you may not see the {kind.plural} of this namespace, so none are shown")
             return []
         return found
 
@@ -229,7 +229,7 @@ class ClusterJobs:
     async def _change(self, name: str, spec: Json, subresource: str = "") -> None:
         job = await self._job(name)
         if is_finished(job):
-            state = text(job, "status", "state")
+            state = get_str(job, "status", "state")
             raise BadInput(f"the job {name} has ended ({state}) and can no longer be changed")
         with self._readable_errors(name):
             await self._api.patch(ELASTIC_JOBS, self._api.namespace, name, {"spec": spec}, subresource)
@@ -297,7 +297,7 @@ def view_of(job: Json, pods: Iterable[Json] = (), events: Iterable[Json] = ()) -
 
 
 def _pod(obj: Json) -> PodView:
-    pod, address = pod_of(obj), text(obj, "status", "podIP")
+    pod, address = pod_of(obj), get_str(obj, "status", "podIP")
     note = "another of its containers still runs" if pod.sidecars_running else pod.waiting
     return PodView.of(
         pod,
@@ -312,10 +312,10 @@ def _pod(obj: Json) -> PodView:
 def _event(obj: Json) -> EventView:
     return EventView(
         time=float(event_time(obj)),
-        reason=text(obj, "reason"),
-        message=text(obj, "message"),
-        warning=text(obj, "type") == "Warning",
-        count=integer(obj, "series", "count") or integer(obj, "count") or 1,
+        reason=get_str(obj, "reason"),
+        message=get_str(obj, "message"),
+        warning=get_str(obj, "type") == "Warning",
+        count=get_int(obj, "series", "count") or get_int(obj, "count") or 1,
     )
 
 
@@ -325,6 +325,6 @@ def _key(obj: Json) -> tuple[str, str]:
 
 def _belongs(dependent: Json, uid: str) -> bool:
     """Return whether the job with this UID owns an object, or no job does; another job may have the same name."""
-    owners = mappings(dependent, "metadata", "ownerReferences")
-    jobs = {text(owner, "uid") for owner in owners if owner.get("kind") == ELASTIC_JOBS.kind}
+    owners = get_dicts(dependent, "metadata", "ownerReferences")
+    jobs = {get_str(owner, "uid") for owner in owners if owner.get("kind") == ELASTIC_JOBS.kind}
     return not jobs or uid in jobs

@@ -25,8 +25,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from elastic_operator.api.constants import worker_selector
-from elastic_operator.api.json_values import integer, rfc3339, text
-from elastic_operator.api.spec import WORKER, Json
+from elastic_operator.api.json_values import Json, get_int, get_str, rfc3339
+from elastic_operator.api.spec import WORKER
 from elastic_operator.api.status import JobState
 from elastic_operator.controller.model import Pod, PodPhase
 from elastic_operator.errors import ClusterError, NotFound
@@ -37,7 +37,7 @@ from torchelastic.protocol.output import ROUND_LINE, WORKER_LINE
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 
-    from elastic_operator.client import LogSelector, Tell
+    from elastic_operator.client import LogSelector, Notify
 
 AGENT: Final = -1
 """The rank of the agent's own lines."""
@@ -143,18 +143,18 @@ class ClusterLogs:
         job: the job's object.
         selector: the selection of the lines to print.
         write: receives whole lines.
-        tell: receives sentences for the user.
+        notify: receives sentences for the user.
     """
 
     def __init__(
-        self, api: Api, job: Json, selector: LogSelector, write: Callable[[bytes], object], tell: Tell
+        self, api: Api, job: Json, selector: LogSelector, write: Callable[[bytes], object], notify: Notify
     ) -> None:
         self._api = api
         self._job = job
         self._name, self._namespace = str(job["metadata"]["name"]), str(job["metadata"]["namespace"])
         self._selector = selector
         self._write = write
-        self._tell = tell
+        self._notify = notify
         self._logs: dict[str, PodLog] = {}
         self._round = 0
         self._complete = True
@@ -174,7 +174,9 @@ class ClusterLogs:
         if following:
             await self._follow()
         elif self._complete and not printed and self._selector.tail != 0:
-            self._tell("these workers have printed nothing; output that --log-dir writes to files stays in their pods")
+            self._notify(
+                "these workers have printed nothing; output that --log-dir writes to files stays in their pods"
+            )
         return self._complete
 
     # -- reading the existing logs
@@ -194,7 +196,7 @@ class ClusterLogs:
             for log in self._update(pods):
                 reads.create_task(self._read_known(log, gate))
         started = (round for log in self._logs.values() for round in log.ranks)
-        self._round = max(started, default=integer(self._job, "status", "round") or 0)
+        self._round = max(started, default=get_int(self._job, "status", "round") or 0)
 
     def _update(self, pods: Iterable[Pod]) -> list[PodLog]:
         """Record which selected pods have a log, and which containers have ended; return the logs."""
@@ -249,7 +251,7 @@ class ClusterLogs:
     def _report_unreadable(self, log: PodLog, error: ClusterError) -> None:
         self._complete = False
         why = error.message if isinstance(error, ApiError) else error
-        self._tell(f"the log of {log.pod} cannot be read: {why}")
+        self._notify(f"the log of {log.pod} cannot be read: {why}")
 
     def _check_selection(self) -> None:
         if not self._complete:
@@ -295,7 +297,7 @@ class ClusterLogs:
                 self._print(chosen)
                 chosen.clear()
                 if self._round and only is None and not self._selector.agents:
-                    self._tell(f"round {line.round} begins")
+                    self._notify(f"round {line.round} begins")
                 self._round = line.round
             if self._selects(line) and (line.rank == AGENT or only in (None, line.round or self._round)):
                 chosen.append((line, log.pod))
@@ -367,7 +369,7 @@ async def _task_group() -> AsyncGenerator[asyncio.TaskGroup, None]:
 
 def is_finished(job: Json) -> bool:
     """Return whether a job has succeeded or failed."""
-    return text(job, "status", "state") in {state for state in JobState if state.finished}
+    return get_str(job, "status", "state") in {state for state in JobState if state.finished}
 
 
 def _is_gone(error: ClusterError) -> bool:

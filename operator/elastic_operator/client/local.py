@@ -30,7 +30,7 @@ from elastic_operator.views.job_view import EventView, JobView, PodView
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elastic_operator.client import Tell
+    from elastic_operator.client import Notify
 
 
 _TIMEOUT: Final = 10.0
@@ -45,15 +45,15 @@ class LocalJobs:
     """Access to the jobs of a home directory.
 
     Args:
-        tell: receives sentences for the user.
+        notify: receives sentences for the user.
         home: the directory of all runs; None for that of :func:`elastic_operator.local.run_dir.home_dir`.
     """
 
     place = "on this machine"
     start_command = "elasticjob run FILE"
 
-    def __init__(self, tell: Tell = lambda _: None, home: Path | None = None) -> None:
-        self._tell = tell
+    def __init__(self, notify: Notify = lambda _: None, home: Path | None = None) -> None:
+        self._notify = notify
         self._home = home_dir(os.environ) if home is None else home
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class LocalJobs:
         job = self.describe(name)
         logs = Path(job.run.logs)
         if selector.follow and job.run.alive:
-            follow_logs(logs, selector, write, alive=lambda: _is_alive(job), tell=self._tell)
+            follow_logs(logs, selector, write, alive=lambda: _is_alive(job), notify=self._notify)
         else:
             print_logs(logs, selector, write)
         return True
@@ -282,7 +282,7 @@ def print_logs(logs: Path, selector: LogSelector, write: Callable[[bytes], objec
     round = max(ranks, default=0) if selector.round is None else selector.round
     if not selector.agents:
         selector.check(ranks, round)
-    follow_logs(logs, dataclasses.replace(selector, round=round), write, alive=lambda: False, tell=lambda _: None)
+    follow_logs(logs, dataclasses.replace(selector, round=round), write, alive=lambda: False, notify=lambda _: None)
 
 
 def follow_logs(
@@ -291,7 +291,7 @@ def follow_logs(
     write: Callable[[bytes], object],
     *,
     alive: Callable[[], bool],
-    tell: Callable[[str], object],
+    notify: Callable[[str], object],
 ) -> None:
     """Write logs as they grow: of each round in turn, or of the selected round until the next one begins.
 
@@ -300,7 +300,7 @@ def follow_logs(
         selector: the selection of the logs to write.
         write: receives pieces of output.
         alive: returns whether the run is alive, so that the files may still grow.
-        tell: receives a sentence when another round begins.
+        notify: receives a sentence when another round begins.
     """
     reader = LogReader(selector, write)
     at_first = log_files(logs, selector)
@@ -313,7 +313,7 @@ def follow_logs(
             if file.round < first or only not in (None, file.round):
                 continue
             if announced and file.round > announced:
-                tell(f"round {file.round} begins")
+                notify(f"round {file.round} begins")
             announced = max(announced, file.round)
             reader.read(file, tail=selector.tail if file in at_first else None)
         if not more:

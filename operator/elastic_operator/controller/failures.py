@@ -18,7 +18,16 @@ from elastic_operator.api.constants import Reason
 from elastic_operator.api.spec import FailureAction, FailureRule
 from elastic_operator.api.status import LastFailure
 from elastic_operator.controller import messages
-from elastic_operator.controller.model import PATIENCE, EndedPod, Pod, PodEnd, PodPhase, Snapshot, TerminationCause
+from elastic_operator.controller.model import (
+    PATIENCE,
+    EndedPod,
+    FailureCount,
+    Pod,
+    PodEnd,
+    PodPhase,
+    Snapshot,
+    TerminationCause,
+)
 from torchelastic.protocol.codec import shorten
 from torchelastic.protocol.pod import LEFT_CODES, ExitCode, TerminationMessage
 from torchelastic.protocol.records import FailureRecord, OutcomeState, RoundReason, name_of
@@ -37,54 +46,27 @@ _POD_DEADLINE: Final = "DeadlineExceeded"
 _NOT_ITS_FAULT: Final = (TerminationCause.DISRUPTED, TerminationCause.NODE_LOST, TerminationCause.NOT_ADMITTED)
 
 
-@dataclass(frozen=True, slots=True)
-class FailureCount:
-    """The classified pods, and the counts of their failures.
-
-    Attributes:
-        judged: all ended and terminating pods except the pending ones, in the order in which they ended.
-        ended: the judged pods that the last written status does not count.
-        pending: UIDs of pods that count or end the job unless the store shows that the run had ended before.
-        pod_failures: the number of pod failures that count, including those in ``ended``.
-        last_failure: the last failure of a pod or a worker; None if there was none.
-        excluded_nodes: nodes on which later pods are not scheduled, including the new ones.
-        newly_excluded: the newly excluded nodes, each with the pod that failed on it.
-        may_be_fatal: whether the job would fail if the pending pods were counted.
-        next_due: the latest time at which the next pending pod is counted; None without a pending pod.
-    """
-
-    judged: tuple[EndedPod, ...]
-    ended: tuple[EndedPod, ...]
-    pending: frozenset[str]
-    pod_failures: int
-    last_failure: LastFailure | None
-    excluded_nodes: tuple[str, ...]
-    newly_excluded: tuple[tuple[str, Pod], ...]
-    may_be_fatal: bool
-    next_due: float | None
-
-
 def count_failures(snapshot: Snapshot) -> FailureCount:
     """Classify the ended pods, and count those that have not been counted yet."""
     spec, status = snapshot.job.spec, snapshot.job.status
-    judged: list[EndedPod] = []
+    classified: list[EndedPod] = []
     counted: list[EndedPod] = []
     pending: list[EndedPod] = []
     pod_failures = status.pod_failures
     at_worst = False
     for pod in sorted(snapshot.gone, key=lambda pod: (pod.ended or 0.0, pod.name)):
-        each = judge(pod, spec.failure_policy.rules)
+        each = classify(pod, spec.failure_policy.rules)
         if pod.uid in status.counted_pod_uids:
-            judged.append(each)
+            classified.append(each)
             continue
         hopeless = each.end in (PodEnd.BAD_INPUT, PodEnd.INCOMPATIBLE)
         # The run may have ended before the pod.
-        must_wait = pod.phase.ended and snapshot.never_read and snapshot.store_may_tell(pod.ended or 0.0)
+        must_wait = pod.phase.ended and snapshot.never_read and snapshot.must_wait_for_store(pod.ended or 0.0)
         if (each.charged or hopeless) and must_wait:
             pending.append(each)
             at_worst = at_worst or hopeless or is_fatal(each)
         else:
-            judged.append(each)
+            classified.append(each)
             counted.append(each)
             pod_failures += each.charged
     excluded: dict[str, Pod] = {}
@@ -94,7 +76,7 @@ def count_failures(snapshot: Snapshot) -> FailureCount:
             excluded.setdefault(node, each.pod)
     over_limit = pod_failures + sum(each.charged for each in pending) > spec.backoff_limit
     return FailureCount(
-        judged=tuple(judged),
+        classified=tuple(classified),
         ended=tuple(counted),
         pending=frozenset([each.pod.uid for each in pending]),
         pod_failures=pod_failures,
@@ -106,7 +88,7 @@ def count_failures(snapshot: Snapshot) -> FailureCount:
     )
 
 
-def judge(pod: Pod, rules: Sequence[FailureRule]) -> EndedPod:
+def classify(pod: Pod, rules: Sequence[FailureRule]) -> EndedPod:
     """Return the consequences of the end of a pod; the first rule that matches applies."""
     end = pod_end(pod)
     has_cause = pod.termination_cause is not None and end is PodEnd.LEFT
@@ -230,14 +212,14 @@ def _by_outcome(snapshot: Snapshot) -> Completion | None:
 
 
 def _by_exit_codes(snapshot: Snapshot, failures: FailureCount) -> Completion | None:
-    ends = {each.end: each.pod for each in reversed(failures.judged)}
+    ends = {each.end: each.pod for each in reversed(failures.classified)}
     if PodEnd.RUN_SUCCEEDED in ends:
         return Completion(reason=Reason.RUN_SUCCEEDED)
     if (failed := ends.get(PodEnd.RUN_FAILED)) is not None:
         return _failed(snapshot, Reason.RUN_FAILED, messages.last_message(failed), failed)
     incompatible = [pod for pod in snapshot.live if pod.incompatible_image is not None]
     # Pods that cannot start do not show whether the run has ended, so a store that may show it is read first.
-    if incompatible and snapshot.never_read and snapshot.store_may_tell(0.0):
+    if incompatible and snapshot.never_read and snapshot.must_wait_for_store(0.0):
         incompatible = []
     if PodEnd.INCOMPATIBLE in ends:
         incompatible.append(ends[PodEnd.INCOMPATIBLE])
@@ -270,7 +252,7 @@ def _by_limits(snapshot: Snapshot, failures: FailureCount) -> Completion | None:
         return None
     deadline = status.active + spec.active_deadline
     unknown = snapshot.never_read or snapshot.outcome_unknown
-    if snapshot.now < deadline or (unknown and snapshot.store_may_tell(deadline)):
+    if snapshot.now < deadline or (unknown and snapshot.must_wait_for_store(deadline)):
         return None
     seconds = messages.count(spec.active_deadline, "second")
     message = f"the job has not finished within the {seconds} that activeDeadlineSeconds allows"

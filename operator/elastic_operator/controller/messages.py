@@ -29,7 +29,7 @@ from torchelastic.protocol.records import FailureRecord, RoundReason, name_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from elastic_operator.controller.failures import FailureCount
+    from elastic_operator.controller.model import FailureCount
 
 MESSAGE_LIMIT: Final = 8192
 """Maximum number of characters of a condition's or failure's message; the CRD allows at least twice as many."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from elastic_operator.api.spec import AppliedSpec, ElasticJobSpec, FailureRule
+    from elastic_operator.api.status import LastFailure
     from torchelastic.protocol import pod, records
 
 
@@ -163,6 +164,33 @@ class EndedPod:
     position: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class FailureCount:
+    """The classified pods, and the counts of their failures.
+
+    Attributes:
+        classified: all ended and terminating pods except the pending ones, in the order in which they ended.
+        ended: the classified pods that the last written status does not count.
+        pending: UIDs of pods that count or end the job unless the store shows that the run had ended before.
+        pod_failures: the number of pod failures that count, including those in ``ended``.
+        last_failure: the last failure of a pod or a worker; None if there was none.
+        excluded_nodes: nodes on which later pods are not scheduled, including the new ones.
+        newly_excluded: the newly excluded nodes, each with the pod that failed on it.
+        may_be_fatal: whether the job would fail if the pending pods were counted.
+        next_due: the latest time at which the next pending pod is counted; None without a pending pod.
+    """
+
+    classified: tuple[EndedPod, ...]
+    ended: tuple[EndedPod, ...]
+    pending: frozenset[str]
+    pod_failures: int
+    last_failure: LastFailure | None
+    excluded_nodes: tuple[str, ...]
+    newly_excluded: tuple[tuple[str, Pod], ...]
+    may_be_fatal: bool
+    next_due: float | None
+
+
 class EtcdState(enum.StrEnum):
     """The state of the job's store."""
 
@@ -302,7 +330,7 @@ class Snapshot:
             was_suspended=job.status.condition(ConditionType.SUSPENDED) is not None,
         )
 
-    def store_may_tell(self, since: float) -> bool:
+    def must_wait_for_store(self, since: float) -> bool:
         """Return whether to wait for the store before a decision about an event at ``since``."""
         return self.store_wait == math.inf or since <= self.now < since + self.store_wait
 
@@ -314,7 +342,7 @@ class Snapshot:
         waiting = status.condition(ConditionType.WAITING) if status.state is JobState.SUSPENDED else None
         if waiting is not None and waiting.status and waiting.reason == Reason.STORE_UNREADABLE:
             since = waiting.since
-        return since + PATIENCE if self.store_may_tell(since) else None
+        return since + PATIENCE if self.must_wait_for_store(since) else None
 
 
 def _had_pods(job: Job, observed: Observed) -> bool:
@@ -364,7 +392,7 @@ class NewPod:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPods:
-    """The pods that the job will have after the plan is carried out.
+    """The pods that the job will have after the plan is applied.
 
     Attributes:
         staying: the live pods that stay.
@@ -445,7 +473,7 @@ def with_applied_spec(job: Job, plan: Plan | None = None) -> Job:
 
     Args:
         job: the observed job.
-        plan: the plan that is carried out, whose status may apply another spec; None before the first plan.
+        plan: the plan that is applied, whose status may apply another spec; None before the first plan.
     """
     status = job.status if plan is None or plan.status is None else plan.status
     return job if status.applied_spec is None else replace(job, spec=job.spec.with_applied(status.applied_spec))

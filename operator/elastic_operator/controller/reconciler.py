@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from elastic_operator.controller.model import Job, Observed, Plan
 
 
-class Cluster(Protocol):
+class Backend(Protocol):
     """Where jobs run: a cluster or this machine. An implementation wakes the reconciler when a job may have changed."""
 
     async def observe(self, key: str) -> tuple[Job, Observed] | None:
@@ -36,7 +36,7 @@ class Cluster(Protocol):
         """
 
     async def apply(self, job: Job, plan: Plan) -> float | None:
-        """Carry out the plan in its order; return the seconds after which to reconcile again, or None.
+        """Apply the plan in its order; return the seconds after which to reconcile again, or None.
 
         The replicas and the status are written only to the observed version of the job; if that fails, the rest of
         the plan is skipped. If the size cannot be written, pods are still changed, and the error is raised afterwards.
@@ -94,7 +94,7 @@ class Reconciler:
     """Observes jobs, plans their changes and applies the plans, until it is canceled.
 
     Args:
-        cluster: where the jobs run.
+        backend: where the jobs run.
         clock: returns the seconds since the Unix epoch.
         list_keys: returns the keys of all jobs for a resync.
         settings: the settings of the reconciler.
@@ -104,7 +104,7 @@ class Reconciler:
 
     def __init__(
         self,
-        cluster: Cluster,
+        backend: Backend,
         clock: Callable[[], float] = time.time,
         *,
         list_keys: Callable[[], Iterable[str]] = tuple,
@@ -112,7 +112,7 @@ class Reconciler:
         waited: Callable[[float], None] = lambda _seconds: None,
         reconciled: Callable[[float, str], None] = lambda _seconds, _result: None,
     ) -> None:
-        self._cluster = cluster
+        self._backend = backend
         self._clock = clock
         self._list_keys = list_keys
         self._settings = settings if settings is not None else ReconcileSettings()
@@ -186,16 +186,16 @@ class Reconciler:
         settings, begun = self._settings, time.monotonic()
         interval = settings.min_interval
         try:
-            seen = await self._cluster.observe(key)
-            if seen is None:
+            found = await self._backend.observe(key)
+            if found is None:
                 return False, "success"
-            todo = plan(*seen, self._clock())
+            todo = plan(*found, self._clock())
             interval = max(
                 interval, min((time.monotonic() - begun) * (1 / settings.max_share - 1), settings.max_interval)
             )
             if todo.wake_at is not None:
                 self.wake(key, todo.wake_at - self._clock())
-            again = await self._cluster.apply(seen[0], todo)
+            again = await self._backend.apply(found[0], todo)
             if again is not None:
                 self.wake(key, again)
         except (ElasticJobError, StoreError) as error:

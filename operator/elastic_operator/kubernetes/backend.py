@@ -1,4 +1,4 @@
-"""Kubernetes as a backend of the reconciler: observes jobs, and carries out plans.
+"""Kubernetes as a backend of the reconciler: observes jobs, and executes plans.
 
 The observed state comes from the cache of objects, the job's etcd and the job's record. The backend itself
 reads the API server only to find out why pods are slow to start.
@@ -14,21 +14,25 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from elastic_operator.api.constants import LABEL_JOB_UID, ConditionType
-from elastic_operator.api.json_values import integer, mapping, seconds, text
-from elastic_operator.api.spec import MANAGER, ElasticJobSpec, Json
+from elastic_operator.api.json_values import Json, get_dict, get_int, get_str, get_time
+from elastic_operator.api.spec import MANAGER, ElasticJobSpec
 from elastic_operator.api.status import JobState, status_from_json
 from elastic_operator.api.validation import problem_of
 from elastic_operator.controller.model import EtcdState, Job, Observed, Plan, Pod, PodPhase, with_applied_spec
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kubernetes import pod_status
-from elastic_operator.kubernetes.apply import Applier, CreateBackoff
 from elastic_operator.kubernetes.client import EVENTS, PODS, with_hint
+from elastic_operator.kubernetes.job_record import CreateBackoff, JobRecord
 from elastic_operator.kubernetes.object_cache import ManagedEtcd, managed_etcd, owner_of
 from elastic_operator.resources.owned_objects import ETCD
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+    from elastic_operator.kubernetes.client import Api
+    from elastic_operator.kubernetes.executor import Executor
+    from elastic_operator.kubernetes.job_store import JobStores
+    from elastic_operator.kubernetes.object_cache import ObjectCache
     from elastic_operator.store_mirror import StoreMirror
 
 _log: Final = logging.getLogger(__name__)
@@ -36,62 +40,31 @@ _log: Final = logging.getLogger(__name__)
 _DELETION_TIMEOUT: Final = 60.0
 """Maximum number of seconds that a live kubelet needs to remove a pod without running containers."""
 _DELETED_TTL: Final = 900.0
-_LOOK_INTERVAL: Final = 15.0
+_READ_INTERVAL: Final = 15.0
 """Seconds between reads of the events of pods that do not start; the first read follows after a third of this time."""
-_LOOK_SHARE: Final = 0.1
+_READ_SHARE: Final = 0.1
 """Maximum fraction of the time for these reads: for each, an API server scans all events of a namespace."""
 _STARTERS: Final = frozenset({"kubelet", "attachdetach-controller"})
 """The components whose events say why a scheduled pod does not start."""
 
 
-@dataclass(slots=True)
-class JobRecord:
-    """The data of a job that the operator keeps only in memory; their loss does no harm.
+@dataclass(slots=True, kw_only=True)
+class KubernetesBackend:
+    """Observes the jobs of a cluster, and executes plans.
 
     Attributes:
-        key: the key of the job.
-        body: the job as last observed.
-        creates: the back-off for pods, etcd and PodGroup.
-        pdb: the back-off for the PodDisruptionBudget.
-        deleted: by index, the last state of the pods that are gone and not replaced yet, and a monotonic time at which
-            they are forgotten.
-        startup: why slow pods do not start, by UID (by container name for the etcd pod), in the order of the reads.
-        look_at: when to read the next pod's events, a monotonic time; None if no pod is starting.
-        report: the digest of the last report that was written or rejected.
-        requeue: seconds after which to observe the job again; None if that is not needed.
+        api: the connection to the API server.
+        cache: the known objects.
+        stores: the jobs' etcds.
+        executor: the executor of plans.
     """
 
-    key: str
-    body: Json
-    creates: CreateBackoff = field(default_factory=CreateBackoff)
-    pdb: CreateBackoff = field(default_factory=CreateBackoff)
-    deleted: dict[int, tuple[Pod, float]] = field(default_factory=dict)
-    startup: dict[str, str] = field(default_factory=dict)
-    look_at: float | None = None
-    report: bytes = b""
-    requeue: float | None = None
-
-    @property
-    def uid(self) -> str:
-        """The job's UID."""
-        return str(self.body["metadata"]["uid"])
-
-    @property
-    def problems(self) -> tuple[str | None, ...]:
-        """The reasons why objects were not accepted; None if they were."""
-        return self.creates.rejected, self.creates.blocked, self.pdb.blocked
-
-    def requeue_after(self, delay: float) -> None:
-        """Request another observation of the job after at most these seconds."""
-        self.requeue = delay if self.requeue is None else min(self.requeue, delay)
-
-
-@dataclass(slots=True, kw_only=True)
-class KubernetesBackend(Applier):
-    """Observes the jobs of a cluster, and carries out plans."""
-
+    api: Api
+    cache: ObjectCache
+    stores: JobStores
+    executor: Executor
     _records: dict[str, JobRecord] = field(default_factory=dict, init=False)
-    _next_look: float = field(default=0.0, init=False)
+    _next_read: float = field(default=0.0, init=False)
 
     async def observe(self, key: str) -> tuple[Job, Observed] | None:
         """Return the job and its observed state; None if there is no such job, or another controller manages it.
@@ -101,7 +74,7 @@ class KubernetesBackend(Applier):
         """
         body = self.cache.job(key)
         self._forget_former(key, body)
-        if body is None or text(body, "spec", "managedBy") not in ("", MANAGER):
+        if body is None or get_str(body, "spec", "managedBy") not in ("", MANAGER):
             return None
         record = self._record(key, body)
         record.body = body
@@ -112,18 +85,18 @@ class KubernetesBackend(Applier):
             _log.warning("%s: %s", key, error)
             return job_of(body, ElasticJobSpec(min_replicas=0, max_replicas=0)), Observed(unreadable=str(error))
         for creates in (record.creates, record.pdb):
-            creates.see(job.generation)
+            creates.reset_for(job.generation)
         return job, await self._observe(job, record)
 
     async def apply(self, job: Job, plan: Plan) -> float | None:
-        """Carry out a plan; return the seconds after which to observe the job again, or None.
+        """Execute a plan; return the seconds after which to observe the job again, or None.
 
         Raises:
             ClusterError: a part of the plan failed.
         """
         record = self._records[f"{job.namespace}/{job.name}"]
         before = record.problems
-        if await self.carry_out(job, plan, record) or record.problems != before:
+        if await self.executor.execute(job, plan, record) or record.problems != before:
             return 0.0  # for another plan
         for creates in (record.creates, record.pdb):
             if creates.wait > 0:
@@ -152,7 +125,7 @@ class KubernetesBackend(Applier):
         if record is None or record.uid != body["metadata"]["uid"]:
             # The disruption budget's error in the job's status is not reported again.
             failed = pod_status.true_condition(body, ConditionType.DISRUPTION_BUDGET_FAILED)
-            pdb = CreateBackoff(blocked=text(failed, "message") or None)
+            pdb = CreateBackoff(blocked=get_str(failed, "message") or None)
             record = self._records[key] = JobRecord(key, body, pdb=pdb)
         return record
 
@@ -161,7 +134,7 @@ class KubernetesBackend(Applier):
         current = body["metadata"]["uid"] if body is not None else None
         for uid in self.stores.uids_of(key):
             if uid != current and not self.cache.owned_by(PODS, key.partition("/")[0], uid):
-                self.stores.leave(uid)
+                self.stores.unfollow(uid)
         if (record := self._records.get(key)) is not None and record.uid != current:
             del self._records[key]
 
@@ -221,12 +194,12 @@ class KubernetesBackend(Applier):
         why = record.startup = {uid: message for uid, message in record.startup.items() if uid in slow}
         now = time.monotonic()
         if not slow:
-            record.look_at = None
+            record.read_at = None
             return
-        if record.look_at is None or record.look_at <= now < self._next_look:
-            record.look_at = now + _LOOK_INTERVAL / 3
-        elif record.look_at <= now:
-            record.look_at = self._next_look = now + _LOOK_INTERVAL
+        if record.read_at is None or record.read_at <= now < self._next_read:
+            record.read_at = now + _READ_INTERVAL / 3
+        elif record.read_at <= now:
+            record.read_at = self._next_read = now + _READ_INTERVAL
             uid = next((uid for uid in slow if uid not in why), next(iter(why), ""))
             message = why.pop(uid, "")
             try:
@@ -234,16 +207,18 @@ class KubernetesBackend(Applier):
             except ClusterError as error:
                 _log.debug("%s: why its pods do not start cannot be read: %s", record.key, error)
             why[uid] = message
-            self._next_look = time.monotonic() + (time.monotonic() - now) / _LOOK_SHARE
-        record.requeue_after(record.look_at - now)
+            self._next_read = time.monotonic() + (time.monotonic() - now) / _READ_SHARE
+        record.requeue_after(record.read_at - now)
 
     async def _why_etcd_waits(self, job: Job) -> str:
         pods, _ = await self.api.list(PODS, job.namespace, labels=f"{LABEL_JOB_UID}={job.uid}")
         for pod in pods:
             if why := pod_status.why_waiting(pod, ETCD):
                 return why
-            if text(pod, "spec", "nodeName") and all(each.running is None for each in pod_status.container_states(pod)):
-                return await self._why_not_started(job, text(pod, "metadata", "uid"))
+            if get_str(pod, "spec", "nodeName") and all(
+                each.running is None for each in pod_status.container_states(pod)
+            ):
+                return await self._why_not_started(job, get_str(pod, "metadata", "uid"))
         return ""
 
     async def _why_not_started(self, job: Job, uid: str) -> str:
@@ -269,10 +244,12 @@ class KubernetesBackend(Applier):
         over = (job.status.state.finished or suspended) and all(pod.phase.ended for pod in pods)
         external = job.spec.etcd.endpoint
         if not over and etcd is not None and etcd.endpoint is not None:
-            up = etcd.state is EtcdState.READY
-            return self.stores.follow(job.uid, key, etcd.endpoint, lasts=False, up=up)
+            available = etcd.state is EtcdState.READY
+            return self.stores.follow(job.uid, key, etcd.endpoint, external=False, available=available)
         if not over and external is not None:
-            return self.stores.follow(job.uid, key, external, lasts=True, up=True, secret=job.spec.etcd.tls_secret)
+            return self.stores.follow(
+                job.uid, key, external, external=True, available=True, secret=job.spec.etcd.tls_secret
+            )
         return self.stores.of(job.uid)
 
 
@@ -291,18 +268,18 @@ def job_of(body: Json, spec: ElasticJobSpec | None = None) -> Job:
             spec = ElasticJobSpec.of(msgspec.convert(body.get("spec"), dict[str, Any]))
         except msgspec.ValidationError as error:
             raise BadInput(
-                f"the spec of the job {text(body, 'metadata', 'name')} does not match this operator's definition "
+                f"the spec of the job {get_str(body, 'metadata', 'name')} does not match this operator's definition "
                 f"({error}); update the definition (crds/elasticjob.yaml), or the job"
             ) from None
-    metadata = mapping(body, "metadata")
+    metadata = get_dict(body, "metadata")
     return Job(
-        name=text(metadata, "name"),
-        namespace=text(metadata, "namespace"),
-        uid=text(metadata, "uid"),
-        generation=integer(metadata, "generation") or 0,
+        name=get_str(metadata, "name"),
+        namespace=get_str(metadata, "namespace"),
+        uid=get_str(metadata, "uid"),
+        generation=get_int(metadata, "generation") or 0,
         spec=spec,
         status=status_from_json(body.get("status")),
-        created=seconds(metadata, "creationTimestamp") or 0.0,
+        created=get_time(metadata, "creationTimestamp") or 0.0,
         deleting=bool(metadata.get("deletionTimestamp")),
         problem=problem_of(spec),
     )
@@ -313,16 +290,16 @@ def startup_problem(events: Iterable[Json]) -> str:
     of_starters = [
         event
         for event in events
-        if (text(event, "source", "component") or text(event, "reportingComponent")) in _STARTERS
+        if (get_str(event, "source", "component") or get_str(event, "reportingComponent")) in _STARTERS
     ]
     if not of_starters:
         return ""
     # Of two events in the same second, a warning counts as the last.
-    last = max(of_starters, key=lambda event: (pod_status.event_time(event), text(event, "type") == "Warning"))
-    message = pod_status.in_a_line(text(last, "message"))
-    if text(last, "type") == "Warning":
-        return with_hint(message or text(last, "reason"))
-    return f"its node is {message[:1].lower()}{message[1:]}" if message and text(last, "reason") == "Pulling" else ""
+    last = max(of_starters, key=lambda event: (pod_status.event_time(event), get_str(event, "type") == "Warning"))
+    message = pod_status.in_a_line(get_str(last, "message"))
+    if get_str(last, "type") == "Warning":
+        return with_hint(message or get_str(last, "reason"))
+    return f"its node is {message[:1].lower()}{message[1:]}" if message and get_str(last, "reason") == "Pulling" else ""
 
 
 def _recently_deleted(record: JobRecord, pods: Sequence[Pod]) -> tuple[Pod, ...]:

@@ -23,7 +23,7 @@ import yaml
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
-from elastic_operator.api.spec import GROUP, VERSION, GangScheduler, Json
+from elastic_operator.api.spec import GROUP, VERSION, GangScheduler
 from elastic_operator.errors import BadInput, ClusterError
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     import kopf
+
+    from elastic_operator.api.json_values import Json
 
 
 _TIMEOUT: Final = 30.0

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NoReturn, Self
 
-from elastic_operator.api.json_values import mapping, text
+from elastic_operator.api.json_values import get_dict, get_str
 from elastic_operator.errors import ClusterError
 from elastic_operator.kubernetes.client import SECRETS, Api, ApiError, with_hint
 from elastic_operator.store_mirror import StoreMirror, store_at
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from types import TracebackType
 
-    from elastic_operator.api.spec import Json
+    from elastic_operator.api.json_values import Json
     from torchelastic.protocol.records import SizeRecord
     from torchelastic.store.api import StoreSettings
 
@@ -59,10 +59,10 @@ class Credentials:
             StoreRefused: the Secret has no usable credentials.
         """
         credentials = cls()
-        name = text(secret, "metadata", "name")
+        name = get_str(secret, "metadata", "name")
         try:
             for attribute, key in (("authority", AUTHORITY), ("certificate", CERTIFICATE), ("key", KEY)):
-                if encoded := mapping(secret, "data").get(key):
+                if encoded := get_dict(secret, "data").get(key):
                     setattr(credentials, attribute, credentials._file(str(encoded), key, name))
             credentials._check(f"the Secret {name}, which spec.etcd.tlsSecret names,")
         except BaseException:
@@ -124,8 +124,8 @@ class _Followed:
 
     Attributes:
         key: the key of the job.
-        lasts: whether the etcd outlives the job.
-        up: an event that is set while a connection may succeed.
+        external: whether the etcd outlives the job.
+        available: an event that is set while a connection may succeed.
         away_since: when the etcd became unreachable, a monotonic time; None while it is reachable.
         error: the last reported reason why the etcd is unreachable; None if none was reported.
         reported: when ``error`` was reported, a monotonic time.
@@ -133,11 +133,11 @@ class _Followed:
 
     key: str
     mirror: StoreMirror
-    lasts: bool
+    external: bool
     endpoint: str = ""
     secret: str | None = None
     credentials: Credentials = field(default_factory=Credentials)
-    up: asyncio.Event = field(default_factory=asyncio.Event)
+    available: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     away_since: float | None = None
     error: str | None = None
@@ -196,7 +196,7 @@ class JobStores:
         return None if followed is None else followed.error
 
     def follow(
-        self, uid: str, key: str, endpoint: str, *, lasts: bool, up: bool, secret: str | None = None
+        self, uid: str, key: str, endpoint: str, *, external: bool, available: bool, secret: str | None = None
     ) -> StoreMirror:
         """Follow a job's etcd, or change its settings if it is followed; return its mirror.
 
@@ -204,19 +204,19 @@ class JobStores:
             uid: the UID of the job.
             key: the key of the job.
             endpoint: the endpoint, as in ``spec.etcd.endpoint``.
-            lasts: whether the etcd outlives the job.
-            up: whether a connection may succeed.
+            external: whether the etcd outlives the job.
+            available: whether a connection may succeed.
             secret: the Secret with its credentials, in the job's namespace.
         """
         followed = self._followed.get(uid)
         if followed is None:
-            followed = self._start(uid, key, lasts=lasts)
+            followed = self._start(uid, key, external=external)
         followed.endpoint = endpoint
         followed.secret = secret
-        if up:
-            followed.up.set()
+        if available:
+            followed.available.set()
         else:
-            followed.up.clear()
+            followed.available.clear()
             followed.away_since = followed.error = None
         return followed.mirror
 
@@ -224,11 +224,11 @@ class JobStores:
         """Return the UIDs of all followed jobs with this key, including former ones."""
         return tuple(uid for uid, followed in self._followed.items() if followed.key == key)
 
-    def leave(self, uid: str) -> None:
+    def unfollow(self, uid: str) -> None:
         """Stop following a job's etcd; delete the run's keys if the etcd is external."""
         followed = self._followed.pop(uid, None)
         if followed is not None:
-            self._tasks.create_task(self._leave(followed))
+            self._tasks.create_task(self._end(followed))
 
     async def write_size(self, uid: str, size: SizeRecord) -> None:
         """Write the desired size if the store is reachable; if not, the job is reconciled once the store can be read.
@@ -277,11 +277,11 @@ class JobStores:
             raise StoreUnavailable(f"the Secret {name} with the credentials for etcd cannot be read: {error}") from None
         return Credentials.of(secret)
 
-    def _start(self, uid: str, key: str, *, lasts: bool) -> _Followed:
+    def _start(self, uid: str, key: str, *, external: bool) -> _Followed:
         mirror = StoreMirror(
             uid, changed=lambda: self._changed(followed), away=lambda error: self._away(followed, error)
         )
-        followed = self._followed[uid] = _Followed(key, mirror, lasts)
+        followed = self._followed[uid] = _Followed(key, mirror, external)
         followed.task = self._tasks.create_task(self._follow(followed))
         return followed
 
@@ -289,7 +289,7 @@ class JobStores:
         try:
             while True:
                 try:
-                    await followed.mirror.run(lambda: self._settings(followed), followed.up)
+                    await followed.mirror.run(lambda: self._settings(followed), followed.available)
                 except Exception as defect:  # noqa: BLE001 - must not stop the other jobs
                     _log.exception("%s: an unexpected error while its store was followed", followed.key)
                     self._away(followed, f"an unexpected error: {defect!r}")
@@ -315,14 +315,14 @@ class JobStores:
         self._on_change(followed.key)
 
     def _away(self, followed: _Followed, error: str) -> None:
-        if not followed.up.is_set():
+        if not followed.available.is_set():
             return
         error = with_hint(error)
         now = time.monotonic()
         if followed.away_since is None:
             followed.away_since = now
         if followed.error is None:
-            due = now - followed.away_since >= (self._patience if followed.lasts else self._managed_patience)
+            due = now - followed.away_since >= (self._patience if followed.external else self._managed_patience)
         else:
             due = error != followed.error and now - followed.reported >= _REPORT_INTERVAL
         _log.log(logging.WARNING if due else logging.DEBUG, "%s: its store cannot be reached: %s", followed.key, error)
@@ -331,9 +331,9 @@ class JobStores:
             self._on_change(followed.key)
 
     @staticmethod
-    async def _leave(followed: _Followed) -> None:
+    async def _end(followed: _Followed) -> None:
         try:
-            if followed.lasts:
+            if followed.external:
                 async with asyncio.timeout(_CLEANUP_TIMEOUT):
                     await followed.mirror.forget_run()
         except (StoreError, TimeoutError) as error:

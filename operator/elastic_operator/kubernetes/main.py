@@ -14,11 +14,11 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from elastic_operator.api.json_values import rfc3339
 from elastic_operator.errors import BadInput
+from elastic_operator.kubernetes.settings import OperatorSettings
 from elastic_operator.resources.owned_objects import AGENT_METRICS_PORT, ETCD_IMAGE, PodSettings
 
 if TYPE_CHECKING:
@@ -36,41 +36,6 @@ SIGTERM stops the operator; the jobs continue to train without it.
 
 LOG_FORMATS: Final = ("text", "json")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorSettings:
-    """The settings of the operator's process.
-
-    Attributes:
-        namespaces: the namespaces of the jobs; empty for all.
-        etcd_secrets_namespaces: the namespaces in which the operator may read Secrets with credentials for etcd.
-        pods: defaults for the pods of all jobs.
-        listen: the host and the port of /healthz, /readyz and /metrics; without a host, all addresses.
-        leader_elect: whether this copy acts only while it holds the lease, so that several copies may run.
-        lease_namespace: the namespace of the lease; None for the operator's own namespace.
-        lease_name: the name of the lease.
-        kubeconfig: the path of a kubeconfig; None for the pod's service account or, with a context, the default path.
-        context: the context in the kubeconfig; None for its current one.
-        log_format: the format of each line: ``text`` or ``json``.
-        log_level: the lowest level of the messages that are logged: ``debug``, ``info``, ``warning`` or ``error``.
-        identity: the unique name of this copy in the lease and in events.
-        in_pod: whether to use the service account of the pod in which the operator runs.
-    """
-
-    namespaces: tuple[str, ...] = ()
-    etcd_secrets_namespaces: tuple[str, ...] = ()
-    pods: PodSettings = field(default_factory=PodSettings)
-    listen: tuple[str, int] = ("0.0.0.0", 8080)  # noqa: S104 - probes and Prometheus come from other hosts
-    leader_elect: bool = True
-    lease_namespace: str | None = None
-    lease_name: str = "elastic-operator"
-    kubeconfig: str | None = None
-    context: str | None = None
-    log_format: str = "text"
-    log_level: str = "info"
-    identity: str = "elastic-operator"
-    in_pod: bool = False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -275,14 +240,15 @@ async def _run(settings: OperatorSettings) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def handle_signals() -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
+    def end(*_: object) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(stop.set)
 
-    handle_signals()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
     connect = Api.in_cluster() if settings.in_pod else Api.from_kubeconfig(settings.kubeconfig, settings.context)
     async with await connect as api:
-        await Manager(settings, api, handle_signals).run(stop)
+        await Manager(settings, api).run(stop)
 
 
 if __name__ == "__main__":

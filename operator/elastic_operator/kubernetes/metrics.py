@@ -12,8 +12,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from elastic_operator.api.constants import ConditionType, Reason
-from elastic_operator.api.json_values import integer, mapping, mappings, text
-from elastic_operator.api.spec import MANAGER, Json, current_spec
+from elastic_operator.api.json_values import Json, get_dict, get_dicts, get_int, get_str
+from elastic_operator.api.spec import MANAGER, current_spec
 from elastic_operator.api.status import JobState
 from elastic_operator.controller.model import Job, Plan, PodEnd, TerminationCause
 from elastic_operator.kubernetes.client import PODS, Resource
@@ -75,7 +75,7 @@ class JobCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics."""
         jobs, counts = tuple(self._bodies()), dict.fromkeys(map(str, ConditionType), 0)
-        for condition in (each for body in jobs for each in mappings(body, "status", "conditions")):
+        for condition in (each for body in jobs for each in get_dicts(body, "status", "conditions")):
             if condition.get("type") in counts and condition.get("status") == "True":
                 counts[str(condition["type"])] += 1
         total = GaugeMetricFamily(
@@ -97,22 +97,22 @@ class JobCollector(Collector):
 
 
 def _series(body: Json) -> Iterator[tuple[str, tuple[str, ...], int | None]]:
-    spec, status = mapping(body, "spec"), mapping(body, "status")
-    if text(spec, "managedBy") not in ("", MANAGER):
+    spec, status = get_dict(body, "spec"), get_dict(body, "status")
+    if get_str(spec, "managedBy") not in ("", MANAGER):
         return
     spec = current_spec(spec)
-    job = text(body, "metadata", "namespace"), text(body, "metadata", "name")
-    yield "desired_pods", job, integer(status, "desired")
-    yield "ready_pods", job, integer(status, "readyReplicas") or 0
-    yield "min_pods", job, integer(spec, "minReplicas")
-    for condition in mappings(status, "conditions"):
+    job = get_str(body, "metadata", "namespace"), get_str(body, "metadata", "name")
+    yield "desired_pods", job, get_int(status, "desired")
+    yield "ready_pods", job, get_int(status, "readyReplicas") or 0
+    yield "min_pods", job, get_int(spec, "minReplicas")
+    for condition in get_dicts(status, "conditions"):
         # A store that the operator may not read does not count as unreachable.
         if (kind := condition.get("type")) in list(ConditionType) and condition.get("reason") != Reason.NOT_ALLOWED:
             yield "condition", (*job, str(kind)), int(condition.get("status") == "True")
-    yield "restarts", (*job, Cause.WORKER_FAILED), integer(status, "restarts") or 0
-    yield "restarts", (*job, Cause.FREE), integer(status, "unchargedRestarts") or 0
-    yield "restarts", (*job, "pod_failed"), integer(status, "podFailures") or 0
-    max_restarts, backoff_limit = integer(spec, "maxRestarts"), integer(spec, "backoffLimit")
+    yield "restarts", (*job, Cause.WORKER_FAILED), get_int(status, "restarts") or 0
+    yield "restarts", (*job, Cause.FREE), get_int(status, "unchargedRestarts") or 0
+    yield "restarts", (*job, "pod_failed"), get_int(status, "podFailures") or 0
+    max_restarts, backoff_limit = get_int(spec, "maxRestarts"), get_int(spec, "backoffLimit")
     yield "max_restarts", job, max_restarts
     yield "backoff_limit", job, max_restarts if backoff_limit is None else backoff_limit
 

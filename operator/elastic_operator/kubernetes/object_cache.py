@@ -14,8 +14,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from elastic_operator.api.json_values import integer, mapping, text
-from elastic_operator.api.spec import GROUP, KIND, Json
+from elastic_operator.api.json_values import Json, get_dict, get_int, get_str
+from elastic_operator.api.spec import GROUP, KIND
 from elastic_operator.controller.model import EtcdState, Job, Pod
 from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, PODS, SERVICES, Resource, with_hint
 from elastic_operator.kubernetes.pod_status import pod_of, true_condition
@@ -110,7 +110,9 @@ class ObjectCache:
         """
         self._mark_deleted(resource, body, version_of(body) or math.inf)
 
-    def keep_only(self, resource: Resource, uids: Collection[str], version: int, namespace: str | None = None) -> None:
+    def remove_unlisted(
+        self, resource: Resource, uids: Collection[str], version: int, namespace: str | None = None
+    ) -> None:
         """Remove the objects that a list lacks, unless they are newer than the list.
 
         Args:
@@ -214,7 +216,7 @@ def managed_etcd(cache: ObjectCache, job: Job) -> ManagedEtcd:
         next((each for each in cache.owned_by(kind, job.namespace, job.uid) if each["metadata"]["name"] == name), None)
         for kind in (SERVICES, DEPLOYMENTS)
     )
-    address = text(service, "spec", "clusterIP")
+    address = get_str(service, "spec", "clusterIP")
     endpoint = etcd_endpoint(address) if address not in ("", "None") else None
     return ManagedEtcd(etcd_state(service, deployment), endpoint, etcd_blocked(deployment), service, deployment)
 
@@ -222,15 +224,15 @@ def managed_etcd(cache: ObjectCache, job: Job) -> ManagedEtcd:
 def etcd_state(service: Json | None, deployment: Json | None) -> EtcdState:
     """Return the state of a job's own etcd."""
     for body in (service, deployment):
-        if body is None or mapping(body, "metadata").get("deletionTimestamp"):
+        if body is None or get_dict(body, "metadata").get("deletionTimestamp"):
             return EtcdState.ABSENT
-    observed = integer(deployment, "status", "observedGeneration") or 0
-    current = observed >= (integer(deployment, "metadata", "generation") or 0)
-    ready = (integer(deployment, "status", "readyReplicas") or 0) > 0
+    observed = get_int(deployment, "status", "observedGeneration") or 0
+    current = observed >= (get_int(deployment, "metadata", "generation") or 0)
+    ready = (get_int(deployment, "status", "readyReplicas") or 0) > 0
     return EtcdState.READY if current and ready else EtcdState.STARTING
 
 
 def etcd_blocked(deployment: Json | None) -> str | None:
     """Return why the pod of a job's own etcd cannot be created for now, for example a quota; None if it can."""
     condition = true_condition(deployment, "ReplicaFailure")
-    return with_hint(text(condition, "message") or text(condition, "reason")) or None
+    return with_hint(get_str(condition, "message") or get_str(condition, "reason")) or None

@@ -13,8 +13,8 @@ from typing import Final
 import msgspec
 
 from elastic_operator.api import constants
-from elastic_operator.api.json_values import at, integer, listing, mapping, mappings, seconds, text
-from elastic_operator.api.spec import WORKER, Json
+from elastic_operator.api.json_values import Json, get_dict, get_dicts, get_int, get_list, get_str, get_time, get_value
+from elastic_operator.api.spec import WORKER
 from elastic_operator.controller.model import IncompatibleImage, Pod, PodPhase, TerminationCause
 from elastic_operator.kubernetes.client import with_hint
 from elastic_operator.resources.worker_pod import LAUNCHER
@@ -50,57 +50,57 @@ class ContainerState:
     @property
     def exit_code(self) -> int | None:
         """The exit code; None if unknown."""
-        if self.terminated is None or text(self.terminated, "reason") == _UNKNOWN_STATUS:
+        if self.terminated is None or get_str(self.terminated, "reason") == _UNKNOWN_STATUS:
             return None
-        return integer(self.terminated, "exitCode")
+        return get_int(self.terminated, "exitCode")
 
     @property
     def started(self) -> float | None:
         """When the container started; None if unknown."""
         # A container that could not start has the start of the Unix epoch as its time.
-        return seconds(self.running or self.terminated, "startedAt") or None
+        return get_time(self.running or self.terminated, "startedAt") or None
 
     @property
     def ended(self) -> float | None:
         """When the container ended; None if unknown."""
-        return seconds(self.terminated, "finishedAt") or None
+        return get_time(self.terminated, "finishedAt") or None
 
 
 def container_states(pod: Json, kind: str = "containerStatuses") -> tuple[ContainerState, ...]:
     """Return the states of a pod's containers, or of its ``initContainerStatuses``."""
-    return tuple(_state(entry, over=is_over(pod)) for entry in mappings(pod, "status", kind))
+    return tuple(_state(entry, over=is_over(pod)) for entry in get_dicts(pod, "status", kind))
 
 
 def is_over(pod: Json) -> bool:
     """Return whether all containers of the pod have stopped permanently."""
-    return text(pod, "status", "phase") in ("Failed", "Succeeded")
+    return get_str(pod, "status", "phase") in ("Failed", "Succeeded")
 
 
 def is_leaving(pod: Json) -> bool:
     """Return whether the pod is being deleted."""
-    return bool(text(pod, "metadata", "deletionTimestamp"))
+    return bool(get_str(pod, "metadata", "deletionTimestamp"))
 
 
 def event_time(event: Json) -> float:
     """Return when an event happened last, in seconds since the Unix epoch; 0 if unknown."""
     fields = (("series", "lastObservedTime"), ("lastTimestamp",), ("eventTime",), ("metadata", "creationTimestamp"))
-    return next((time for field in fields if (time := seconds(event, *field)) is not None), 0.0)
+    return next((time for field in fields if (time := get_time(event, *field)) is not None), 0.0)
 
 
 def conditions_of(pod: Json) -> dict[str, str]:
     """Return the pod's conditions by type: True, False or Unknown."""
-    return {text(entry, "type"): text(entry, "status") for entry in mappings(pod, "status", "conditions")}
+    return {get_str(entry, "type"): get_str(entry, "status") for entry in get_dicts(pod, "status", "conditions")}
 
 
 def true_condition(body: Json | None, kind: str) -> Json | None:
     """Return an object's condition of this type, if it is true."""
-    conditions = mappings(body, "status", "conditions")
+    conditions = get_dicts(body, "status", "conditions")
     return next((each for each in conditions if each.get("type") == kind and each.get("status") == "True"), None)
 
 
 def is_over_its_limit(pod: Json) -> bool:
     """Return whether a pod was evicted because it exceeded its storage limits."""
-    return any(words in text(pod, "status", "message") for words in _OWN_LIMITS)
+    return any(words in get_str(pod, "status", "message") for words in _OWN_LIMITS)
 
 
 def node_is_unreachable(pod: Json, worker: ContainerState) -> bool:
@@ -108,26 +108,26 @@ def node_is_unreachable(pod: Json, worker: ContainerState) -> bool:
 
     Kubernetes sets these conditions on all pods of such a node, and leaves the rest of their status unchanged.
     """
-    if worker.running is None or listing(pod, "spec", "readinessGates"):
+    if worker.running is None or get_list(pod, "spec", "readinessGates"):
         return False
     conditions = conditions_of(pod)
     return conditions.get("Ready") == "False" and conditions.get("ContainersReady") == "True"
 
 
 def _state(entry: Json, *, over: bool) -> ContainerState:
-    name = text(entry, "name")
-    state = mapping(entry, "state")
+    name = get_str(entry, "name")
+    state = get_dict(entry, "state")
     terminated, running = state.get("terminated"), state.get("running")
     if not isinstance(terminated, dict) and over:
         # The kubelet has lost the container: only the last known state is available.
-        last = at(entry, "lastState", "terminated")
+        last = get_value(entry, "lastState", "terminated")
         terminated = last if isinstance(last, dict) else None
         return ContainerState(name, waiting=None if terminated is not None else {}, terminated=terminated)
     if isinstance(terminated, dict):
         return ContainerState(name, terminated=terminated)
     if isinstance(running, dict):
         return ContainerState(name, running=running, ready=entry.get("ready") is True)
-    return ContainerState(name, waiting=mapping(state, "waiting"))
+    return ContainerState(name, waiting=get_dict(state, "waiting"))
 
 
 OWN_IMAGE_GUIDE: Final = "docs/own-image.md"
@@ -156,8 +156,8 @@ def why_waiting(pod: Json, name: str = WORKER) -> str:
         return why
     init_containers = container_states(pod, "initContainerStatuses")
     sidecars = {
-        text(entry, "name")
-        for entry in mappings(pod, "spec", "initContainers")
+        get_str(entry, "name")
+        for entry in get_dicts(pod, "spec", "initContainers")
         if entry.get("restartPolicy") == "Always"
     }
     for container in init_containers:
@@ -176,7 +176,7 @@ def last_message(pod: Json, worker: ContainerState) -> TerminationMessage | str 
     # An agent does not know why it received a signal.
     if (is_over_its_limit(pod) and worker.exit_code != 0) or (worker.exit_code in LEFT_CODES and _end_of_pod(pod)):
         return _end_of_pod(pod)
-    said = text(worker.terminated, "message").strip()
+    said = get_str(worker.terminated, "message").strip()
     try:
         return decode(said.encode(errors="replace"), TerminationMessage)
     except MalformedRecord:
@@ -184,7 +184,7 @@ def last_message(pod: Json, worker: ContainerState) -> TerminationMessage | str 
     # The cluster's message comes last, because the last line of a plain string is shown.
     parts = [said, _exit_description(worker), _end_of_pod(pod)]
     if worker.terminated is None and (failed := _failed_init_container(pod)) is not None:
-        lines = text(failed.terminated, "message").strip().splitlines()
+        lines = get_str(failed.terminated, "message").strip().splitlines()
         code = "ended for an unknown reason" if failed.exit_code is None else f"exited with code {failed.exit_code}"
         parts.append(f"its init container {failed.name} {code}{f': {in_a_line(lines[-1])}' if lines else ''}")
     return "\n".join(part for part in parts if part) or None
@@ -194,15 +194,15 @@ def incompatible_image(pod: Json, worker: ContainerState) -> IncompatibleImage |
     """Return why the pod's image is not compatible with this operator; None if it seems to be."""
     image = _image(pod, WORKER, "containers")
     state = worker.terminated or worker.waiting or {}
-    if text(state, "reason") in _START_FAILURES:
-        message = text(state, "message")
+    if get_str(state, "reason") in _START_FAILURES:
+        message = get_str(state, "message")
         if _LAUNCHER.search(message) and _NO_SUCH_FILE.search(message):
             return IncompatibleImage(
                 constants.Reason.NO_AGENT,
                 f"the image {image} has no {LAUNCHER}, which every worker pod runs: install the agent in it, "
                 f"as {OWN_IMAGE_GUIDE} shows, or name an image that has it",
             )
-    spoken = _protocol_of(text(worker.terminated, "message"))
+    spoken = _protocol_of(get_str(worker.terminated, "message"))
     if spoken is not None and spoken != PROTOCOL_VERSION:
         return IncompatibleImage(
             constants.Reason.PROTOCOL_MISMATCH,
@@ -219,15 +219,15 @@ def in_a_line(message: str) -> str:
 
 def _why_not_scheduled(pod: Json) -> str:
     """Return why a pod has no node yet; empty if it has a node, or if the reason is unknown."""
-    gates = tuple(text(gate, "name") for gate in mappings(pod, "spec", "schedulingGates"))
+    gates = tuple(get_str(gate, "name") for gate in get_dicts(pod, "spec", "schedulingGates"))
     if gates:
         return f"it is not scheduled before its scheduling gates are removed: {', '.join(gates)}"
-    for condition in mappings(pod, "status", "conditions"):
+    for condition in get_dicts(pod, "status", "conditions"):
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            said = in_a_line(_PREEMPTION.sub("", text(condition, "message"))) or text(condition, "reason")
+            said = in_a_line(_PREEMPTION.sub("", get_str(condition, "message"))) or get_str(condition, "reason")
             return f"it cannot be scheduled{f': {said}' if said else ''}"
-    scheduler = text(pod, "spec", "schedulerName")
-    if scheduler not in ("", _DEFAULT_SCHEDULER) and not text(pod, "spec", "nodeName"):
+    scheduler = get_str(pod, "spec", "schedulerName")
+    if scheduler not in ("", _DEFAULT_SCHEDULER) and not get_str(pod, "spec", "nodeName"):
         # The default scheduler always runs; another one may not be installed.
         return f"the scheduler {scheduler} has not processed it yet; check that this scheduler runs"
     return ""
@@ -250,10 +250,10 @@ def _protocol_of(message: str) -> int | None:
 
 def _obstacle(pod: Json, container: ContainerState, kind: str) -> str | None:
     """Return why a container waits; None if it does not wait, or is being created."""
-    if container.waiting is None or (reason := text(container.waiting, "reason")) in _STARTING_REASONS:
+    if container.waiting is None or (reason := get_str(container.waiting, "reason")) in _STARTING_REASONS:
         return None
     image = _image(pod, container.name, kind)
-    said = in_a_line(text(container.waiting, "message"))
+    said = in_a_line(get_str(container.waiting, "message"))
     if reason in _PULL:
         # ErrImagePull and ImagePullBackOff alternate; both get the same message.
         cause = _BACK_OFF.sub("", said)
@@ -271,7 +271,7 @@ def _obstacle(pod: Json, container: ContainerState, kind: str) -> str | None:
 
 def _exit_description(worker: ContainerState) -> str:
     """Return the kubelet's message about the container's end, without its exit code."""
-    reason = text(worker.terminated, "reason")
+    reason = get_str(worker.terminated, "reason")
     if worker.exit_code == 0 or reason in _UNSPECIFIC_REASONS or reason in _START_FAILURES:
         return ""
     return f"{OUT_OF_MEMORY}: it ran out of memory" if reason == OUT_OF_MEMORY else reason
@@ -279,8 +279,8 @@ def _exit_description(worker: ContainerState) -> str:
 
 def _end_of_pod(pod: Json) -> str:
     """Return why the whole pod ended, for example because of an eviction."""
-    for said in (mapping(pod, "status"), true_condition(pod, DISRUPTION)):
-        parts = (text(said, "reason"), in_a_line(text(said, "message")))
+    for said in (get_dict(pod, "status"), true_condition(pod, DISRUPTION)):
+        parts = (get_str(said, "reason"), in_a_line(get_str(said, "message")))
         if any(parts):
             return ": ".join(filter(None, parts))
     return ""
@@ -292,7 +292,7 @@ def _failed_init_container(pod: Json) -> ContainerState | None:
 
 
 def _image(pod: Json, name: str, kind: str) -> str:
-    return next((text(entry, "image") for entry in mappings(pod, "spec", kind) if entry.get("name") == name), "")
+    return next((get_str(entry, "image") for entry in get_dicts(pod, "spec", kind) if entry.get("name") == name), "")
 
 
 _MAX_DIGITS: Final = 7
@@ -322,40 +322,40 @@ def pod_of(body: Json) -> Pod:
     states = container_states(body)
     worker = next((state for state in states if state.name == WORKER), ContainerState(WORKER, waiting={}))
     phase = _phase(body, worker)
-    annotations = mapping(body, "metadata", "annotations")
-    port = _number(text(annotations, constants.ANNOTATION_METRICS_PORT)) or 0
+    annotations = get_dict(body, "metadata", "annotations")
+    port = _number(get_str(annotations, constants.ANNOTATION_METRICS_PORT)) or 0
     message = last_message(body, worker) if phase.ended else None
     failed_init = _failed_init_container(body) if phase.ended and worker.terminated is None else None
-    label = text(body, "metadata", "labels", constants.LABEL_INDEX)
-    from_name = text(body, "metadata", "name").rpartition("-")[0].rpartition("-")[2]
+    label = get_str(body, "metadata", "labels", constants.LABEL_INDEX)
+    from_name = get_str(body, "metadata", "name").rpartition("-")[0].rpartition("-")[2]
     waiting = ""
     if phase is PodPhase.PENDING:
         waiting = why_waiting(body)
     elif not phase.ended:
-        node = text(body, "spec", "nodeName")
+        node = get_str(body, "spec", "nodeName")
         waiting = f"its node {node} sends no heartbeats" if node_is_unreachable(body, worker) else ""
     return Pod(
-        name=text(body, "metadata", "name"),
-        uid=text(body, "metadata", "uid"),
+        name=get_str(body, "metadata", "name"),
+        uid=get_str(body, "metadata", "uid"),
         index=next((number for number in map(_number, (label, from_name)) if number is not None), 0),
         phase=phase,
         ready=worker.ready,
         terminating=is_leaving(body),
-        deletion_deadline=seconds(body, "metadata", "deletionTimestamp"),
-        created=seconds(body, "metadata", "creationTimestamp") or 0.0,
+        deletion_deadline=get_time(body, "metadata", "deletionTimestamp"),
+        created=get_time(body, "metadata", "creationTimestamp") or 0.0,
         started=worker.started,
         ended=_ended(body, worker) if phase.ended else None,
         exit_code=worker.exit_code,
         init_exit_code=None if failed_init is None else failed_init.exit_code,
         message=message,
-        failures=_number(text(annotations, constants.ANNOTATION_FAILURES)) or 0,
-        failed=seconds(annotations, constants.ANNOTATION_FAILED),
-        size=_size(text(annotations, constants.ANNOTATION_SIZE)),
+        failures=_number(get_str(annotations, constants.ANNOTATION_FAILURES)) or 0,
+        failed=get_time(annotations, constants.ANNOTATION_FAILED),
+        size=_size(get_str(annotations, constants.ANNOTATION_SIZE)),
         waiting=waiting,
         incompatible_image=incompatible_image(body, worker),
         # The kubelet itself ends sidecars among the init containers.
         sidecars_running=phase.ended and any(s.running is not None and s.name != WORKER for s in states),
-        node=text(body, "spec", "nodeName"),
+        node=get_str(body, "spec", "nodeName"),
         termination_cause=termination_cause_of(body, worker, message),
         reasons=reasons_of(body, worker),
         conditions=conditions_of(body),
@@ -377,8 +377,8 @@ def termination_cause_of(
     if worker.terminated is None and not is_over(pod) and not is_leaving(pod):
         return None
     disruption = true_condition(pod, DISRUPTION)
-    reason = text(pod, "status", "reason")
-    if reason == _NODE_LOST or text(disruption, "reason") == _NODE_DELETED or node_is_unreachable(pod, worker):
+    reason = get_str(pod, "status", "reason")
+    if reason == _NODE_LOST or get_str(disruption, "reason") == _NODE_DELETED or node_is_unreachable(pod, worker):
         return TerminationCause.NODE_LOST
     if disruption is not None:
         return TerminationCause.DISRUPTED
@@ -387,24 +387,24 @@ def termination_cause_of(
     if reason in _ENDED_BY_NODE:
         return TerminationCause.OVER_LIMIT if is_over_its_limit(pod) else TerminationCause.DISRUPTED
     # An old kernel kills only one process. If the agent survives, it restarts its workers or reports what happened.
-    if text(worker.terminated, "reason") == OUT_OF_MEMORY and not isinstance(message, TerminationMessage):
+    if get_str(worker.terminated, "reason") == OUT_OF_MEMORY and not isinstance(message, TerminationMessage):
         return TerminationCause.OUT_OF_MEMORY
     return None
 
 
 def reasons_of(pod: Json, worker: ContainerState) -> frozenset[str]:
     """Return the reasons for which a pod ended, or is to be removed."""
-    ended = text(worker.terminated, "reason")
-    reasons = {text(pod, "status", "reason"), text(true_condition(pod, DISRUPTION), "reason")}
+    ended = get_str(worker.terminated, "reason")
+    reasons = {get_str(pod, "status", "reason"), get_str(true_condition(pod, DISRUPTION), "reason")}
     if not (worker.exit_code == 0 and ended == OUT_OF_MEMORY):
         reasons.add(ended)
     return frozenset(reasons - {""})
 
 
 def _etcd_address(pod: Json) -> str | None:
-    for container in mappings(pod, "spec", "containers"):
-        for entry in mappings(container, "env") if container.get("name") == WORKER else ():
-            endpoint = text(entry, "value") if entry.get("name") == "PET_RDZV_ENDPOINT" else ""
+    for container in get_dicts(pod, "spec", "containers"):
+        for entry in get_dicts(container, "env") if container.get("name") == WORKER else ():
+            endpoint = get_str(entry, "value") if entry.get("name") == "PET_RDZV_ENDPOINT" else ""
             if ":" in endpoint:
                 return endpoint.rpartition(":")[0].removeprefix("[").removesuffix("]") or None
     return None
@@ -421,7 +421,7 @@ def _phase(pod: Json, worker: ContainerState) -> PodPhase:
 
 def _never_runs(pod: Json) -> bool:
     """Return whether the pod is being deleted and will never get a node; a finalizer may keep it for a long time."""
-    return is_leaving(pod) and not text(pod, "spec", "nodeName")
+    return is_leaving(pod) and not get_str(pod, "spec", "nodeName")
 
 
 def _ended(pod: Json, worker: ContainerState) -> float | None:
@@ -429,8 +429,8 @@ def _ended(pod: Json, worker: ContainerState) -> float | None:
     if worker.ended is not None:
         return worker.ended
     if _never_runs(pod):
-        return seconds(pod, "metadata", "deletionTimestamp")
-    changes = (seconds(entry, "lastTransitionTime") for entry in mappings(pod, "status", "conditions"))
+        return get_time(pod, "metadata", "deletionTimestamp")
+    changes = (get_time(entry, "lastTransitionTime") for entry in get_dicts(pod, "status", "conditions"))
     return max((time for time in changes if time is not None), default=None)
 
 

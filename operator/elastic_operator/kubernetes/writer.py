@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from elastic_operator.api.constants import MANAGED_BY, ROLE_REPORT, report_name, worker_selector
-from elastic_operator.api.json_values import mapping, rfc3339, text
+from elastic_operator.api.json_values import get_dict, get_str, rfc3339
 from elastic_operator.api.status import REPORT_KEY, Report, decode_report, encode_report, merged, status_to_json
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kubernetes import client
@@ -23,7 +23,7 @@ from torchelastic.protocol.codec import shorten
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
 
-    from elastic_operator.api.spec import Json
+    from elastic_operator.api.json_values import Json
     from elastic_operator.api.status import JobStatus
     from elastic_operator.controller.model import Job, JobEvent
 
@@ -175,7 +175,7 @@ class Writer:
             gone = await self._is_gone(resource, namespace, name, uid) if error.conflict else error.not_found
             if not gone:
                 raise
-        metadata = mapping(left, "metadata")  # for some kinds, this is a Status without them
+        metadata = get_dict(left, "metadata")  # for some kinds, this is a Status without them
         if metadata.get("deletionGracePeriodSeconds") or metadata.get("finalizers"):
             self._cache.put(resource, left)
         else:
@@ -218,7 +218,7 @@ class Writer:
             )
         self._cache.put(client.ELASTIC_JOBS, after)
 
-    async def keep_report(self, job: Job, report: Report) -> None:
+    async def write_report(self, job: Job, report: Report) -> None:
         """Write the report of a run into a ConfigMap, merged with an existing report.
 
         The ConfigMap belongs to the job, and keeps the report after the job's etcd is gone. Raises the errors of
@@ -249,11 +249,11 @@ class Writer:
         _check_owner(existing, client.CONFIG_MAPS, job)
         former = None
         try:
-            former = decode_report(text(existing, "data", REPORT_KEY))
+            former = decode_report(get_str(existing, "data", REPORT_KEY))
         except BadInput as error:
             _log.warning("%s: %s", name, error)
         wanted["data"] = {REPORT_KEY: encode_report(merged(former, report)).decode()}
-        if text(existing, "data", REPORT_KEY) != wanted["data"][REPORT_KEY]:
+        if get_str(existing, "data", REPORT_KEY) != wanted["data"][REPORT_KEY]:
             wanted["metadata"]["uid"] = existing["metadata"]["uid"]
             await self._api.apply(client.CONFIG_MAPS, job.namespace, name, wanted)
 
@@ -282,7 +282,7 @@ class Writer:
         if not found:
             raise ClusterError(f"the {resource.kind} {name} existed a moment ago and is gone now")
         _check_owner(found[0], resource, job)
-        if resource != client.PODS and mapping(found[0], "metadata").get("deletionTimestamp"):
+        if resource != client.PODS and get_dict(found[0], "metadata").get("deletionTimestamp"):
             raise ClusterError(f"the {resource.kind} {name} of this job is still being removed")
         return found[0]
 

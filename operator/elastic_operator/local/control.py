@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from elastic_operator.local.run import LocalRun
     from elastic_operator.local.run_dir import RunDir
     from elastic_operator.views.job_view import JobView
 
@@ -39,7 +38,7 @@ class SnapshotFeed:
     """Sends snapshots to watchers, each at its own pace: changes in quick succession share one snapshot."""
 
     def __init__(self, make: Callable[[], JobView]) -> None:
-        self._make = make
+        self.make = make
         self._changed = asyncio.Event()
         self._closed = False
 
@@ -58,7 +57,7 @@ class SnapshotFeed:
         last = False
         while not last:
             changed, last = self._changed, self._closed
-            yield self._make()
+            yield self.make()
             if not self._closed:
                 await asyncio.sleep(interval)
             if not last:
@@ -66,15 +65,19 @@ class SnapshotFeed:
 
 
 @contextlib.asynccontextmanager
-async def control_server(run: LocalRun, files: RunDir) -> AsyncIterator[None]:
-    """Serve the control API while the block runs.
+async def control_server(
+    files: RunDir, snapshots: SnapshotFeed, patch: Callable[[dict[str, Any]], None], delete: Callable[[], None]
+) -> AsyncIterator[None]:
+    """Serve the control API while the block runs: requests call ``patch`` and ``delete``.
 
     Raises:
         BadInput: the socket cannot be created.
     """
     from aiohttp import web  # takes longer to import than all else, so other processes start first
 
-    server = web.AppRunner(_application(run), access_log=None, handle_signals=False, shutdown_timeout=1.0)
+    server = web.AppRunner(
+        _application(snapshots, patch, delete), access_log=None, handle_signals=False, shutdown_timeout=1.0
+    )
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(shutil.rmtree, files.control, ignore_errors=True)
         try:
@@ -91,35 +94,37 @@ async def control_server(run: LocalRun, files: RunDir) -> AsyncIterator[None]:
         yield
 
 
-def _application(run: LocalRun) -> web.Application:
+def _application(
+    snapshots: SnapshotFeed, patch: Callable[[dict[str, Any]], None], delete: Callable[[], None]
+) -> web.Application:
     from aiohttp import web
 
     async def job(_: web.Request) -> web.Response:
-        return web.Response(body=msgspec.json.encode(run.snapshot()), content_type="application/json")
+        return web.Response(body=msgspec.json.encode(snapshots.make()), content_type="application/json")
 
     async def watch(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
-        async with contextlib.aclosing(run.snapshots.watch(_WATCH_INTERVAL)) as snapshots:
+        async with contextlib.aclosing(snapshots.watch(_WATCH_INTERVAL)) as stream:
             with contextlib.suppress(ConnectionResetError):  # the client has disconnected
-                async for snapshot in snapshots:
+                async for snapshot in stream:
                     await response.write(msgspec.json.encode(snapshot) + b"\n")
         return response
 
-    async def patch(request: web.Request) -> web.Response:
+    async def patch_job(request: web.Request) -> web.Response:
         fields = None
         with contextlib.suppress(ValueError):
             fields = await request.json()
         if not isinstance(fields, dict) or not fields or not fields.keys() <= _FIELDS or None in fields.values():
             return web.json_response({"message": 'send {"replicas": N} or {"suspend": true or false}'}, status=422)
         try:
-            run.patch(fields)
+            patch(fields)
         except BadInput as error:
             return web.json_response({"message": str(error)}, status=422)
         return web.json_response({})
 
-    async def delete(_: web.Request) -> web.Response:
-        run.delete()
+    async def delete_job(_: web.Request) -> web.Response:
+        delete()
         return web.json_response({}, status=202)
 
     application = web.Application(client_max_size=4096)
@@ -127,8 +132,8 @@ def _application(run: LocalRun) -> web.Application:
         [
             web.get("/job", job),
             web.get("/watch", watch),
-            web.patch("/job", patch),
-            web.delete("/job", delete),
+            web.patch("/job", patch_job),
+            web.delete("/job", delete_job),
         ]
     )
     return application

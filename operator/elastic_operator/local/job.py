@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
-from elastic_operator.api.json_values import at, mapping, mappings, rfc3339
+from elastic_operator.api.json_values import get_dict, get_dicts, get_value, rfc3339
 from elastic_operator.api.spec import (
     MANAGER,
     WORKER,
@@ -32,7 +32,7 @@ from elastic_operator.manifest import crd
 from elastic_operator.manifest.loader import ElasticJobManifest, Manifest, with_defaults
 
 if TYPE_CHECKING:
-    from elastic_operator.api.spec import Json
+    from elastic_operator.api.json_values import Json
 
 _POD_FIELDS: Final = frozenset(
     {
@@ -167,16 +167,18 @@ def unsupported_fields(spec: Json) -> Iterator[str]:
     """Yield the paths, below ``spec``, of the given fields that have no effect on this machine."""
     spec = current_spec(spec)
     yield from _values_from("env", spec.get("env"))
-    yield from (path for path, neutral in _NO_EFFECT.items() if at(spec, *path.split(".")) not in (None, {}, neutral))
-    for position, rule in enumerate(mappings(spec.get("failurePolicy"), "rules")):
+    yield from (
+        path for path, neutral in _NO_EFFECT.items() if get_value(spec, *path.split(".")) not in (None, {}, neutral)
+    )
+    for position, rule in enumerate(get_dicts(spec.get("failurePolicy"), "rules")):
         fields = ("onPodReasons", "onPodConditions")
         yield from (f"failurePolicy.rules[{position}].{field}" for field in fields if field in rule)
-    yield from _of_pod(mapping(spec.get("template"), "spec"))
+    yield from _of_pod(get_dict(spec.get("template"), "spec"))
 
 
 def _of_pod(pod: Json) -> Iterator[str]:
     yield from (f"template.spec.{field}" for field in pod if field not in _POD_FIELDS)
-    for container in mappings(pod, "containers"):
+    for container in get_dicts(pod, "containers"):
         name = container.get("name")
         if name != WORKER:
             yield f"the container {name!r} of template.spec.containers"
@@ -187,7 +189,7 @@ def _of_pod(pod: Json) -> Iterator[str]:
 
 
 def _values_from(path: str, variables: object) -> Iterator[str]:
-    for variable in mappings(variables):
+    for variable in get_dicts(variables):
         if "valueFrom" in variable:
             name = variable.get("name")
             yield f"{path}[{name}].valueFrom (set {name} in the environment of elasticjob)"

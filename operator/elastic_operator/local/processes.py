@@ -296,7 +296,7 @@ class EtcdProcess:
         directory: the directory for its data (``etcd``, removed at the end) and its output (``etcd.log``).
         environ: the environment of etcd; variables that configure etcd are removed.
         changed: called after each change of the state.
-        tell: receives events.
+        emit: receives events.
 
     Attributes:
         state: whether etcd is absent, starting or ready.
@@ -312,13 +312,13 @@ class EtcdProcess:
         environ: Mapping[str, str],
         *,
         changed: Callable[[], None],
-        tell: Callable[[JobEvent], None],
+        emit: Callable[[JobEvent], None],
     ) -> None:
         self._binary = binary
         self._log = directory / "etcd.log"
         self._environ = etcd_process.etcd_environment(environ)
         self._changed = changed
-        self._tell = tell
+        self._emit = emit
         self._peer_port = 0
         self._data = directory / "etcd"
         self.state = EtcdState.ABSENT
@@ -384,7 +384,7 @@ class EtcdProcess:
                 self.ready.set()
                 self._changed()
                 if self.restarts:
-                    self._tell(JobEvent(Reason.ETCD_RESTARTED, f"etcd is ready again (process {process.pid})"))
+                    self._emit(JobEvent(Reason.ETCD_RESTARTED, f"etcd is ready again (process {process.pid})"))
                 code = await exited
             finally:
                 self.ready.clear()
@@ -396,7 +396,7 @@ class EtcdProcess:
                     await process.wait()
         how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"exited with code {code}"
         sentence = f"etcd (process {process.pid}) {how}; it is restarted while training continues"
-        self._tell(JobEvent(Reason.ETCD_DIED, sentence, warning=True))
+        self._emit(JobEvent(Reason.ETCD_DIED, sentence, warning=True))
         return True
 
     def _command(self) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""A run: one job on this machine, whose plan is carried out with processes.
+"""Runs one job on this machine, with processes in place of pods.
 
 A run ends in this order: the reconciler stops, then the pods, then the store; the last snapshot is written; the name is
 released.
@@ -24,7 +24,7 @@ from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.status import Condition, JobState, decode_report, encode_report, merged, status_to_json
 from elastic_operator.controller.model import EtcdState, JobEvent, Observed, Plan, PodPhase, with_applied_spec
 from elastic_operator.controller.reconciler import Reconciler, ReconcileSettings
-from elastic_operator.controller.status import breakdown_at_change, report_of
+from elastic_operator.controller.report import breakdown_at_change, report_of
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.local.control import SnapshotFeed, control_server
 from elastic_operator.local.job import LiveJob, unsupported_fields
@@ -146,7 +146,7 @@ class LocalRun:
         )
         self._etcd = None
         if etcd is not None:
-            self._etcd = EtcdProcess(etcd, files.path, environ, changed=self._changed, tell=self._tell)
+            self._etcd = EtcdProcess(etcd, files.path, environ, changed=self._changed, emit=self._emit)
         self._reconciler = Reconciler(self, settings=_RECONCILE)
 
     # -- served by the control socket
@@ -233,7 +233,7 @@ class LocalRun:
         if fields := ", ".join(unsupported_fields(self._live.manifest["spec"])):
             warning = f"without effect on this machine, where pods are processes: {fields}"
             self._warn(Reason.UNSUPPORTED_FIELDS, warning)
-        async with control_server(self, self._files), self._tasks as tasks:
+        async with control_server(self._files, self.snapshots, self.patch, self.delete), self._tasks as tasks:
             self._write_record(self.snapshot())
             tasks.create_task(self._show(on_snapshot))
             drivers = [
@@ -278,7 +278,7 @@ class LocalRun:
             job, observed, now = live.job, self._observed(), time.time()
             breakdown = breakdown_at_change(job, observed, now)
             report = report_of(job, replace(job.status, time_breakdown=breakdown), observed)
-            self._keep_report(replace(report, suspensions=(round(now, 3),)))
+            self._write_report(replace(report, suspensions=(round(now, 3),)))
         await self._end_store()
         if not live.job.status.finished:
             live.job = replace(live.job, status=replace(live.job.status, replicas=0, ready_replicas=0))
@@ -348,23 +348,23 @@ class LocalRun:
         )
 
     async def apply(self, job: Job, plan: Plan) -> None:
-        """Carry out the plan, or only request a reconcile if the job has changed since it was observed.
+        """Apply the plan, or only request a reconcile if the job has changed since it was observed.
 
         Raises:
-            ClusterError: the size could not be written; the rest of the plan was carried out.
+            ClusterError: the size could not be written; the rest of the plan was applied.
         """
         live = self._live
         if job != live.job:
             self._changed()
             return
         if plan.report is not None:
-            self._keep_report(plan.report)
+            self._write_report(plan.report)
         if plan.replicas is not None and "replicas" not in live.manifest["spec"]:
             live.set_replicas(plan.replicas)
         if plan.status is not None:
             live.job = replace(live.job, status=plan.status)
         for event in plan.events:
-            self._tell(event)
+            self._emit(event)
         if plan.etcd and self._store is None:
             self._store = self._tasks.create_task(self._run_store())
         unwritten = await self._write_size(plan.size) if plan.size is not None else None
@@ -451,7 +451,7 @@ class LocalRun:
         if self._mirror.readable and self._store_away:
             self._store_away = False
             if self._etcd is None:
-                self._tell(JobEvent(Reason.STORE_BACK, "the store can be reached again"))
+                self._emit(JobEvent(Reason.STORE_BACK, "the store can be reached again"))
         self._changed()
 
     def _on_store_away(self, sentence: str) -> None:
@@ -465,12 +465,12 @@ class LocalRun:
 
     # -- events and files
 
-    def _tell(self, event: JobEvent) -> None:
+    def _emit(self, event: JobEvent) -> None:
         self._events.append(EventView(time.time(), str(event.reason), event.message, event.warning))
         self._changed()
 
     def _warn(self, reason: Reason, sentence: str) -> None:
-        self._tell(JobEvent(reason, sentence, warning=True))
+        self._emit(JobEvent(reason, sentence, warning=True))
 
     async def _each_snapshot(self, interval: float, take: Callable[[JobView], object]) -> None:
         async with contextlib.aclosing(self.snapshots.watch(interval)) as snapshots:
@@ -480,7 +480,7 @@ class LocalRun:
     def _write_record(self, snapshot: JobView) -> None:
         self._write(self._files.record, msgspec.json.format(msgspec.json.encode(snapshot), indent=1))
 
-    def _keep_report(self, report: Report) -> None:
+    def _write_report(self, report: Report) -> None:
         """Write a report, merged with the stored report of the run if there is one."""
         kept, before = self._files.read_report(), None
         with contextlib.suppress(BadInput):
@@ -516,7 +516,7 @@ class LocalRun:
             return
         if changed:
             self._write(self._files.manifest, manifest_text(file))
-            self._tell(JobEvent(Reason.APPLIED, f"{self._manifest_path.name} was applied"))
+            self._emit(JobEvent(Reason.APPLIED, f"{self._manifest_path.name} was applied"))
 
     async def _follow_output(self) -> None:
         """Notify the watchers when the program prints."""

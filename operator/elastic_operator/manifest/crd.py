@@ -25,8 +25,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 from jsonschema.validators import extend
 
-from elastic_operator.api.json_values import shown
-from elastic_operator.api.spec import GROUP, KIND, VERSION, Json
+from elastic_operator.api.json_values import Json, shown
+from elastic_operator.api.spec import GROUP, KIND, VERSION
 from elastic_operator.api.validation import Location, Problem
 from torchelastic.protocol.codec import shorten
 

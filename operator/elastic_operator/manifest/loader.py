@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 from yaml.reader import ReaderError
 
-from elastic_operator.api.json_values import shown
-from elastic_operator.api.spec import ElasticJobSpec, Json
+from elastic_operator.api.json_values import Json, shown
+from elastic_operator.api.spec import ElasticJobSpec
 from elastic_operator.api.validation import Location, Problem, error_list
 from elastic_operator.errors import BadInput
 from elastic_operator.manifest import crd

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_operator.api import constants
-from elastic_operator.api.json_values import listing, mapping, mappings, text
-from elastic_operator.api.spec import GROUP, KIND, VERSION, GangScheduler, Json, SchedulingSpec
+from elastic_operator.api.json_values import Json, get_dict, get_dicts, get_list, get_str
+from elastic_operator.api.spec import GROUP, KIND, VERSION, GangScheduler, SchedulingSpec
 from torchelastic.protocol.records import bracketed
 from torchelastic.store.api import DEFAULT_PORT
 
@@ -82,7 +82,7 @@ def for_prometheus(port: int) -> dict[str, str]:
 
 def metrics_notes(job: Job, port: int) -> dict[str, Any]:
     """Return the annotations of a pod whose agent serves on this port; those of the template take precedence."""
-    given = mapping(job.spec.template, "metadata", "annotations")
+    given = get_dict(job.spec.template, "metadata", "annotations")
     missing = {name: value for name, value in for_prometheus(port).items() if name not in given}
     return {**missing, constants.ANNOTATION_METRICS_PORT: str(port)}
 
@@ -187,7 +187,7 @@ _NO_EXECUTE: Final = "NoExecute"
 
 def extended(given: object, more: Sequence[object]) -> object:
     """Return a list with more items at its end; return any other value unchanged."""
-    return given if given is not None and not isinstance(given, list) else [*listing(given), *more]
+    return given if given is not None and not isinstance(given, list) else [*get_list(given), *more]
 
 
 def tolerate_unreachable_node(pod: dict[str, Any], seconds: int) -> None:
@@ -195,11 +195,13 @@ def tolerate_unreachable_node(pod: dict[str, Any], seconds: int) -> None:
 
     The user's own tolerations of these taints take precedence.
     """
-    given = mappings(pod, "tolerations")
+    given = get_dicts(pod, "tolerations")
     added = [
         {"key": taint, "operator": "Exists", "effect": _NO_EXECUTE, "tolerationSeconds": seconds}
         for taint in _SILENT_NODE_TAINTS
-        if not any(text(each, "key") in ("", taint) and text(each, "effect") in ("", _NO_EXECUTE) for each in given)
+        if not any(
+            get_str(each, "key") in ("", taint) and get_str(each, "effect") in ("", _NO_EXECUTE) for each in given
+        )
     ]
     if added:
         pod["tolerations"] = extended(pod.get("tolerations"), added)
@@ -324,7 +326,7 @@ _WITHOUT_FSYNC: Final = [
 
 
 def _shared_with_workers(job: Job) -> dict[str, Any]:
-    template = mapping(job.spec.template, "spec")
+    template = get_dict(job.spec.template, "spec")
     pod = {key: template[key] for key in _TEMPLATE_FIELDS if template.get(key) is not None}
     tolerate_unreachable_node(pod, job.spec.node_loss)
     if job.spec.scheduling.priority_class:

@@ -27,7 +27,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_operator.api import constants
-from elastic_operator.api.json_values import integer, listing, mapping, mappings, rfc3339, text
+from elastic_operator.api.json_values import get_dict, get_dicts, get_int, get_list, get_str, rfc3339
 from elastic_operator.api.spec import WORKER, FailureAction, launcher_flags, mounted_folders, program_of, user_env
 from elastic_operator.api.validation import AGENT_TIME
 from elastic_operator.resources import owned_objects as owned
@@ -38,7 +38,8 @@ from torchelastic.protocol.records import PROTOCOL_VERSION
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from elastic_operator.api.spec import AppliedSpec, FailureRule, Json
+    from elastic_operator.api.json_values import Json
+    from elastic_operator.api.spec import AppliedSpec, FailureRule
     from elastic_operator.controller.model import Job, NewPod
 
 
@@ -67,7 +68,7 @@ def mount(
     """
     if posixpath.normpath(folder) in mounted_folders(container):
         return
-    taken = {text(volume, "name") for volume in mappings(pod, "volumes")}
+    taken = {get_str(volume, "name") for volume in get_dicts(pod, "volumes")}
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     unused = next(each for each in names if each not in taken)
     pod["volumes"] = owned.extended(pod.get("volumes"), [{**source, "name": unused}])
@@ -78,9 +79,9 @@ def mount(
 def restricted(context: object) -> object:
     """Return a container's security context, completed with the defaults in :data:`owned_objects.RESTRICTED`."""
     defaults = dict(owned.RESTRICTED)
-    asked = mapping(context)
+    asked = get_dict(context)
     # The API server rejects such containers together with ``allowPrivilegeEscalation: false``.
-    if asked.get("privileged") is True or "CAP_SYS_ADMIN" in listing(asked, "capabilities", "add"):
+    if asked.get("privileged") is True or "CAP_SYS_ADMIN" in get_list(asked, "capabilities", "add"):
         del defaults["allowPrivilegeEscalation"]
     return completed(context, defaults)
 
@@ -103,7 +104,7 @@ def _exclude(pod: dict[str, Any], nodes: Collection[str]) -> None:
     terms = part.get("nodeSelectorTerms")
     if terms is None:
         part["nodeSelectorTerms"] = [{"matchFields": demands}]
-    for term in listing(terms):
+    for term in get_list(terms):
         # An empty term matches no node; with this requirement it would match all other nodes.
         if isinstance(term, dict) and (term.get("matchExpressions") or term.get("matchFields")):
             term["matchFields"] = owned.extended(term.get("matchFields"), demands)
@@ -136,7 +137,7 @@ def _metrics_port(job: Job, settings: owned.PodSettings) -> int:
     if job.spec.metrics_port is not None:
         return job.spec.metrics_port
     # Pods on the host's network share its ports.
-    on_the_host = mapping(job.spec.template.get("spec")).get("hostNetwork") is True
+    on_the_host = get_dict(job.spec.template.get("spec")).get("hostNetwork") is True
     return 0 if on_the_host else settings.agent_metrics_port
 
 
@@ -199,14 +200,14 @@ def _spec(job: Job, new: NewPod, settings: owned.PodSettings, store: str, given:
 def _containers(given: list[Any], worker: dict[str, Any]) -> list[Any]:
     """Return the template's containers; the worker replaces the one with its name, or becomes the first."""
     for position, container in enumerate(given):
-        if mapping(container).get("name") == WORKER:
+        if get_dict(container).get("name") == WORKER:
             return [*given[:position], worker, *given[position + 1 :]]
     return [worker, *given]
 
 
 def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: owned.PodSettings, store: str) -> dict[str, Any]:
     """Return the worker container, and add the volumes that it needs to the pod."""
-    given: Json = next((entry for entry in mappings(pod, "containers") if entry.get("name") == WORKER), {})
+    given: Json = next((entry for entry in get_dicts(pod, "containers") if entry.get("name") == WORKER), {})
     container = completed_mapping(
         given, {"terminationMessagePath": _TERMINATION_LOG, "terminationMessagePolicy": "FallbackToLogsOnError"}
     )
@@ -333,7 +334,7 @@ def termination_settings(spec: AppliedSpec) -> tuple[int, dict[str, str]]:
     notice, grace = _given_time(spec, "notice"), _given_time(spec, "shutdown-timeout", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     if grace is None and spec.grace_period is not None:
         grace, variables["PET_SHUTDOWN_TIMEOUT"] = float(spec.grace_period), f"{spec.grace_period}"
-    period = integer(spec.template, "spec", "terminationGracePeriodSeconds")
+    period = get_int(spec.template, "spec", "terminationGracePeriodSeconds")
     if period is None or period < 0:
         # The period covers at least the agent's defaults, because a flag that was found may belong to the program.
         return math.ceil(max(notice or 0.0, NOTICE) + max(grace or 0.0, GRACE) + AGENT_TIME), variables

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from elastic_operator.api.json_values import seconds
+from elastic_operator.api.json_values import get_time
 from elastic_operator.api.status import JobStatus, status_from_json
 from elastic_operator.errors import BadInput, ElasticJobError
 
@@ -203,7 +203,7 @@ class JobView(_View, frozen=True, dict=True):
     @property
     def created(self) -> float | None:
         """When the job was created, in seconds since the Unix epoch."""
-        return seconds(self.manifest, "metadata", "creationTimestamp") or self.status.started
+        return get_time(self.manifest, "metadata", "creationTimestamp") or self.status.started
 
     @property
     def completed(self) -> float | None:

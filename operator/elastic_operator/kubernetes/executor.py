@@ -1,4 +1,4 @@
-"""Carries out a plan: writes the report and the status of the job, then changes the objects that the job owns."""
+"""Executes a plan: writes the report and the status of the job, then changes the objects that the job owns."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 import hashlib
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from elastic_operator.api.constants import Reason, report_name
-from elastic_operator.api.json_values import mapping
+from elastic_operator.api.json_values import get_dict
 from elastic_operator.api.status import Report, encode_report
 from elastic_operator.controller import messages
 from elastic_operator.controller.model import EtcdState, Job, JobEvent, NewPod, Plan, PodPhase, with_applied_spec
@@ -25,57 +25,11 @@ from elastic_operator.resources.worker_pod import worker_pod
 from torchelastic.errors import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
-    from elastic_operator.api.spec import Json
-    from elastic_operator.kubernetes.backend import JobRecord
+    from elastic_operator.api.json_values import Json
+    from elastic_operator.kubernetes.job_record import JobRecord
     from elastic_operator.kubernetes.job_store import JobStores
-
-
-_BASE_DELAY: Final = 0.5
-_MAX_DELAY: Final = 30.0
-
-
-@dataclass(slots=True)
-class CreateBackoff:
-    """The rejections of the API server for a generation of the spec, and the time of the next attempt.
-
-    Attributes:
-        rejected: why the objects will never be accepted; None if they may be.
-        blocked: why the objects were not accepted, although a later attempt may succeed; None if they were.
-    """
-
-    rejected: str | None = None
-    blocked: str | None = None
-    _generation: int = 0
-    _delays: Iterator[float] = field(default_factory=lambda: client.backoff(_BASE_DELAY, _MAX_DELAY))
-    _next_try: float = 0.0
-
-    def see(self, generation: int) -> None:
-        """Start over for a new generation; a block of the former generation remains until the first attempt."""
-        if generation != self._generation:
-            blocked = self.blocked
-            self.succeed()
-            self._generation, self.blocked = generation, blocked
-
-    @property
-    def wait(self) -> float:
-        """The seconds until the next attempt."""
-        return max(self._next_try - time.monotonic(), 0.0)
-
-    def reject(self, why: str) -> None:
-        """Record that the objects will never be accepted."""
-        self.rejected, self.blocked = why, None
-
-    def block(self, why: str) -> None:
-        """Record that the objects are not accepted now."""
-        self.rejected, self.blocked = None, why
-        self._next_try = time.monotonic() + next(self._delays)
-
-    def succeed(self) -> None:
-        """Record that all objects were created."""
-        self.rejected = self.blocked = None
-        self._next_try, self._delays = 0.0, client.backoff(_BASE_DELAY, _MAX_DELAY)
 
 
 _Result = TypeVar("_Result")
@@ -88,11 +42,10 @@ _MAX_SECONDS: Final = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Applier:
-    """Carries out plans.
+class Executor:
+    """Executes plans.
 
     Attributes:
-        api: the connection to the API server.
         cache: the known objects.
         writer: the writer that creates, changes and deletes objects.
         stores: the jobs' etcds.
@@ -100,38 +53,37 @@ class Applier:
         status_written: called with the observed job and the plan after the status is written.
     """
 
-    api: client.Api
     cache: ObjectCache
     writer: Writer
     stores: JobStores
     settings: owned.PodSettings
     status_written: Callable[[Job, Plan], None] = lambda _job, _plan: None
 
-    async def carry_out(self, job: Job, plan: Plan, record: JobRecord) -> bool:
-        """Carry out the plan in its order; return whether pods are left to create.
+    async def execute(self, job: Job, plan: Plan, record: JobRecord) -> bool:
+        """Execute the plan in its order; return whether pods are left to create.
 
         Raises:
             ClusterError: a part of the plan failed.
         """
         body = record.body
-        unkept = None if plan.report is None else await self._keep_report(job, plan.report, record)
+        report_error = None if plan.report is None else await self._write_report(job, plan.report, record)
         if plan.replicas is not None:
             body = await self.writer.write_replicas(body, plan.replicas)
             job = replace(job, generation=body["metadata"]["generation"])
-            record.creates.see(job.generation)
+            record.creates.reset_for(job.generation)
         if plan.status is not None:
             try:
                 await self.writer.write_status(body, plan.status)
             except ClusterError as error:
                 if not isinstance(error, client.ApiError) or error.transient:
-                    self._tell(body, plan)  # if the status was written anyway, the next plan has no events
+                    self._record_events(body, plan)  # if the status was written anyway, the next plan has no events
                 raise
             self.status_written(job, plan)
-        self._tell(body, plan)
+        self._record_events(body, plan)
         if plan.unmanaged:
             return False
         try:
-            return await self._apply_objects(with_applied_spec(job, plan), plan, record, unkept)
+            return await self._apply_objects(with_applied_spec(job, plan), plan, record, report_error)
         except Rejected as error:
             _log.warning("%s: its pods are rejected: %s", record.key, error)
             record.creates.reject(str(error))
@@ -141,13 +93,13 @@ class Applier:
             record.creates.block(str(error))
         return False
 
-    async def _keep_report(self, job: Job, report: Report, record: JobRecord) -> str | None:
+    async def _write_report(self, job: Job, report: Report, record: JobRecord) -> str | None:
         """Write the report of a run, unless it has not changed; return why the write must be repeated, or None."""
         digest = hashlib.blake2b(encode_report(report), digest_size=16).digest()
         if record.report == digest:
             return None
         try:
-            await self.writer.keep_report(job, report)
+            await self.writer.write_report(job, report)
         except (Rejected, Blocked) as error:
             why = f"the run's report cannot be written to the ConfigMap {report_name(job.name)}: {error}"
             _log.warning("%s: %s", record.key, why)
@@ -157,12 +109,12 @@ class Applier:
         record.report = digest
         return None
 
-    def _tell(self, body: Json, plan: Plan) -> None:
+    def _record_events(self, body: Json, plan: Plan) -> None:
         """Record the plan's events for the observed version of the job; an event that is recorded twice exists once."""
         for event in plan.events:
             self.writer.event(body, event)
 
-    async def _apply_objects(self, job: Job, plan: Plan, record: JobRecord, unkept: str | None) -> bool:
+    async def _apply_objects(self, job: Job, plan: Plan, record: JobRecord, report_error: str | None) -> bool:
         """Change the job's objects according to the plan; an error of one object does not block the others.
 
         Return whether pods are left to create.
@@ -171,7 +123,7 @@ class Applier:
             job: the job with the applied spec.
             plan: the plan.
             record: the record of the job.
-            unkept: why the report could not be written yet, so that the store is kept; None if it was written.
+            report_error: why the report could not be written yet, so that the store is kept; None if it was written.
         """
         errors: list[ClusterError] = []
 
@@ -186,7 +138,7 @@ class Applier:
 
         creates, left = record.creates, False
         waits = creates.wait > 0
-        endpoint = await attempt(self._ensure_etcd(job, plan, record, unkept), None)
+        endpoint = await attempt(self._ensure_etcd(job, plan, record, report_error), None)
         has_group = await attempt(self._ensure_pod_group(job, plan, record), False)
         incomplete = bool(errors)
         await attempt(self._ensure_pdb(job, plan, record), None)
@@ -205,14 +157,14 @@ class Applier:
             await self.writer.delete(client.ELASTIC_JOBS, job.namespace, job.name, job.uid)
         return left
 
-    async def _ensure_etcd(self, job: Job, plan: Plan, record: JobRecord, unkept: str | None) -> str | None:
+    async def _ensure_etcd(self, job: Job, plan: Plan, record: JobRecord, report_error: str | None) -> str | None:
         """Create or delete the job's own etcd; return the endpoint for pods, or None if no pods can be created."""
         external = job.spec.etcd.endpoint
         if not plan.etcd:
-            if unkept is not None:
-                raise ClusterError(f"the run's report could not be written yet, so its store is kept: {unkept}")
+            if report_error is not None:
+                raise ClusterError(f"the run's report could not be written yet, so its store is kept: {report_error}")
             if external is None or all(pod.phase.ended for pod in self.cache.pods(job.namespace, job.uid)):
-                self.stores.leave(job.uid)
+                self.stores.unfollow(job.uid)
             for kind in (client.DEPLOYMENTS, client.SERVICES):
                 await self._delete_owned(kind, job)
             return None
@@ -295,14 +247,14 @@ class Applier:
         if not existing:
             await self.writer.create(resource, job, wanted)
             return
-        about = mapping(existing[0], "metadata")
+        about = get_dict(existing[0], "metadata")
         outdated = not about.get("deletionTimestamp") and not _contains(existing[0].get("spec"), wanted["spec"])
         if outdated and not await self.writer.apply(resource, job, about["uid"], wanted):
             await self.writer.create(resource, job, wanted)  # the object has been deleted
 
     async def _delete_owned(self, resource: client.Resource, job: Job) -> None:
         for body in self.cache.owned_by(resource, job.namespace, job.uid):
-            about = mapping(body, "metadata")
+            about = get_dict(body, "metadata")
             if not about.get("deletionTimestamp"):
                 await self.writer.delete(resource, about["namespace"], about["name"], about["uid"])
 
