@@ -1,0 +1,1 @@
+"""The time until a training step."""
