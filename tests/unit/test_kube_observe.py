@@ -121,7 +121,7 @@ class Cluster:
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster = Cluster()
     clock = SimpleNamespace(monotonic=lambda: cluster.now, time=lambda: cluster.now)
-    for module in ("backend", "executor"):
+    for module in ("backend", "executor", "job_record"):
         monkeypatch.setattr(f"elastic_operator.kubernetes.{module}.time", clock)
     return cluster
 

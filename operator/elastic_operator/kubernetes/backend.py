@@ -21,18 +21,16 @@ from elastic_operator.api.validation import problem_of
 from elastic_operator.controller.model import EtcdState, Job, Observed, Plan, Pod, PodPhase, with_applied_spec
 from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kubernetes import pod_status
-from elastic_operator.kubernetes.client import EVENTS, PODS, with_hint
+from elastic_operator.kubernetes.client import EVENTS, PODS, Api, with_hint
 from elastic_operator.kubernetes.job_record import CreateBackoff, JobRecord
-from elastic_operator.kubernetes.object_cache import ManagedEtcd, managed_etcd, owner_of
+from elastic_operator.kubernetes.object_cache import ManagedEtcd, ObjectCache, managed_etcd, owner_of
 from elastic_operator.resources.owned_objects import ETCD
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from elastic_operator.kubernetes.client import Api
     from elastic_operator.kubernetes.executor import Executor
     from elastic_operator.kubernetes.job_store import JobStores
-    from elastic_operator.kubernetes.object_cache import ObjectCache
     from elastic_operator.store_mirror import StoreMirror
 
 _log: Final = logging.getLogger(__name__)
