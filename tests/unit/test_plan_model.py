@@ -156,6 +156,9 @@ class AnyLife(RuleBasedStateMachine):
 
     def _assert_plan_is_empty(self) -> None:
         job, observed = self.cluster.observe()
+        if job.status.state is JobState.SUSPENDED and not job.spec.suspend and not job.deleting:
+            self._reconcile()  # a job that is resumed before its last pod is gone becomes Suspended first
+            job, observed = self.cluster.observe()
         again = plan(job, observed, self.cluster.now)
         repeated = ("report", "etcd", "min_member", "min_available", "wake_at", "remove")
         if again == Plan(**{name: getattr(again, name) for name in repeated}):
