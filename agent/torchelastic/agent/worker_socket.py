@@ -13,17 +13,17 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
+import msgspec
+
 from torchelastic.errors import SettingsError
 from torchelastic.protocol.codec import shorten
 from torchelastic.protocol.records import RoundReason
 from torchelastic.protocol.worker import (
     LINE_LIMIT,
     Introduction,
-    MessageT,
     NoticeMessage,
     RoundAnswer,
     WorkerMessage,
-    decode_line,
     encode_lines,
 )
 
@@ -51,16 +51,6 @@ class _Process:
     def send(self, message: NoticeMessage | RoundAnswer) -> None:
         if not self.writer.is_closing():
             self.writer.write(encode_lines(message))
-
-
-@dataclass(frozen=True, slots=True)
-class _Notice:
-    """The current notice; `until` is on the clock of the event loop."""
-
-    number: int
-    reason: str
-    cause: str
-    until: float
 
 
 class WorkerSocket:
@@ -104,7 +94,8 @@ class WorkerSocket:
         self._first_step = self._last_checkpoint = 0.0  # in seconds since the Unix epoch
         self._has_stepped = False
         self._processes: set[_Process] = set()
-        self._notice: _Notice | None = None
+        self._notice: NoticeMessage | None = None
+        self._until = 0.0  # of the notice, on the clock of the event loop
         self._count = 0
         self._leaders_notice = 0
         self._leaving = False
@@ -184,8 +175,9 @@ class WorkerSocket:
 
     def _give_notice(self, seconds: float, reason: str, cause: str) -> None:
         self._count += 1
-        until = asyncio.get_running_loop().time() + seconds
-        self._notice = _Notice(self._count, reason, shorten(cause, _CAUSE_LIMIT), until)
+        self._until = asyncio.get_running_loop().time() + seconds
+        cause = shorten(cause, _CAUSE_LIMIT)
+        self._notice = NoticeMessage(number=self._count, seconds=seconds, reason=reason, cause=cause)
         for process in self._asking():
             self._send_notice(process, self._notice)
 
@@ -195,12 +187,10 @@ class WorkerSocket:
                 process.send(NoticeMessage(number=self._notice.number, seconds=0))
             self._notice = None
 
-    def _send_notice(self, process: _Process, notice: _Notice) -> None:
-        left = notice.until - asyncio.get_running_loop().time()
+    def _send_notice(self, process: _Process, notice: NoticeMessage) -> None:
+        left = self._until - asyncio.get_running_loop().time()
         if left > 0:
-            process.send(
-                NoticeMessage(number=notice.number, seconds=round(left, 3), reason=notice.reason, cause=notice.cause)
-            )
+            process.send(msgspec.structs.replace(notice, seconds=round(left, 3)))
 
     def _asking(self) -> list[_Process]:
         return [process for process in self._processes if process.seconds > 0]
@@ -223,8 +213,9 @@ class WorkerSocket:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         process: _Process | None = None
         try:
-            with contextlib.suppress(OSError, ValueError, RecursionError):  # also for an invalid message
-                sender = await _receive(reader, Introduction)
+            # A ValueError: the connection has ended, or a message is invalid or too long.
+            with contextlib.suppress(OSError, ValueError, RecursionError):
+                sender = msgspec.json.decode(await reader.readline(), type=Introduction)
                 process = _Process(sender.rank, writer)
                 current = sender.round == self._round
                 if sender.check_timeout is not None:
@@ -234,7 +225,7 @@ class WorkerSocket:
                 elif current:
                     self._processes.add(process)
                     while process in self._processes:
-                        self._take(await _receive(reader, WorkerMessage), process)
+                        self._take(msgspec.json.decode(await reader.readline(), type=WorkerMessage), process)
         finally:
             writer.close()
             if process in self._processes:
@@ -274,8 +265,3 @@ class WorkerSocket:
             has_stepped=self._has_stepped,
             last_checkpoint_at=self._last_checkpoint,
         )
-
-
-async def _receive(reader: asyncio.StreamReader, kind: type[MessageT]) -> MessageT:
-    """Return the next message; raise ValueError if the connection has ended, or the message is invalid or too long."""
-    return decode_line(await reader.readline(), kind)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final
 
 import msgspec
 
@@ -108,14 +108,6 @@ class NoticeMessage(_Message, frozen=True):
     cause: str = ""
 
 
-MessageT = TypeVar("MessageT", bound=msgspec.Struct)
-
-
 def encode_lines(*messages: msgspec.Struct) -> bytes:
     """Return messages as lines of JSON."""
     return b"".join(msgspec.json.encode(message) + b"\n" for message in messages)
-
-
-def decode_line(line: bytes, kind: type[MessageT]) -> MessageT:
-    """Return the message in a line; raise ValueError if the line is not such a message."""
-    return msgspec.json.decode(line, type=kind)

@@ -13,13 +13,14 @@ import threading
 from _thread import start_new_thread
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from torchelastic.protocol.worker import (
     LINE_LIMIT,
     WORKER_SOCKET,
     Introduction,
     NoticeMessage,
     WorkerMessage,
-    decode_line,
     encode_lines,
 )
 
@@ -84,7 +85,7 @@ class AgentConnection:
             connection.settimeout(None)  # sending stays non-blocking
             with connection.makefile("rb") as lines:
                 while line := lines.readline(LINE_LIMIT):
-                    take(decode_line(line, NoticeMessage))
+                    take(msgspec.json.decode(line, type=NoticeMessage))
         with self._lock:
             if self._socket is connection:
                 self.close()

@@ -11,13 +11,14 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from torchelastic.protocol.worker import (
     LINE_LIMIT,
     WORKER_SOCKET,
     NoticeMessage,
     RoundAnswer,
     WorkerMessage,
-    decode_line,
     encode_lines,
     is_worker,
 )
@@ -71,7 +72,7 @@ def is_round_current(timeout: float = 5.0) -> bool:
         with connect(path, timeout) as connection, connection.makefile("rb") as lines:
             # The agent answers shortly before the timeout.
             connection.sendall(encode_lines(introduction(0.8 * min(timeout, _LONGEST))))
-            return decode_line(lines.readline(LINE_LIMIT), RoundAnswer).is_current
+            return msgspec.json.decode(lines.readline(LINE_LIMIT), type=RoundAnswer).is_current
     except (OSError, ValueError):
         return False
 
