@@ -12,7 +12,6 @@ from torchelastic.agent.workers.processes import ignored_signals
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from collections.abc import Set as AbstractSet
-    from types import TracebackType
 
 Result = TypeVar("Result")
 
@@ -49,9 +48,7 @@ class Signals:
             loop.add_signal_handler(number, self.take, number)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         loop = asyncio.get_running_loop()
         for number in self._numbers:
             loop.remove_signal_handler(number)

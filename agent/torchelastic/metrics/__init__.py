@@ -19,6 +19,7 @@ imported at its first use, because it needs a library that other programs do not
 
 from typing import TYPE_CHECKING
 
+from torchelastic.lazy import lazy_attributes
 from torchelastic.metrics import api, worker
 from torchelastic.metrics.api import *  # noqa: F403
 
@@ -29,13 +30,7 @@ __all__ = ["PrometheusMetricHandler"]
 __all__ += api.__all__
 
 
-def __getattr__(name: str) -> object:
-    if name == "PrometheusMetricHandler":
-        from torchelastic.metrics.prometheus import PrometheusMetricHandler
-
-        return PrometheusMetricHandler
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+__getattr__ = lazy_attributes(__name__, {"torchelastic.metrics.prometheus": "PrometheusMetricHandler"})
 
 api.forward_torch()
 worker.attach()

@@ -36,7 +36,6 @@ from torchelastic.store.client import RETRY_MIN, NodeStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
     from torchelastic.config.settings import PortRange, RendezvousSettings
     from torchelastic.store.api import Store
@@ -233,9 +232,7 @@ class RendezvousNode:
         self.failed = asyncio.create_task(self._take_part())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await cancel(self.failed)
         await self._close_sockets()
         try:

@@ -8,14 +8,11 @@ import math
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 from torchelastic.metrics import put_metric
 from torchelastic.protocol.worker import HEARTBEAT_FILE, WorkerMessage, is_worker
 from torchelastic.training.connection import AGENT
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 INTERVAL: Final = 1.0
 """Minimum number of seconds between two reports of checkpoints, and between two attempts to send one."""
@@ -35,9 +32,7 @@ class CheckpointReport:
         self._began, self._clock, self._written = time.time(), time.perf_counter(), False
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.done()
 
