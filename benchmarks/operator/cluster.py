@@ -204,7 +204,7 @@ class OperatedCluster:
                 await self._store.put(key, value, lease=lease)
 
         for uid, pods in runs.items():
-            keys = RunKeys.of(uid)
+            keys = RunKeys(uid)
             round = RoundRecord(number=1, members=tuple(Member(pod.name, "10.0.0.1", 1) for pod in pods))
             records = (NodeRecord(name=pod.name, address="10.0.0.1", workers=1, size=_size(pod)) for pod in pods)
             nodes = [put(keys.node(pod.name), encode(record)) for pod, record in zip(pods, records, strict=True)]

@@ -17,7 +17,7 @@ from torchelastic.store.client import connect
 
 async def main(endpoint: str, run_id: str) -> None:
     """Print the leader's name, or nothing if no node has led."""
-    key = RunKeys.of(run_id).leader
+    key = RunKeys(run_id).leader
     store = await connect(StoreSettings(endpoints=(endpoint,)))
     try:
         for entry in (await store.list(key)).entries:

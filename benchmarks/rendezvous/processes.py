@@ -68,7 +68,7 @@ class NodeProcesses:
 
     def __init__(self, endpoint: str, *, direct: str, shares: Sequence[int], patience: float) -> None:
         self._direct = direct
-        self._keys = RunKeys.of(RUN_ID)
+        self._keys = RunKeys(RUN_ID)
         self._arguments = [endpoint, RUN_ID, str(sum(shares)), str(patience)]
         self._size = sum(shares)
         numbers = iter(range(self._size))

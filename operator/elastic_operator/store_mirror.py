@@ -75,7 +75,7 @@ class StoreMirror:
     ) -> None:
         self._run_id = run_id
         self._ttl = run_lease
-        self._keys = keys.RunKeys.of(run_id)
+        self._keys = keys.RunKeys(run_id)
         self._changed = changed
         self._away = away
         self._recorded = recorded

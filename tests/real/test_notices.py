@@ -121,7 +121,7 @@ class Run:
             have = [node for node in nodes if node.round >= round and node.notice > 0]
             return len(have) >= (len(agents) if asking is None else asking)
 
-        await until_keys(self.etcd.settings, RunKeys.of(self.id).nodes, asked)
+        await until_keys(self.etcd.settings, RunKeys(self.id).nodes, asked)
         return workers
 
 

@@ -239,6 +239,6 @@ async def test_a_node_that_joins_imports_first_what_the_workers_of_the_run_impor
 
     async with AgentProcess(*flags, program) as first:
         await first.wait_for_line("learned False")
-        await until_keys(etcd.settings, RunKeys.of(run).history, shared)
+        await until_keys(etcd.settings, RunKeys(run).history, shared)
         async with AgentProcess(*flags, program) as second:
             await second.wait_for_line("learned True")

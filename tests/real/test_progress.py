@@ -49,7 +49,7 @@ class NodeRecords:
         self.records: list[NodeRecord] = []
 
     async def read(self, store: Store, run: str) -> None:
-        async with aclosing(follow(store, RunKeys.of(run).nodes)) as news:
+        async with aclosing(follow(store, RunKeys(run).nodes)) as news:
             async for batch in news:
                 entries = batch.entries if isinstance(batch, Listing) else [each.entry for each in batch]
                 async with self._more:

@@ -178,7 +178,7 @@ async def wait_by_etcds_clock(store: Store, seconds: float) -> None:
 async def test_run_keys_exist_while_an_agent_or_the_operator_runs_and_are_removed_afterwards(
     own_etcd: EtcdServer, factory: NodeFactory, run_id: str
 ) -> None:
-    store, keys = await factory.connect(), RunKeys.of(run_id)
+    store, keys = await factory.connect(), RunKeys(run_id)
     readable = asyncio.Event()
     mirror = StoreMirror(run_id, changed=readable.set, away=pytest.fail, run_lease=RUN_LEASE)
     following = asyncio.create_task(mirror.run(lambda: own_etcd.settings, None))

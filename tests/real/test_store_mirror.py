@@ -92,7 +92,7 @@ class Watched:
 
 
 async def test_history_and_time_breakdown_are_read_and_do_not_wake_the_operator(etcd: EtcdServer, run_id: str) -> None:
-    keys = RunKeys.of(run_id)
+    keys = RunKeys(run_id)
     split = TimeBreakdown(until=1_700_000_000.5, seconds={RunState.TRAINING: 7.25}, joined=2)
     history = HistoryRecord(created=1_700_000_000.0, rounds=(PastRound(number=1, began=1_700_000_000.0, nodes=2),))
     watched = Watched(run_id)
@@ -114,7 +114,7 @@ async def test_history_and_time_breakdown_are_read_and_do_not_wake_the_operator(
 
 
 async def test_every_change_of_a_node_except_progress_wakes_the_operator(etcd: EtcdServer, run_id: str) -> None:
-    keys = RunKeys.of(run_id)
+    keys = RunKeys(run_id)
     record = NodeRecord(name="a", address="10.0.0.1", workers=1, size=SIZE)
     watched = Watched(run_id)
     async with etcd.connected() as store, watched.follows(lambda: etcd.settings) as mirror:
@@ -132,7 +132,7 @@ async def test_every_change_of_a_node_except_progress_wakes_the_operator(etcd: E
 
 
 async def test_the_keys_of_a_run_are_removed_even_if_its_lease_is_lost(etcd: EtcdServer, run_id: str) -> None:
-    watched, keys = Watched(run_id), RunKeys.of(run_id)
+    watched, keys = Watched(run_id), RunKeys(run_id)
     async with etcd.connected() as store, watched.follows(lambda: etcd.settings) as mirror:
         await watched.until(lambda: mirror.readable)
         await mirror.write_size(SIZE)

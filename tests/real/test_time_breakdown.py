@@ -86,7 +86,7 @@ class Run:
     """
 
     def __init__(self, etcd: EtcdServer, folder: Path, before: float = BEFORE) -> None:
-        self.keys = RunKeys.of(run_id := str(uuid.uuid4()))
+        self.keys = RunKeys(run_id := str(uuid.uuid4()))
         self.created = time.time() - before
         self.stop = folder / "stop"
         self._program = folder / "program.py"

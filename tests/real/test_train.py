@@ -209,7 +209,7 @@ async def test_a_process_that_was_not_needed_does_not_return_an_untrained_state(
     start: Start, half: Path, etcd: EtcdServer, run_id: str
 ) -> None:
     trainers = [await start(least=2, most=2) for _ in range(3)]
-    keys = RunKeys.of(f"torchelastic-p2p-{run_id}")
+    keys = RunKeys(f"torchelastic-p2p-{run_id}")
     await until_keys(etcd.settings, keys.nodes, lambda nodes: len(nodes) == 3)
     half.touch()
     ends = sorted([(await each.code(), each.lines[-1]) for each in trainers])

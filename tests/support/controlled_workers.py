@@ -122,7 +122,7 @@ class ControlledRun:
 
     def __init__(self, folder: Path, etcd: EtcdServer | None) -> None:
         self.run_id = f"run-{uuid.uuid4()}"
-        self.keys = RunKeys.of(self.run_id)
+        self.keys = RunKeys(self.run_id)
         self.program = folder / "worker.py"
         self.program.write_text(WORKER_SOURCE)
         self._etcd = etcd

@@ -180,7 +180,7 @@ def manifest(name: str, **spec: Any) -> Json:
 
 def run_keys(job: Json) -> RunKeys:
     """Return the keys of a job's run in its etcd."""
-    return RunKeys.of(job["metadata"]["uid"])
+    return RunKeys(job["metadata"]["uid"])
 
 
 def live(pods: Objects) -> Objects:

@@ -131,7 +131,7 @@ class Scenario:
         left = await self._ns.wait_for_pods(1, name)
         await self._report_training(job, left, round=3)
         outcome = OutcomeRecord(state=OutcomeState.SUCCEEDED, round=3)
-        await self._put(RunKeys.of(_uid(job)).state, StateRecord(outcome=outcome))
+        await self._put(RunKeys(_uid(job)).state, StateRecord(outcome=outcome))
         for pod in left:
             await self._ns.report_ended(pod, 0)
         await self._ns.wait_for_job(lambda status: holds(status, "Finished"), name)
@@ -211,7 +211,7 @@ class Scenario:
         """Remove the records of these pods' agents."""
         assert self._store is not None
         for pod in pods:
-            await self._store.delete_prefix(RunKeys.of(_uid(job)).node(f"{pod}.1"))
+            await self._store.delete_prefix(RunKeys(_uid(job)).node(f"{pod}.1"))
 
     async def _put(self, key: str, record: Any) -> None:
         assert self._store is not None

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 CREATED = 1_000_000.0
-KEYS = RunKeys.of("run")
+KEYS = RunKeys("run")
 STATES = (RunState.WAITING, RunState.RENDEZVOUS, RunState.STARTING, RunState.TRAINING, RunState.STOPPING)
 
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_NODES = 6
-KEYS = RunKeys.of("run")
+KEYS = RunKeys("run")
 RULES = dataclasses.replace(SETTINGS, max_restarts=1000, crash_loop_limit=1000, join_timeout=1e9)
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torchelastic.protocol.records import OutcomeRecord
     from torchelastic.store.api import Change, Listing, Store
 
-KEYS = RunKeys.of("run")
+KEYS = RunKeys("run")
 LEASE = 0.4
 OTHER = PROTOCOL_VERSION + 1
 SUCCESSOR = LeaderRecord(node="b.9", address="127.0.0.1:1")

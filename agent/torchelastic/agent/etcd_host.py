@@ -64,7 +64,7 @@ class EtcdHost:
         (self._endpoint,) = store.endpoints
         self._port = split_endpoint(self._endpoint)[1]
         self._addresses = addresses
-        self._nodes = RunKeys.of(run_id).nodes
+        self._nodes = RunKeys(run_id).nodes
         self._start_process = start
 
     @asynccontextmanager

@@ -39,7 +39,7 @@ RUN_LEASE_RENEWALS: Final = 24
 
 
 class RunKeys:
-    """The keys of one run, as in the table above.
+    """The keys of one run, as in the table above; slashes in the run's id are escaped.
 
     Attributes:
         root: the prefix of all keys, which ends in a slash.
@@ -47,8 +47,8 @@ class RunKeys:
         nodes: the prefix that the leader watches.
     """
 
-    def __init__(self, root: str) -> None:
-        self.root = root
+    def __init__(self, run_id: str) -> None:
+        self.root = root = f"{KEY_ROOT}/{run_id.replace('%', '%25').replace('/', '%2F')}/"
         self.control = f"{root}c/"
         self.leader = f"{root}c/leader"
         self.state = f"{root}c/state"
@@ -58,11 +58,6 @@ class RunKeys:
         self.time_breakdown = f"{root}t/breakdown"
         self.history = f"{root}t/history"
 
-    @classmethod
-    def of(cls, run_id: str) -> RunKeys:
-        """Return the keys of the run with this id; slashes in the id are escaped."""
-        return cls(f"{KEY_ROOT}/{run_id.replace('%', '%25').replace('/', '%2F')}/")
-
     def node(self, node_id: str) -> str:
         """Return the key of one node."""
         return f"{self.nodes}{node_id}"
@@ -70,5 +65,5 @@ class RunKeys:
 
 def run_lease(run_id: str) -> int:
     """Return the id of the run's lease: at most 63 bits, derived from the run's id, so that every node knows it."""
-    name = f"{RunKeys.of(run_id).root}lease".encode(errors="surrogatepass")
+    name = f"{RunKeys(run_id).root}lease".encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >> 1 or 1

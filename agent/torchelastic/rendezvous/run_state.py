@@ -98,7 +98,7 @@ class RunStateWatch:
         self.node = node
         self.settings = settings
         self.store = store
-        self.keys = keys = RunKeys.of(settings.run_id)
+        self.keys = keys = RunKeys(settings.run_id)
         self.run_lease = RunLease(store, settings.run_id, ttl=settings.run_lease)
         self.accepted_round: RoundRecord | None = None
         self.changed = ChangeSignal()
