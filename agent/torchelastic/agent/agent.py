@@ -207,7 +207,7 @@ class Agent:
                     clean = outcome.state is OutcomeState.SUCCEEDED
                     await self._unless_signalled(self._stop_workers(self._settings.stop_timeout, only_sessions=clean))
                     await self._stop_workers(self._settings.shutdown_timeout, self._signals.number)
-                    self._report_outcome(outcome)
+                    self._metrics.run_ended(outcome, self._settings.rendezvous.max_restarts)
                     return ExitStatus.of_run(outcome)
                 case signal.Signals() as number:
                     await self._leave(number)
@@ -215,7 +215,7 @@ class Agent:
                 case RendezvousFailed(error):
                     self._metrics.rendezvous_ended(succeeded=False)
                     await self._stop_workers(0.0)
-                    return _cannot_go_on(error)
+                    return ExitStatus.of_error(error)
 
     def _rendezvous_ended(self, running: asyncio.Task[None]) -> None:
         error = None if running.cancelled() else running.exception()
@@ -427,17 +427,6 @@ class Agent:
             self._group = None
             self._history.enter(RunState.RENDEZVOUS)
 
-    def _report_outcome(self, outcome: OutcomeRecord) -> None:
-        self._metrics.run_ended(outcome, self._settings.rendezvous.max_restarts)
-        if outcome.state is OutcomeState.SUCCEEDED:
-            logger.info("the run has succeeded")
-
     def _left(self, number: signal.Signals) -> ExitStatus:
         round = self._round.number if self._round else 0
         return ExitStatus.because(LEAVING_SIGNALS[number], "Left", f"left on {number.name}", round=round)
-
-
-def _cannot_go_on(error: BaseException | None) -> ExitStatus:
-    if not isinstance(error, SettingsError | NoFreePort | StoreError):
-        logger.error("the rendezvous failed unexpectedly", exc_info=error)
-    return ExitStatus.of_error(error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import logging
 import re
 import signal
 import time
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     from torchelastic.config.settings import AgentSettings
     from torchelastic.protocol.records import RoundRecord
+
+logger = logging.getLogger(__name__)
 
 OUT_OF_MEMORY: Final = "killed by SIGKILL: out of memory"
 
@@ -282,6 +285,7 @@ class ExitStatus:
                 return cls.because(ExitCode.AGENT_ERROR, "StoreRefused", f"{error}")
             case StoreError():
                 return cls.because(ExitCode.STORE_UNAVAILABLE, "StoreUnavailable", f"{error}")
+        logger.error("the rendezvous failed unexpectedly", exc_info=error)
         message = "the rendezvous ended unexpectedly" if error is None else str(error) or type(error).__name__
         return cls.because(ExitCode.AGENT_ERROR, "Defect", message)
 
@@ -289,6 +293,7 @@ class ExitStatus:
     def of_run(cls, outcome: OutcomeRecord) -> ExitStatus:
         """Return the status of an agent whose run has ended."""
         if outcome.state is OutcomeState.SUCCEEDED:
+            logger.info("the run has succeeded")
             return cls.because(ExitCode.SUCCEEDED, "Succeeded", "", round=outcome.round)
         reason = "WorkerFailed" if outcome.failure is not None else "TooFewNodes"
         return cls(
