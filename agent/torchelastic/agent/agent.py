@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.agent.etcd_host import serve_etcd
-from torchelastic.agent.failures import OUT_OF_MEMORY, ExitStatus, describe_in_log, failure_of_node, failure_of_worker
+from torchelastic.agent.failures import OUT_OF_MEMORY, ExitStatus, describe_in_log, failure_of_worker
 from torchelastic.agent.signals import SignalledFirst, Signals
 from torchelastic.agent.worker_socket import WorkerSocket
 from torchelastic.errors import NoFreePort, SettingsError, StartError, StoreError
@@ -34,7 +34,13 @@ from torchelastic.protocol.records import (
 )
 from torchelastic.protocol.worker import WORKER_SOCKET
 from torchelastic.rendezvous.history import History, read_imports
-from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted, worker_environments
+from torchelastic.rendezvous.node import (
+    Partitioned,
+    RendezvousNode,
+    RoundStarted,
+    failure_of_node,
+    worker_environments,
+)
 from torchelastic.rendezvous.policy.plan import CAUSE_WINDOW, REPORT_WINDOW, root_cause
 from torchelastic.store.client import connect_within
 
@@ -362,9 +368,7 @@ class Agent:
         round = self._round
         if round is None or self._node_id not in round.nodes:
             return
-        failure = failure_of_node(
-            round, self._node_id, self._settings, message=message, kind=kind, began=self._began_at
-        )
+        failure = failure_of_node(round, self._node_id, message=message, kind=kind, began=self._began_at)
         logger.warning("%s", describe_in_log(failure))
         await self._report_failure(failure)
 

@@ -11,7 +11,6 @@ import json
 import logging
 import re
 import signal
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torchelastic.config.settings import AgentSettings
-    from torchelastic.protocol.records import RoundRecord
 
 logger = logging.getLogger(__name__)
 
@@ -238,23 +236,6 @@ def failure_of_worker(worker: WorkerExit, round: int, node: str, settings: Agent
         uptime=builtins.round(worker.uptime, 3),
         non_retryable=final,
         uncharged=not final and code in settings.uncharged_exit_codes,
-    )
-
-
-def failure_of_node(
-    round: RoundRecord, node: str, settings: AgentSettings, *, message: str, kind: FailureKind, began: float
-) -> FailureRecord:
-    """Return a failure of a node, attributed to its first rank; `began` is the round's start on the monotonic clock."""
-    return FailureRecord(
-        round=round.number,
-        rank=round.first_rank(node),
-        local_rank=0,
-        node=node,
-        exit_code=1,
-        kind=kind,
-        host=settings.address,
-        message=message,
-        uptime=builtins.round(time.monotonic() - began, 3),
     )
 
 

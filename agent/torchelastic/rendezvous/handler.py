@@ -29,7 +29,6 @@ from torchelastic.config.parsers import RawValue
 from torchelastic.config.settings import NodeSettings
 from torchelastic.protocol.records import (
     FailureKind,
-    FailureRecord,
     NodePhase,
     NodeRecord,
     OutcomeRecord,
@@ -45,7 +44,7 @@ from torchelastic.rendezvous.api import (
     RendezvousInfo,
     RendezvousTimeoutError,
 )
-from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted
+from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted, failure_of_node
 from torchelastic.rendezvous.run_state import cancel
 from torchelastic.store.api import split_endpoint
 from torchelastic.store.client import connect_within
@@ -355,17 +354,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
     def _report_failure(self, status: _Status, message: str, kind: FailureKind) -> None:
         if self._status.serial != status.serial or self._status.partitioned:
             return
-        failure = FailureRecord(
-            round=status.record.number,
-            rank=status.record.nodes.index(self._node_id),
-            local_rank=0,
-            node=self._node_id,
-            exit_code=1,
-            kind=kind,
-            host=self.settings.address,
-            message=message,
-            uptime=round(time.monotonic() - self._since, 3),
-        )
+        failure = failure_of_node(status.record, self._node_id, message=message, kind=kind, began=self._since)
         self._call(lambda: self._node.report(status.record.number, failure=failure))
 
     def _end(self, *, succeeded: bool) -> None:

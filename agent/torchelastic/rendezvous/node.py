@@ -7,9 +7,11 @@ the state of its workers to it. The agent does not need to know which node leads
 from __future__ import annotations
 
 import asyncio
+import builtins
 import errno
 import logging
 import socket
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self, cast
@@ -19,6 +21,7 @@ import msgspec
 from torchelastic.errors import MalformedRecord, NoFreePort, StoreError
 from torchelastic.protocol.codec import decode, decode_state
 from torchelastic.protocol.records import (
+    FailureRecord,
     NodePhase,
     NodeRecord,
     NoticeRecord,
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchelastic.config.settings import PortRange, RendezvousSettings
+    from torchelastic.protocol.records import FailureKind
     from torchelastic.store.api import Store
 
 logger = logging.getLogger(__name__)
@@ -112,6 +116,21 @@ def worker_environments(
         shared | {"LOCAL_RANK": str(local), "RANK": str(first + local), "ROLE_RANK": str(first_of_role + local)}
         for local in range(workers)
     ]
+
+
+def failure_of_node(round: RoundRecord, node: str, *, message: str, kind: FailureKind, began: float) -> FailureRecord:
+    """Return a failure of a node, attributed to its first rank; `began` is the round's start on the monotonic clock."""
+    return FailureRecord(
+        round=round.number,
+        rank=round.first_rank(node),
+        local_rank=0,
+        node=node,
+        exit_code=1,
+        kind=kind,
+        host=round.members[round.nodes.index(node)].address,
+        message=message,
+        uptime=builtins.round(time.monotonic() - began, 3),
+    )
 
 
 class StorePortOffer:
