@@ -65,7 +65,7 @@ def write_call(scratch: Path, call: bytes) -> None:
         SettingsError: the file cannot be written.
     """
     try:
-        _write(scratch / _CALL, call)
+        (scratch / _CALL).write_bytes(call)
     except OSError as error:
         raise SettingsError(
             f"The function for the workers cannot be written to {scratch}: {error.strerror}. Free disk space in this "
@@ -101,19 +101,11 @@ def make_call() -> None:
     import cloudpickle
 
     name = _result_name(int(os.environ["TORCHELASTIC_ROUND"]), int(os.environ["RANK"]))
-    _write(scratch / name, cloudpickle.dumps(result))
+    (scratch / name).write_bytes(cloudpickle.dumps(result))
 
 
 def _result_name(round: int, rank: int) -> str:
     return f"result.{round}.{rank}"
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file atomically; only this user can read it."""
-    partial = path.with_name(f"{path.name}.part")
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:  # noqa: PTH123 - a descriptor
-        file.write(data)
-    partial.rename(path)
 
 
 if __name__ == "__main__":  # in a worker; imports this module by its real name, because the call overwrites __main__

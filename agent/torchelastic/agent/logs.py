@@ -26,6 +26,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.config.settings import Streams
@@ -33,7 +34,7 @@ from torchelastic.errors import SettingsError
 from torchelastic.protocol.output import rank_label
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
@@ -80,8 +81,9 @@ class Console:
         self._writes = 0
         handlers = logging.getLogger().handlers if carries_log else []
         self._handlers = [handler for handler in handlers if getattr(handler, "stream", None) is sys.stderr]
+        stream = SimpleNamespace(write=lambda text: self.write(2, text.encode(errors="backslashreplace")), flush=int)
         for handler in self._handlers:
-            handler.setStream(_LogStream(self.write))  # type: ignore[attr-defined] # a StreamHandler
+            handler.setStream(stream)  # type: ignore[attr-defined] # a StreamHandler
         self._thread = threading.Thread(target=self._write_all, name="console", daemon=True)
         self._thread.start()
 
@@ -135,19 +137,6 @@ class Console:
             with contextlib.suppress(OSError):  # the reader has closed the stream: this output is dropped
                 _write(descriptor, piece[0])
             self._writes += 1
-
-
-class _LogStream:
-    """A stream for :mod:`logging` that never blocks."""
-
-    def __init__(self, write: Callable[[int, bytes], None]) -> None:
-        self._write = write
-
-    def write(self, text: str) -> None:
-        self._write(2, text.encode(errors="backslashreplace"))
-
-    def flush(self) -> None:
-        pass
 
 
 def _write(descriptor: int, data: bytes) -> None:

@@ -202,7 +202,7 @@ class RunLease:
         backoff = Backoff()
         while True:
             try:
-                await self._grant()
+                await self._store.grant(self._ttl, lease=self._lease)
             except StoreUnavailable:  # the watch of the run's keys logs this
                 await backoff.wait()
             else:
@@ -213,15 +213,12 @@ class RunLease:
         """Revoke the lease, which deletes its keys."""
         await self._store.revoke(self._lease)
 
-    async def _grant(self) -> None:
-        await self._store.grant(self._ttl, lease=self._lease)
-
     async def _under_lease(self, write: Callable[[], Awaitable[_Result]]) -> _Result:
         for _ in range(_GRANTS):
             try:
                 return await write()
             except LeaseLost:
-                await self._grant()
+                await self._store.grant(self._ttl, lease=self._lease)
         raise StoreUnavailable("the store loses the run's lease as soon as it is granted")
 
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from torchelastic.protocol.codec import shorten
 from torchelastic.protocol.worker import ERROR_FILE
 
 _RECORDED_MESSAGE: Final = 8 << 10
@@ -20,10 +21,10 @@ def record_message(message: str, trace: str = "", *, final: bool = False) -> Non
     """Write the error file atomically; an existing file, which may be of a process that this one ran, is replaced."""
     if not (path := os.environ.get(ERROR_FILE)):
         return
-    details: dict[str, Any] = {"py_callstack": _bounded(trace, _RECORDED_TRACE), "timestamp": str(int(time.time()))}
+    details: dict[str, Any] = {"py_callstack": shorten(trace, _RECORDED_TRACE), "timestamp": str(int(time.time()))}
     if final:
         details["final"] = True
-    record = {"message": {"message": _bounded(message, _RECORDED_MESSAGE), "extraInfo": details}}
+    record = {"message": {"message": shorten(message, _RECORDED_MESSAGE), "extraInfo": details}}
     with contextlib.suppress(OSError):  # the output contains the message, too
         partial = Path(f"{path}.{os.getpid()}")
         partial.write_text(json.dumps(record), encoding="utf-8")
@@ -38,7 +39,3 @@ def record_failure(message: str, error_file: Path | None) -> None:
             shutil.copyfile(error_file, path)
     else:
         record_message(message)
-
-
-def _bounded(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[: limit // 3]}\n…\n{text[-(limit * 2 // 3) :]}"
