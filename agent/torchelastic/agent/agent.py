@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from torchelastic.agent.etcd_host import serve_etcd
+from torchelastic.agent.etcd_host import EtcdHost
 from torchelastic.agent.failures import OUT_OF_MEMORY, ExitStatus, describe_in_log, failure_of_worker
 from torchelastic.agent.signals import SignalledFirst, Signals
 from torchelastic.agent.worker_socket import WorkerSocket
@@ -132,8 +132,7 @@ class Agent:
         async with AsyncExitStack() as stack:
             stack.enter_context(self._signals)
             try:
-                await self._signals.unless_first(serve_etcd(self._settings, workers.start_daemon, stack))
-                node = self._node = await self._make_node(stack, metrics_port)
+                node = self._node = await self._make_node(stack, workers, metrics_port)
                 self._socket = await stack.enter_async_context(
                     WorkerSocket(
                         workers.scratch,
@@ -164,8 +163,11 @@ class Agent:
                 await node.leave()
                 return ExitStatus.of_error(error)
 
-    async def _make_node(self, stack: AsyncExitStack, metrics_port: int) -> RendezvousNode:
+    async def _make_node(self, stack: AsyncExitStack, workers: Workers, metrics_port: int) -> RendezvousNode:
         settings = self._settings
+        if settings.store is not None and settings.etcd_addresses:  # of this machine
+            host = EtcdHost(settings.store, settings.etcd_addresses, settings.rendezvous.run_id, workers.start_daemon)
+            await self._signals.unless_first(stack.enter_async_context(host.serving()))
         connecting = connect_within(settings.rendezvous.join_timeout, settings.store)
         store = await self._signals.unless_first(connecting)
         stack.push_async_callback(store.close)

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.agent.workers.processes import python_code
@@ -20,9 +21,7 @@ from torchelastic.store.etcd_process import etcd_environment, find_etcd
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-    from contextlib import AsyncExitStack
 
-    from torchelastic.config.settings import AgentSettings
     from torchelastic.store.api import StoreSettings
 
     StartDaemon = Callable[[Sequence[str], Mapping[str, str], Mapping[int, int]], None]
@@ -35,17 +34,7 @@ _ANSWER_TIMEOUT: Final = 10.0
 _CHECK_INTERVAL: Final = 1.0
 
 
-async def serve_etcd(settings: AgentSettings, start: StartDaemon, stack: AsyncExitStack) -> None:
-    """Serve the etcd of the run until the stack is closed, if the endpoint is on this machine.
-
-    Raises:
-        SettingsError: etcd cannot be started, or another program uses the port.
-    """
-    if settings.store is not None and settings.etcd_addresses:
-        host = EtcdHost(settings.store, settings.etcd_addresses, settings.rendezvous.run_id, start)
-        await stack.enter_async_context(host.serving())
-
-
+@dataclass
 class EtcdHost:
     """Starts the etcd of a run if none uses the port of the endpoint, which the kernel gives to one process only.
 
@@ -53,19 +42,14 @@ class EtcdHost:
     process that outlives this one, like :meth:`~torchelastic.agent.workers.pool.Workers.start_daemon`.
     """
 
-    def __init__(
-        self,
-        store: StoreSettings,
-        addresses: Sequence[str],
-        run_id: str,
-        start: StartDaemon,
-    ) -> None:
-        self._store = store
-        (self._endpoint,) = store.endpoints
+    store: StoreSettings
+    addresses: Sequence[str]
+    run_id: str
+    start: StartDaemon
+
+    def __post_init__(self) -> None:
+        (self._endpoint,) = self.store.endpoints
         self._port = split_endpoint(self._endpoint)[1]
-        self._addresses = addresses
-        self._nodes = RunKeys(run_id).nodes
-        self._start_process = start
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -97,7 +81,7 @@ class EtcdHost:
 
     def _in_use(self) -> bool:
         """Return whether a program listens on the port of one of the addresses."""
-        for address in self._addresses:
+        for address in self.addresses:
             with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections may remain
                 try:
@@ -110,7 +94,7 @@ class EtcdHost:
     async def _start_or_check(self) -> None:
         """Start etcd if no program uses the port; otherwise, check that the program is an etcd."""
         if self._in_use() or not await self._start():
-            await (await connect(self._store)).close()
+            await (await connect(self.store)).close()
 
     async def _start(self) -> bool:
         """Start etcd; return False if another process has taken the port meanwhile."""
@@ -123,8 +107,8 @@ class EtcdHost:
         source, target = os.pipe()
         with open(source, "rb") as output:  # noqa: PTH123 - a descriptor
             try:
-                self._start_process(
-                    [*command, str(binary), self._nodes, str(self._port), *self._addresses],
+                self.start(
+                    [*command, str(binary), RunKeys(self.run_id).nodes, str(self._port), *self.addresses],
                     etcd_environment(os.environ),
                     {1: target, 2: target},
                 )
