@@ -54,7 +54,7 @@ async def test_a_fork_server_that_is_killed_during_imports_or_when_idle_is_repla
     monkeypatch.setattr(fork_server, "REFILL_DELAY", 0.0)
     async with workers_of(script(tmp_path, "pass")) as workers:
         first = await process_of(os.getpid(), "fork server")
-        ready = asyncio.ensure_future(workers.ready())
+        ready = asyncio.ensure_future(workers.fork_server.ready())
         await asyncio.sleep(0)  # lets the call wait for the fork server before it is killed
         os.kill(first, signal.SIGKILL)
         await ready
@@ -79,7 +79,7 @@ async def test_a_fork_server_that_is_killed_or_cannot_be_replaced_fails_at_most_
 
     many = [dict[str, str]()] * 5  # more than the number of spare processes
     async with workers_of(script(tmp_path, "pass")) as workers:
-        await workers.ready()
+        await workers.fork_server.ready()
         [first] = titled(os.getpid(), "fork server")
         os.kill(first, signal.SIGSTOP)
         starting = asyncio.ensure_future(start_workers(workers, *many))

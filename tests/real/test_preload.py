@@ -47,7 +47,7 @@ async def refusal(folder: Path, source: str) -> str:
     (folder / "model.py").write_text(source)
     async with workers_of(script(folder, "", preload=["json", "model"])) as workers:
         with pytest.raises(StartError) as refused:
-            await workers.ready()
+            await workers.fork_server.ready()
     return f"{refused.value}"
 
 
@@ -58,7 +58,7 @@ async def test_a_module_beside_the_program_is_imported_once_for_all_workers(
     (tmp_path / "model.py").write_text(f"{MODEL}\nprint('loading', end='')")
     program = script(tmp_path, TELLS_WHO_IMPORTED, preload=["model"])
     async with workers_of(program, LogSettings(tmp_path / "logs", combined=True), 2) as workers:
-        await workers.ready()
+        await workers.fork_server.ready()
         group = await start_workers(workers, {}, {"SET_BY_THE_MODEL": "the worker's"})
         assert [(await next_exit(group)).exit_code for _ in range(2)] == [0, 0]
     logs = [(tmp_path / f"logs/round_1/rank_{rank}/output.log").read_text() for rank in range(2)]

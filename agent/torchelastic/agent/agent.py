@@ -140,14 +140,14 @@ class Agent:
                         limit=self._settings.rendezvous.notice,
                         changed=lambda: self._events.put_nowait(RequestsChanged()),
                         stepped=lambda rank: self._stepped(rank, workers),
-                        imported=workers.learn,
+                        imported=workers.fork_server.learn,
                     )
                 )
                 # The others see this node before it can start workers, but form no round with it until then.
                 await self._signals.unless_first(stack.enter_async_context(node))
                 for module in await self._signals.unless_first(read_imports(node.run)):
-                    workers.learn(module, {})
-                await self._signals.unless_first(workers.ready())
+                    workers.fork_server.learn(module, {})
+                await self._signals.unless_first(workers.fork_server.ready())
                 self._metrics.rendezvous_began()
                 node.registration.update(starting=False)
             except (StoreError, NoFreePort, StartError, SettingsError) as error:
@@ -312,7 +312,7 @@ class Agent:
         """Record the recovery, and what workers import, when all workers of this node have begun their first step."""
         self._not_stepped.discard(rank)
         if not self._not_stepped:
-            self._history.imports = workers.learned
+            self._history.imports = workers.fork_server.learned
         if self._recovery is not None and not self._not_stepped:
             (broken_at, reason), self._recovery = self._recovery, None
             self._metrics.recovered(broken_at, reason)

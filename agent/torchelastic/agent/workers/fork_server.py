@@ -175,7 +175,7 @@ class ForkServer:
         """Wait until everything is imported, with a limit for learned modules; a fork server that exits is restarted.
 
         Raises:
-            StartError: a module cannot be imported.
+            StartError: torch or a module of ``--preload`` cannot be imported, or the process cannot be started.
         """
         async with self._lock:
             await self._fork_now(0)

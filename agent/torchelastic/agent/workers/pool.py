@@ -219,6 +219,7 @@ class Workers:
         owns_process: see :class:`~torchelastic.agent.workers.processes.Reaper`.
 
     Attributes:
+        fork_server: the process from which workers are forked.
         scratch: a private folder, which is removed at the exit.
         metrics: the workers' metrics; None without ``--metrics-port``.
     """
@@ -254,12 +255,12 @@ class Workers:
             self._watchdog = Watchdog(self._reaper, self._mark, folders)
             self._watchdog.start()
             self._base = self._base_environment()
-            self._fork_server = self._make_fork_server()
-            stack.push_async_callback(self._fork_server.close)
-            self._fork_server.start()
+            self.fork_server = self._make_fork_server()
+            stack.push_async_callback(self.fork_server.close)
+            self.fork_server.start()
             if not self._executed:
                 for module in program_source.first_imports(self._settings.program):
-                    self._fork_server.learn(module, {})
+                    self.fork_server.learn(module, {})
             stack.push_async_callback(self._end_workers)
             if self._settings.metrics_port is not None:  # the fork server imports torch meanwhile
                 from torchelastic.metrics.worker_collector import WorkerMetrics
@@ -313,23 +314,6 @@ class Workers:
     def error_files(self) -> Mapping[int, Path]:
         """The error files of the last started workers by global rank; a worker creates its file when it fails."""
         return {} if self._group is None else {each.rank: each.output.error_file for each in self._group.workers}
-
-    @property
-    def learned(self) -> tuple[str, ...]:
-        """The modules that other nodes of the run can import, too: see :attr:`ForkServer.learned`."""
-        return self._fork_server.learned
-
-    def learn(self, module: str, changed: Mapping[str, int]) -> None:
-        """Import a module that a worker imports for the workers of later rounds: see :meth:`ForkServer.learn`."""
-        self._fork_server.learn(module, changed)
-
-    async def ready(self) -> None:
-        """Wait until workers can be started without delay.
-
-        Raises:
-            StartError: torch or a module of ``--preload`` cannot be imported, or the fork server cannot be started.
-        """
-        await self._fork_server.ready()
 
     def start_daemon(
         self, command: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int]
@@ -406,7 +390,7 @@ class Workers:
         self, environments: Sequence[dict[str, str]], outputs: Sequence[WorkerOutput], listener: socket.socket | None
     ) -> list[Child]:
         """Start a process for each environment and output, and one for the TCPStore."""
-        processes = await self._fork_server.fork(len(environments) + (listener is not None))
+        processes = await self.fork_server.fork(len(environments) + (listener is not None))
         try:
             if listener is not None:  # the TCPStore begins first, because the workers wait for it
                 _serve_store(processes[-1], listener)
