@@ -33,11 +33,8 @@ class Observer:
     def __init__(self) -> None:
         self.seen: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
 
-    def peer_connected(self, node: str) -> None:
-        self.seen.put_nowait(("connected", node))
-
-    def peer_lost(self, node: str) -> None:
-        self.seen.put_nowait(("lost", node))
+    def __call__(self, node: str, connected: bool) -> None:
+        self.seen.put_nowait(("connected" if connected else "lost", node))
 
 
 @asynccontextmanager

@@ -161,15 +161,12 @@ class Leader:
 
     # -- probes: a refused connection means dead, an answer means alive; without an answer, the node's key decides
 
-    def peer_connected(self, node: str) -> None:
-        """Note that a node is connected, and therefore alive."""
-        self._connections_work = True
-        self._note_alive(node)
-
-    def peer_lost(self, node: str) -> None:
-        """Probe a node whose connection was lost until it is connected again or dead, or its key is gone."""
-        peer = self.membership.peers.get(node)
-        if peer is not None:
+    def note_connection(self, node: str, connected: bool) -> None:
+        """Note that a connected node is alive; probe a lost one until it is connected or dead, or its key is gone."""
+        if connected:
+            self._connections_work = True
+            self._note_alive(node)
+        elif (peer := self.membership.peers.get(node)) is not None:
             self._start(self._after_loss(peer))
 
     async def reaches_a_peer(self, within: float) -> bool:

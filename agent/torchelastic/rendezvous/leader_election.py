@@ -262,21 +262,15 @@ class LeaderElection:
         verdict = await probe(leader.address, run=run_id, node=self._node, peer=leader.node, timeout=within)
         return verdict is Verdict.ALIVE
 
-    def peer_connected(self, node: str) -> None:
-        """Note that this node is connected to the leader."""
-        self.connected = True
-        self.last_connected = node
-
-    def peer_lost(self, node: str) -> None:
-        """Note that the connection to the leader is lost."""
-        del node
-        self.connected = False
+    def _note_connection(self, leader: str, connected: bool) -> None:
+        self.connected = connected
+        self.last_connected = leader
 
     async def _hold(self, leader: LeaderRecord) -> Verdict | None:
         """Hold one connection until it is lost; return the verdict on the leader, or None if it is replaced first."""
-        run_id = self._run.settings.run_id
+        run_id, observer = self._run.settings.run_id, self._note_connection
         holding = asyncio.create_task(
-            hold_connection(leader.address, run=run_id, node=self._node, peer=leader.node, observer=self)
+            hold_connection(leader.address, run=run_id, node=self._node, peer=leader.node, observer=observer)
         )
         replaced = asyncio.create_task(self.until_replaced(leader.node))
         try:

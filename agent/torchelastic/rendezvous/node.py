@@ -427,7 +427,8 @@ class RendezvousNode:
         """Lead each time that this node is elected."""
         while True:
             await self.run.changed.until(lambda: self.election.is_leader)
-            self.server.observer = self.leader = Leader(self.run, self.election, self.server, self.history)
+            self.leader = Leader(self.run, self.election, self.server, self.history)
+            self.server.observer = self.leader.note_connection
             leading = asyncio.create_task(self.leader.run())
             # An expired lease does not end the leadership. If all leases expire because the store is unreachable, the
             # leader still knows which peers are alive.
@@ -437,7 +438,7 @@ class RendezvousNode:
                 if leading.done():
                     await leading
             finally:
-                self.server.observer = self.leader = None
+                self.server.observer, self.leader = lambda *_: None, None
                 await cancel(leading, replaced)
 
     def _has_peers(self) -> bool:

@@ -16,8 +16,9 @@ import enum
 import hashlib
 import socket
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
-from typing import Annotated, Final, Protocol
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
@@ -65,25 +66,19 @@ class Verdict(enum.Enum):
     NO_ANSWER = "no answer"
 
 
-class ConnectionObserver(Protocol):
-    """Observes the connections of other nodes to this node."""
-
-    def peer_connected(self, node: str) -> None:
-        """Note that a node has connected."""
-
-    def peer_lost(self, node: str) -> None:
-        """Note that the last connection of a node is lost."""
+ConnectionObserver: TypeAlias = Callable[[str, bool], object]
+"""A function that is called with a node's id, and whether the node is now connected to this node."""
 
 
 class PeerServer:
     """Answers greetings of nodes of the same run, and notifies an observer of connections; closes the listener.
 
     Attributes:
-        observer: the object that is notified of connections; None if there is none.
+        observer: called when a node connects, and when its last connection is lost.
     """
 
     def __init__(self, *, run: str, node: str, listener: socket.socket) -> None:
-        self.observer: ConnectionObserver | None = None
+        self.observer: ConnectionObserver = lambda *_: None
         self._greeting = _Greeting(run=run_digest(run), node=node)
         self._connections: Counter[str] = Counter()
         self._listener = listener
@@ -142,16 +137,14 @@ class PeerServer:
 
     async def _hold(self, node: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections[node] += 1
-        if self.observer is not None:
-            self.observer.peer_connected(node)
+        self.observer(node, True)
         try:
             await _until_lost(reader, writer)
         finally:
             self._connections[node] -= 1
             if not self._connections[node]:
                 del self._connections[node]
-                if self.observer is not None:
-                    self.observer.peer_lost(node)
+                self.observer(node, False)
 
 
 async def hold_connection(address: str, *, run: str, node: str, peer: str, observer: ConnectionObserver) -> Verdict:
@@ -160,11 +153,11 @@ async def hold_connection(address: str, *, run: str, node: str, peer: str, obser
     if streams is None:
         return verdict
     reader, writer = streams
-    observer.peer_connected(peer)
+    observer(peer, True)
     try:
         await _until_lost(reader, writer)
     finally:
-        observer.peer_lost(peer)
+        observer(peer, False)
         await _close(writer)
     return await probe(address, run=run, node=node, peer=peer)
 
