@@ -81,13 +81,6 @@ class RequestsChanged:
     """The workers have changed their requests for notice, or have answered a notice."""
 
 
-@dataclass(frozen=True, slots=True)
-class RendezvousFailed:
-    """This node can no longer take part in the run; `error` is None if the rendezvous ended without an error."""
-
-    error: BaseException | None
-
-
 class Agent:
     """Runs one node of a run until the run ends or the node leaves; `metrics` records the measurements.
 
@@ -220,16 +213,18 @@ class Agent:
                 case signal.Signals() as number:
                     await self._leave(number)
                     return self._left(number)
-                case RendezvousFailed(error):
+                case ExitStatus() as failed:  # the rendezvous has ended
                     self._metrics.rendezvous_ended(succeeded=False)
                     await self._stop_workers(0.0)
-                    return ExitStatus.of_error(error)
+                    return failed
 
     def _rendezvous_ended(self, running: asyncio.Task[None]) -> None:
-        error = None if running.cancelled() else running.exception()
+        if running.cancelled():
+            return  # this agent closes the rendezvous
+        error = running.exception()
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        self._events.put_nowait(RendezvousFailed(error))
+        self._events.put_nowait(ExitStatus.of_error(error))
 
     async def _unless_signalled(self, work: Coroutine[Any, Any, None]) -> None:
         """Do the work, but cancel it when a signal asks this agent to leave; the signal is then the next event."""
@@ -281,7 +276,7 @@ class Agent:
             with self._metrics.measured("LocalElasticAgent._start_workers"):
                 self._group = await self._start(began, workers, environments)
         except StartError as error:
-            self._metrics.start_failed(self._broken_at)
+            self._metrics.workers_started(self._broken_at, round.reason, succeeded=False)
             await self._round_failed(f"{error}", FailureKind.PROGRAM)
             return
         self._history.workers_started()

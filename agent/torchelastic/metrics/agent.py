@@ -105,20 +105,20 @@ class AgentMetrics:
         for each in get_args(WorkerStateName):
             self._show(series.WORKER_STATE, int(each == state), role=self._role, state=each)
 
-    def workers_started(self, broken_at: float | None, reason: RoundReason) -> None:
-        """Record that the workers of the round were started.
+    def workers_started(self, broken_at: float | None, reason: RoundReason, *, succeeded: bool = True) -> None:
+        """Record that the workers of the round were started, or could not be started.
 
         The end of the previous round was noticed at `broken_at`, on the monotonic clock; None for the first round.
         """
-        self.workers_changed("healthy")
-        self._started(broken_at, succeeded=True)
+        now = time.monotonic()
+        if succeeded:
+            self.workers_changed("healthy")
+        self.took("SimpleElasticAgent._initialize_workers", now - self._without_workers_since, succeeded=succeeded)
         if broken_at is not None:
-            duration = (time.monotonic() - broken_at) * 1000
-            self._put(f"worker_restart.{reason}.duration.ms", duration, series.WORKER_RESTART, cause=str(reason))
-
-    def start_failed(self, broken_at: float | None) -> None:
-        """Record that the workers of the round could not be started; see :meth:`workers_started`."""
-        self._started(broken_at, succeeded=False)
+            self.took("SimpleElasticAgent._restart_workers", now - broken_at, succeeded=succeeded)
+            if succeeded:
+                duration = (now - broken_at) * 1000
+                self._put(f"worker_restart.{reason}.duration.ms", duration, series.WORKER_RESTART, cause=str(reason))
 
     def recovered(self, broken_at: float, reason: RoundReason) -> None:
         """Record the first step of this node's new workers; see :meth:`workers_started`."""
@@ -174,13 +174,6 @@ class AgentMetrics:
         if self._waits_since is not None:
             self.took("SimpleElasticAgent._rendezvous", now - self._waits_since, succeeded=succeeded)
             self._waits_since = None
-
-    def _started(self, broken_at: float | None, *, succeeded: bool) -> None:
-        now = time.monotonic()
-        without = now - self._without_workers_since
-        self.took("SimpleElasticAgent._initialize_workers", without, succeeded=succeeded)
-        if broken_at is not None:
-            self.took("SimpleElasticAgent._restart_workers", now - broken_at, succeeded=succeeded)
 
     def store_answered(self, request: str, seconds: float, *, succeeded: bool) -> None:
         """Record a request to the store; handlers do not receive these values, because there are too many."""

@@ -190,9 +190,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         status, returned = self._status, self._returned
         if self._closed or returned is None:
             return 0
-        if self._is_late:
-            return 1
-        if status.outcome is not None or status.partitioned:
+        if self._is_late or status.outcome is not None or status.partitioned:
             return 1
         if not self._is_over(returned):
             return 0
