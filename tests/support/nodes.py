@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Self
 from torchelastic.config.settings import RendezvousSettings
 from torchelastic.protocol.records import NodeRecord, NoticeRecord, OutcomeRecord, RoundRecord, SizeRecord
 from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted
+from torchelastic.rendezvous.run_state import cancel
 from torchelastic.store.memory import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-    from types import TracebackType
 
     from torchelastic.store.api import Store
 
@@ -52,9 +52,7 @@ class NodeFactory:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     async def node(
@@ -166,7 +164,9 @@ class TestNode:
     async def crash(self) -> None:
         """Stop the node as SIGKILL does: its connections are closed, and its lease expires."""
         self._open = False
-        await self.inner.abort()
+        await self.inner.server.close()
+        await cancel(self.inner.failed)
+        await self.inner._close_sockets()
 
     async def close(self) -> None:
         if self._open:

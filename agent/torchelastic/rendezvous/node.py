@@ -262,12 +262,6 @@ class RendezvousNode:
         except (StoreError, TimeoutError):
             logger.info("the store is unreachable: this node's key will expire with its lease")
 
-    async def abort(self) -> None:
-        """Stop as if the process were killed: close the listener first, and write nothing to the store."""
-        await self.server.close()
-        await cancel(self.failed)
-        await self._close_sockets()
-
     async def _write_final_history(self) -> None:
         """Write the history if all nodes leave at once: this node led last, and no other node took the lead."""
         last = self.run.last_leader
