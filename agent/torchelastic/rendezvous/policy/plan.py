@@ -122,6 +122,7 @@ class _Plan:
         membership: what the leader knows.
         settings: the rules.
         before: the round from which the run continues.
+        members: the nodes of the current round that have a key.
         eligible: the nodes that could be in the next round, in order of priority.
         unconnected: the nodes that could be in the next round after they connect to this leader.
         starting: whether nodes are present that cannot start workers yet.
@@ -137,6 +138,7 @@ class _Plan:
         )
         ranks, last = membership.ranks, len(membership.ranks)
         fit = [peer for peer in membership.peers.values() if membership.may_join(peer)]
+        self.members = [membership.peers[node] for node in ranks if node in membership.peers]
         self.unconnected = [peer for peer in fit if not peer.answers and peer.id not in ranks]
         self.starting = any(
             peer.record.starting for peer in membership.peers.values() if peer.id not in membership.dead
@@ -196,7 +198,7 @@ class _Plan:
     def _continue(self) -> Decision:
         """Return the decision for a round that trains, or has just stopped training."""
         membership = self.membership
-        failures = self._failures(membership.ranks)
+        failures = self._failures()
         if any(failure.non_retryable and failure.kind is FailureKind.PROGRAM for _, failure in failures):
             return self._after_failure(failures)
         needed = [node for node in membership.ranks if not self._is_dispensable(node)]
@@ -208,7 +210,7 @@ class _Plan:
         if lost:
             return self._continue_without([*lost, *leaving])
         if leaving:
-            staying = self._failures(set(membership.ranks).difference(leaving))
+            staying = self._failures(without=leaving)
             noticed = membership.current_notice is not None
             if staying and noticed and root_cause(staying).kind is FailureKind.PROGRAM:
                 return self._after_failure(staying)  # the leaving members had not stopped yet
@@ -221,14 +223,10 @@ class _Plan:
         address = self.before.members[self.membership.ranks[node]].address
         return node in self.membership.done and host != bracketed(address)
 
-    def _failures(self, members: Iterable[str]) -> list[tuple[int, FailureRecord]]:
-        """Return these members' failures in this round, each with its position in the store's order."""
-        peers = (self.membership.peers[node] for node in members if node in self.membership.peers)
-        return [
-            (peer.failed_at, peer.record.failure)
-            for peer in peers
-            if peer.record.failure is not None and peer.record.failure.round == self.membership.number
-        ]
+    def _failures(self, without: Sequence[str] = ()) -> list[tuple[int, FailureRecord]]:
+        """Return the failures of the members in this round, each with its position in the store's order."""
+        failed = [(peer.failed_at, peer.record.failure) for peer in self.members if peer.id not in without]
+        return [(at, failure) for at, failure in failed if failure and failure.round == self.membership.number]
 
     # -- beginnings
 
@@ -338,13 +336,8 @@ class _Plan:
 
     def _has_stepped(self) -> bool:
         """Return whether the program has completed a step or written a checkpoint in the round."""
-        present = (
-            self.membership.peers[node].record for node in self.membership.ranks if node in self.membership.peers
-        )
-        return any(
-            record.round == self.membership.number and (record.has_stepped or record.last_checkpoint_at > 0)
-            for record in present
-        )
+        records = [peer.record for peer in self.members if peer.record.round == self.membership.number]
+        return any(record.has_stepped or record.last_checkpoint_at > 0 for record in records)
 
     def _why_run_ends(self, failure: FailureRecord, early: int) -> str:
         """Return why the run ends with this failure; empty if it restarts."""
@@ -391,7 +384,7 @@ class _Plan:
             return self._withdraw_notice(Hold(why="the run is about to finish; new nodes wait"))
         if membership.incomplete:
             return Hold(why="a member without a key may return; new nodes wait")
-        if any(not membership.peers[node].answers for node in ranks if node in membership.peers):
+        if not all(peer.answers for peer in self.members):
             return Hold(why="a member has not connected to its new leader yet; new nodes wait")
         return self._after_notice(self._debounced(joining))
 
@@ -450,11 +443,9 @@ class _Plan:
 
     def _asking(self) -> Iterator[Peer]:
         """Yield the members whose workers have asked for notice in this round and have not exited."""
-        for node in self.membership.ranks:
-            peer = self.membership.peers.get(node)
-            if peer is None or peer.record.round != self.membership.number:
-                continue
-            if peer.record.notice > 0 and peer.record.phase is not NodePhase.DONE:
+        for peer in self.members:
+            asks = peer.record.notice > 0 and peer.record.phase is not NodePhase.DONE
+            if asks and peer.record.round == self.membership.number:
                 yield peer
 
     # -- round building
