@@ -101,41 +101,34 @@ class Worker:
         return explain(exit_code, error_file=output.error_file, tail=output.tail(), out_of_memory=out_of_memory)
 
 
+@dataclass(eq=False)
 class WorkerGroup:
     """The workers of one round on this node, and the process of the round's TCPStore if this node serves it.
 
-    Args:
+    Attributes:
         workers: the workers by local rank.
-        store: the process that serves the TCPStore; None if another node serves it.
+        tcp_store_process: the process that serves the TCPStore; None if another node serves it.
         report: called with the exit of each worker that exited by itself or hung, in the order of the exits.
         reaper: kills the workers' processes.
         mark: the tree mark of all workers of this agent.
         heartbeats: the heartbeats of the workers; None if no heartbeats are expected.
-
-    Attributes:
         stopped: whether the workers and all processes that they started have exited.
     """
 
-    def __init__(
-        self,
-        workers: Sequence[Worker],
-        store: Child | None,
-        report: Callable[[WorkerExit], object],
-        *,
-        reaper: Reaper,
-        mark: str,
-        heartbeats: hang.Heartbeats | None = None,
-    ) -> None:
-        self.workers = tuple(workers)
-        self.tcp_store_process = store
-        self.stopped = False
-        self._report = report
-        self._reaper = reaper
-        self._mark = mark
+    workers: Sequence[Worker]
+    tcp_store_process: Child | None
+    report: Callable[[WorkerExit], object]
+    reaper: Reaper
+    mark: str
+    heartbeats: hang.Heartbeats | None
+    stopped: bool = False
+
+    def __post_init__(self) -> None:
         self._reporting: list[asyncio.Task[None]] = []
         self._stopping = False
         for worker in self.workers:
             worker.child.ended.add_done_callback(lambda _, worker=worker: self._ended(worker))  # type: ignore[misc]
+        heartbeats = self.heartbeats
         self._monitor = None if heartbeats is None else asyncio.create_task(self._kill_hung_workers(heartbeats))
 
     @property
@@ -170,7 +163,7 @@ class WorkerGroup:
                         *(worker.rank, worker.child.pid, grace, number.name),
                     )
         children = [worker.child for worker in self.workers]
-        await self._reaper.kill_trees(children, self._mark, only_sessions=only_sessions)
+        await self.reaper.kill_trees(children, self.mark, only_sessions=only_sessions)
         await asyncio.gather(*self._reporting, return_exceptions=True)
         for worker in self.workers:
             await worker.output.drain(_DRAIN_TIMEOUT)
@@ -189,7 +182,7 @@ class WorkerGroup:
         async def report() -> None:
             exit_ = await worker.exit()
             await asyncio.gather(*before, return_exceptions=True)
-            self._report(exit_)
+            self.report(exit_)
 
         self._reporting.append(asyncio.create_task(report()))
 
@@ -376,14 +369,8 @@ class Workers:
         for local_rank, of_worker in memories.items():
             children[local_rank].ended.add_done_callback(lambda _, memory=of_worker: memory.set_exited())  # type: ignore[misc]
         self._watchdog.watch(children)
-        self._group = WorkerGroup(
-            [*map(Worker, range(len(ranks)), ranks, children, outputs)],
-            store,
-            report,
-            reaper=self._reaper,
-            mark=self._mark,
-            heartbeats=heartbeats,
-        )
+        running = [*map(Worker, range(len(ranks)), ranks, children, outputs)]
+        self._group = WorkerGroup(running, store, report, self._reaper, self._mark, heartbeats)
         return self._group
 
     async def _fork(
