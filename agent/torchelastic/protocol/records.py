@@ -195,11 +195,6 @@ class RoundRecord(VersionedRecord, frozen=True):
             raise ValueError("each member needs a role")
 
     @property
-    def name(self) -> str:
-        """The round's unique name."""
-        return f"{self.number}-{self.nonce}"
-
-    @property
     def world_size(self) -> int:
         """The number of workers that train together."""
         return sum(member.workers for member in self.members)

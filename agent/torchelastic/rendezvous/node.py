@@ -35,7 +35,7 @@ from torchelastic.rendezvous.leader import Leader
 from torchelastic.rendezvous.leader_election import LeaderElection
 from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, PeerServer
 from torchelastic.rendezvous.run_state import NodeRegistration, RunStateWatch, cancel, remove_finished_run
-from torchelastic.store.client import RETRY_MIN, NodeStore
+from torchelastic.store.client import RETRY_MIN, NodeStore, within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -243,7 +243,8 @@ class RendezvousNode:
 
     async def __aenter__(self) -> Self:
         try:
-            await remove_finished_run(self.run)
+            if not self._settings.unique_run:
+                await within(self._settings.join_timeout, lambda: remove_finished_run(self.run))
             self.server.start()
         except BaseException:
             await self._close_sockets()

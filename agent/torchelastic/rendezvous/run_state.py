@@ -16,7 +16,7 @@ from torchelastic.protocol.codec import decode, decode_same_version, decode_stat
 from torchelastic.protocol.keys import RunKeys
 from torchelastic.protocol.records import LeaderRecord, NodeRecord, NoticeRecord, SizeRecord
 from torchelastic.store.api import Listing
-from torchelastic.store.client import Backoff, RunLease, follow_forever, within
+from torchelastic.store.client import Backoff, RunLease, follow_forever
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -328,18 +328,11 @@ class NodeRegistration:
 
 
 async def remove_finished_run(run: RunStateWatch) -> None:
-    """Remove the keys of a finished run with the same id, unless run ids are unique or a node of that run is present.
-
-    If the store is unreachable, retry until the join timeout.
+    """Remove the keys of a finished run with the same id, unless a node of that run is present.
 
     Raises:
         StoreError: the request to the store failed.
     """
-    if not run.settings.unique_run:
-        await within(run.settings.join_timeout, lambda: _remove(run))
-
-
-async def _remove(run: RunStateWatch) -> None:
     store, keys = run.store, run.keys
     if not _is_over(await store.get(keys.state)):
         return  # the usual case, which needs no listing of all keys
