@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
@@ -53,6 +53,7 @@ class _Process:
             self.writer.write(encode_lines(message))
 
 
+@dataclass(eq=False)
 class WorkerSocket:
     """Listens to the workers of the current round; an async context manager.
 
@@ -73,22 +74,16 @@ class WorkerSocket:
         path: the path of the socket.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        node: RendezvousNode,
-        *,
-        limit: float,
-        changed: Callable[[], None],
-        stepped: Callable[[int], None],
-        imported: Callable[[str, Mapping[str, int]], None],
-    ) -> None:
-        self.path = str(folder / "channel")
-        self._node = node
-        self._limit = limit
-        self._changed = changed
-        self._stepped = stepped
-        self._imported = imported
+    folder: Path
+    node: RendezvousNode
+    _: KW_ONLY
+    limit: float
+    changed: Callable[[], None]
+    stepped: Callable[[int], None]
+    imported: Callable[[str, Mapping[str, int]], None]
+
+    def __post_init__(self) -> None:
+        self.path = str(self.folder / "channel")
         self._round = 0
         self._began = 0.0
         self._first_step = self._last_checkpoint = 0.0  # in seconds since the Unix epoch
@@ -138,7 +133,7 @@ class WorkerSocket:
         for process in [process for process in self._processes if process.rank == rank]:
             process.writer.close()
             self._processes.discard(process)
-        self._changed()
+        self.changed()
 
     # -- notices
 
@@ -169,9 +164,9 @@ class WorkerSocket:
     def report(self) -> None:
         """Report to the leader how much notice the workers ask for, and whether all have answered."""
         seconds = self._asked()
-        self._node.report(self._round, notice=seconds)
+        self.node.report(self._round, notice=seconds)
         if seconds > 0 and self._leaders_notice and self._all_answered():
-            self._node.report(self._round, answered_notice=self._leaders_notice)
+            self.node.report(self._round, answered_notice=self._leaders_notice)
 
     def _give_notice(self, seconds: float, reason: str, cause: str) -> None:
         self._count += 1
@@ -197,7 +192,7 @@ class WorkerSocket:
 
     def _asked(self) -> float:
         """Return the maximum time that a worker asks for, within the limit; 0 without requests."""
-        return min(max((process.seconds for process in self._processes), default=0.0), self._limit)
+        return min(max((process.seconds for process in self._processes), default=0.0), self.limit)
 
     def _all_answered(self) -> bool:
         notice = self._notice
@@ -220,7 +215,7 @@ class WorkerSocket:
                 current = sender.round == self._round
                 if sender.check_timeout is not None:
                     timeout = min(sender.check_timeout, _MAX_CHECK_SECONDS)
-                    is_current = current and await self._node.is_current(sender.round, timeout=timeout)
+                    is_current = current and await self.node.is_current(sender.round, timeout=timeout)
                     process.send(RoundAnswer(is_current=is_current))
                 elif current:
                     self._processes.add(process)
@@ -230,7 +225,7 @@ class WorkerSocket:
             writer.close()
             if process in self._processes:
                 self._processes.discard(process)
-                self._changed()
+                self.changed()
 
     def _take(self, message: WorkerMessage, process: _Process) -> None:
         if process not in self._processes:  # its round has ended
@@ -243,11 +238,11 @@ class WorkerSocket:
         if message.answered_notice is not None:
             process.answered = message.answered_notice
         if message.requested_notice is not None or message.answered_notice is not None:
-            self._changed()
+            self.changed()
         if message.imported:
-            self._imported(message.imported, message.changed)
+            self.imported(message.imported, message.changed)
         if message.first_step_at >= self._began:
-            self._stepped(process.rank)
+            self.stepped(process.rank)
         if process.rank == 0:
             self._report_progress(message)
 
@@ -259,7 +254,7 @@ class WorkerSocket:
         if message.last_checkpoint_at >= self._began:
             self._last_checkpoint = round(max(self._last_checkpoint, min(message.last_checkpoint_at, now)), 3)
         self._has_stepped |= message.second_step_at >= self._began
-        self._node.report(
+        self.node.report(
             self._round,
             first_step_at=self._first_step,
             has_stepped=self._has_stepped,

@@ -64,21 +64,19 @@ class EtcdServers:
     Args:
         settings: the addresses and credentials of the servers.
 
+    Attributes:
+        endpoints: the servers, in the order in which they are asked.
+
     Raises:
         SettingsError: a file with certificates cannot be used.
     """
 
     def __init__(self, settings: StoreSettings) -> None:
         self._settings = settings
-        self._order = list(settings.endpoints)
+        self.endpoints = settings.endpoints
         self._tls = _tls_context(settings)
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
-
-    @property
-    def endpoints(self) -> tuple[str, ...]:
-        """The servers, in the order in which they are asked."""
-        return tuple(self._order)
 
     async def call(
         self,
@@ -111,8 +109,7 @@ class EtcdServers:
                 except TimeoutError as error:
                     raise StoreUnavailable(f"etcd at {server} gave no answer within {seconds:.3g} seconds") from error
             except StoreUnavailable as error:
-                self._order.remove(server)
-                self._order.append(server)
+                self.endpoints = (*(each for each in self.endpoints if each != server), server)
                 if number < len(endpoints) and (idempotent or isinstance(error, Unreached)):
                     continue
                 if number == 1:
@@ -160,7 +157,7 @@ class EtcdServers:
         self._raise_if_closed()
         if self._session is None:  # not in __init__, because a session belongs to the running loop
             connector = aiohttp.TCPConnector(limit=0, ssl=self._tls or True)
-            timeout = aiohttp.ClientTimeout(connect=self._settings.request_timeout / len(self._order))
+            timeout = aiohttp.ClientTimeout(connect=self._settings.request_timeout / len(self.endpoints))
             jar = aiohttp.DummyCookieJar()
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=jar)
             # Otherwise aiohttp repeats PUT and DELETE, and the repetition of a successful compare-and-swap fails.
