@@ -18,21 +18,13 @@ if TYPE_CHECKING:
 _PACKAGE: Final = "torchelastic"
 _TORCHS: Final = "torch.distributed.elastic"
 
-_INPROCESS: Final = {
-    "checkpoint": "checkpoint checkpoint.api checkpoint.file_system_checkpoint",
-    "coordinator": "coordinator",
-    "p2p": "p2p p2p.coordinator_p2p",
-    "state": "state",
-    "train_loop": "train_loop",
-    "worker_stats": "worker_stats",
-}
-"""Modules of ``torchelastic.inprocess``, with their names in torchelastic 0.1, where two of them were packages."""
+_OLDER: Final = (
+    *("checkpoint", "checkpoint.api", "checkpoint.file_system_checkpoint", "p2p", "p2p.coordinator_p2p"),
+    *("coordinator", "state", "train_loop", "worker_stats"),
+)
+"""The modules of torchelastic 0.1 whose content is in ``torchelastic.inprocess``; two of them were packages."""
 
-_ORIGINS: Final = {
-    f"{_PACKAGE}.{name}": f"{_PACKAGE}.inprocess.{module}"
-    for module, names in _INPROCESS.items()
-    for name in names.split()
-}
+_ORIGINS: Final = {f"{_PACKAGE}.{name}": f"{_PACKAGE}.inprocess.{name.partition('.')[0]}" for name in _OLDER}
 
 
 def lazy_attributes(module: str, sources: Mapping[str, str]) -> Callable[[str], object]:
