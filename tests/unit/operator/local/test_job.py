@@ -140,7 +140,7 @@ def test_each_unsupported_field_is_named() -> None:
     worker = {"name": "worker", "resources": {}, "env": [reference]}
     exit_codes = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [3]}}
     rules = [exit_codes, {"action": "Ignore", "onPodReasons": ["Evicted"]}]
-    examples = Path(__file__).parents[2] / "examples"
+    examples = Path(__file__).parents[4] / "examples"
     assert not list(unsupported_fields(load_checked(examples / "digits.yaml").job["spec"]))
     spec = {
         "activeDeadlineSeconds": 60,

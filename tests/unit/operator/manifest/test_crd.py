@@ -16,7 +16,7 @@ from elastic_operator.api.spec import GROUP, KIND, VERSION, ElasticJobSpec
 from elastic_operator.api.validation import error_list
 from elastic_operator.manifest import crd
 
-MANIFESTS = Path(__file__).parent / "manifests"
+MANIFESTS = Path(__file__).parents[2] / "manifests"
 SAMPLES = [yaml.safe_load(path.read_text()) for path in sorted(MANIFESTS.glob("*.yaml"))]
 
 JSON = st.recursive(

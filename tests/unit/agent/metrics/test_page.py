@@ -9,7 +9,7 @@ from torchelastic import metrics
 from torchelastic.metrics.series import PLATFORM_SAMPLES, MetricType, Source, user_series
 from torchelastic.metrics.series_handler import MAX_NAMES, REASONS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
 
 

@@ -17,7 +17,7 @@ from elastic_operator.kubernetes.backend import job_of
 from elastic_operator.manifest import loader as manifest
 from tests.support.builders import NOW, a_job, a_world
 
-ARCHIVED = Path(__file__).parent / "manifests" / "archived.yaml"
+ARCHIVED = Path(__file__).parents[2] / "manifests" / "archived.yaml"
 
 
 def archived_spec(*args: object, spec: dict[str, Any] | None = None, **container: object) -> dict[str, Any]:

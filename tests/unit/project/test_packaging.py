@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NEVER_WITH_THE_AGENT = {"kopf", "kubernetes"}
 

@@ -24,7 +24,7 @@ from elastic_operator.resources.owned_objects import PodSettings
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "charts"
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())

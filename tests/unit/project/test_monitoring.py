@@ -18,7 +18,7 @@ from tests.support.monitored import names_in, queries
 if TYPE_CHECKING:
     from scripts.monitoring.page import Page
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGES = (FLEET_PAGE, JOB_PAGE)
 ALERTS = [alert for alerts in GROUPS.values() for alert in alerts]
 

@@ -16,7 +16,7 @@ from torchelastic.rendezvous.node import worker_environments
 from torchelastic.rendezvous.policy.plan import LAST_CALL
 from torchelastic.training import notices
 
-PAGE = (Path(__file__).parents[2] / "docs" / "agent.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs" / "agent.md").read_text()
 
 FLAGS = {flag.name: flag for group in flags.FLAGS.values() for flag in group}
 
@@ -102,7 +102,7 @@ def test_the_differences_from_torchrun_are_those_of_the_tests() -> None:
 
 
 def test_the_readme_links_to_the_page_and_its_anchors_exist() -> None:
-    assert "](docs/agent.md)" in (Path(__file__).parents[2] / "README.md").read_text()
+    assert "](docs/agent.md)" in (Path(__file__).parents[4] / "README.md").read_text()
     headings = re.findall(r"^#+ (.*)$", PAGE, re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
     assert set(re.findall(r"\]\(#([^)]*)\)", PAGE)) <= anchors

@@ -23,7 +23,7 @@ from elastic_operator.errors import BadInput
 from elastic_operator.manifest import loader as manifest
 from elastic_operator.manifest.loader import MAX_BYTES
 
-MANIFESTS = Path(__file__).parent / "manifests"
+MANIFESTS = Path(__file__).parents[2] / "manifests"
 HEAD = "apiVersion: elastic.pytorch.org/v1alpha1\nkind: ElasticJob\nmetadata: {name: digits}\n"
 
 

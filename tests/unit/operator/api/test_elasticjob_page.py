@@ -18,7 +18,7 @@ from elastic_operator.manifest import crd
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PAGE = (Path(__file__).parents[2] / "docs" / "elasticjob.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs" / "elasticjob.md").read_text()
 SPEC = crd.schema()["properties"]["spec"]["properties"]
 STATUS = crd.schema()["properties"]["status"]["properties"]
 ARCHIVED = {"rdzvEndpoint", "replicaSpecs", "RunPolicy"}

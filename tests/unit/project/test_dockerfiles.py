@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 AGENT = ROOT / "Dockerfile.agent"
 OPERATOR = ROOT / "Dockerfile.operator"
 both = pytest.mark.parametrize("dockerfile", [AGENT, OPERATOR], ids=lambda path: path.name)

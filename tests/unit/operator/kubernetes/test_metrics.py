@@ -102,7 +102,7 @@ def test_the_time_until_a_job_trains_is_measured_once(monkeypatch: pytest.Monkey
 
 
 def test_every_series_is_documented() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "cluster.md").read_text()
     metrics = OperatorMetrics()
     metrics.registry.register(JobCollector(list, lambda: True))
     shown = open_metrics_families(metrics.page("application/openmetrics-text")[0].decode())

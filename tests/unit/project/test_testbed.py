@@ -12,7 +12,7 @@ import pytest
 
 from testbed import binaries, image_build, images
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 # Missing parts
