@@ -59,7 +59,7 @@ has a key: the network may block connections."""
 CONNECTIONS_PER_SECOND: Final = 1000
 """Connections that a new leader is assumed to accept per second: with more nodes, it probes members later."""
 
-KEYLESS_RECHECK: Final = 1.0
+EXPIRED_RECHECK: Final = 1.0
 """Seconds between probes of a member that has no key but answers."""
 
 QUICK_DECISION: Final = 1e-3
@@ -231,7 +231,7 @@ class Leader:
                 self.membership.expired.pop(peer.id, None)
                 self._run.changed.send()
                 return
-            await asyncio.sleep(KEYLESS_RECHECK)
+            await asyncio.sleep(EXPIRED_RECHECK)
 
     def _note_alive(self, node: str) -> None:
         if self.membership.note_alive(node):
