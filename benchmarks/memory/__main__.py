@@ -34,7 +34,7 @@ _TITLES: Final = {
     "torchelastic: watchdog": "watchdog",
     "torchelastic: fork server": "fork server",
     "torchelastic: spare process": "spare processes",
-    "torchelastic: store of the round": "the round's store",
+    "torchelastic: TCPStore of the round": "the round's store",
 }
 _KIB_PER_MIB: Final = 1024.0
 

@@ -171,8 +171,8 @@ class Nodes:
             await store.close()
 
     def _note_round(self, name: str, event: RoundStarted) -> None:
-        if event.store is not None:
-            event.store.close()
+        if event.tcp_store_listener is not None:
+            event.tcp_store_listener.close()
         self._rounds[name] = event.record
         if self._expectation is not None:
             self._expectation.note_round(name, event.record)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WATCHDOG: Final = "torchelastic: watchdog"
 FORK_SERVER: Final = "torchelastic: fork server"
-STORE: Final = "torchelastic: store of the round"
+STORE: Final = "torchelastic: TCPStore of the round"
 
 _DEATH: Final = 5.0
 """Seconds within which the processes of a killed agent must exit, on a busy machine."""

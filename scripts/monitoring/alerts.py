@@ -69,8 +69,8 @@ def _restarted(which: str) -> str:
     return f"sum by ({JOB}) ({restarts})"
 
 
-_FAILURES: Final = _restarted('cause!="free"')
-_FREE: Final = _restarted('cause="free"')
+_FAILURES: Final = _restarted('cause!="uncharged"')
+_UNCHARGED: Final = _restarted('cause="uncharged"')
 _STEPS: Final = 'torchelastic_operation_duration_seconds_count{operation="train_step"}'
 _STEPPING: Final = 'torchelastic_operation_duration_seconds_sum{operation="train_step"}'
 _IDLE: Final = f"{total(WALL, TRAINING, over='10m')} - min by ({JOB}) (min_over_time({WALL}{{{TRAINING}}}[10m])) < 60"
@@ -95,7 +95,7 @@ JOBS: Final = (
     ),
     Alert(
         name="ElasticJobRestartStorm",
-        expr=f"{_FAILURES} >= 5 or {_FREE} >= 20",
+        expr=f"{_FAILURES} >= 5 or {_UNCHARGED} >= 20",
         lasting="0m",
         severity=Severity.WARNING,
         summary=f"ElasticJob {WHICH} restarts again and again.",

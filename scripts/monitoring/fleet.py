@@ -138,7 +138,7 @@ _TIME: Final = Row(
             ),
         ),
         Display("Restarts by cause", Unit.NUMBER, Look.BARS, decimals=0).show(
-            "In the time shown. worker_failed: counts against maxRestarts; free: does not count, for example "
+            "In the time shown. worker_failed: counts against maxRestarts; uncharged: does not count, for example "
             "after a change of the size; pod_failed: a pod ended unexpectedly.",
             _reported(f"sum by (cause) ({RESTARTS})", "{{cause}}"),
         ),

@@ -22,7 +22,7 @@ from scripts.monitoring.recovery import WORKER_RESTART, time_to_recover
 THIS: Final = 'job_namespace="$job_namespace", elasticjob="$elasticjob"'
 S: Final = selector(THIS)
 CHARGED: Final = selector(THIS, 'charged="yes"')
-FREE: Final = selector(THIS, 'charged="no"')
+UNCHARGED: Final = selector(THIS, 'charged="no"')
 STEPPED: Final = 'operation="train_step"'
 STATES: Final = f"max by (state) ({WALL}{S})"
 STATE_RATES: Final = f"max by (state) (rate({WALL}{S}[{RATE}]))"
@@ -84,10 +84,10 @@ _AT_A_GLANCE: Final = Row(
             Query(f"max({LOST}{S})", needs=Needs.CHECKPOINTS),
         ),
         Display("Restarts", Unit.NUMBER, Look.NUMBER, width=4).show(
-            "Restarts of the workers: after a failure, which counts against maxRestarts, or free, after a "
+            "Restarts of the workers: after a failure, which counts against maxRestarts, or uncharged, after a "
             "change of the members.",
             Query(f"max(torchelastic_job_restarts_total{CHARGED})", "charged"),
-            Query(f"max(torchelastic_job_restarts_total{FREE})", "free"),
+            Query(f"max(torchelastic_job_restarts_total{UNCHARGED})", "uncharged"),
         ),
         Display("Remaining restarts", Unit.NUMBER, Look.NUMBER, width=3).show(
             "The worker failures that the run may still have. At 0, the next failure fails the job.",
@@ -110,11 +110,11 @@ _MEMBERS: Final = Row(
             "Each step is a new round. Many steps in a row mean that the members change often.",
             Query(f"max(torchelastic_round{S})", "round"),
         ),
-        Display("Nodes joined and gone", Unit.NUMBER, Look.STEPS, width=6).show(
+        Display("Nodes joined and departed", Unit.NUMBER, Look.STEPS, width=6).show(
             "Since the creation of the job, including the nodes of the first round. died: the node or its "
             "connection failed; left: the node announced it; not_needed: the job became smaller.",
             Query(f"max(torchelastic_job_nodes_joined_total{S})", "joined"),
-            Query(f"max by (cause) (torchelastic_job_nodes_gone_total{S})", "{{cause}}"),
+            Query(f"max by (cause) (torchelastic_job_nodes_departed_total{S})", "{{cause}}"),
         ),
         Display("Pods", Unit.NUMBER, Look.STEPS, width=12).show(
             "The desired pods, the ready pods, and the minimum for training, as the operator reports them. "

@@ -12,15 +12,15 @@ import pytest_asyncio
 
 from elastic_operator.kubernetes.client import LEASES
 from elastic_operator.kubernetes.leader_election import LeaderElector
+from testbed.control_plane import ControlPlane
 from tests.support.operator_process import PATIENCE
-from tests.support.testbed.control_plane import ControlPlane
 from tests.support.watching_api import WatchingApi
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from tests.support.testbed.cluster import Cluster
+    from testbed.cluster import Cluster
 
 pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="session")]
 

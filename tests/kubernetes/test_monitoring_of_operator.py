@@ -127,7 +127,7 @@ async def test_the_dashboards_show_the_jobs(watched: Watched) -> None:
         sample.labels["cause"]: round(sample.value)
         for sample in await watched.answer(causes["Restarts by cause", "{{cause}}"], "")
     }
-    assert by_cause == {"worker_failed": 0, "free": 0, "pod_failed": 1}
+    assert by_cause == {"worker_failed": 0, "uncharged": 0, "pod_failed": 1}
 
 
 async def test_alerts_name_the_job_concerned(watched: Watched) -> None:

@@ -37,7 +37,7 @@ HEALTHY = {
     f"elastic_operator_job_backoff_limit{{{WHOSE}}}": "6x200",
     **{
         f'elastic_operator_job_restarts_total{{{WHOSE},cause="{cause}"}}': "0x200"
-        for cause in ("worker_failed", "free", "pod_failed")
+        for cause in ("worker_failed", "uncharged", "pod_failed")
     },
     **{
         f'elastic_operator_job_condition{{{WHOSE},condition="{condition}"}}': value
@@ -140,10 +140,12 @@ SCENARIOS = {
         ),
         Scenario(
             "the pods start one by one",
-            restarts("0x9 1 1 2 2 3 4 4 5 5 6 7 7 8x100", "free"),
+            restarts("0x9 1 1 2 2 3 4 4 5 5 6 7 7 8x100", "uncharged"),
             quiet=(15, 20, 22, 24, 60),
         ),
-        Scenario("an autoscaler oscillates", restarts("0x9 0+2x190", "free"), quiet=(9, 15), fires=(60,), value="30"),
+        Scenario(
+            "an autoscaler oscillates", restarts("0x9 0+2x190", "uncharged"), quiet=(9, 15), fires=(60,), value="30"
+        ),
     ],
     "ElasticJobNotTraining": [
         Scenario(
@@ -214,7 +216,7 @@ SCENARIOS = {
             {f"elastic_operator_job_max_restarts{{{WHOSE}}}": "0x200"},
             quiet=(60,),
         ),
-        Scenario("there were many uncharged restarts", restarts("9x200", "free"), quiet=(60,)),
+        Scenario("there were many uncharged restarts", restarts("9x200", "uncharged"), quiet=(60,)),
         Scenario("the job has failed", restarts("10x200") | condition("Finished", "1x200"), quiet=(60,)),
     ],
     "ElasticJobStoreUnreachable": [

@@ -165,11 +165,11 @@ async def test_member_round_and_restart_metrics_match_the_job(monitored: Monitor
         ("Round", "round", status["round"]),
         ("Restarts", "charged", KILLS),
         ("Remaining restarts", "", RESTARTS - KILLS),
-        ("Nodes joined and gone", "joined", 3),
+        ("Nodes joined and departed", "joined", 3),
     ):
         assert await monitored.one(the_query(title, legend)) == value, (title, legend)
-    assert await monitored.one(the_query("Restarts", "free")) == status["round"] - 1 - KILLS
-    gone = labels(await monitored.answer(the_query("Nodes joined and gone", "{{cause}}")), "cause")
+    assert await monitored.one(the_query("Restarts", "uncharged")) == status["round"] - 1 - KILLS
+    gone = labels(await monitored.answer(the_query("Nodes joined and departed", "{{cause}}")), "cause")
     assert gone == {"left": 0, "died": 0, "not_needed": 0}
 
 

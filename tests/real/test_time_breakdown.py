@@ -170,7 +170,7 @@ async def test_the_time_breakdown_adds_up_even_if_workers_and_leaders_are_killed
         await agents[heir].wait_until_training(world=1, since=said)
         page = await run.page(heir)
         assert run.covers(seconds_on(page))
-        assert page.value("torchelastic_job_nodes_gone_total", cause="died") == 1
+        assert page.value("torchelastic_job_nodes_departed_total", cause="died") == 1
         assert page.value("torchelastic_job_nodes_joined_total") == 2
         assert page.value("torchelastic_job_restarts_total", charged="yes") == 1
 
@@ -268,5 +268,5 @@ async def test_a_resumed_run_shows_earlier_counts_while_it_waits_for_its_first_r
             charged: page.value("torchelastic_job_restarts_total", charged=charged) for charged in ("yes", "no")
         }
         assert restarts == {"yes": 5, "no": 2}
-        assert page.value("torchelastic_job_nodes_gone_total", cause="left") == 2
+        assert page.value("torchelastic_job_nodes_departed_total", cause="left") == 2
         assert seconds_on(page)["training"] == 90

@@ -109,9 +109,9 @@ class TestNode:
                 if isinstance(event, RoundStarted):
                     self.rounds.append(event.record)
                     self.notices.clear()
-                    self.serves = event.store is not None
-                    if event.store is not None:
-                        event.store.close()
+                    self.serves = event.tcp_store_listener is not None
+                    if event.tcp_store_listener is not None:
+                        event.tcp_store_listener.close()
                 elif isinstance(event, NoticeRecord):
                     self.notices.append(event)
                     if self.answers:
@@ -155,8 +155,8 @@ class TestNode:
             event = self.inner.events.get_nowait()
             if isinstance(event, RoundStarted):
                 records.append(event.record)
-                if event.store is not None:
-                    event.store.close()
+                if event.tcp_store_listener is not None:
+                    event.tcp_store_listener.close()
             elif isinstance(event, Partitioned):
                 self.partitioned = True
         return records

@@ -103,7 +103,7 @@ class Agent:
         self.failures: list[FailureRecord] = []
         self._broken_at: float | None = None
         self._recovery: tuple[float, RoundReason] | None = None
-        self._not_stepped: set[int] = set()
+        self._ranks_without_step: set[int] = set()
         self._began_at = 0.0
         self._history = History(settings.job_created or None, settings.rendezvous.resume.time_breakdown)
 
@@ -138,8 +138,7 @@ class Agent:
                 )
                 # The others see this node before it can start workers, but form no round with it until then.
                 await self._signals.unless_first(stack.enter_async_context(node))
-                for module in await self._signals.unless_first(read_imports(node.run)):
-                    workers.fork_server.learn(module, {})
+                workers.fork_server.expect(await self._signals.unless_first(read_imports(node.run)))
                 await self._signals.unless_first(workers.fork_server.ready())
                 self._metrics.rendezvous_began()
                 node.registration.update(starting=False)
@@ -151,7 +150,7 @@ class Agent:
             stack.push_async_callback(self._stop_workers, 0.0)
             node.failed.add_done_callback(self._rendezvous_ended)
             try:
-                return await self._live(workers)
+                return await self._handle_events(workers)
             except SettingsError as error:
                 await node.leave()
                 return ExitStatus.of_error(error)
@@ -182,10 +181,10 @@ class Agent:
 
     # -- events
 
-    async def _live(self, workers: Workers) -> ExitStatus:
+    async def _handle_events(self, workers: Workers) -> ExitStatus:
         while True:
             match event := await self._events.get():
-                case RoundStarted(store=listener):
+                case RoundStarted(tcp_store_listener=listener):
                     with listener or nullcontext():
                         beginning = self._begin_round(event, workers)
                         takes_part = self._node_id in event.record.nodes
@@ -219,9 +218,7 @@ class Agent:
                     return failed
 
     def _rendezvous_ended(self, running: asyncio.Task[None]) -> None:
-        if running.cancelled():
-            return  # this agent closes the rendezvous
-        error = running.exception()
+        error = None if running.cancelled() else running.exception()
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         self._events.put_nowait(ExitStatus.of_error(error))
@@ -268,7 +265,7 @@ class Agent:
                 run_id=self._settings.rendezvous.run_id,
                 max_restarts=self._settings.rendezvous.max_restarts,
             )
-        self._not_stepped = {int(env["RANK"]) for env in environments}
+        self._ranks_without_step = {int(env["RANK"]) for env in environments}
         if self._broken_at is not None and self._recovery is None:  # a failure before the first step prolongs it
             self._recovery = self._broken_at, round.reason
         self._history.enter(RunState.STARTING)
@@ -296,7 +293,7 @@ class Agent:
             round.number,
             [{**environment, WORKER_SOCKET: self._socket.path} for environment in environments],
             lambda exit_: self._events.put_nowait(WorkerEnded(round, exit_)),
-            began.store,
+            began.tcp_store_listener,
         )
         if group.tcp_store_process is not None:
             ended = RoundCallback(round, partial(self._tcp_store_ended, group.tcp_store_process))
@@ -305,16 +302,16 @@ class Agent:
 
     def _stepped(self, rank: int, workers: Workers) -> None:
         """Record the recovery, and what workers import, when all workers of this node have begun their first step."""
-        self._not_stepped.discard(rank)
-        if not self._not_stepped:
+        self._ranks_without_step.discard(rank)
+        if not self._ranks_without_step:
             self._history.imports = workers.fork_server.learned
-        if self._recovery is not None and not self._not_stepped:
+        if self._recovery is not None and not self._ranks_without_step:
             (broken_at, reason), self._recovery = self._recovery, None
             self._metrics.recovered(broken_at, reason)
 
     async def _worker_ended(self, ended: WorkerEnded) -> None:
-        taken_in = asyncio.get_running_loop().time() - ended.exit.ended
-        self._metrics.took("LocalElasticAgent._monitor_workers", taken_in, succeeded=True)
+        delay = asyncio.get_running_loop().time() - ended.exit.ended
+        self._metrics.took("LocalElasticAgent._monitor_workers", delay, succeeded=True)
         if ended.exit.exit_code == 0:
             self._worker_succeeded(ended)
             return
@@ -327,8 +324,8 @@ class Agent:
             self._history.enter(RunState.STOPPING)
             spent = self._round is not None and self._round.restarts >= self._settings.rendezvous.max_restarts
             patience = REPORT_WINDOW if spent else CAUSE_WINDOW  # another failure may explain this one
-            overdue = RoundCallback(ended.round, self._report_root_cause)
-            asyncio.get_running_loop().call_later(patience, self._events.put_nowait, overdue)
+            report_cause = RoundCallback(ended.round, self._report_root_cause)
+            asyncio.get_running_loop().call_later(patience, self._events.put_nowait, report_cause)
         if failure.kind is FailureKind.PROGRAM or len(self.failures) == len(self._unfinished):
             await self._report_root_cause()
 
@@ -407,7 +404,7 @@ class Agent:
             case WorkerEnded() as ended if ended.exit.exit_code == 0:
                 self._worker_succeeded(ended)
                 return not self._unfinished
-            case RoundStarted(store=listener):
+            case RoundStarted(tcp_store_listener=listener):
                 if listener is not None:
                     listener.close()
                 return True

@@ -113,7 +113,7 @@ class PortRange:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousSettings:
-    """The rules of the rendezvous.
+    """The settings of the rendezvous.
 
     Attributes:
         run_id: the id of the run; nodes with the same id in the same store train together.

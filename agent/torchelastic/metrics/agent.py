@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger(__name__)
 
 WorkerStateName = Literal["unknown", "init", "healthy", "unhealthy", "stopped", "succeeded", "failed"]
-"""The states of a node's workers, as torchelastic names them."""
+"""The states of a node's workers, by the names of torch's metrics."""
 
 
 class AgentMetrics:
@@ -218,7 +218,7 @@ class AgentMetrics:
             yield series.JOB_LOST, times.lost
         yield series.JOB_JOINED, times.joined
         for end in DepartureReason:
-            yield series.JOB_GONE.labelled(cause=end), times.departures.get(end, 0)
+            yield series.JOB_DEPARTURES.labelled(cause=end), times.departures.get(end, 0)
         yield series.JOB_RESTARTS.labelled(charged="yes"), restarted.restarts
         yield series.JOB_RESTARTS.labelled(charged="no"), restarted.uncharged_restarts
         yield series.JOB_NODES, 0 if round is None else len(round.members)

@@ -67,14 +67,14 @@ OUTCOME_TIMEOUT: Final = 10.0
 _LEFT: Final = "This node has left the run."
 _STOP_TIMEOUT: Final = 5.0
 """Seconds to wait until the thread ends."""
-_STORE_TIMEOUT: Final = dt.timedelta(seconds=60)
+_TCP_STORE_TIMEOUT: Final = dt.timedelta(seconds=60)
 _CONNECT_TIMEOUT: Final = dt.timedelta(seconds=3)
 _POLL_INTERVAL: Final = 0.02
 _MIN_POLL_INTERVAL: Final = 0.001
 _LOST_AFTER: Final = 15.0
 """Seconds after which a node that cannot meet the others of its round reports a failure."""
 
-# Keys of a round's store, and the verdicts.
+# Keys of a round's TCPStore, and the verdicts.
 _ARRIVED, _ARRIVED_ALL = "torchelastic/arrived", "torchelastic/arrived all"
 _CONFIRMED, _VERDICT = "torchelastic/confirmed", "torchelastic/verdict"
 _ALL, _LATER = "all have come", "a later round has come"
@@ -87,7 +87,7 @@ class _Status:
     Attributes:
         serial: the number of rounds that the node has received; unlike a round's number, it never repeats.
         record: the last round.
-        server: the server of the round's store, if this node serves it.
+        server: the server of the round's TCPStore, if this node serves it.
         partitioned: whether the node reaches neither store nor peers, and must not train before the next round.
         outcome: the outcome of the run.
         error: why the node cannot continue.
@@ -266,7 +266,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return RendezvousClosedError(f"The run has failed: {outcome.message}")
 
     def _meet(self, status: _Status) -> TCPStore | None:
-        """Return the round's store after all its nodes have arrived; None if a later round starts first."""
+        """Return the round's TCPStore after all its nodes have arrived; None if a later round starts first."""
         from torch.distributed import DistError
 
         try:
@@ -278,13 +278,13 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 return store
             why = "not all nodes have arrived at the round"
         except (OSError, DistError) as error:
-            why = f"the round's store cannot be reached: {error}".partition("\n")[0]
+            why = f"the round's TCPStore cannot be reached: {error}".partition("\n")[0]
         if not self._is_over(status, timeout=_LOST_AFTER):
             self._report_failure(status, why, FailureKind.COMMUNICATION)
         return None
 
     def _connected(self, status: _Status) -> TCPStore | None:
-        """Return the round's store on another node; None if a later round starts first."""
+        """Return the round's TCPStore on another node; None if a later round starts first."""
         from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined] # not in its __all__
 
         host, port = split_endpoint(status.record.tcp_store)
@@ -300,7 +300,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 if time.monotonic() > deadline:
                     raise
             else:
-                store.set_timeout(_STORE_TIMEOUT)
+                store.set_timeout(_TCP_STORE_TIMEOUT)
                 return store
 
     def _all_arrived(self, store: TCPStore, status: _Status) -> bool:
@@ -491,7 +491,7 @@ def _settings_of(parameters: RendezvousParameters) -> NodeSettings:
 
 
 def _serve(listener: socket.socket) -> TCPStore:
-    """Serve a round's store in this process."""
+    """Serve a round's TCPStore in this process."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # not listed in its __all__
 
     host, port = listener.getsockname()[:2]
@@ -502,5 +502,5 @@ def _serve(listener: socket.socket) -> TCPStore:
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
-        timeout=_STORE_TIMEOUT,
+        timeout=_TCP_STORE_TIMEOUT,
     )

@@ -212,7 +212,7 @@ class History:
         if nodes:
             ends |= dict.fromkeys(away - ends.keys(), DepartureReason.NOT_NEEDED)
         breakdown = self.breakdown()
-        gone = Counter(breakdown.departures) + Counter(ends.values())
+        departures = Counter(breakdown.departures) + Counter(ends.values())
         breakdown = msgspec.structs.replace(
             breakdown,
             lost=self._lost_if_ended(),
@@ -220,7 +220,7 @@ class History:
             first_step_at=0.0,
             last_checkpoint_at=0.0,
             joined=min(breakdown.joined + len(nodes - before.nodes), COUNT_LIMIT),
-            departures={end: min(count, COUNT_LIMIT) for end, count in gone.items()},
+            departures={end: min(count, COUNT_LIMIT) for end, count in departures.items()},
             present=present,
         )
         return msgspec.structs.replace(record, time_breakdown=breakdown)

@@ -62,12 +62,12 @@ class RoundStarted:
 
     Attributes:
         record: the round.
-        store: the listening socket for the round's TCPStore, if this node serves it; otherwise None. The receiver owns
-            the socket.
+        tcp_store_listener: the listening socket for the round's TCPStore, if this node serves it; otherwise None. The
+            receiver owns the socket.
     """
 
     record: RoundRecord
-    store: socket.socket | None = None
+    tcp_store_listener: socket.socket | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +285,8 @@ class RendezvousNode:
         self._offer.close()
         while not self.events.empty():
             event = self.events.get_nowait()
-            if isinstance(event, RoundStarted) and event.store is not None:
-                event.store.close()  # the agent has not received it
+            if isinstance(event, RoundStarted) and event.tcp_store_listener is not None:
+                event.tcp_store_listener.close()  # the agent has not received it
 
     # -- state
 

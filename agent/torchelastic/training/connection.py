@@ -46,15 +46,15 @@ class AgentConnection:
         """Send a message without blocking, and connect first if necessary; return whether it was sent."""
         with self._lock:
             try:
-                messages: list[WorkerMessage | Introduction] = [message]
+                lines = encode_lines(message)
                 if self._socket is None:
                     if not self._sees_forks:
                         self._sees_forks = True
                         os.register_at_fork(after_in_child=self._leave_to_parent)
                     self._socket = connect(os.environ.get(WORKER_SOCKET, ""), 0.0)
-                    messages = [introduction(), message]
+                    lines = encode_lines(introduction()) + lines
                 # A message this short is sent completely or not at all.
-                return bool(self._socket.send(encode_lines(*messages), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL))
+                return bool(self._socket.send(lines, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL))
             except BlockingIOError:  # the agent does not read, or is stopped
                 return False
             except OSError:  # the agent has closed the connection, or has exited

@@ -71,7 +71,7 @@ def is_round_current(timeout: float = 5.0) -> bool:
     try:
         with connect(path, timeout) as connection, connection.makefile("rb") as lines:
             # The agent answers shortly before the timeout.
-            connection.sendall(encode_lines(introduction(0.8 * min(timeout, _LONGEST))))
+            connection.sendall(encode_lines(introduction(float(0.8 * min(timeout, _LONGEST)))))
             return msgspec.json.decode(lines.readline(LINE_LIMIT), type=RoundAnswer).is_current
     except (OSError, ValueError):
         return False
@@ -109,7 +109,7 @@ class Notices:
         with self._lock:
             self._callback = callback
             self._signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        if AGENT.send(WorkerMessage(requested_notice=min(seconds, _LONGEST))):
+        if AGENT.send(WorkerMessage(requested_notice=float(min(seconds, _LONGEST)))):
             AGENT.read(self._take, self._closed)
 
     def notice(self) -> Notice | None:

@@ -100,6 +100,7 @@ class KopfSession:
     async def run(self, registry: kopf.OperatorRegistry, namespaces: Sequence[str]) -> str:
         """Watch these namespaces, or all if there are none, until kopf ends; return why it ended."""
         handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until they have the operator's handlers again
         # kopf.operator() would cancel all tasks of the event loop when it ends, not only its own.
         tasks = await kopf.spawn_tasks(
             registry=registry,
@@ -113,12 +114,14 @@ class KopfSession:
         for number, handler in handlers.items():  # kopf has set its own, and would end the watches only
             asyncio.get_running_loop().remove_signal_handler(number)
             signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks, timeout=_STOP_TIMEOUT)
+            await self.close()  # kopf's cleanup has not run if a task takes longer
         errors = (task.exception() for task in tasks if task.done() and not task.cancelled())
         return next((str(error) or type(error).__name__ for error in list(errors) if error is not None), "")
 

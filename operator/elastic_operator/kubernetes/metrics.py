@@ -27,7 +27,7 @@ class Cause(enum.StrEnum):
 
     WORKER_FAILED = "worker_failed"
     """Workers were restarted after a failure that counts against ``maxRestarts``."""
-    FREE = "free"
+    UNCHARGED = "uncharged"
     """Workers were restarted after a change of the members, or after a failure that the failure policy ignores."""
     POD_DIED = "pod_died"
     POD_OUT_OF_MEMORY = "pod_out_of_memory"
@@ -53,7 +53,7 @@ _JOB_FAMILIES: Final = {
     "ready_pods": ("Pods of a job that are ready.",),
     "min_pods": ("Pods that a job needs to train.",),
     "condition": ("Whether a condition of a job holds. Conditions that a job never had are absent.", "condition"),
-    "restarts": ("Restarts by cause: worker_failed and free (uncharged) of workers, pod_failed of pods.", "cause"),
+    "restarts": ("Restarts by cause: worker_failed and uncharged of workers, pod_failed of pods.", "cause"),
     "max_restarts": ("Maximum number of restarts of a job with the cause worker_failed.",),
     "backoff_limit": ("Maximum number of restarts of a job with the cause pod_failed.",),
 }
@@ -110,7 +110,7 @@ def _series(body: Json) -> Iterator[tuple[str, tuple[str, ...], int | None]]:
         if (kind := condition.get("type")) in list(ConditionType) and condition.get("reason") != Reason.NOT_ALLOWED:
             yield "condition", (*job, str(kind)), int(condition.get("status") == "True")
     yield "restarts", (*job, Cause.WORKER_FAILED), get_int(status, "restarts") or 0
-    yield "restarts", (*job, Cause.FREE), get_int(status, "unchargedRestarts") or 0
+    yield "restarts", (*job, Cause.UNCHARGED), get_int(status, "unchargedRestarts") or 0
     yield "restarts", (*job, "pod_failed"), get_int(status, "podFailures") or 0
     max_restarts, backoff_limit = get_int(spec, "maxRestarts"), get_int(spec, "backoffLimit")
     yield "max_restarts", job, max_restarts
@@ -161,7 +161,7 @@ class OperatorMetrics:
         self._pods = Counter("elastic_operator_pods_created", "Created worker pods.", registry=registry)
         self._restarts = Counter(
             "elastic_operator_restarts",
-            "Restarts by cause: worker_failed and free restart the workers of a job, every other cause a pod.",
+            "Restarts by cause: worker_failed and uncharged restart the workers of a job, every other cause a pod.",
             ["cause"],
             registry=registry,
         )
@@ -204,7 +204,7 @@ class OperatorMetrics:
         if after is None:
             return
         self._restarts.labels(Cause.WORKER_FAILED).inc(after.restarts - before.restarts)
-        self._restarts.labels(Cause.FREE).inc(after.uncharged_restarts - before.uncharged_restarts)
+        self._restarts.labels(Cause.UNCHARGED).inc(after.uncharged_restarts - before.uncharged_restarts)
         for ended in plan.ended:
             cause = Cause.POD_LEFT if ended.end is PodEnd.LEFT else Cause.POD_DIED
             self._restarts.labels(_BY_TERMINATION.get(ended.pod.termination_cause, cause)).inc()

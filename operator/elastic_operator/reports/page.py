@@ -92,7 +92,7 @@ class Failure(NamedTuple):
         rank: the rank of the failed worker; None if no worker failed.
         what: how the worker or pod ended.
         lost: seconds of training that no checkpoint held; None if unknown.
-        free: whether the failure does not count against ``maxRestarts``.
+        uncharged: whether the failure does not count against ``maxRestarts``.
         final: whether the failure ended the job.
     """
 
@@ -103,7 +103,7 @@ class Failure(NamedTuple):
     rank: int | None = None
     what: str = ""
     lost: float | None = None
-    free: bool = False
+    uncharged: bool = False
     final: bool = False
 
 
@@ -228,7 +228,7 @@ def _of_worker(failure: FailureRecord, time: float, lost: float | None, *, final
         rank=failure.rank,
         what=signal or f"exit code {code}",
         lost=lost,
-        free=failure.uncharged,
+        uncharged=failure.uncharged,
         final=final,
     )
 

@@ -27,6 +27,7 @@ from torchelastic.protocol.records import MAX_IMPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from importlib.machinery import ModuleSpec
 
     from torchelastic.agent.workers.processes import Child, Reaper
     from torchelastic.config.settings import Program
@@ -48,6 +49,9 @@ _REQUEST_PATIENCE: Final = 0.5
 """Seconds for which the end of the agent waits for a request to the fork server."""
 
 _ATTEMPTS: Final = 2
+
+TORCH: Final = "torch."
+_INSTALLED: Final = tuple(f"{path}{os.sep}" for path in sys.path if path.endswith(("site-packages", "dist-packages")))
 
 CONTROL: Final = 3
 """The fork server's descriptor for its connection to the agent."""
@@ -81,6 +85,11 @@ def search_path(kind: str, name: str) -> str:
     return "" if sys.flags.safe_path else str(Path(name).resolve().parent)
 
 
+def is_installed(module: str, spec: ModuleSpec | None) -> bool:
+    """Return whether a module with this specification belongs to torch, or is in site-packages."""
+    return spec is not None and (f"{module}.".startswith(TORCH) or (spec.origin or "").startswith(_INSTALLED))
+
+
 def is_container(name: str) -> bool:
     """Return whether this path is a folder or an archive, whose ``__main__`` module Python runs."""
     return pkgutil.get_importer(name) is not None
@@ -101,7 +110,7 @@ class ForkedProcess:
     def begin(
         self, task: str, content: Mapping[str, Any], streams: Mapping[int, int], extra: Sequence[int] = ()
     ) -> None:
-        """Send the process its task ("worker", "command" or "store"), arguments, streams and more descriptors."""
+        """Send the process its task ("worker", "command" or "tcp_store"), arguments, streams and more descriptors."""
         self.child.begin()
         with open(os.memfd_create("content"), "wb") as file:  # noqa: PTH123 - a descriptor
             file.write(json.dumps(content).encode())
@@ -122,6 +131,8 @@ class ForkServer:
         self._spares: list[ForkedProcess] = []
         self._import_error: str | None = None
         self._learned: dict[str, Mapping[str, int] | None] = {}  # None: given up
+        self._expected: set[str] = set()
+        self._complete_until = 0.0
         self._missing: list[str] = []
         self._complete = asyncio.Event()
         self._complete.set()
@@ -205,6 +216,15 @@ class ForkServer:
         """The learned modules that were imported in the agent's environment, so that other nodes can import them."""
         return tuple(module for module, changed in self._learned.items() if changed == {})
 
+    def expect(self, modules: Sequence[str]) -> None:
+        """Import modules that workers will probably import first, in this order; see :meth:`learn`.
+
+        If one of them is refused, the later ones are not imported until a worker imports them.
+        """
+        self._expected.update(modules)
+        for module in modules:
+            self.learn(module, {})
+
     def learn(self, module: str, changed: Mapping[str, int]) -> None:
         """Import a module that a worker imports, for the workers of later rounds, unless workers could not be forked.
 
@@ -216,7 +236,7 @@ class ForkServer:
 
     async def _until_complete(self) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_IMPORT_PATIENCE):
+            async with asyncio.timeout_at(self._complete_until):
                 await self._complete.wait()
 
     def _take_spares(self, count: int) -> list[ForkedProcess]:
@@ -248,6 +268,8 @@ class ForkServer:
         if self._missing:
             self._complete.clear()
             self._incomplete.set()
+        if modules:
+            self._complete_until = asyncio.get_running_loop().time() + _IMPORT_PATIENCE
 
     async def _keep_complete(self) -> None:
         """Import what workers import: each time in a copy of the fork server, which then replaces it."""
@@ -283,11 +305,16 @@ class ForkServer:
             problem = "the import ends the process, or takes too long"
             with contextlib.suppress(EOFError, ConnectionError, TimeoutError):
                 async with asyncio.timeout(_IMPORT_TIMEOUT):
-                    send(copy.connection, {"import": module, "changed": self._learned[module]})
+                    silent = module not in self._expected  # a worker has printed what the module prints
+                    send(copy.connection, {"import": module, "changed": self._learned[module], "silent": silent})
                     problem = (await _receive(copy.connection))["problem"]
             if problem:
                 logger.debug("workers import %s themselves: %s", module, problem)
                 self._learned[module] = None
+                if module in self._expected:
+                    for later in self._expected.intersection(self._missing):
+                        del self._learned[later]
+                        self._missing.remove(later)
                 self._missing[:0] = done
                 return False
             done.append(module)

@@ -30,14 +30,16 @@ import warnings
 import zlib
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, cast
 
 from torchelastic.agent.workers.fork_server import (
     CONTROL,
     DESCRIPTOR_LIMIT,
     MESSAGE_LIMIT,
+    TORCH,
     absolute,
     is_container,
+    is_installed,
     python_command,
     search_path,
     send,
@@ -55,8 +57,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 _OWN_FOLDER: Final = f"{Path(__file__).parent}{os.sep}"
-_TORCH: Final = "torch."
-_INSTALLED: Final = tuple(f"{path}{os.sep}" for path in sys.path if path.endswith(("site-packages", "dist-packages")))
+_OF_A_WORKER: Final = frozenset(
+    ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+)
+"""Variables that have another value in each worker or round."""
 _NOT_EXECUTABLE: Final = 126
 _NOT_FOUND: Final = 127
 
@@ -81,8 +85,10 @@ def _serve(control: socket.socket, error: str = "") -> socket.socket:
             match message:
                 case {"preload": modules, "search_path": search_path}:  # the first message
                     send(control, {"error": error or _preload(modules, search_path)})
-                case {"import": module, "changed": changed}:
-                    send(control, {"problem": _import_learned(module, changed)})
+                case {"import": module, "changed": changed, "silent": silent}:
+                    with _without_output() if silent else contextlib.nullcontext():
+                        problem = _import_learned(module, changed)
+                    send(control, {"problem": problem})
                 case _:
                     answer, connection = _fork_each([socket.socket(fileno=descriptor) for descriptor in descriptors])
                     if connection is not None:
@@ -170,33 +176,56 @@ def _preload(modules: Sequence[str], search_path: str) -> str:
 
 
 def _import_learned(module: str, changed: Mapping[str, int]) -> str:
-    """Import a module as a worker did, silently; return why workers must not be forked from this process, or nothing.
+    """Import a module as a worker does; return why workers must not be forked from this process, or nothing.
 
     `changed` has hashes of the variables that differed from the worker's first environment when it began the import.
     """
     environment = dict(os.environ)
     if wrong := [name for name, value in changed.items() if _digest(environment.get(name)) != value]:
         return f"the program sets {', '.join(wrong)}"
-    if not _is_installed(module, PathFinder.find_spec(module.partition(".")[0])):
+    if not is_installed(module, PathFinder.find_spec(module.partition(".")[0])):
         return ""  # each worker imports it itself
-    with Path(os.devnull).open("wb") as nothing, contextlib.ExitStack() as stack:
-        for number in (1, 2):  # the worker has printed what the module prints
-            stack.callback(os.close, copy := os.dup(number))
-            stack.callback(os.dup2, copy, number)
-            os.dup2(nothing.fileno(), number)
-        stack.callback(sys.stderr.flush)
-        stack.callback(sys.stdout.flush)
-        with _collector_off():
-            problem = _import(module) or _problem(_threads())
-    if module.startswith(_TORCH):
+    with _collector_off(), _WatchedEnvironment.reads() as read:
+        problem = _import(module) or _problem(_threads())
+    if read and not module.startswith(TORCH):
+        return problem or f"it reads {', '.join(sorted(read))}"
+    if module.startswith(TORCH):
         _set_environment(environment)  # the program may set the variables of torch's compiler at any time
     tempfile.tempdir = None  # each worker chooses its own folder for temporary files
     return problem
 
 
-def _is_installed(module: str, spec: ModuleSpec | None) -> bool:
-    """Return whether a module with this specification belongs to torch, or is in site-packages."""
-    return spec is not None and (f"{module}.".startswith(_TORCH) or (spec.origin or "").startswith(_INSTALLED))
+@contextlib.contextmanager
+def _without_output() -> Iterator[None]:
+    with Path(os.devnull).open("wb") as nothing, contextlib.ExitStack() as stack:
+        for number in (1, 2):
+            stack.callback(os.close, copy := os.dup(number))
+            stack.callback(os.dup2, copy, number)
+            os.dup2(nothing.fileno(), number)
+        stack.callback(sys.stderr.flush)
+        stack.callback(sys.stdout.flush)
+        yield
+
+
+class _WatchedEnvironment(type(os.environ)):  # type: ignore[misc] # os._Environ
+    """``os.environ`` while it is watched."""
+
+    _read: ClassVar[set[str]] = set()
+
+    def __getitem__(self, name: str) -> str:
+        self._read.update({name} & _OF_A_WORKER)
+        return cast("str", super().__getitem__(name))
+
+    @classmethod
+    @contextlib.contextmanager
+    def reads(cls) -> Iterator[set[str]]:
+        """Note which variables of a worker are read in the block."""
+        cls._read.clear()
+        former, os.environ.__class__ = type(os.environ), cls  # modules may hold references to the object
+        try:
+            yield cls._read
+        finally:
+            os.environ.__class__ = former
 
 
 def _digest(value: str | None) -> int:
@@ -285,8 +314,8 @@ def _run_task(connection: socket.socket, agent: int, inherited: Mapping[str, str
         return
     connection.close()
     match message["task"]:
-        case "store":
-            _serve_store(descriptors[-1], **content)
+        case "tcp_store":
+            _serve_tcp_store(descriptors[-1], **content)
         case "command":
             os.sched_setaffinity(0, os.sched_getaffinity(agent))  # OpenMP may have changed the affinity
             _bind_near_gpu(content)
@@ -321,12 +350,12 @@ def _bind_near_gpu(content: dict[str, Any]) -> None:
         os._exit(1)
 
 
-def _serve_store(listener: int, *, host: str, port: int) -> None:
+def _serve_tcp_store(listener: int, *, host: str, port: int) -> None:
     """Serve the round's TCPStore until this process is killed."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # not listed in its __all__
 
     _store = TCPStore(host, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listener)
-    set_title(["torchelastic: store of the round"])
+    set_title(["torchelastic: TCPStore of the round"])
     while True:
         signal.pause()
 
@@ -446,7 +475,7 @@ class _ImportReporter:
         spec = PathFinder.find_spec(name, path, target)
         imports = sys._getframe(2).f_code.co_name == "_find_and_load_unlocked"  # noqa: SLF001 - find_spec() only asks
         nested = getattr(self._importing, "_initializing", False)
-        if imports and not nested and _is_installed(name, spec) and worker.is_worker():
+        if imports and not nested and is_installed(name, spec) and worker.is_worker():
             self._importing = spec
             with contextlib.suppress(Exception):  # the program's import must not fail
                 message = worker.WorkerMessage(imported=name, changed=self._changed(name))
@@ -456,7 +485,7 @@ class _ImportReporter:
 
     def _changed(self, module: str) -> dict[str, int]:
         """Return the variables that have changed, without those of torch, which the agent has looked for."""
-        if module.startswith(_TORCH):
+        if module.startswith(TORCH):
             return {}
         now, before = dict(os.environ), self._environment
         names = [name for name in now | before if now.get(name) != before.get(name) and not name.startswith("TORCH")]

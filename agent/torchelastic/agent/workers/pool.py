@@ -252,8 +252,7 @@ class Workers:
             stack.push_async_callback(self.fork_server.close)
             self.fork_server.start()
             if not self._executed:
-                for module in program_source.first_imports(self._settings.program):
-                    self.fork_server.learn(module, {})
+                self.fork_server.expect(program_source.first_imports(self._settings.program))
             stack.push_async_callback(self._end_workers)
             if self._settings.metrics_port is not None:  # the fork server imports torch meanwhile
                 from torchelastic.metrics.worker_collector import WorkerMetrics
@@ -380,7 +379,7 @@ class Workers:
         processes = await self.fork_server.fork(len(environments) + (listener is not None))
         try:
             if listener is not None:  # the TCPStore begins first, because the workers wait for it
-                _serve_store(processes[-1], listener)
+                _serve_tcp_store(processes[-1], listener)
             for local_rank, (environment, output) in enumerate(zip(environments, outputs, strict=True)):
                 task, content = self._task_of(environment)
                 if mode := self._settings.numa_binding:
@@ -414,11 +413,11 @@ def _debugger() -> ModuleType | None:
     return None if os.posix_spawn is posix.posix_spawn else sys.modules.get("_pydev_bundle.pydev_monkey")
 
 
-def _serve_store(process: ForkedProcess, listener: socket.socket) -> None:
+def _serve_tcp_store(process: ForkedProcess, listener: socket.socket) -> None:
     listener.listen()
     host, port = listener.getsockname()[:2]
     local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
-    process.begin("store", {"host": local, "port": port}, {1: 2, 2: 2}, [listener.fileno()])
+    process.begin("tcp_store", {"host": local, "port": port}, {1: 2, 2: 2}, [listener.fileno()])
 
 
 def _reason_to_execute(program: Program, environment: Mapping[str, str]) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import sys
 import warnings
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from torchelastic.agent.workers.fork_server import search_path
+from torchelastic.agent.workers.fork_server import is_installed, search_path
 from torchelastic.config.settings import ProgramKind
 
 if TYPE_CHECKING:
@@ -37,15 +38,21 @@ def variables_read_by_torch(program: Program) -> list[str]:
 
 
 def first_imports(program: Program) -> list[str]:
-    """Return the modules that a program imports before it executes another statement or a module of its own folder.
+    """Return the installed modules that a program imports before it executes anything else.
 
-    So nothing of the program can change what these modules do when they are imported. Modules of Python are left out.
-    torch's compiler is added if the program mentions DistributedDataParallel, which imports it.
+    So nothing of the program, or of modules that are not installed, can change what these modules do when they are
+    imported. torch's compiler is added if the program mentions DistributedDataParallel, which imports it.
     """
+    name = program.argv[0]
+    if program.kind is ProgramKind.MODULE and "." in name:
+        return []  # its packages are imported first
     found: list[str] = []
     tree = _parse(program)
-    folder = Path(search_path(program.kind.value, program.argv[0]))
-    own = {entry.name.partition(".")[0] for entry in folder.iterdir()} if folder.is_dir() else set()
+    folder = Path(search_path(program.kind.value, name))
+    try:
+        own = {entry.name.partition(".")[0] for entry in folder.iterdir()} if folder.is_dir() else set()
+    except OSError:
+        return []
     for node in tree.body:
         match node:
             case ast.Expr(value=ast.Constant()):
@@ -56,7 +63,8 @@ def first_imports(program: Program) -> list[str]:
                 names = [name]
             case _:
                 break
-        if not own.isdisjoint(name.partition(".")[0] for name in names):
+        tops = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+        if not (own.isdisjoint(tops) and all(is_installed(top, PathFinder.find_spec(top)) for top in tops)):
             break
         found += names
     if any("DistributedDataParallel" in _names(node) for node in ast.walk(tree)):

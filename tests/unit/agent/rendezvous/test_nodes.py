@@ -402,8 +402,8 @@ async def test_a_paused_leader_changes_nothing_after_its_successor(what: str) ->
             store.resume()
             async with asyncio.timeout(PATIENCE):
                 event = await next_event
-            if isinstance(event, RoundStarted) and event.store is not None:
-                event.store.close()
+            if isinstance(event, RoundStarted) and event.tcp_store_listener is not None:
+                event.tcp_store_listener.close()
             if took_over:
                 assert event.record == committed.round  # type: ignore[union-attr]
                 await asyncio.sleep(0.01)

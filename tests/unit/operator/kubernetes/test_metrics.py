@@ -74,10 +74,10 @@ def test_pods_that_the_operator_deletes_are_not_counted() -> None:
     assert counted(that_trained(a_job(suspend=True)), a_world(running(0), running(1))) == {}
 
 
-def test_restarts_of_workers_are_counted_as_charged_or_free() -> None:
+def test_restarts_of_workers_are_counted_as_charged_or_uncharged() -> None:
     pods = running(0), running(1)
     world = a_world(*pods, round=a_round(*pods, number=7, restarts=3, free=2))
-    assert counted(that_trained(a_job(), restarts=1), world) == {Cause.WORKER_FAILED: 2, Cause.FREE: 2}
+    assert counted(that_trained(a_job(), restarts=1), world) == {Cause.WORKER_FAILED: 2, Cause.UNCHARGED: 2}
 
 
 def test_the_time_until_a_job_trains_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_each_job_has_series_of_pods_conditions_and_budgets(accept: str) -> None
         ("condition", *job, "Running"): 1,
         ("condition", *job, "Waiting"): 0,
         ("restarts_total", *job, "worker_failed"): 2,
-        ("restarts_total", *job, "free"): 5,
+        ("restarts_total", *job, "uncharged"): 5,
         ("restarts_total", *job, "pod_failed"): 1,
         ("max_restarts", *job): 7,
         ("backoff_limit", *job): 7,
