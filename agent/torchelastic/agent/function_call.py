@@ -45,11 +45,7 @@ def pickle_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> byt
 
 
 def serialize_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
-    """Serialize the call that each worker makes. Pass the result to :func:`write_call`.
-
-    Raises:
-        SettingsError: the function or its arguments cannot be passed to a worker.
-    """
+    """Serialize the call that each worker makes, as :func:`pickle_call` does. Pass the result to :func:`write_call`."""
     main = sys.modules["__main__"]
     name = getattr(getattr(main, "__spec__", None), "name", None)
     file = Path(getattr(main, "__file__", None) or "").absolute()  # interactive code has no real file

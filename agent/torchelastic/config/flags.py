@@ -263,9 +263,6 @@ class CommandLine:
 
     Attributes:
         values: the parsed values by the same names.
-
-    Raises:
-        SettingsError: a value is invalid.
     """
 
     def __init__(self, raw: Mapping[str, RawValue], program: tuple[str, ...] = ()) -> None:

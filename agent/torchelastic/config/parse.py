@@ -318,9 +318,6 @@ def read_streams(raw: Mapping[str, RawValue], workers: int) -> dict[str, Any]:
     Args:
         raw: the unparsed values of ``log-dir``, ``redirects`` and ``tee``, each of them optional.
         workers: the number of workers.
-
-    Raises:
-        SettingsError: a value is invalid.
     """
     streams: dict[str, Any] = {name: _streams(raw.get(name), workers) for name in ("redirects", "tee")}
     if (folder := raw.get("log-dir")) is None:

@@ -233,11 +233,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
     # -- joining
 
     def _wait_for_round_after(self, serial: int, *, timeout: float | None = None) -> _Status:
-        """Wait for a round after this serial, or for the timeout; return the last status.
-
-        Raises:
-            RendezvousError: the run is over, or this node cannot continue.
-        """
+        """Wait for a round after this serial, or for the timeout; return the last status; raise if the run is over."""
 
         def is_later() -> bool:
             status = self._status

@@ -388,11 +388,7 @@ class HistoryWriter:
             await self._news.after(seen, timeout=WRITE_INTERVAL)
 
     async def read(self) -> None:
-        """Adopt the previous leader's history.
-
-        Raises:
-            StoreUnavailable: the store cannot be reached.
-        """
+        """Adopt the previous leader's history."""
         store, keys = self._run.store, self._run.keys
         breakdown, history = await asyncio.gather(store.get(keys.time_breakdown), store.get(keys.history))
         if (known := _decoded(breakdown, TimeBreakdown)) is not None:
@@ -402,11 +398,7 @@ class HistoryWriter:
         self.has_read = True
 
     async def write(self) -> None:
-        """Write the time breakdown, and the rounds if they have changed.
-
-        Raises:
-            StoreUnavailable: the store cannot be reached.
-        """
+        """Write the time breakdown, and the rounds if they have changed."""
         async with self._writing:
             keys, put = self._run.keys, self._run.run_lease.put
             history = encode(self._history.record())

@@ -193,22 +193,14 @@ class LeaderElection:
         self._become(Candidacy.WITHDRAWN)
 
     async def leave(self, *, standby: bool = False) -> None:
-        """Withdraw and resign; with ``standby``, lead again if no other node leads.
-
-        Raises:
-            StoreError: the request to the store failed.
-        """
+        """Withdraw and resign; with ``standby``, lead again if no other node leads."""
         self.withdraw()
         await self._vacate()
         if standby:
             self._become(Candidacy.STANDBY)
 
     async def resign(self) -> None:
-        """Resign in favor of nodes that know a later round; lead again after one lease if none of them leads.
-
-        Raises:
-            StoreError: the request to the store failed.
-        """
+        """Resign in favor of nodes that know a later round; lead again after one lease if none of them leads."""
         self._become(Candidacy.YIELDED)
         self._yields_until = asyncio.get_running_loop().time() + self._lease
         await self._vacate()

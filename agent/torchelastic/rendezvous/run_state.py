@@ -156,11 +156,7 @@ class RunStateWatch:
         return accepted if stored is None or (accepted is not None and accepted.number > stored.number) else stored
 
     async def follow(self) -> None:
-        """Watch the keys until cancelled.
-
-        Raises:
-            StoreRefused: the store refuses this node.
-        """
+        """Watch the keys until cancelled, or until the store refuses this node."""
         async with aclosing(follow_forever(self.store, self.keys.control, lost=self._lose)) as news:
             async for batch in news:
                 if isinstance(batch, Listing):
@@ -264,11 +260,7 @@ class NodeRegistration:
         await self._progress.until(lambda: self._written == self._updated.count and bool(self.lease))
 
     async def run(self) -> None:
-        """Keep the lease and the key until cancelled.
-
-        Raises:
-            StoreRefused: the store refuses this node.
-        """
+        """Keep the lease and the key until cancelled, or until the store refuses this node."""
         while True:
             try:
                 await self._hold()

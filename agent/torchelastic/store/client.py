@@ -80,12 +80,7 @@ async def connect(settings: StoreSettings) -> Store:
 
 
 async def connect_within(seconds: float, settings: StoreSettings | None) -> Store:
-    """Return a store like :func:`connect`, retrying for at most ``seconds``; without settings, a store in memory.
-
-    Raises:
-        StoreUnavailable: no server has answered.
-        StoreRefused: a server has answered, and a retry would not help.
-    """
+    """Return a store like :func:`connect`, retrying for at most ``seconds``; without settings, a store in memory."""
     return MemoryStore() if settings is None else await within(seconds, lambda: connect(settings))
 
 
@@ -129,9 +124,6 @@ async def follow(store: Store, prefix: str) -> AsyncGenerator[Listing | tuple[Ch
     """Yield a listing of a prefix, then its changes in batches; an empty batch means that the connection works.
 
     If the store no longer has the next change, another listing follows.
-
-    Raises:
-        StoreError: the watch or the listing failed.
     """
     while True:
         read = -1

@@ -79,12 +79,7 @@ class EtcdV2Store:
         self._leases: dict[int, _Lease] = {}
 
     async def check(self) -> None:
-        """Check that one of the servers can be used.
-
-        Raises:
-            StoreUnavailable: no server answers.
-            StoreRefused: a server answers, but does not serve the API v2, or refuses the credentials.
-        """
+        """Check that one of the servers can be used; raise as :func:`torchelastic.store.client.connect` does."""
         await self._servers.check(lambda endpoint: self._index("/", endpoint=endpoint))
 
     async def get(self, key: str) -> Entry | None:

@@ -197,12 +197,7 @@ class EtcdV3Store:
         self._authenticating = asyncio.Lock()
 
     async def check(self) -> None:
-        """Check that one of the servers can be used.
-
-        Raises:
-            StoreUnavailable: no server answers.
-            StoreRefused: a server answers, but is not etcd 3.4 or later with its gateway, or refuses the credentials.
-        """
+        """Check that one of the servers can be used; raise as :func:`torchelastic.store.client.connect` does."""
         body = msgspec.json.encode({"key": b"/"})
 
         async def read(endpoint: str) -> None:

@@ -101,20 +101,22 @@ class KopfSession:
         """Watch these namespaces, or all if there are none, until kopf ends; return why it ended."""
         handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until they have the operator's handlers again
-        # kopf.operator() would cancel all tasks of the event loop when it ends, not only its own.
-        tasks = await kopf.spawn_tasks(
-            registry=registry,
-            memo=self,
-            standalone=True,
-            clusterwide=not namespaces,
-            namespaces=namespaces,
-            # The default asks for the user's name, and in a container a user may have none.
-            identity="elastic-operator",  # type: ignore[arg-type]  # a str; kopf does not export its NewType
-        )
-        for number, handler in handlers.items():  # kopf has set its own, and would end the watches only
-            asyncio.get_running_loop().remove_signal_handler(number)
-            signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        try:
+            # kopf.operator() would cancel all tasks of the event loop when it ends, not only its own.
+            tasks = await kopf.spawn_tasks(
+                registry=registry,
+                memo=self,
+                standalone=True,
+                clusterwide=not namespaces,
+                namespaces=namespaces,
+                # The default asks for the user's name, and in a container a user may have none.
+                identity="elastic-operator",  # type: ignore[arg-type]  # a str; kopf does not export its NewType
+            )
+            for number, handler in handlers.items():  # kopf has set its own, and would end the watches only
+                asyncio.get_running_loop().remove_signal_handler(number)
+                signal.signal(number, handler)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -257,12 +257,7 @@ class _EmbeddedAgent(Agent):
         self._loop = asyncio.new_event_loop()
 
     def launch(self) -> RunResult:
-        """Run the workers until they exit, in a new event loop.
-
-        Raises:
-            RendezvousConnectionError: this node cannot join the run.
-            SettingsError: a setting is invalid or unsupported; the message states what to change.
-        """
+        """Run the workers until they exit, in a new event loop; raise as :meth:`LocalElasticAgent.run` does."""
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             return runner.run(self._result())
 
