@@ -150,7 +150,8 @@ INSTALLED = {
     "heavy": "",
     "threaded": "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
     "of_a_rank": "import os; os.environ['RANK']",
-    "fatal": "import os; 'RANK' in os.environ or os._exit(3)",
+    "asks_for_rank": "import os; RANK = os.getenv('RANK', '0')",
+    "fatal": "import os; 'LOCAL_RANK' in os.environ or os._exit(3)",
     "asks_for_cuda": "import torch; torch.cuda.is_available()",
     "configured": "",
 }
@@ -159,7 +160,7 @@ IMPORTS = f"""
 import os, sys
 learned = [name for name in {[*INSTALLED, "beside"]} if name in sys.modules]
 print("learned", *learned)
-import beside, heavy, threaded, of_a_rank, fatal, asks_for_cuda
+import beside, heavy, threaded, of_a_rank, asks_for_rank, fatal, asks_for_cuda
 os.environ["CONFIGURED"] = "yes"
 import configured
 sys.exit(not learned)
@@ -196,22 +197,37 @@ async def test_what_a_worker_imports_from_site_packages_is_preloaded_for_later_w
     [
         ("'A docstring.'\nfrom __future__ import annotations\nimport os, heavy as h", [], True),
         ("import os\nfrom heavy import *\nimport threaded, heavy as h", [], True),
+        ("import os, threaded\nimport heavy as h", [], False),
+        ("import os, asks_for_rank\nimport heavy as h", [], False),
         ("import os\nimport beside\nimport heavy as h", [], False),
+        ("import os\nimport project\nimport heavy as h", [], False),
         ("import os\nos.environ['CONFIGURED'] = 'yes'\nimport heavy as h", [], False),
         ("import os, heavy as h", ["--preload=none"], False),
     ],
-    ids=["first statements", "another is refused", "after a module of its own", "after a statement", "turned off"],
+    ids=[
+        "first statements",
+        "before a refused module",
+        "after a refused module",
+        "after a module that reads the rank",
+        "after a module of its own",
+        "after a module that is not installed",
+        "after a statement",
+        "turned off",
+    ],
 )
 async def test_what_a_program_imports_first_is_imported_once_for_all_workers(
     beginning: str, flags: list[str], once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heavy = "import os; BY, CONFIGURED = os.getpid(), 'CONFIGURED' in os.environ"
-    monkeypatch.setenv("PYTHONPATH", install(tmp_path, INSTALLED | {"heavy": heavy}))
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/project.py").write_text("import os; os.environ['CONFIGURED'] = 'yes'")
+    installed = install(tmp_path, INSTALLED | {"heavy": heavy})
+    monkeypatch.setenv("PYTHONPATH", f"{installed}:{tmp_path / 'src'}")
     (tmp_path / "beside.py").touch()
     [program] = script(tmp_path, f"{beginning}\nprint('once', h.BY != os.getpid(), h.CONFIGURED)").argv
     async with AgentProcess("--nproc-per-node=2", *flags, program) as agent:
         assert await agent.code() == ExitCode.SUCCEEDED
-    configured = "CONFIGURED" in beginning
+    configured = "CONFIGURED" in beginning or "project" in beginning
     assert sorted(line for line in agent.lines if "once" in line) == [
         f"[rank {rank}] once {once} {configured}" for rank in range(2)
     ]

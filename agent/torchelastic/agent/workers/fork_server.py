@@ -190,6 +190,7 @@ class ForkServer:
         """
         async with self._lock:
             await self._fork_now(0)
+        self._complete_until = asyncio.get_running_loop().time() + _IMPORT_PATIENCE
         await self._until_complete()
 
     async def fork(self, count: int) -> list[ForkedProcess]:
