@@ -440,8 +440,9 @@ async def test_a_program_keeps_its_signals_and_children_and_workers_exit_with_it
         worker = await launcher.wait_until_training(world=2, since=since)
         launcher.kill(signal.SIGINT)
         await until_gone(worker)
-        await launcher.wait_for_line("interrupted 1")
-        worker = await launcher.wait_until_training(world=2, since=launcher.lines.index("interrupted 1"))
+        await launcher.wait_for_line(r"interrupted 1\b", since=since)
+        interrupted = next(i for i, line in enumerate(launcher.lines) if "interrupted 1" in line)
+        worker = await launcher.wait_until_training(world=2, since=interrupted)
         launcher.kill(signal.SIGTERM)
         await until_gone(worker)
         assert await launcher.code() == -signal.SIGTERM
