@@ -218,7 +218,9 @@ class Agent:
                     return failed
 
     def _rendezvous_ended(self, running: asyncio.Task[None]) -> None:
-        error = None if running.cancelled() else running.exception()
+        if running.cancelled():
+            return  # this agent closes the rendezvous
+        error = running.exception()
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         self._events.put_nowait(ExitStatus.of_error(error))
