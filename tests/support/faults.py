@@ -309,8 +309,8 @@ class FaultRun:
         while True:
             event = await node.inner.events.get()
             if isinstance(event, RoundStarted):
-                if event.store is not None:
-                    event.store.close()
+                if event.tcp_store_listener is not None:
+                    event.tcp_store_listener.close()
                 self._check_round(member, event.record)
             elif isinstance(event, Partitioned):
                 member.partitioned_in = member.rounds[-1].number
