@@ -17,118 +17,77 @@ import re
 import signal
 import sys
 import time
-from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
+from benchmarks.recovery.launchers import TORCHRUN
 from benchmarks.support.command_line import parser, run_to_end
+from benchmarks.support.processes import ProcessTree, until
 from benchmarks.support.report import Measurement, Report, note
 from elastic_operator.local.processes import free_ports
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable
 
-OURS: Final = "torchelastic.run"
-TORCHRUN: Final = "torch.distributed.run"
+LAUNCHERS: Final = ("torchelastic.run", "torch.distributed.run")
 _EXAMPLES: Final = Path(__file__).parents[2] / "examples"
 _DIGITS: Final = str(_EXAMPLES / "digits.py")
-_STEP: Final = rb"step \d+/"
+_WORKER: Final = str(Path(__file__).with_name("worker.py"))
+_START: Final = "started with 2 workers"
+_STEP: Final = r"step \d+/"
 
 
-class Process:
-    """A process in a folder of its own, and its output."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self.pid = process.pid
-
-    async def line(self, pattern: bytes) -> bytes:
-        """Return the next line that matches; raise EOFError if the process ends without one."""
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
-            if re.search(pattern, line):
-                return line
-        raise EOFError(f"process {self.pid} has ended")
-
-    async def end(self) -> None:
-        """End the process, and wait until it has exited."""
-        if self._process.returncode is None:
-            self._process.send_signal(signal.SIGTERM)
-        await self._process.communicate()
+def _command(launcher: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-u", "-m", launcher, *arguments]
 
 
-@asynccontextmanager
-async def started(*command: str) -> AsyncIterator[Process]:
-    """Start a process of this Python, and end it when the context is left."""
-    with TemporaryDirectory(prefix="benchmark-") as folder:
-        process = Process(
-            await asyncio.create_subprocess_exec(
-                sys.executable,
-                *command,
-                cwd=folder,
-                env={**os.environ, "XDG_STATE_HOME": folder},
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-            )
-        )
-        try:
-            yield process
-        finally:
-            await process.end()
+def _has(log: Path, pattern: str) -> bool:
+    return re.search(pattern, log.read_text(errors="replace"), re.DOTALL) is not None
 
 
-def descendants(pid: int) -> Iterator[int]:
-    """Yield the ids of all processes that a process and its descendants have started."""
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, children.read_text().split()):
-            yield child
-            yield from descendants(child)
-
-
-def _runs(pid: int, program: str) -> bool:
-    return program.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:3]
-
-
-async def kill_of_a_worker(launcher: str) -> float:
-    """Return the seconds from the kill of rank 1 until the next step."""
-    flags = ("--standalone", "--nproc-per-node=2", "--max-restarts=3")
-    async with started("-m", launcher, *flags, _DIGITS, "--epochs=400") as agent:
-        await agent.line(_STEP)
+async def kill_of_a_worker(launcher: str, limit: float) -> float:
+    """Return the seconds from the kill of rank 1 until rank 0 prints its next step."""
+    async with ProcessTree() as tree:
+        log, flags = tree.folder / "log", ("--standalone", "--nproc-per-node=2", "--max-restarts=3")
+        agent = tree.start(_command(launcher, *flags, _DIGITS, "--epochs=400"), log, TORCHRUN.environment)
+        await until(lambda: _has(log, _STEP), limit, "no step")
         await asyncio.sleep(1)
-        _, second = sorted(pid for pid in descendants(agent.pid) if _runs(pid, _DIGITS))
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in tree.living([agent.pid])}
+        _, second = sorted(pid for pid, command in commands.items() if _DIGITS.encode() in command[:3])
         began = time.monotonic()
         os.kill(second, signal.SIGKILL)
-        await agent.line(rb"(resumed|started)")
-        await agent.line(_STEP)
+        # Rank 0 prints a line at its start, and each first step.
+        await until(lambda: _has(log, f"{_START}.*{_START}.*{_STEP}"), limit, "no next step")
         return time.monotonic() - began
 
 
-async def start_of_two_nodes(launcher: str) -> float:
+async def start_of_two_nodes(launcher: str, limit: float) -> float:
     """Return the seconds from the start of two launchers until the first collective operation."""
     [port] = free_ports(1)
     flags = ("--nnodes=1:3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=benchmark")
-    began = time.monotonic()
-    async with AsyncExitStack() as stack:
-        command = ("-m", launcher, *flags, "--nproc-per-node=1", str(Path(__file__).with_name("worker.py")))
-        nodes = [await stack.enter_async_context(started(*command)) for _ in range(2)]
-        await asyncio.gather(*(node.line(b"a world of 2") for node in nodes))
+    async with ProcessTree() as tree:
+        began, logs = time.monotonic(), [tree.folder / f"log-{number}" for number in range(2)]
+        for log in logs:
+            tree.start(_command(launcher, *flags, "--nproc-per-node=1", _WORKER), log, TORCHRUN.environment)
+        await until(lambda: all(_has(log, "a world of 2") for log in logs), limit, "no collective operation")
         return time.monotonic() - began
 
 
-async def start_of_digits(command: str) -> float:
-    """Return the seconds from the start of a command until the first step."""
-    of_job = ("-m", "elastic_operator.cli.main", "run", "--plain", str(_EXAMPLES / "digits.yaml"))
-    began = time.monotonic()
-    async with started(*(of_job if command == "elasticjob" else (_DIGITS,))) as process:
-        await process.line(_STEP)
+async def start_of_digits(command: str, limit: float) -> float:
+    """Return the seconds from the start of a command until the first step is printed."""
+    async with ProcessTree() as tree:
+        log, began = tree.folder / "log", time.monotonic()
+        of_job = _command("elastic_operator.cli.main", "run", "--plain", str(_EXAMPLES / "digits.yaml"))
+        argv = of_job if command == "elasticjob" else [sys.executable, "-u", _DIGITS]
+        tree.start(argv, log, {"XDG_STATE_HOME": str(tree.folder)})
+        await until(lambda: _has(log, _STEP), limit, "no step")
         return time.monotonic() - began
 
 
-SCENARIOS: Final[dict[str, tuple[str, Callable[[str], Awaitable[float]], tuple[str, str], float]]] = {
-    "kill": ("a worker of digits.py is killed", kill_of_a_worker, (OURS, TORCHRUN), 0.5),
-    "nodes": ("two nodes start with --nnodes 1:3", start_of_two_nodes, (OURS, TORCHRUN), 2.5),
+SCENARIOS: Final[dict[str, tuple[str, Callable[[str, float], Awaitable[float]], tuple[str, str], float]]] = {
+    "kill": ("a worker of digits.py is killed", kill_of_a_worker, LAUNCHERS, 0.5),
+    "nodes": ("two nodes start with --nnodes 1:3", start_of_two_nodes, LAUNCHERS, 2.5),
     "run": ("elasticjob run digits.yaml", start_of_digits, ("elasticjob", "python digits.py"), 3.0),
 }
 
@@ -143,25 +102,16 @@ async def run(arguments: argparse.Namespace) -> Report:
         for number in range(1, arguments.repeat + 1):
             for peer in peers:
                 try:
-                    async with asyncio.timeout(arguments.limit):
-                        samples[peer].append(await measure(peer))
+                    samples[peer].append(await measure(peer, arguments.limit))
                     note(f"{what} {number}/{arguments.repeat}: {peer}: {samples[peer][-1]:.3f} s")
-                except (TimeoutError, EOFError) as error:
-                    never[peer].append(str(error) or f"no step within {arguments.limit:g} s")
-        report.add(_measurement(what, samples, never, peers, wanted))
+                except TimeoutError as error:
+                    never[peer].append(f"{error}")
+        ours, peer = peers
+        shown = peer.replace("torch.distributed.run", "torchrun")
+        report.add(
+            Measurement(what, samples[ours], samples[peer], never[ours], never[peer], shown, ours_at_most=wanted)
+        )
     return report
-
-
-def _measurement(
-    what: str,
-    samples: dict[str, list[float]],
-    never: dict[str, list[str]],
-    peers: Sequence[str],
-    wanted: float,
-) -> Measurement:
-    ours, peer = peers
-    name = "torchrun" if peer == TORCHRUN else peer
-    return Measurement(what, samples[ours], samples[peer], never[ours], never[peer], name, ours_at_most=wanted)
 
 
 def main() -> int:

@@ -7,22 +7,19 @@ the next world. ``torchelastic.train`` without an agent and torchrun take turns.
 
 from __future__ import annotations
 
-import asyncio
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from benchmarks.recovery.launchers import TORCHRUN
 from benchmarks.support.command_line import at_least, parser, run_to_end
 from benchmarks.support.etcd import BreakableEtcd, choose_etcd
-from benchmarks.support.processes import ProcessTree
+from benchmarks.support.processes import ProcessTree, until
 from benchmarks.support.report import Measurement, Report, note
 from elastic_operator.local.processes import free_ports
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
 
 WANTED: Final = 0.15
 """Wanted seconds from a fault to the next step of every survivor."""
@@ -43,16 +40,7 @@ LEASE: Final = 5.0
 """The lease of a node in seconds."""
 
 _STEPS: Final = 400  # about 2 s
-_POLL: Final = 0.005
 _PROGRAM: Final = str(Path(__file__).with_name("program.py"))
-
-
-async def _until(condition: Callable[[], bool], limit: float, what: str) -> None:
-    deadline = time.monotonic() + limit
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} within {limit:g} s")
-        await asyncio.sleep(_POLL)
 
 
 def _lines(file: Path, word: str) -> list[list[float]]:
@@ -101,12 +89,12 @@ async def pause(
             return [each[0] for each in steps if each]
 
         try:
-            await _until(lambda: sum(_has_trained(each, ranks) for each in reports()) == ranks, limit, "no steps")
+            await until(lambda: sum(_has_trained(each, ranks) for each in reports()) == ranks, limit, "no steps")
             victim = sorted(reports(), key=lambda file: int(file.name))[0 if first else -1]
             victim.with_suffix(".fault").touch()
-            await _until(lambda: bool(_lines(victim, "fault")), limit, "no fault")
+            await until(lambda: bool(_lines(victim, "fault")), limit, "no fault")
             fault_round = max(round for _, round, _ in _lines(victim, "step"))
-            await _until(lambda: len(resumed()) == (ranks if stays else ranks - 1), limit, "no steps after the fault")
+            await until(lambda: len(resumed()) == (ranks if stays else ranks - 1), limit, "no steps after the fault")
             return max(resumed()) - _lines(victim, "fault")[0][0]
         except TimeoutError:
             for log in tree.folder.glob("log-*"):

@@ -6,22 +6,40 @@ descendants. If the benchmark itself is killed, a watchdog kills the processes a
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import shutil
 import tempfile
+import time
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from torchelastic.agent.workers.linux import TREE_MARK, ProcessEntry, read_table, with_descendants
 from torchelastic.agent.workers.processes import Reaper, Watchdog, spawn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torchelastic.agent.workers.linux import Table
     from torchelastic.agent.workers.processes import Child
+
+
+_POLL: Final = 0.005
+
+
+async def until(condition: Callable[[], bool], limit: float, what: str) -> None:
+    """Wait until a condition holds; look every 5 ms.
+
+    Raises:
+        TimeoutError: the condition does not hold within `limit` seconds; `what` says what is missing.
+    """
+    deadline = time.monotonic() + limit
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} within {limit:g} s")
+        await asyncio.sleep(_POLL)
 
 
 class ProcessTree:

@@ -86,6 +86,7 @@ def test_a_seed_selects_the_faults() -> None:
         ("recovery", "--settle=0 --limit=120 --only=worker", "worker killed"),
         ("memory", "--settle=0", "PSS of an agent and 4 workers"),
         ("metrics", "--steps=20 --limit=120", "scrape of 10,000 series"),
+        ("first_step", "--limit=120 --only=run", "elasticjob run digits.yaml"),
     ],
 )
 def test_a_benchmark_prints_all_its_measurements(scratch: Path, benchmark: str, arguments: str, name: str) -> None:

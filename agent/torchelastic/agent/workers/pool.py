@@ -34,6 +34,7 @@ from torchelastic.protocol.records import FailureKind
 from torchelastic.protocol.worker import ERROR_FILE, HEARTBEAT_FILE, METRICS_FILE, WORKER_SOCKET
 
 if TYPE_CHECKING:
+    import ast
     import socket
     from collections.abc import Callable, Mapping, Sequence
     from types import ModuleType
@@ -251,8 +252,6 @@ class Workers:
             self.fork_server = self._make_fork_server()
             stack.push_async_callback(self.fork_server.close)
             self.fork_server.start()
-            if not self._executed:
-                self.fork_server.expect(program_source.first_imports(self._settings.program))
             stack.push_async_callback(self._end_workers)
             if self._settings.metrics_port is not None:  # the fork server imports torch meanwhile
                 from torchelastic.metrics.worker_collector import WorkerMetrics
@@ -283,14 +282,18 @@ class Workers:
     def _make_fork_server(self) -> ForkServer:
         program = self._settings.program
         self._executed = program.kind is ProgramKind.COMMAND or program.start_method is StartMethod.EXEC
-        if not self._executed and (reason := _reason_to_execute(program, self._base)):
+        tree = program_source.parse(program)
+        if not self._executed and (reason := _reason_to_execute(program, tree, self._base)):
             self._executed = True
             logger.warning("%s: each worker starts a new interpreter, which takes longer than a fork.", reason)
         if self._executed and program.preload:
             logger.warning("--preload has no effect: each worker starts a new interpreter, which imports everything.")
             program = dataclasses.replace(program, preload=())
         spares = 1 + self._settings.workers  # one for the TCPStore
-        return ForkServer(self._reaper, self._base, program, spares=spares)
+        server = ForkServer(self._reaper, self._base, program, spares=spares)
+        if not self._executed:
+            server.expect(program_source.first_imports(program, tree))
+        return server
 
     async def _end_workers(self) -> None:
         if self._group is not None and not self._group.stopped:
@@ -420,7 +423,7 @@ def _serve_tcp_store(process: ForkedProcess, listener: socket.socket) -> None:
     process.begin("tcp_store", {"host": local, "port": port}, {1: 2, 2: 2}, [listener.fileno()])
 
 
-def _reason_to_execute(program: Program, environment: Mapping[str, str]) -> str:
+def _reason_to_execute(program: Program, tree: ast.Module, environment: Mapping[str, str]) -> str:
     """Return why the workers of a Python program need a new interpreter; empty if they can be forked."""
     if started := [name for name in _STARTED_WITH_INTERPRETER if name in environment]:
         return f"{started[0]} is set"
@@ -429,7 +432,7 @@ def _reason_to_execute(program: Program, environment: Mapping[str, str]) -> str:
     name = program.argv[0]
     if program.kind is ProgramKind.SCRIPT and name.endswith(".pyc"):
         return f"{name} is compiled"
-    if names := program_source.variables_read_by_torch(program):
+    if names := program_source.variables_read_by_torch(tree):
         read = "which torch reads when it is imported (set it for the agent instead)"
-        return f"{name} sets {', '.join(names)}, {read}"
+        return f"{program_source.path_of(program).name} sets {', '.join(names)}, {read}"
     return ""

@@ -31,13 +31,32 @@ _READ_BY_COMPILER: Final = ("TORCHDYNAMO_", "TORCHINDUCTOR_")
 """Prefixes of variables that torch reads when it imports its compiler, which is later than its own import."""
 
 
-def variables_read_by_torch(program: Program) -> list[str]:
+def path_of(program: Program) -> Path:
+    """Return the file of a script, or the file that a module has if it is in the working directory."""
+    name = program.argv[0]
+    return Path(name) if program.kind is ProgramKind.SCRIPT else Path(f"{name.replace('.', '/')}.py")
+
+
+def parse(program: Program) -> ast.Module:
+    """Return the syntax tree of a program; an empty one if its source cannot be read or is not Python."""
+    path = path_of(program)
+    try:
+        # A pipe, such as /dev/stdin, can be read only once; a command is not Python.
+        readable = program.kind is not ProgramKind.COMMAND and path.is_file()
+        source = path.read_text(encoding="utf-8", errors="replace") if readable else ""
+        with warnings.catch_warnings(action="ignore"):  # the program prints its warnings itself
+            return ast.parse(source)
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: deeply nested expressions
+        return ast.Module([], [])
+
+
+def variables_read_by_torch(tree: ast.Module) -> list[str]:
     """Return the variables that a program sets, although torch reads them when it is imported."""
-    changed = _changed_variables(_parse(program))
+    changed = _changed_variables(tree)
     return sorted(name for name in changed if name.startswith(_READ_AT_IMPORT) and not name.startswith(_READ_AT_USE))
 
 
-def first_imports(program: Program) -> list[str]:
+def first_imports(program: Program, tree: ast.Module) -> list[str]:
     """Return the installed modules that a program imports before it executes anything else.
 
     So nothing of the program, or of modules that are not installed, can change what these modules do when they are
@@ -47,7 +66,6 @@ def first_imports(program: Program) -> list[str]:
     if program.kind is ProgramKind.MODULE and "." in name:
         return []  # its packages are imported first
     found: list[str] = []
-    tree = _parse(program)
     folder = Path(search_path(program.kind.value, name))
     try:
         own = {entry.name.partition(".")[0] for entry in folder.iterdir()} if folder.is_dir() else set()
@@ -74,19 +92,6 @@ def first_imports(program: Program) -> list[str]:
 
 def _names(node: ast.AST) -> list[str]:
     return [getattr(node, field, "") for field in ("id", "attr", "name")]
-
-
-def _parse(program: Program) -> ast.Module:
-    """Return the syntax tree of a program; an empty one if its source cannot be read or is not Python."""
-    name = program.argv[0]
-    path = Path(name) if program.kind is ProgramKind.SCRIPT else Path(f"{name.replace('.', '/')}.py")
-    try:
-        # A pipe, such as /dev/stdin, can be read only once.
-        source = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-        with warnings.catch_warnings(action="ignore"):  # the program prints its warnings itself
-            return ast.parse(source)
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: deeply nested expressions
-        return ast.Module([], [])
 
 
 def _changed_variables(tree: ast.Module) -> set[str]:

@@ -105,6 +105,10 @@ def _no_progress_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "REPORTS", progress.Reports())
 
 
+class Measured(float):
+    """A number of another type than float, such as numpy.float64."""
+
+
 async def ask_for_notice(worker: Notices, agent: Agent, seconds: float = 20.0) -> None:
     await asyncio.to_thread(worker.ask_for_notice, seconds)
     await agent.node.until(notice=min(seconds, LIMIT))
@@ -119,7 +123,7 @@ async def wait_for_notice(worker: Notices) -> Notice:
 
 async def test_a_worker_asks_for_notice_and_answers_it(agent: Agent, worker: Notices) -> None:
     assert worker.notice() is None
-    await ask_for_notice(worker, agent)
+    await ask_for_notice(worker, agent, Measured(20.0))
     assert not agent.pending
     agent.give(cause="\N{SNOWMAN}\x01\\" * 300)
     notice = await wait_for_notice(worker)
@@ -177,7 +181,7 @@ async def test_the_round_check_is_false_without_an_answer(monkeypatch: pytest.Mo
 
 
 async def test_the_round_check_returns_the_agents_answer(agent: Agent) -> None:
-    assert await asyncio.to_thread(torchelastic.is_round_current, 3.0)
+    assert await asyncio.to_thread(torchelastic.is_round_current, Measured(3.0))
     ((round, seconds),) = agent.node.asked
     assert round == ROUND
     assert 0 < seconds < 3
