@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -26,7 +27,7 @@ from tests.support.workers import (
     titled,
     workers_of,
 )
-from torchelastic.agent.workers.linux import read_process, read_table
+from torchelastic.agent.workers.linux import TREE_MARK, has_mark, read_process, read_table
 from torchelastic.agent.workers.processes import python_code
 from torchelastic.config.settings import LogSettings, Program, ProgramKind
 
@@ -136,7 +137,8 @@ async def test_an_agent_that_is_the_first_process_of_a_container_reaps_orphans_a
 async def test_an_agent_in_a_program_kills_its_processes_and_no_other_children(tmp_path: Path) -> None:
     source = f"{TELL}\n{FAMILY}\ntell('family', answer)\nif 'LEAVE' not in os.environ: signal.pause()"
     descriptors = len([*Path("/proc/self/fd").iterdir()])
-    with subprocess.Popen(["sleep", "600"], start_new_session=True) as mine:  # noqa: ASYNC220 - a user's child
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as mine, contextlib.ExitStack() as stack:  # noqa: ASYNC220
+        stack.callback(mine.kill)
         before = {entry.pid for entry in read_table().values() if entry.parent == os.getpid()}
         async with WorkerRunner(tmp_path) as runner:
             for leave in ({"LEAVE": "1"}, {}):
@@ -155,9 +157,18 @@ async def test_an_agent_in_a_program_kills_its_processes_and_no_other_children(t
         assert {entry.pid for entry in read_table().values() if entry.parent == os.getpid()} == before
         assert not scratch.exists()
         assert mine.poll() is None
-        mine.kill()
-        assert mine.wait() == -signal.SIGKILL
     assert len([*Path("/proc/self/fd").iterdir()]) == descriptors
+
+
+def test_a_process_keeps_its_mark_while_it_executes_a_new_program(tmp_path: Path) -> None:
+    (script := tmp_path / "again.sh").write_text('exec sh "$0"\n')
+    with (
+        subprocess.Popen(["sh", script], env={**os.environ, TREE_MARK: "this"}) as process,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(process.kill)
+        assert sum(has_mark(process.pid, "this") for _ in range(1000)) > 990  # the kernel's answers are not atomic
+        assert not has_mark(process.pid, "other")
 
 
 async def test_a_command_is_killed_with_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,12 @@ _CODE: Final = 22
 _DATA: Final = 41
 """Indexes of the first address of the code and of the data in /proc/self/stat, counted after the state."""
 
+_MEMORY_SIZE: Final = 20
+_ENVIRONMENT: Final = 47
+"""Indexes of the size of the memory, and of the first address of the environment, counted from the state."""
+
+_EXECUTE_TIMEOUT: Final = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessEntry:
@@ -115,8 +121,18 @@ def read_table() -> Table:
 
 
 def has_mark(pid: int, mark: str) -> bool:
-    """Return whether a process was started with this mark."""
-    return f"{TREE_MARK}={mark}".encode() in _read(pid, "environ").split(b"\0")
+    """Return whether a process was started with this mark.
+
+    A process that executes a new program (execve) has no environment for a moment, which is waited for.
+    """
+    until = time.monotonic() + _EXECUTE_TIMEOUT
+    with contextlib.suppress(OSError):  # the process has been reaped, or belongs to another user
+        while not (environment := Path(f"/proc/{pid}/environ").read_bytes()) and time.monotonic() < until:
+            fields = _read(pid, "stat").rpartition(b")")[2].split()
+            if not fields or fields[_MEMORY_SIZE] == b"0" or b"0" != fields[_ENVIRONMENT] == fields[_ENVIRONMENT + 1]:
+                return False  # the process has exited, or its environment is empty
+        return f"{TREE_MARK}={mark}".encode() in environment.split(b"\0")
+    return False
 
 
 def removes_shared_memory(pid: int) -> bool:
