@@ -2,10 +2,10 @@
 
 kopf does not list for itself, for these reasons:
 
-- It keeps a task and a full copy of each object from its first event on, until no event follows for a while. A list is
-  an event of each object, so all pods of a cluster would be in memory at once. The cache reads a list in pages, and
-  keeps only what a plan needs.
-- It reports no deletion that happens between two watches. The cache finds these objects by their absence from a list.
+- It runs a task for each listed object. Until 500 jobs with 5,000 pods are in the cache, kopf's own lists take 6.0 s
+  and 142 MiB, and the operator's take 1.8 s and 114 MiB (the lists only, from a server in memory).
+- It reports no deletion that happens between two watches. A periodic list of names finds it only after the interval;
+  the cache finds it at once, by the object's absence from the list with which the next watch begins.
 - A job must not be in the cache before its pods, and kopf lists all kinds at once.
 - If a kind in one namespace cannot be listed, kopf ends all watches.
 
