@@ -117,7 +117,10 @@ def commands(site: Site, programs: Mapping[str, Path], tools: Path) -> dict[str,
             *installation.api_server_command(site),
             "--kubelet-preferred-address-types=InternalIP",
         ],
-        "kube-controller-manager": installation.controller_manager_command(site),
+        "kube-controller-manager": [
+            *installation.controller_manager_command(site),
+            "--node-monitor-grace-period=25s",  # half of the default: tests wait until a silent node is noticed
+        ],
         "kube-scheduler": installation.scheduler_command(site),
         "containerd": [str(tools / "usr/bin/containerd"), f"--config={config / 'containerd.toml'}"],
         "kubelet": [
@@ -173,6 +176,7 @@ def _kubelet(site: Site) -> Mapping[str, Any]:
         "enforceNodeAllocatable": [],
         "failCgroupV1": False,
         "failSwapOn": False,
+        "volumeStatsAggPeriod": "5s",  # not a minute: a test waits for the eviction of a pod with a full volume
         "featureGates": {"KubeletInUserNamespace": True},
         "oomScoreAdj": 0,
         # The machine's disk may be nearly full, which must not evict pods or images.

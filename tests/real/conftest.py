@@ -1,4 +1,4 @@
-"""Fixtures that run tests with the oldest supported torch.
+"""Fixtures of tests with real processes; among them, those that run tests with the oldest supported torch.
 
 If the environment has ELASTICJOB_TEST_TORCH=oldest, all tests in this folder run their programs with the oldest torch,
 which is part of the test bed.
@@ -32,6 +32,14 @@ def each_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Run the test twice: with the torch of this environment, and with the oldest torch in all Python processes."""
     if request.param == "oldest":
         monkeypatch.setattr(sys, "executable", str(request.getfixturevalue("oldest_torchs_python")))
+
+
+@pytest.fixture
+def stop(tmp_path: Path) -> Iterator[Path]:
+    """The path of a file; the workers finish when it exists, even those that outlive their launcher."""
+    path = tmp_path / "stop"
+    yield path
+    path.touch()
 
 
 @pytest.fixture(autouse=True)

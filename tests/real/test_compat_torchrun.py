@@ -15,7 +15,7 @@ import pytest
 from tests.support.agents import MEETING, AgentProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from tests.support.etcd import EtcdServer
 
@@ -37,14 +37,6 @@ def program(tmp_path: Path) -> Path:
     path = tmp_path / "meeting.py"
     path.write_text(MEETING)
     return path
-
-
-@pytest.fixture
-def stop(tmp_path: Path) -> Iterator[Path]:
-    """The path of a file; the workers finish when it exists, even those that outlive torchrun."""
-    path = tmp_path / "stop"
-    yield path
-    path.touch()
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ def test_the_readme_commands_of_the_hello_example_work() -> None:
 def test_digits_resumed_on_other_nodes_gives_the_same_network(etcd: EtcdServer, tmp_path: Path) -> None:
     program = (EXAMPLES / "digits.py", "--epochs=1", "--checkpoint-every=0")
     undisturbed, first, second = tmp_path / "undisturbed", tmp_path / "first", tmp_path / "second"
-    with started(sys.executable, *program, TORCHELASTIC_CHECKPOINT_DIR=undisturbed) as process:
+    with started(sys.executable, *program, TORCHELASTIC_CHECKPOINT_DIR=undisturbed, OMP_NUM_THREADS=1) as process:
         output = output_of(process)
     assert "started with 1 workers" in output
     assert re.search(r"epoch 1/1  step \d+/23  loss \d\.\d{3}  \d+\.\dk samples/s", output)

@@ -26,6 +26,15 @@ def script(folder: Path, source: str) -> Path:
     return path
 
 
+async def output_of(
+    folder: Path, source: str, *arguments: str | Path, code: int = 0, env: dict[str, str] | None = None
+) -> str:
+    """Run a launcher with this source until it exits, and return its output."""
+    async with Launcher(script(folder, source), *arguments, env=env) as launcher:
+        assert await launcher.code() == code, launcher.output
+    return launcher.output
+
+
 COMMON = """\
 import os, signal, sys, threading, time
 
