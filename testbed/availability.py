@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
 Part = Literal[
-    "control_plane", "node", "etcds", "oldest_etcd", "oldest_torch", "prometheus", "browser", "simulated_nodes"
+    "control_plane", "node", "etcds", "oldest_etcd", "oldest_torch", "prometheus", "browser", "ssh", "simulated_nodes"
 ]
 
 EXHAUSTIVE: Final = os.environ.get("TORCHELASTIC_EXHAUSTIVE", "") not in {"", "0"}
@@ -32,6 +32,7 @@ PARTS: Final[Mapping[Part, str]] = {
     "oldest_torch": "the oldest torch that is supported",
     "prometheus": "a real Prometheus",
     "browser": "a real browser",
+    "ssh": "a real server of SSH",
     "simulated_nodes": "simulated nodes (kwok)",
 }
 """The description of each part; a test that needs a part has the part's name as a mark."""
@@ -113,6 +114,8 @@ def _needs(part: Part) -> Iterator[Step]:
             yield _packages("prometheus", "Prometheus")
         case "browser":
             yield _packages("browser", "a browser")
+        case "ssh":
+            yield _packages("ssh", "a server of SSH")
         case "simulated_nodes":
             yield from _programs("kwok")
         case "control_plane" | "node":

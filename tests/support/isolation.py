@@ -25,6 +25,11 @@ def first_process() -> tuple[str, ...]:
     return _tried("--pid", "--fork", "--mount-proc", "--kill-child")
 
 
+def mounts() -> tuple[str, ...]:
+    """Return a command that executes its arguments in a mount namespace."""
+    return _tried("--mount", "--kill-child")
+
+
 def network(interface: str, address: str) -> tuple[str, ...]:
     """Return a command that executes its arguments in a network namespace with an interface of this address."""
     other = f"{interface}-peer"

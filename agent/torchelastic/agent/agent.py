@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from torchelastic.config.settings import AgentSettings
     from torchelastic.metrics.agent import AgentMetrics
     from torchelastic.protocol.records import RoundReason, RoundRecord
+    from torchelastic.store.api import Store
 
 logger = logging.getLogger(__name__)
 
@@ -82,15 +83,26 @@ class RequestsChanged:
 
 
 class Agent:
-    """Runs one node of a run until the run ends or the node leaves; `metrics` records the measurements.
+    """Runs one node of a run until the run ends or the node leaves.
+
+    Args:
+        settings: the settings of this agent.
+        metrics: records the measurements.
+        connect: returns the store of the run; None for the store of the settings.
 
     Attributes:
         failures: the failures of this node's workers in the current round.
     """
 
-    def __init__(self, settings: AgentSettings, metrics: AgentMetrics) -> None:
+    def __init__(
+        self,
+        settings: AgentSettings,
+        metrics: AgentMetrics,
+        connect: Callable[[], Coroutine[Any, Any, Store]] | None = None,
+    ) -> None:
         self._settings = settings
         self._metrics = metrics
+        self._connect = connect or partial(connect_within, settings.rendezvous.join_timeout, settings.store)
         self._events: asyncio.Queue[Any] = asyncio.Queue()
         self._signals = Signals(self._events.put_nowait, settings.signals)
         self._node: RendezvousNode
@@ -160,8 +172,7 @@ class Agent:
         if settings.store is not None and settings.etcd_addresses:  # of this machine
             host = EtcdHost(settings.store, settings.etcd_addresses, settings.rendezvous.run_id, workers.start_daemon)
             await self._signals.unless_first(stack.enter_async_context(host.serving()))
-        connecting = connect_within(settings.rendezvous.join_timeout, settings.store)
-        store = await self._signals.unless_first(connecting)
+        store = await self._signals.unless_first(self._connect())
         stack.push_async_callback(store.close)
         node = RendezvousNode(
             store,
@@ -174,6 +185,14 @@ class Agent:
         node.events = self._events
         self._metrics.follow(node)
         return node
+
+    @property
+    def ranks(self) -> tuple[int, range] | None:
+        """The number of the last round, and the ranks of this node's workers in it; None if it has none in it."""
+        if (round := self._round) is None or self._node_id not in round.nodes:
+            return None
+        first = round.first_rank(self._node_id)
+        return round.number, range(first, first + self._settings.workers)
 
     def is_own(self, failure: FailureRecord) -> bool:
         """Return whether a worker of this node, and of the last round, has this failure."""

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from torchelastic.config.settings import Streams
 from torchelastic.errors import SettingsError
@@ -65,6 +65,20 @@ _RESTART_COUNT: Final = "TORCHELASTIC_RESTART_COUNT"
 _QUEUE_LIMIT: Final = 1 << 20
 _RETRY_DELAY: Final = 0.01
 """Seconds until a pipe is read again if the console is full."""
+
+
+class OutputConsumer(Protocol):
+    """Takes the output of workers."""
+
+    def write(self, descriptor: int, output: bytes, prefix: bytes = b"", source: object = None) -> None:
+        """Take output of a stream, 1 or 2; only the same `source` continues a line."""
+
+    @property
+    def full(self) -> bool:
+        """Whether no more output should be read for now."""
+
+    async def close(self, *, patience: float, limit: float) -> None:
+        """Pass on the remaining output: see :meth:`Console.close`."""
 
 
 class Console:
@@ -179,7 +193,13 @@ class LogPipe:
     """
 
     def __init__(
-        self, *, prefix: bytes, console: Console, descriptor: int, file: Path | None, lines: LineFilter | None = None
+        self,
+        *,
+        prefix: bytes,
+        console: OutputConsumer,
+        descriptor: int,
+        file: Path | None,
+        lines: LineFilter | None = None,
     ) -> None:
         self._path = file
         self._file = None if file is None else _open_log(file)
@@ -375,7 +395,7 @@ class Logs:
     """
 
     def __init__(
-        self, settings: LogSettings, console: Console, scratch: Path, role: str, *, reads_stderr: bool
+        self, settings: LogSettings, console: OutputConsumer, scratch: Path, role: str, *, reads_stderr: bool
     ) -> None:
         self._settings = settings
         self._console = console

@@ -11,6 +11,7 @@ import contextlib
 import socket
 import time
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
@@ -29,7 +30,6 @@ from torchelastic.protocol.worker import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from torchelastic.protocol.records import NoticeRecord, RoundRecord
     from torchelastic.rendezvous.node import RendezvousNode
@@ -112,6 +112,7 @@ class WorkerSocket:
 
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
+        Path(self.path).unlink(missing_ok=True)  # another agent may use the folder next
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)

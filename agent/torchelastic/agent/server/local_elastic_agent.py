@@ -282,13 +282,10 @@ class _EmbeddedAgent(Agent):
             return self._result_of(await self.run(workers), workers)
 
     def _result_of(self, ending: ExitStatus, workers: Workers) -> RunResult:
-        round, failure = self._round, ending.message.failure
-        results: dict[int, Any] = {}
-        if ending.code is ExitCode.SUCCEEDED and round is not None and self._node_id in round.nodes:
-            first = round.first_rank(self._node_id)
-            results = read_results(workers.scratch, round.number, range(first, first + self._settings.workers))
+        failure = ending.message.failure
         match ending.code:
             case ExitCode.SUCCEEDED:
+                results = {} if self.ranks is None else read_results(workers.scratch, *self.ranks)
                 return RunResult(WorkerState.SUCCEEDED, return_values=results)
             case ExitCode.FAILED if failure is not None:
                 return RunResult(WorkerState.FAILED, failures=process_failures(failure, self, workers))

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import ModuleType
 
-    from torchelastic.agent.logs import WorkerOutput
+    from torchelastic.agent.logs import OutputConsumer, WorkerOutput
     from torchelastic.agent.workers.fork_server import ForkedProcess
     from torchelastic.agent.workers.processes import Child
     from torchelastic.config.settings import AgentSettings, Program
@@ -211,6 +211,7 @@ class Workers:
     Args:
         settings: the settings of the agent.
         owns_process: see :class:`~torchelastic.agent.workers.processes.Reaper`.
+        output: takes the output that would go to the console; None for the console.
 
     Attributes:
         fork_server: the process from which workers are forked.
@@ -218,8 +219,11 @@ class Workers:
         metrics: the workers' metrics; None without ``--metrics-port``.
     """
 
-    def __init__(self, settings: AgentSettings, *, owns_process: bool = True) -> None:
+    def __init__(
+        self, settings: AgentSettings, *, owns_process: bool = True, output: OutputConsumer | None = None
+    ) -> None:
         self._settings = settings
+        self._output = output
         self._mark = secrets.token_hex(8)
         self._reaper = Reaper(owns_process=owns_process)
         self._stack = contextlib.AsyncExitStack()
@@ -236,7 +240,7 @@ class Workers:
             folders = [self.scratch, self._shared]
             for folder in folders:
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            self._console = Console(carries_log=self._reaper.owns_process)
+            self._console = self._output or Console(carries_log=self._reaper.owns_process)
             stack.push_async_callback(self._console.close, patience=_CONSOLE_PATIENCE, limit=_CONSOLE_LIMIT)
             self._logs = Logs(
                 self._settings.logs,

@@ -1,0 +1,342 @@
+"""The caller's side of a launch: starts a node on each host, passes calls and output on, and collects the results."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import queue
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Final, Self, cast
+
+from torchelastic.agent.workers.processes import python_code
+from torchelastic.errors import SettingsError, TorchElasticError
+from torchelastic.launcher.channel import Channel
+from torchelastic.launcher.store import StoreService
+from torchelastic.protocol.pod import ExitCode
+from torchelastic.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torchelastic.launcher.hosts import Host
+    from torchelastic.launcher.log_handlers import Lines
+
+Events = queue.SimpleQueue[tuple["Node", dict[str, Any] | None, bytearray]]
+
+_EXIT_TIMEOUT: Final = 5.0
+"""Seconds after which a node that does not exit is killed; its watchdog kills the rest."""
+
+_IDLE_LIMIT: Final = 60.0
+"""Seconds after which an idle node of this machine is closed."""
+
+_SSH_OPTIONS: Final = ("-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=2")
+
+
+class AgentFailedError(TorchElasticError):
+    """An agent could not be started, or has died."""
+
+
+class WorkerFailedError(TorchElasticError):
+    """A worker has died, or has raised an exception that cannot be passed to the caller.
+
+    Attributes:
+        exit_code: the exit code of the worker, or the negative number of the signal that killed it.
+    """
+
+    exit_code: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a worker returned, and where it ran."""
+
+    host: str
+    local_rank: int
+    value: Any
+
+
+@dataclass(eq=False)
+class Node:
+    """The agent of a host, as the launcher sees it; a thread reads its messages.
+
+    Attributes:
+        events: receives (node, message, content); the message None means that the node has exited.
+    """
+
+    host: Host
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    events: Events
+    store: StoreService | None
+    _errors: bytes = b""
+
+    @classmethod
+    def start(cls, host: Host, argv: list[str], events: Events, store: StoreService | None) -> Self:
+        """Start the command, whose standard input and output become the channel."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = subprocess.Popen(
+                    argv, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.PIPE, start_new_session=True
+                )
+            except OSError as error:
+                ours.close()
+                raise AgentFailedError(f"{argv[0]} cannot be started: {error.strerror}.") from None
+        node = cls(host, process, Channel(os.dup(ours.fileno()), ours.detach()), events, store)
+        for work in (node._read, node._read_errors):
+            threading.Thread(target=work, name="torchelastic: launcher", daemon=True).start()
+        return node
+
+    def close(self) -> None:
+        """Ask the node to exit: its channel is closed."""
+        self.channel.close()
+
+    def wait(self) -> None:
+        """Wait until the node has exited, after :meth:`close`; kill it if it takes too long."""
+        try:
+            self.process.wait(_EXIT_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    @property
+    def last_error(self) -> str:
+        """The last line of the node's standard error."""
+        lines = self._errors.decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"exit code {self.process.poll()}"
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message, content = self.channel.receive()
+                if message["type"] == "store":
+                    if self.store is not None:
+                        self.store.take(self.channel, message)
+                else:
+                    self.events.put((self, message, content))
+        except EOFError:
+            if self.store is not None:
+                self.store.lose(self.channel)
+            self.process.wait()
+            self.events.put((self, None, bytearray()))
+
+    def _read_errors(self) -> None:
+        with cast("IO[bytes]", self.process.stderr) as stream:
+            while data := os.read(stream.fileno(), 1 << 16):
+                self._errors = (self._errors + data)[-(1 << 14) :]
+                self.events.put((self, {"type": "agent"}, bytearray(data)))
+
+
+def command_for(host: Host, *, python: str | None, ssh_config_file: str | None) -> list[str]:
+    """Return the command that starts a node on a host."""
+    if host.is_local:
+        return (
+            python_code("torchelastic.launcher.node")
+            if python is None
+            else [python, "-m", "torchelastic.launcher.node"]
+        )
+    config = [] if ssh_config_file is None else ["-F", ssh_config_file]
+    remote = shlex.join([python or sys.executable, "-m", "torchelastic.launcher.node"])
+    return ["ssh", *_SSH_OPTIONS, *config, "--", host.name, f"exec {remote}"]
+
+
+# -- idle nodes of this machine
+
+_idle: Final[dict[object, tuple[Node, threading.Timer]]] = {}
+_idle_lock: Final = threading.Lock()
+
+
+def _take_idle(key: object, events: Events) -> Node | None:
+    with _idle_lock:
+        node, timer = _idle.pop(key, (None, None))
+    if timer is not None:
+        timer.cancel()
+    if node is None:
+        return None
+    node.events = events
+    return node if node.process.poll() is None else None  # its end is an event if it exits later
+
+
+def _keep_idle(key: object, node: Node) -> None:
+    timer = threading.Timer(_IDLE_LIMIT, _close_idle, [key, node])
+    timer.daemon = True
+    with _idle_lock:
+        _, former = _idle.get(key, (None, None))
+        if former is None:
+            _idle[key] = node, timer
+    if former is None:
+        timer.start()
+    else:
+        node.close()
+
+
+def _close_idle(key: object, node: Node) -> None:
+    with _idle_lock:
+        if _idle.get(key, (None,))[0] is node:
+            del _idle[key]
+    node.close()
+
+
+@atexit.register
+def _close_all_idle() -> None:
+    nodes = [node for node, _ in _idle.values()]
+    for node in nodes:
+        node.close()
+    for node in nodes:
+        node.wait()
+
+
+# -- a launch
+
+
+@dataclass
+class Head:
+    """Runs one call on a set of nodes.
+
+    Attributes:
+        hosts: the hosts.
+        opened: the first message for all nodes, without what differs between them.
+        code: an archive with the modules of the caller; empty if the hosts have them.
+        command: returns the command that starts a node on a host.
+        lines: takes the output.
+        keep_warm: whether a node of this machine stays for the next launch with the same settings.
+        min_hosts: the number of hosts that must remain.
+    """
+
+    hosts: Sequence[Host]
+    opened: Mapping[str, Any]
+    code: bytes
+    command: Callable[[Host], list[str]]
+    lines: Lines
+    keep_warm: bool
+    min_hosts: int
+
+    def run(self, call: bytes) -> dict[int, Result]:
+        """Run the call, and return the results by rank.
+
+        Raises:
+            AgentFailedError: a node could not be started, or has died.
+            WorkerFailedError: a worker has died.
+            Exception: a worker raised it.
+        """
+        key = self._key() if self.keep_warm and len(self.hosts) == 1 and self.hosts[0].is_local else None
+        events: Events = queue.SimpleQueue()
+        nodes: list[Node] = []
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.lines.flush)
+            store = stack.enter_context(StoreService()) if len(self.hosts) > 1 else None
+            stack.callback(_end, nodes)
+            for index, host in enumerate(self.hosts):
+                node = _take_idle(key, events) if key is not None else None
+                if node is None:
+                    node = Node.start(host, self.command(host), events, store)
+                    own = {"index": index, "workers": host.workers, "remote": not host.is_local}
+                    node.channel.send({**self.opened, **own}, self.code)
+                nodes.append(node)
+                node.channel.send({"type": "call"}, call)
+            results = _Collector(nodes, self.lines, self.min_hosts).collect(events)
+            if key is not None:
+                _keep_idle(key, nodes.pop())
+        if isinstance(results, BaseException):
+            raise results
+        return results
+
+    def _key(self) -> object:
+        [host] = self.hosts
+        settings = {name: value for name, value in self.opened.items() if name != "run_id"}
+        return repr((os.getpid(), Path.cwd(), sys.executable, sorted(os.environ.items()), host, settings))
+
+
+def _end(nodes: Sequence[Node]) -> None:
+    for node in nodes:
+        node.close()
+    for node in nodes:
+        node.wait()
+
+
+class _Collector:
+    """Handles the messages of the nodes until the run has ended on all of them."""
+
+    def __init__(self, nodes: Sequence[Node], lines: Lines, min_hosts: int) -> None:
+        self._running = dict.fromkeys(nodes)
+        self._lines = lines
+        self._min_hosts = min_hosts
+        self._results: dict[int, Result] = {}
+        self._failure: tuple[int, BaseException] | None = None
+
+    def collect(self, events: Events) -> dict[int, Result] | BaseException:
+        """Return the results, or the exception of the worker that failed first; raise AgentFailedError."""
+        while self._running:
+            node, message, content = events.get()
+            if message is None:
+                self._lost(node)
+                continue
+            match message["type"]:
+                case "output":
+                    self._lines.write(node.host.name, message["local_rank"], message["stream"], bytes(content))
+                    node.channel.send({"type": "handled", "size": len(content)})
+                case "agent":
+                    self._lines.write(node.host.name, None, 2, bytes(content))
+                case "hello":
+                    _check_versions(node, message)
+                case "refused":
+                    raise SettingsError(f"{node.host.name}: {message['message']}")
+                case "result":
+                    value = pickle.loads(content)  # noqa: S301 - from a worker of this launch
+                    self._results[message["rank"]] = Result(node.host.name, message["local_rank"], value)
+                case "ended":
+                    self._running.pop(node, None)
+                    self._ended(node, message, content)
+        if self._failure is not None:
+            return self._failure[1]
+        return dict(sorted(self._results.items()))
+
+    def _lost(self, node: Node) -> None:
+        if self._running.pop(node, self) is self:
+            return
+        if len(self._running) < self._min_hosts:
+            raise AgentFailedError(f"The agent on {node.host.name} has ended: {node.last_error}")
+
+    def _ended(self, node: Node, message: Mapping[str, Any], content: bytearray) -> None:
+        if message["code"] == ExitCode.SUCCEEDED:
+            return
+        if "rank" not in message:
+            error: BaseException = AgentFailedError(f"{node.host.name}: {message['message']}")
+        elif content:
+            error = _exception_of(content, message, node)
+        else:
+            error = WorkerFailedError(message["message"])
+            error.exit_code = message["exit_code"]
+        weight = bool(content) + bool(message.get("own")) + ("rank" in message)
+        if self._failure is None or weight > self._failure[0]:
+            self._failure = weight, error
+
+
+def _exception_of(content: bytearray, message: Mapping[str, Any], node: Node) -> BaseException:
+    """Return the exception of a worker, or one with its text if it cannot be unpickled."""
+    trace, pickled = pickle.loads(content)  # noqa: S301 - from a worker of this launch
+    error = None
+    with contextlib.suppress(Exception):  # the exception's own code
+        error = pickle.loads(pickled)  # noqa: S301 - likewise
+    if not isinstance(error, BaseException):
+        error = WorkerFailedError(message["message"])
+    error.add_note(f"Raised by rank {message['rank']} on {node.host.name}:\n{trace.rstrip()}")
+    return error
+
+
+def _check_versions(node: Node, message: Mapping[str, Any]) -> None:
+    ours = __version__, [*sys.version_info[:2]]
+    theirs = message["version"], [*message["python"]]
+    if ours != theirs:
+        raise AgentFailedError(
+            f"{node.host.name} has torchelastic {theirs[0]} on Python {'.'.join(map(str, theirs[1]))}, and this "
+            f"program has torchelastic {ours[0]} on Python {'.'.join(map(str, ours[1]))}: install the same versions."
+        )

@@ -1,0 +1,318 @@
+"""Call a Python function on many workers: ``launch(func, …).rank(0)`` returns what rank 0 returned.
+
+The arguments and results have the meaning that torchrunx gives them, so that programs written for it run unchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+import io
+import os
+import tarfile
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from torchelastic.agent.function_call import Setup, serialize_call
+from torchelastic.errors import SettingsError
+from torchelastic.launcher.head import Head, Result, command_for
+from torchelastic.launcher.hosts import resolve
+from torchelastic.launcher.log_handlers import Lines, check_handlers, default_handlers
+
+if TYPE_CHECKING:
+    import logging
+    from collections.abc import Callable, Iterable
+
+    from torchelastic.launcher.hosts import Host
+
+DEFAULT_ENV_VARS: Final = (*("PATH", "LD_LIBRARY", "LIBRARY_PATH", "PYTHON*", "CUDA*", "TORCH*", "PYTORCH*", "NCCL*"),)
+"""Patterns of the environment variables that workers on other hosts get from the caller."""
+
+_BACKENDS: Final = (None, "nccl", "gloo", "mpi", "ucc", "auto")
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """The return values of the workers.
+
+    Attributes:
+        results: the values of each host's workers, by local rank.
+    """
+
+    results: Mapping[str, Sequence[Any]]
+    _values: Sequence[Any]
+
+    def rank(self, i: int) -> Any:  # noqa: ANN401 - the function's value
+        """Return the value of a worker by its global rank; raise IndexError if there is none."""
+        if not 0 <= i < len(self._values):
+            raise IndexError(f"There is no rank {i}: the ranks are 0 to {len(self._values) - 1}.")
+        return self._values[i]
+
+    def index(self, hostname: str, rank: int | None = None, *, local_rank: int | None = None) -> Any:  # noqa: ANN401
+        """Return the value of a worker by its host and local rank, which both keywords name.
+
+        Raises:
+            KeyError: no worker ran on this host.
+            IndexError: the host had no such worker.
+        """
+        chosen = rank if local_rank is None else local_rank
+        if chosen is None:
+            raise TypeError("index() needs the local rank of the worker.")
+        if hostname not in self.results:
+            raise KeyError(f"No worker ran on {hostname}; the hosts are {', '.join(self.results)}.")
+        values = self.results[hostname]
+        if not 0 <= chosen < len(values):
+            raise IndexError(f"{hostname} has no local rank {chosen}: they are 0 to {len(values) - 1}.")
+        return values[chosen]
+
+    def by_hostnames(self) -> dict[str, list[Any]]:
+        """Return the values of each host's workers, by local rank."""
+        return {host: [*values] for host, values in self.results.items()}
+
+    def by_ranks(self) -> list[Any]:
+        """Return the values of all workers, by global rank."""
+        return [*self._values]
+
+
+@dataclass
+class Launcher:
+    """The settings of a launch; ``tyro.cli(Launcher)`` reads them from the command line.
+
+    Attributes:
+        hostnames: the hosts; "auto" for the SLURM allocation if there is one, and otherwise this machine.
+        workers_per_host: the number of workers on each host; "auto" for its number of GPUs, or else of CPUs.
+        ssh_config_file: the configuration of ssh, instead of ``~/.ssh/config``.
+        backend: the backend of the process group that the workers create; "auto" for nccl with GPUs and gloo without;
+            None for no process group.
+        timeout: seconds after which a collective fails.
+        default_env_vars: patterns of the environment variables that workers on other hosts get.
+        extra_env_vars: more such patterns; or variables with their values, which all workers get.
+        env_file: a script of bash on each host, whose variables the workers get.
+        workers: the minimum and maximum number of workers: the launch goes on without a host that is lost as long as
+            the minimum remains. None for all workers of all hosts.
+        max_restarts: how often failed workers are started again before the launch fails.
+        agent_timeout: seconds within which the agents of all hosts must meet.
+        heartbeat_timeout: seconds without a heartbeat after which a worker counts as hung; None for no limit.
+        python: the Python interpreter of the hosts; None for the path of this one.
+        code: a folder with modules that the hosts lack, which are sent to them; None to send the function alone.
+        keep_warm: whether an idle process without the function stays on this machine for a minute, for the next launch.
+        worker_timeout: another name of timeout.
+        copy_env_vars: another name of default_env_vars.
+    """
+
+    hostnames: list[str] | Literal["auto", "slurm"] = "auto"
+    workers_per_host: int | list[int] | Literal["auto", "slurm", "gpu", "cpu"] = "auto"
+    ssh_config_file: str | os.PathLike[str] | None = None
+    backend: Literal["nccl", "gloo", "mpi", "ucc", "auto"] | None = "auto"
+    timeout: int = 600
+    default_env_vars: tuple[str, ...] = DEFAULT_ENV_VARS
+    extra_env_vars: tuple[str, ...] | dict[str, str] = ()
+    env_file: str | os.PathLike[str] | None = None
+    workers: tuple[int, int] | None = None
+    max_restarts: int = 0
+    agent_timeout: int = 60
+    heartbeat_timeout: float | None = None
+    python: str | None = None
+    code: str | os.PathLike[str] | None = None
+    keep_warm: bool = True
+    worker_timeout: int | None = None
+    copy_env_vars: tuple[str, ...] | None = None
+
+    def set_logging_handlers(self, make: Callable[[], Iterable[logging.Handler]]) -> Launcher:
+        """Use the handlers that a function returns instead of the default ones; return this launcher."""
+        self._make_handlers = make
+        return self
+
+    def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> LaunchResult:  # noqa: ANN401 - the function's
+        """Call a function on the workers, and return their values.
+
+        The keywords ``func_args``, ``func_kwargs`` and ``log_handlers`` mean what they mean in :func:`launch`; all
+        other arguments are the function's.
+
+        Raises: see :func:`launch`.
+        """
+        handlers = kwargs.pop("log_handlers", "auto")
+        args = (*args, *(kwargs.pop("func_args", None) or ()))
+        kwargs |= kwargs.pop("func_kwargs", None) or {}
+        if not callable(func):
+            raise SettingsError(f"func is {func!r}, which is not a function.")
+        if (make := getattr(self, "_make_handlers", None)) is not None and handlers == "auto":
+            handlers = make()
+        hosts = resolve(_word_of(self.hostnames), _word_of(self.workers_per_host), os.environ)
+        self._check()
+        names = [host.name for host in hosts]
+        chosen = default_handlers(names) if handlers == "auto" else check_handlers(handlers or ())
+        setup = Setup(self.backend, float(self.worker_timeout or self.timeout), records=True, exits_at_once=True)
+        call = serialize_call(functools.partial(func, **kwargs) if kwargs else func, args, setup)
+        head = Head(
+            hosts=hosts,
+            opened={
+                "type": "open",
+                "run_id": uuid.uuid4().hex,
+                "hosts": names,
+                "min_hosts": (min_hosts := self._min_hosts(hosts)),
+                "max_restarts": self.max_restarts,
+                "agent_timeout": float(self.agent_timeout),
+                "heartbeat_timeout": self.heartbeat_timeout,
+                "directory": f"{Path.cwd()}",
+                "environment": self._environment(),
+                "env_file": os.fspath(self.env_file) if self.env_file else "",
+            },
+            code=b"" if self.code is None else _archive(Path(self.code)),
+            command=functools.partial(
+                command_for,
+                python=self.python,
+                ssh_config_file=os.fspath(self.ssh_config_file) if self.ssh_config_file else None,
+            ),
+            lines=Lines([*chosen]),
+            keep_warm=self.keep_warm,
+            min_hosts=min_hosts,
+        )
+        try:
+            return _result_of(head.run(call), names)
+        finally:
+            if handlers == "auto":
+                for handler in chosen:
+                    handler.close()
+
+    def _check(self) -> None:
+        if self.backend not in _BACKENDS:
+            raise SettingsError(f'backend is {self.backend!r}: it must be "auto", nccl, gloo, mpi, ucc or None.')
+        for name in ("timeout", "agent_timeout", "worker_timeout", "heartbeat_timeout"):
+            value = getattr(self, name)
+            optional = name in {"worker_timeout", "heartbeat_timeout"}
+            if not (value is None and optional) and not (_is_number(value) and value > 0):
+                raise SettingsError(f"{name} is {value!r}: it must be a number of seconds above 0.")
+        if not (_is_number(self.max_restarts) and self.max_restarts >= 0):
+            raise SettingsError(f"max_restarts is {self.max_restarts!r}: it must be a number of at least 0.")
+        for name in ("ssh_config_file", "env_file"):
+            path = getattr(self, name)
+            if path is not None and not isinstance(path, (str, os.PathLike)):
+                raise SettingsError(f"{name} is {path!r}: it must be a path.")
+        if self.ssh_config_file is not None and not Path(self.ssh_config_file).is_file():
+            raise SettingsError(f"ssh_config_file {os.fspath(self.ssh_config_file)} does not exist.")
+        for name in ("default_env_vars", "extra_env_vars", "copy_env_vars"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not all(isinstance(each, str) for each in value or ()):
+                raise SettingsError(f"{name} is {value!r}: it must be a list of names or patterns of variables.")
+
+    def _environment(self) -> dict[str, str]:
+        patterns = [*(self.default_env_vars if self.copy_env_vars is None else self.copy_env_vars)]
+        given: dict[str, str] = {}
+        if isinstance(self.extra_env_vars, Mapping):
+            given = {name: f"{value}" for name, value in self.extra_env_vars.items()}
+        else:
+            patterns += self.extra_env_vars
+        copied = {
+            name: value for name, value in os.environ.items() if any(fnmatch.fnmatch(name, each) for each in patterns)
+        }
+        return {**copied, **given}
+
+    def _min_hosts(self, hosts: Sequence[Host]) -> int:
+        if self.workers is None:
+            return len(hosts)
+        counts = {host.workers for host in hosts}
+        smallest, largest = self.workers
+        if len(counts) > 1 or not isinstance(count := next(iter(counts)), int):
+            raise SettingsError("workers needs the same number of workers_per_host on all hosts.")
+        if not 1 <= smallest <= largest == count * len(hosts):
+            raise SettingsError(
+                f"workers is {self.workers!r}: it must be (min, max) with 1 <= min <= max, and max the number of all "
+                f"workers, which is {count * len(hosts)}."
+            )
+        return -(-smallest // count)
+
+
+def launch(
+    func: Callable[..., Any],
+    func_args: tuple[Any, ...] | None = None,
+    func_kwargs: dict[str, Any] | None = None,
+    hostnames: list[str] | Literal["auto", "slurm"] = "auto",
+    workers_per_host: int | list[int] | Literal["auto", "slurm", "gpu", "cpu"] = "auto",
+    ssh_config_file: str | os.PathLike[str] | None = None,
+    backend: Literal["nccl", "gloo", "mpi", "ucc", "auto"] | None = "auto",
+    timeout: int = 600,
+    default_env_vars: tuple[str, ...] = DEFAULT_ENV_VARS,
+    extra_env_vars: tuple[str, ...] | dict[str, str] = (),
+    env_file: str | os.PathLike[str] | None = None,
+    log_handlers: Iterable[logging.Handler] | Literal["auto"] | None = "auto",
+    **settings: Any,  # noqa: ANN401 - checked by Launcher
+) -> LaunchResult:
+    """Call a function on many workers, and return their values.
+
+    Args:
+        func: the function; it and its arguments are pickled by cloudpickle.
+        func_args: its arguments.
+        func_kwargs: its keyword arguments.
+        hostnames: see :class:`Launcher`.
+        workers_per_host: see :class:`Launcher`.
+        ssh_config_file: see :class:`Launcher`.
+        backend: see :class:`Launcher`.
+        timeout: see :class:`Launcher`.
+        default_env_vars: see :class:`Launcher`.
+        extra_env_vars: see :class:`Launcher`.
+        env_file: see :class:`Launcher`.
+        log_handlers: the handlers of all lines of the workers and agents; "auto" for files in ``$TORCHRUNX_LOG_DIR`` or
+            ``./torchelastic_logs``, and the first worker on standard output; None for no handlers.
+        settings: the other attributes of :class:`Launcher`.
+
+    Raises:
+        Exception: a worker raised it; its notes name the rank and the host, and contain the traceback.
+        WorkerFailedError: a worker has died, or its exception cannot be unpickled.
+        AgentFailedError: the agent of a host cannot be started, or has died.
+        SettingsError: an argument is invalid; the message states what to change.
+        RuntimeError: "slurm" is given without an allocation.
+    """
+    known = {each.name for each in dataclasses.fields(Launcher)}
+    if unknown := sorted(settings.keys() - known):
+        raise TypeError(f"launch() has no argument {unknown[0]!r}.")
+    launcher = Launcher(
+        hostnames,
+        workers_per_host,
+        ssh_config_file,
+        backend,
+        timeout,
+        default_env_vars,
+        extra_env_vars,
+        env_file,
+        **settings,
+    )
+    return launcher.run(func, func_args=func_args, func_kwargs=func_kwargs, log_handlers=log_handlers)
+
+
+def _word_of(value: Any) -> Any:  # noqa: ANN401 - checked by resolve
+    """Return a word such as "slurm" that a command line has made a list of one."""
+    if isinstance(value, (list, tuple)) and len(value) == 1 and value[0] in {"auto", "slurm"}:
+        return value[0]
+    return value
+
+
+def _archive(folder: Path) -> bytes:
+    """Return an archive with the files of a folder, except hidden and compiled ones."""
+    if not folder.is_dir():
+        raise SettingsError(f"code is {folder}, which is not a folder.")
+
+    def chosen(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        name = Path(member.name).name
+        return None if name == "__pycache__" or (name.startswith(".") and member.name != ".") else member
+
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as archive:
+        archive.add(folder, ".", filter=chosen)
+    return packed.getvalue()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _result_of(results: Mapping[int, Result], hosts: Sequence[str]) -> LaunchResult:
+    by_host: dict[str, list[Any]] = {}
+    for host in hosts:
+        if own := sorted((each.local_rank, rank) for rank, each in results.items() if each.host == host):
+            by_host[host] = [results[rank].value for _, rank in own]
+    return LaunchResult(by_host, [each.value for each in results.values()])

@@ -1,0 +1,153 @@
+"""Where the lines of a launch go: handlers of :mod:`logging` that select a host and a worker."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from torchelastic.agent.function_call import RECORD_MARK
+from torchelastic.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+LOG_DIRECTORY: Final = "TORCHRUNX_LOG_DIR"
+"""The environment variable with the folder of the log files; ``./torchelastic_logs`` by default."""
+
+_LEVELS: Final = {1: logging.INFO, 2: logging.ERROR}
+"""The level of a line of standard output and standard error that is not a log record."""
+
+
+def add_filter_to_handler(
+    handler: logging.Handler, hostname: str, local_rank: int | None, log_level: int = logging.NOTSET
+) -> None:
+    """Let a handler take only the lines of one worker, or of one agent.
+
+    Args:
+        handler: the handler.
+        hostname: the host, by the name in ``hostnames``.
+        local_rank: the local rank of the worker; None for the agent.
+        log_level: the minimum level; standard output has INFO, and standard error has ERROR.
+    """
+
+    def selects(record: logging.LogRecord) -> bool:
+        own = getattr(record, "hostname", None), getattr(record, "local_rank", None)
+        return own == (hostname, local_rank) and record.levelno >= log_level
+
+    handler.addFilter(selects)
+
+
+def stream_handler(hostname: str, local_rank: int | None, log_level: int = logging.NOTSET) -> logging.Handler:
+    """Return a handler that writes the lines of a worker or an agent to standard output, with a prefix."""
+    handler = logging.StreamHandler(sys.stdout)
+    who = "agent" if local_rank is None else f"worker {local_rank}"
+    handler.setFormatter(logging.Formatter(f"[{hostname} {who}] %(message)s"))
+    add_filter_to_handler(handler, hostname, local_rank, log_level)
+    return handler
+
+
+def file_handler(
+    hostname: str, local_rank: int | None, path: str | os.PathLike[str], log_level: int = logging.NOTSET
+) -> logging.Handler:
+    """Return a handler that writes the lines of a worker or an agent to a file."""
+    handler = logging.FileHandler(path, delay=True, encoding="utf-8", errors="replace")
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    add_filter_to_handler(handler, hostname, local_rank, log_level)
+    return handler
+
+
+class _Files(logging.Handler):
+    """Writes the lines of each worker and agent to a file of its own in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._began = time.strftime("%Y-%m-%dT%H-%M-%S") + f".{time.time_ns() % 1_000_000_000 // 1_000_000:03}"
+        self._files: dict[tuple[str, int | None], Any] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        key = record.hostname, record.local_rank  # type: ignore[attr-defined] # set by Lines
+        if key not in self._files:
+            host, rank = re.sub(r"[^\w.-]", "_", key[0]), "agent" if key[1] is None else key[1]
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"{self._began}-{host}-{rank}.log"
+            self._files[key] = path.open("a", encoding="utf-8", errors="replace")
+        self._files[key].write(record.getMessage() + "\n")
+
+    def flush(self) -> None:
+        for file in self._files.values():
+            file.flush()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        super().close()
+
+
+def default_handlers(hosts: Sequence[str]) -> list[logging.Handler]:
+    """Return handlers for all lines: one file for each worker and agent; the first worker also on standard output.
+
+    The folder is ``$TORCHRUNX_LOG_DIR``, or ``./torchelastic_logs``.
+    """
+    folder = Path(os.environ.get(LOG_DIRECTORY) or "torchelastic_logs")
+    return [_Files(folder), stream_handler(hosts[0], 0), stream_handler(hosts[0], None, logging.WARNING)]
+
+
+@dataclass
+class Lines:
+    """Turns the output of workers and agents into log records, and passes them to handlers."""
+
+    handlers: Sequence[logging.Handler]
+    _rest: dict[tuple[str, int | None, int], bytes] = field(default_factory=dict)
+
+    def write(self, host: str, local_rank: int | None, stream: int, output: bytes) -> None:
+        """Handle the lines that end in this part of a stream."""
+        key = host, local_rank, stream
+        *lines, rest = (self._rest.pop(key, b"") + output).split(b"\n")
+        if rest:
+            self._rest[key] = rest
+        for line in lines:
+            self._handle(key, line.decode(errors="replace"))
+
+    def flush(self) -> None:
+        """Handle unfinished lines, and flush the handlers."""
+        for key, rest in [*self._rest.items()]:
+            self._handle(key, rest.decode(errors="replace"))
+        self._rest.clear()
+        for handler in self.handlers:
+            handler.flush()
+
+    def _handle(self, key: tuple[str, int | None, int], line: str) -> None:
+        host, local_rank, stream = key
+        level, name, message = _LEVELS[stream], "torchelastic.launcher", line
+        if line.startswith(RECORD_MARK):
+            with contextlib.suppress(msgspec.DecodeError):  # the program has written the mark itself
+                level, name, message = msgspec.json.decode(line[1:], type=tuple[int, str, str])
+        elif local_rank is None:
+            level = _level_of_agent(line)
+        record = logging.LogRecord(name, level, "", 0, message.rstrip("\r"), None, None)
+        record.hostname, record.local_rank = host, local_rank
+        for handler in self.handlers:
+            if record.levelno >= handler.level:
+                handler.handle(record)
+
+
+def _level_of_agent(line: str) -> int:
+    return logging.getLevelNamesMapping().get(line.partition(" ")[0], logging.INFO)
+
+
+def check_handlers(handlers: object) -> Iterable[logging.Handler]:
+    """Return the handlers; raise SettingsError if one is not a handler of logging."""
+    if isinstance(handlers, (str, bytes)) or not all(isinstance(each, logging.Handler) for each in handlers):  # type: ignore[attr-defined]
+        raise SettingsError('log_handlers must be "auto", None or a list of logging.Handler objects.')
+    return handlers  # type: ignore[return-value]

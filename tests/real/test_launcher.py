@@ -1,0 +1,373 @@
+"""A function is launched on workers of this machine and of hosts that SSH reaches; its values and exceptions return."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from textwrap import dedent
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.agents import until_gone
+from tests.support.ssh_server import ssh_server
+from tests.support.workers import poll_until
+from torchelastic.agent.workers.linux import read_table, with_descendants
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.real
+
+START = """
+import json, logging, os, signal, sys, time
+import torchelastic.launcher as trx
+
+def rank():
+    return int(os.environ["RANK"])
+
+def outcome(func, *args, **settings):
+    # The value of each rank, or what was raised.
+    try:
+        return trx.launch(func, args, workers_per_host=settings.pop("workers_per_host", 2), **settings).by_ranks()
+    except Exception as error:
+        return [type(error).__name__, str(error), *getattr(error, "__notes__", [])]
+"""
+
+
+class Script:
+    """A program of a user in a folder of its own."""
+
+    def __init__(self, folder: Path, source: str, **environment: str) -> None:
+        (folder / "main.py").write_text(START + dedent(source))
+        self.folder = folder
+        self.environment = {**os.environ, **environment}
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "main.py", *arguments],
+            cwd=self.folder,
+            env=self.environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def output(self, *arguments: str) -> str:
+        """Run the program, which succeeds; return its standard output."""
+        with self.start(*arguments) as process:
+            output, errors = process.communicate(timeout=200)
+        assert process.returncode == 0, errors
+        return output
+
+    def answer(self) -> Any:
+        """Run the program, and return the JSON object in its last line."""
+        return json.loads(self.output().splitlines()[-1])
+
+
+def test_values_of_all_kinds_return_and_nothing_of_the_launch_remains(tmp_path: Path) -> None:
+    script = Script(
+        tmp_path,
+        """
+        from dataclasses import dataclass
+        import torch
+
+        @dataclass
+        class Point:
+            x: int
+
+            def shifted(self, by):
+                return Point(self.x + by + rank())
+
+        def reduced(tensor):
+            torch.distributed.all_reduce(tensor)
+            return tensor.item()
+
+        def children():
+            own = f"PPid:\\t{os.getpid()}\\n"
+            return [name for name in os.listdir("/proc") if name.isdigit() and own in status(name)]
+
+        def status(name):
+            with open(f"/proc/{name}/status") as file:
+                return file.read()
+
+        if __name__ == "__main__":
+            import torch.distributed as dist
+            dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/own", rank=0, world_size=1)
+            offset, answer = 40, {}
+            answer["closure"] = outcome(lambda: offset + rank())
+            answer["method"] = outcome(Point(1).shifted, 2) == [Point(3), Point(4)]
+            answer["collective"] = outcome(reduced, torch.ones(1))
+            answer["no group"] = outcome(dist.is_initialized, backend=None)
+            answer["keywords"] = trx.Launcher(workers_per_host=1).run(lambda a, b: a - b, 5, b=3).rank(0)
+            answer["older form"] = trx.Launcher(workers_per_host=1).run(max, func_args=(5, 7)).index("localhost", 0)
+            answer["large"] = [len(each) for each in outcome(lambda: bytes(50_000_000))]
+            answer["environment"] = outcome(lambda: os.environ["MINE"], extra_env_vars={"MINE": "é'"})
+            answer["cold"] = outcome(rank, keep_warm=False)
+            from torchelastic.launcher import head
+            head._close_all_idle()
+            answer["children"] = children()
+            print(json.dumps(answer))
+        """,
+    )
+    assert script.answer() == {
+        "closure": [40, 41],
+        "method": True,
+        "collective": [2.0, 2.0],
+        "no group": [False, False],
+        "keywords": 2,
+        "older form": 7,
+        "large": [50_000_000] * 2,
+        "environment": ["é'"] * 2,
+        "cold": [0, 1],
+        "children": [],
+    }
+
+
+def test_the_root_cause_of_a_failure_is_raised_with_its_rank_and_traceback(tmp_path: Path) -> None:
+    script = Script(
+        tmp_path,
+        """
+        import torch
+        from torch.distributed import all_reduce
+
+        class MyError(Exception):
+            pass
+
+        class Stubborn(Exception):
+            def __init__(self, one, two):
+                super().__init__("cannot be made of one argument")
+
+        def fail(how, others):
+            if rank() == 1:
+                how()
+            others()
+
+        def raising(error):
+            raise error
+
+        def sleep():
+            time.sleep(600)
+
+        def reduce():
+            all_reduce(torch.ones(1))
+
+        def once(path):
+            if rank() == 1 and not os.path.exists(path):
+                open(path, "w").close()
+                os._exit(3)
+            return os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+        if __name__ == "__main__":
+            answer = {
+                "asleep": outcome(fail, lambda: raising(MyError("bad data")), sleep),
+                "collective": outcome(fail, lambda: raising(MyError("bad data")), reduce),
+                "stubborn": outcome(fail, lambda: raising(Stubborn(1, 2)), sleep),
+                "signal": outcome(fail, lambda: os.kill(os.getpid(), signal.SIGKILL), sleep),
+                "exit": outcome(fail, lambda: sys.exit(3), sleep),
+                "restarted": outcome(once, os.path.abspath("once"), max_restarts=1),
+                "hung": outcome(fail, lambda: os.kill(os.getpid(), signal.SIGSTOP), sleep, heartbeat_timeout=1.0),
+            }
+            print(json.dumps(answer))
+        """,
+    )
+    answer = script.answer()
+    for case in ("asleep", "collective"):
+        kind, text, note = answer[case]
+        assert (kind, text) == ("MyError", "bad data")
+        assert note.startswith("Raised by rank 1 on localhost:\nTraceback (most recent call last):")
+        assert "in raising" in note
+    kind, _, note = answer["stubborn"]
+    assert kind == "WorkerFailedError"
+    assert "cannot be made of one argument" in note
+    assert answer["signal"][0] == answer["exit"][0] == "WorkerFailedError"
+    assert "rank 1" in answer["signal"][1]
+    assert "SIGKILL" in answer["signal"][1]
+    assert "exit code 3" in answer["exit"][1]
+    assert answer["restarted"] == ["1", "1"]
+    assert answer["hung"][0] == "WorkerFailedError"
+    assert "heartbeat" in answer["hung"][1]
+
+
+def test_every_line_of_the_workers_reaches_files_and_handlers(tmp_path: Path) -> None:
+    script = Script(
+        tmp_path,
+        """
+        def talk(count=50):
+            for number in range(count):
+                print("line", number)
+            os.write(1, b"raw\\n")
+            os.system("echo from a child; echo to stderr >&2")
+            logging.getLogger("mine").warning("of a logger")
+            logging.getLogger("mine").info("two\\nlines")
+            os.write(1, b"no line break")
+
+        class Seen(logging.Handler):
+            def emit(self, record):
+                seen.append([record.local_rank, record.levelname, record.name, record.getMessage()])
+
+        if __name__ == "__main__":
+            seen = []
+            outcome(talk)
+            trx.launch(talk, (50_000,), workers_per_host=2, log_handlers=[Seen()])
+            trx.add_filter_to_handler(only := Seen(), "localhost", 0, logging.ERROR)
+            every, seen = seen, []
+            launcher = trx.Launcher(workers_per_host=2).set_logging_handlers(
+                lambda: [only, trx.file_handler("localhost", 1, "of_1.log")]
+            )
+            launcher.run(talk)
+            print(json.dumps({"every": every, "only": seen}))
+        """,
+        TORCHRUNX_LOG_DIR=str(tmp_path / "logs"),
+    )
+    lines = script.output().splitlines()
+    answer = json.loads(lines[-1])
+    expected, most = ([*(f"line {number}" for number in range(count)), "raw", "from a child"] for count in (50, 50_000))
+    ends = ["no line break"]
+    for rank in (0, 1):
+        own = [tuple(each[1:]) for each in answer["every"] if each[0] == rank]
+        assert [text for level, name, text in own if level == "INFO" and name != "mine"] == most + ends
+        assert ("ERROR", "torchelastic.launcher", "to stderr") in own
+        assert ("WARNING", "mine", "WARNING:mine:of a logger") in own
+        assert ("INFO", "mine", "INFO:mine:two\nlines") in own
+        [file] = (tmp_path / "logs").glob(f"*-localhost-{rank}.log")
+        assert {*expected, *ends, "to stderr"} <= {*file.read_text().splitlines()}
+    assert [each[3] for each in answer["only"]] == ["to stderr"]
+    assert {*expected, *ends} <= {*(tmp_path / "of_1.log").read_text().splitlines()}
+    shown = [line.removeprefix("[localhost worker 0] ") for line in lines[:-1] if "worker 0]" in line]
+    assert [line for line in shown if line in {*expected, *ends}] == expected + ends
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+async def test_all_processes_end_with_the_launcher(number: signal.Signals, tmp_path: Path) -> None:
+    script = Script(
+        tmp_path,
+        """
+        def wait():
+            open(f"ready-{rank()}", "w").close()
+            time.sleep(600)
+
+        if __name__ == "__main__":
+            trx.launch(wait, workers_per_host=2)
+        """,
+    )
+    with script.start() as process:
+        await poll_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)))
+        family = with_descendants(read_table(), [process.pid])
+        assert len(family) > 4
+        process.send_signal(number)
+        await asyncio.to_thread(process.communicate)
+    await asyncio.gather(*map(until_gone, family))
+
+
+def test_the_command_line_has_the_options_of_the_guide(tmp_path: Path) -> None:
+    script = Script(
+        tmp_path,
+        """
+        import tyro
+
+        if __name__ == "__main__":
+            print(json.dumps(tyro.cli(trx.Launcher).run(rank).by_ranks()))
+        """,
+        COLUMNS="200",
+    )
+    text = script.output("--help")
+    names = ["hostnames", "workers-per-host", "ssh-config-file", "backend", "timeout", "default-env-vars"]
+    places = [text.index(f"--{name} ") for name in (*names, "extra-env-vars", "env-file", "workers")]
+    assert places == sorted(places)
+    assert script.output("--workers-per-host", "2", "--backend", "None").splitlines()[-1] == "[0, 1]"
+    with script.start("--hostnames", "slurm") as process:
+        assert "There is no SLURM allocation" in process.communicate()[1]
+
+
+@pytest.fixture(scope="module")
+def ssh_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with ssh_server(tmp_path_factory.mktemp("ssh"), "node1", "node2") as programs:
+        yield f"{programs}:{os.environ['PATH']}"
+
+
+@pytest.mark.ssh
+def test_hosts_that_share_nothing_train_together_over_ssh(tmp_path: Path, ssh_path: str) -> None:
+    (tmp_path / "mine.py").write_text("def secret():\n    return 'from my module'\n")
+    (tmp_path / "variables.sh").write_text("FROM_FILE=yes\nif [[ a == a ]]; then export ALSO=1; fi\n")
+    (tmp_path / "elsewhere").mkdir()
+    script = Script(
+        tmp_path,
+        """
+        import torch
+        from torch.distributed import all_reduce
+
+        def train(weight):
+            os.chdir("/")
+            import mine
+            all_reduce(total := torch.full((1,), float(rank())))
+            return [weight.item() + total.item(), mine.secret(), os.environ["FROM_FILE"], os.environ["ALSO"], rank()]
+
+        def fail():
+            if rank() == 2:
+                raise KeyError("of rank 2")
+            time.sleep(600)
+
+        if __name__ == "__main__":
+            file = os.path.abspath("variables.sh")
+            settings = {"hostnames": ["node1", "node2"], "workers_per_host": [1, 2]}
+            result = trx.launch(train, (torch.ones(1),), **settings, env_file=file, code=".")
+            print(json.dumps([result.by_hostnames(), outcome(fail, **settings)]))
+        """,
+        PATH=ssh_path,
+    )
+    values, failure = script.answer()
+    common = [4.0, "from my module", "yes", "1"]
+    assert values == {"node1": [[*common, 0]], "node2": [[*common, 1], [*common, 2]]}
+    assert failure[:2] == ["KeyError", "'of rank 2'"]
+    assert failure[2].startswith("Raised by rank 2 on node2:")
+
+
+@pytest.mark.ssh
+def test_a_host_that_cannot_take_part_is_named_in_one_sentence(tmp_path: Path, ssh_path: str) -> None:
+    (tmp_path / "broken.sh").write_text("exit 3\n")
+    script = Script(
+        tmp_path,
+        """
+        if __name__ == "__main__":
+            two = {"hostnames": ["node1", "node2"]}
+            answer = [
+                outcome(rank, hostnames=["node1", "nowhere.invalid"]),
+                outcome(rank, **two, python="/nothing/python"),
+                outcome(rank, **two, env_file=os.path.abspath("broken.sh")),
+            ]
+            print(json.dumps(answer))
+        """,
+        PATH=ssh_path,
+    )
+    unresolved, python, broken = script.answer()
+    assert unresolved[0] == python[0] == "AgentFailedError"
+    assert unresolved[1].startswith("The agent on nowhere.invalid has ended: ssh: Could not resolve hostname")
+    assert "/nothing/python" in python[1]
+    assert broken[0] == "SettingsError"
+    assert "broken.sh fails" in broken[1]
+
+
+@pytest.mark.ssh
+def test_a_launch_continues_without_a_host_that_is_lost(tmp_path: Path, ssh_path: str) -> None:
+    script = Script(
+        tmp_path,
+        """
+        def train():
+            if os.environ["WORLD_SIZE"] == "2" and rank() == 1:
+                os.kill(int(open(f"/proc/{os.getppid()}/stat").read().split()[3]), signal.SIGKILL)
+            if os.environ["WORLD_SIZE"] == "2":
+                time.sleep(600)
+            return "trained by " + os.environ["WORLD_SIZE"]
+
+        if __name__ == "__main__":
+            print(json.dumps(outcome(train, hostnames=["node1", "node2"], workers_per_host=1, workers=(1, 2))))
+        """,
+        PATH=ssh_path,
+    )
+    assert script.answer() == ["trained by 1"]
