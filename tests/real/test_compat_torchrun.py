@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "python-api.md"
+PAGE = Path(__file__).parents[2] / "docs" / "launch.md"
 
 
 class Torchrun(AgentProcess):

@@ -42,12 +42,12 @@ def examples(page: str) -> list[Example]:
 
 
 README = Path(__file__).parents[2] / "README.md"
-METRICS, PYTHON_API = examples("metrics.md"), examples("python-api.md")
+METRICS, LAUNCH, PYTHON_API = map(examples, ("metrics.md", "launch.md", "python-api.md"))
 
 
 def below(heading: str, number: int = 0) -> str:
     """Return the source of an example below a heading."""
-    return [each.source for each in (*METRICS, *PYTHON_API) if each.heading == heading][number]
+    return [each.source for each in (*METRICS, *LAUNCH, *PYTHON_API) if each.heading == heading][number]
 
 
 async def test_the_script_of_the_readme_continues_from_its_checkpoint_after_a_failure(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_an_example_without_an_agent_prints_what_its_text_promises(heading: str,
 
 
 def test_every_example_is_run_here() -> None:
-    assert [len(SHOWN), len(METRICS), len(PYTHON_API)] == [3, 5, 7]
+    assert [len(SHOWN), len(METRICS), len(LAUNCH), len(PYTHON_API)] == [3, 5, 5, 3]
 
 
 # -- launching from Python
@@ -106,6 +106,7 @@ def test_every_example_is_run_here() -> None:
 @pytest.mark.parametrize(
     ("heading", "said"),
     [
+        ("Launch a function", "rank 0 of 2 has trained\nloss: True"),
         ("One call", r"\{0: 6\.0, 1: 6\.0\}"),
         ("When the run fails", r"rank \d exited with 1: ValueError: the learning rate is negative"),
         ("A launcher of your own", "rank 0 returned: hello there"),
