@@ -34,7 +34,7 @@ _TITLES: Final = {
     "torchelastic: watchdog": "watchdog",
     "torchelastic: fork server": "fork server",
     "torchelastic: spare process": "spare processes",
-    "torchelastic: TCPStore of the round": "the round's store",
+    "torchelastic: TCPStore of the round": "the round's TCPStore",
 }
 _KIB_PER_MIB: Final = 1024.0
 
@@ -97,7 +97,7 @@ async def compare(*, repeat: int, settle: float, limit: float) -> Report:
             peer=[sum(each.values()) for each in peer],
             unit="MiB",
             includes="all processes, before the workers allocate anything; torchelastic-run also has spare processes, "
-            "a fork server, a watchdog and the process of the round's store",
+            "a fork server, a watchdog and the process of the round's TCPStore",
             ratio_at_least=RATIO,
         )
     )

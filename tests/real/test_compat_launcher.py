@@ -176,13 +176,13 @@ async def test_objects_of_the_program_are_passed_to_workers_and_their_child_proc
             from dataclasses import dataclass
             from torchelastic import LocalElasticAgent, WorkerSpec
 
-            class Colour(enum.Enum):
+            class Color(enum.Enum):
                 RED = 1
 
             @dataclass
             class Point:
                 x: int
-                def all(self, colour, data): return self, colour, data * 2
+                def all(self, color, data): return self, color, data * 2
 
             def decorated(function):
                 return functools.wraps(function)(lambda *args: function(*args))
@@ -204,8 +204,8 @@ async def test_objects_of_the_program_are_passed_to_workers_and_their_child_proc
             if __name__ == "__main__":
                 far = 40
                 print("closure", returned(lambda by: far + by, 2))
-                point, colour, data = returned(Point(1).all, Colour.RED, b"x" * 50_000_000)
-                print("objects", point == Point(1), colour is Colour.RED, len(data))
+                point, color, data = returned(Point(1).all, Color.RED, b"x" * 50_000_000)
+                print("objects", point == Point(1), color is Color.RED, len(data))
                 print("processes", returned(work, Point(3)) == Point(12))
                 print("exit", returned(sys.exit, 0))
             """,

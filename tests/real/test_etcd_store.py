@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from tests.support import etcd_kinds
 from tests.support.etcd import fake_etcd, http
-from tests.support.etcd_conformance import EtcdBehaviour
+from tests.support.etcd_conformance import EtcdBehavior
 from tests.support.store_conformance import ended, read_changes, watching
 from tests.support.tcp_proxy import TcpProxy
 from torchelastic.errors import StoreUnavailable
@@ -36,7 +36,7 @@ async def each_etcd(
         yield server
 
 
-class TestEtcdV3Store(EtcdBehaviour):
+class TestEtcdV3Store(EtcdBehavior):
     api = 3
     wrong_password = "does not accept the user name and password"
     denied = "permission denied"

@@ -15,7 +15,7 @@ import pytest_asyncio
 from testbed.availability import EXHAUSTIVE
 from tests.support import etcd_kinds
 from tests.support.etcd import fake_etcd, http
-from tests.support.etcd_conformance import EtcdBehaviour
+from tests.support.etcd_conformance import EtcdBehavior
 from tests.support.store_conformance import HANGS, ended, read_changes, watching
 from torchelastic.errors import StoreRefused, StoreUnavailable
 from torchelastic.store.api import StoreSettings
@@ -67,7 +67,7 @@ async def store(etcd: EtcdServer) -> AsyncIterator[Store]:
         yield store
 
 
-class TestEtcdV2Store(EtcdBehaviour):
+class TestEtcdV2Store(EtcdBehavior):
     api = 2
     wrong_password = denied = "does not accept the user name and password, or not for these keys"
     writes = 300

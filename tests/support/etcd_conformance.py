@@ -16,7 +16,7 @@ import pytest
 from tests.support.certificates import make_certificates
 from tests.support.etcd import fake_etcd, http
 from tests.support.etcd_kinds import EtcdKind
-from tests.support.store_conformance import HANGS, StoreBehaviour, ended, read_changes, watching
+from tests.support.store_conformance import HANGS, StoreBehavior, ended, read_changes, watching
 from tests.support.tcp_proxy import TcpProxy
 from torchelastic.errors import LeaseLost, SettingsError, StoreRefused, StoreUnavailable
 from torchelastic.protocol.keys import run_lease
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torchelastic.store.api import Store
 
 
-class EtcdBehaviour(StoreBehaviour):
+class EtcdBehavior(StoreBehavior):
     """Tests that the tests of each etcd adapter inherit.
 
     Attributes:

@@ -57,7 +57,7 @@ async def keys_below(store: Store, prefix: str) -> list[str]:
     return [entry.key.removeprefix(prefix) for entry in (await store.list(prefix)).entries]
 
 
-class StoreBehaviour:
+class StoreBehavior:
     """Tests of the guarantees of a store, which the tests of each adapter inherit."""
 
     async def test_a_key_has_its_value_and_revisions_until_it_is_deleted(self, store: Store, prefix: str) -> None:

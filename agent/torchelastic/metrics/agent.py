@@ -187,7 +187,7 @@ class AgentMetrics:
     def _show(self, family: Series, value: float, **labels: str) -> None:
         if self._collectors is None:
             return
-        one, value = family.labelled(**labels) if labels else family, value / family.divisor
+        one, value = family.labeled(**labels) if labels else family, value / family.divisor
         with self._lock:
             words = self._words.setdefault(one, [0.0] * one.type.size)
             if one.type.kind is Kind.HISTOGRAM:
@@ -213,14 +213,14 @@ class AgentMetrics:
         times, round, settings = node.history.breakdown(), node.round, node.run.settings
         size, restarted = node.run.size or settings.size, round or settings.resume
         for state, seconds in self._rising(times).items():
-            yield series.JOB_SECONDS.labelled(state=state), seconds
+            yield series.JOB_SECONDS.labeled(state=state), seconds
         if times.lost is not None:
             yield series.JOB_LOST, times.lost
         yield series.JOB_JOINED, times.joined
         for end in DepartureReason:
-            yield series.JOB_DEPARTURES.labelled(cause=end), times.departures.get(end, 0)
-        yield series.JOB_RESTARTS.labelled(charged="yes"), restarted.restarts
-        yield series.JOB_RESTARTS.labelled(charged="no"), restarted.uncharged_restarts
+            yield series.JOB_DEPARTURES.labeled(cause=end), times.departures.get(end, 0)
+        yield series.JOB_RESTARTS.labeled(charged="yes"), restarted.restarts
+        yield series.JOB_RESTARTS.labeled(charged="no"), restarted.uncharged_restarts
         yield series.JOB_NODES, 0 if round is None else len(round.members)
         yield series.JOB_DESIRED_NODES, size.target
         yield series.JOB_MIN_NODES, size.min

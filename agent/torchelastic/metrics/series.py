@@ -85,7 +85,7 @@ class Series:
         """All sample names of the family; no other family may use them."""
         return frozenset(self.name + ending for ending in _SAMPLES[self.type.kind])
 
-    def labelled(self, **labels: str) -> Series:
+    def labeled(self, **labels: str) -> Series:
         """Return the series of the family with these labels."""
         return replace(self, labels=tuple((label, printable(value)) for label, value in labels.items()))
 
@@ -197,9 +197,9 @@ PLATFORM_SERIES: Final = {
 """The series of torchelastic's group by metric name, in any process; torch's own agent uses some of these names."""
 for _name in OPERATIONS + TRAINING_OPERATIONS:
     _operation = _name.rpartition(".")[2].lstrip("_")
-    PLATFORM_SERIES[f"{_name}.duration.ms"] = OPERATION_DURATION.labelled(operation=_operation)
+    PLATFORM_SERIES[f"{_name}.duration.ms"] = OPERATION_DURATION.labeled(operation=_operation)
     for _outcome in ("success", "failure"):
-        PLATFORM_SERIES[f"{_name}.{_outcome}"] = OPERATION_OUTCOMES.labelled(operation=_operation, outcome=_outcome)
+        PLATFORM_SERIES[f"{_name}.{_outcome}"] = OPERATION_OUTCOMES.labeled(operation=_operation, outcome=_outcome)
 
 
 # The series of programs

@@ -109,7 +109,7 @@ def worker_environments(
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_RESTART_COUNT": str(round.restarts),
         "TORCHELASTIC_RUN_ID": run_id,
-        # The round's store runs in its own process, so that it outlives each worker.
+        # The TCPStore of the round runs in its own process, so that it outlives each worker.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.store_conformance import StoreBehaviour
+from tests.support.store_conformance import StoreBehavior
 from torchelastic.store.memory import MemoryStore
 
 
@@ -13,7 +13,7 @@ def store() -> MemoryStore:
     return MemoryStore()
 
 
-class TestMemoryStore(StoreBehaviour):
+class TestMemoryStore(StoreBehavior):
     @pytest.fixture
     def other(self, store: MemoryStore) -> MemoryStore:
         return store.another()

@@ -55,7 +55,7 @@ def test_the_selected_output_is_printed(logs: Path, tmp_path: Path) -> None:
         read(tmp_path / "none")
 
 
-def test_agent_logs_are_labelled_with_the_pod(logs: Path) -> None:
+def test_agent_logs_are_labeled_with_the_pod(logs: Path) -> None:
     pod = "digits-0-aaaaa"
     assert read(logs, agents=True).splitlines()[:2] == [f"09:00:00 [{pod}] round 1", f"[{pod}] Traceback"]
     assert read(logs, pod=pod, agents=True) == f"09:00:00 [{pod}] round 1\nTraceback\n"

@@ -117,7 +117,7 @@ async def test_the_selected_lines_are_printed_in_order_of_time(
     assert await read(api, **selector) == lines
 
 
-async def test_lines_of_agents_are_labelled_once(api: UserApi) -> None:
+async def test_lines_of_agents_are_labeled_once(api: UserApi) -> None:
     lines = await read(api, agents=True)
     assert f"10:15:02 [{A}] round 1: started rank 0 of a world of 2" in lines
     assert lines[-1] == f"[{A}] Traceback of the agent"
