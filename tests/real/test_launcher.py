@@ -176,6 +176,7 @@ def test_the_root_cause_of_a_failure_is_raised_with_its_rank_and_traceback(tmp_p
                 "stubborn": outcome(fail, lambda: raising(Stubborn(1, 2)), sleep),
                 "signal": outcome(fail, lambda: os.kill(os.getpid(), signal.SIGKILL), sleep),
                 "exit": outcome(fail, lambda: sys.exit(3), sleep),
+                "value": outcome(lambda: (print for _ in ())),
                 "restarted": outcome(once, os.path.abspath("once"), max_restarts=1),
                 "hung": outcome(fail, lambda: os.kill(os.getpid(), signal.SIGSTOP), sleep, heartbeat_timeout=1.0),
             }
@@ -191,7 +192,9 @@ def test_the_root_cause_of_a_failure_is_raised_with_its_rank_and_traceback(tmp_p
     kind, _, note = answer["stubborn"]
     assert kind == "WorkerFailedError"
     assert "cannot be made of one argument" in note
-    assert answer["signal"][0] == answer["exit"][0] == "WorkerFailedError"
+    assert answer["signal"][0] == answer["exit"][0] == answer["value"][0] == "WorkerFailedError"
+    assert len(answer["signal"]) == len(answer["exit"]) == 2  # no note of an earlier exception
+    assert "cannot pickle" in answer["value"][1]
     assert "rank 1" in answer["signal"][1]
     assert "SIGKILL" in answer["signal"][1]
     assert "exit code 3" in answer["exit"][1]

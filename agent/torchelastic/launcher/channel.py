@@ -8,21 +8,55 @@ unpickled.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import queue
 import socket
 import stat
 import struct
 import threading
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 _SIZES: Final = struct.Struct(">IQ")
-_CHUNK: Final = 1 << 20
+_CHUNK: Final = 64 << 20
+
+
+class Content(io.RawIOBase):
+    """The content of a received message, as a file, so that a large object is unpickled while it arrives."""
+
+    def __init__(self, source: io.FileIO, size: int) -> None:
+        self._source = source
+        self._left = size
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - any buffer, as in io
+        """Fill a buffer, as far as there is content; raise EOFError if the other end is closed."""
+        view = memoryview(buffer).cast("B")[: self._left]
+        done = 0
+        while done < len(view):
+            count = 0
+            with contextlib.suppress(OSError):  # the connection is reset
+                count = self._source.readinto(view[done : done + _CHUNK])
+            if not count:
+                raise EOFError
+            done += count
+        self._left -= done
+        return done
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next bytes of the content; by default, all that is left."""
+        data = bytearray(self._left if size < 0 else min(size, self._left))
+        self.readinto(data)
+        return bytes(data)
 
 
 class Channel:
@@ -47,10 +81,12 @@ class Channel:
         """
         self._queue.put((message, content))
 
-    def receive(self) -> tuple[dict[str, Any], bytearray]:
-        """Wait for a message; raise EOFError once if the other end is closed."""
-        header, content = _SIZES.unpack(self._read(_SIZES.size))
-        return cast("dict[str, Any]", msgspec.msgpack.decode(self._read(header))), self._read(content)
+    def messages(self) -> Iterator[tuple[dict[str, Any], Content]]:
+        """Yield the messages until the other end is closed; the content must be read before the next message."""
+        with open(self._source, "rb", buffering=0) as source, contextlib.suppress(EOFError):  # noqa: PTH123 - a descriptor
+            while True:
+                header, size = _SIZES.unpack(Content(source, _SIZES.size).read())
+                yield msgspec.msgpack.decode(Content(source, header).read()), Content(source, size)
 
     def close(self) -> None:
         """Send what is queued, and close this end."""
@@ -59,20 +95,6 @@ class Channel:
     def join(self) -> None:
         """Wait until everything is sent, after :meth:`close`."""
         self._thread.join()
-
-    def _read(self, size: int) -> bytearray:
-        data = bytearray(size)
-        view = memoryview(data)
-        while view:
-            try:
-                count = os.readv(self._source, [view[: 64 * _CHUNK]])
-            except OSError:
-                count = 0
-            if not count:
-                os.close(self._source)
-                raise EOFError
-            view = view[count:]
-        return data
 
     def _write_all(self) -> None:
         with contextlib.suppress(OSError):  # the other end is closed, which the reader notices
@@ -94,7 +116,7 @@ class Channel:
             size = left = os.fstat(file.fileno()).st_size
             self._write(_SIZES.pack(len(header), size) + header)
             while left:
-                left -= os.sendfile(self._target, file.fileno(), None, min(left, 64 * _CHUNK))
+                left -= os.sendfile(self._target, file.fileno(), None, min(left, _CHUNK))
         content.unlink(missing_ok=True)
 
     def _write(self, data: bytes) -> None:

@@ -26,10 +26,11 @@ from torchelastic.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from torchelastic.launcher.channel import Content
     from torchelastic.launcher.hosts import Host
     from torchelastic.launcher.log_handlers import Lines
 
-Events = queue.SimpleQueue[tuple["Node", dict[str, Any] | None, bytearray]]
+Events = queue.SimpleQueue[tuple["Node", dict[str, Any] | None, Any]]
 
 _EXIT_TIMEOUT: Final = 5.0
 """Seconds after which a node that does not exit is killed; its watchdog kills the rest."""
@@ -114,25 +115,44 @@ class Node:
         return lines[-1] if lines else f"exit code {self.process.poll()}"
 
     def _read(self) -> None:
-        try:
-            while True:
-                message, content = self.channel.receive()
-                if message["type"] == "store":
-                    if self.store is not None:
-                        self.store.take(self.channel, message)
-                else:
-                    self.events.put((self, message, content))
-        except EOFError:
-            if self.store is not None:
-                self.store.lose(self.channel)
-            self.process.wait()
-            self.events.put((self, None, bytearray()))
+        with contextlib.suppress(EOFError):
+            for message, content in self.channel.messages():
+                match message["type"]:
+                    case "store":
+                        if self.store is not None:
+                            self.store.take(self.channel, message)
+                    case "result":
+                        self.events.put((self, message, _unpickled(content)))
+                    case _:
+                        self.events.put((self, message, content.read()))
+        if self.store is not None:
+            self.store.lose(self.channel)
+        self.process.wait()
+        self.events.put((self, None, None))
 
     def _read_errors(self) -> None:
         with cast("IO[bytes]", self.process.stderr) as stream:
             while data := os.read(stream.fileno(), 1 << 16):
                 self._errors = (self._errors + data)[-(1 << 14) :]
-                self.events.put((self, {"type": "agent"}, bytearray(data)))
+                self.events.put((self, {"type": "agent"}, data))
+
+
+def _unpickled(content: Content) -> Any:  # noqa: ANN401 - the function's own value
+    """Return the object that arrives, or :class:`_Unreadable` with the exception of its code."""
+    try:
+        return pickle.load(content)  # noqa: S301 - from a worker of this launch
+    except EOFError:
+        raise
+    except Exception as error:  # noqa: BLE001 - raised to the caller of the launch
+        content.read()
+        return _Unreadable(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    """A result that cannot be unpickled."""
+
+    error: Exception
 
 
 def command_for(host: Host, *, python: str | None, ssh_config_file: str | None) -> list[str]:
@@ -281,17 +301,21 @@ class _Collector:
                 continue
             match message["type"]:
                 case "output":
-                    self._lines.write(node.host.name, message["local_rank"], message["stream"], bytes(content))
+                    self._lines.write(node.host.name, message["local_rank"], message["stream"], content)
                     node.channel.send({"type": "handled", "size": len(content)})
                 case "agent":
-                    self._lines.write(node.host.name, None, 2, bytes(content))
+                    self._lines.write(node.host.name, None, 2, content)
                 case "hello":
                     _check_versions(node, message)
                 case "refused":
                     raise SettingsError(f"{node.host.name}: {message['message']}")
                 case "result":
-                    value = pickle.loads(content)  # noqa: S301 - from a worker of this launch
-                    self._results[message["rank"]] = Result(node.host.name, message["local_rank"], value)
+                    if isinstance(content, _Unreadable):
+                        raise WorkerFailedError(
+                            f"The value of rank {message['rank']} cannot be unpickled here: "
+                            f"{type(content.error).__name__}: {content.error}"
+                        ) from content.error
+                    self._results[message["rank"]] = Result(node.host.name, message["local_rank"], content)
                 case "ended":
                     self._running.pop(node, None)
                     self._ended(node, message, content)
@@ -305,7 +329,7 @@ class _Collector:
         if len(self._running) < self._min_hosts:
             raise AgentFailedError(f"The agent on {node.host.name} has ended: {node.last_error}")
 
-    def _ended(self, node: Node, message: Mapping[str, Any], content: bytearray) -> None:
+    def _ended(self, node: Node, message: Mapping[str, Any], content: bytes) -> None:
         if message["code"] == ExitCode.SUCCEEDED:
             return
         if "rank" not in message:
@@ -320,7 +344,7 @@ class _Collector:
             self._failure = weight, error
 
 
-def _exception_of(content: bytearray, message: Mapping[str, Any], node: Node) -> BaseException:
+def _exception_of(content: bytes, message: Mapping[str, Any], node: Node) -> BaseException:
     """Return the exception of a worker, or one with its text if it cannot be unpickled."""
     trace, pickled = pickle.loads(content)  # noqa: S301 - from a worker of this launch
     error = None

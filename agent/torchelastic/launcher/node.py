@@ -27,6 +27,7 @@ from torchelastic.config.parsers import RawValue
 from torchelastic.config.settings import AgentSettings, LogSettings, Program, ProgramKind, RendezvousSettings
 from torchelastic.errors import SettingsError, TorchElasticError
 from torchelastic.launcher.channel import Channel
+from torchelastic.protocol.pod import ExitCode
 from torchelastic.protocol.records import SizeRecord
 from torchelastic.version import __version__
 
@@ -81,7 +82,7 @@ class Node:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._output = ChannelOutput(channel)
-        self._messages: asyncio.Queue[tuple[dict[str, Any], bytearray] | None] = asyncio.Queue()
+        self._messages: asyncio.Queue[tuple[dict[str, Any], bytes] | None] = asyncio.Queue()
         self._store: ChannelStore | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -102,15 +103,14 @@ class Node:
         await asyncio.to_thread(self._channel.join)
 
     def _read(self) -> None:
-        try:
-            while True:
-                self._loop.call_soon_threadsafe(self._take, *self._channel.receive())
-        except EOFError:
-            threading.Timer(_EXIT_TIMEOUT, os._exit, [1]).start()
-            self._loop.call_soon_threadsafe(self._messages.put_nowait, None)
-            os.kill(os.getpid(), signal.SIGTERM)  # the agent leaves the run
+        with contextlib.suppress(EOFError):
+            for message, content in self._channel.messages():
+                self._loop.call_soon_threadsafe(self._take, message, content.read())
+        threading.Timer(_EXIT_TIMEOUT, os._exit, [1]).start()
+        self._loop.call_soon_threadsafe(self._messages.put_nowait, None)
+        os.kill(os.getpid(), signal.SIGTERM)  # the agent leaves the run
 
-    def _take(self, message: dict[str, Any], content: bytearray) -> None:
+    def _take(self, message: dict[str, Any], content: bytes) -> None:
         match message["type"]:
             case "handled":
                 self._output.handled(message["size"])
@@ -134,7 +134,9 @@ class Node:
                 return store
 
         while (item := await self._messages.get()) is not None:
-            write_call(workers.scratch, bytes(item[1]))
+            for path in (*workers.scratch.glob("result.*"), *workers.scratch.glob("exception.*")):
+                path.unlink()  # of an earlier call
+            write_call(workers.scratch, item[1])
             agent = Agent(settings, AgentMetrics(settings.role), connect)
             self._report(agent, await agent.run(workers), workers.scratch)
 
@@ -142,7 +144,7 @@ class Node:
         """Send the results of the workers, or the exception of the worker that is the root cause."""
         failure = ending.message.failure
         ended = {"type": "ended", "code": int(ending.code), "message": ending.message.message}
-        if agent.ranks is not None:
+        if agent.ranks is not None and ending.code is ExitCode.SUCCEEDED:
             round, ranks = agent.ranks
             for local_rank, rank in enumerate(ranks):
                 path = result_file(scratch, round, rank)
