@@ -106,18 +106,18 @@ class Launcher:
 
     hostnames: list[str] | Literal["auto", "slurm"] = "auto"
     workers_per_host: int | list[int] | Literal["auto", "slurm", "gpu", "cpu"] = "auto"
-    ssh_config_file: str | os.PathLike[str] | None = None
+    ssh_config_file: str | Path | None = None
     backend: Literal["nccl", "gloo", "mpi", "ucc", "auto"] | None = "auto"
     timeout: int = 600
     default_env_vars: tuple[str, ...] = DEFAULT_ENV_VARS
     extra_env_vars: tuple[str, ...] | dict[str, str] = ()
-    env_file: str | os.PathLike[str] | None = None
+    env_file: str | Path | None = None
     workers: tuple[int, int] | None = None
     max_restarts: int = 0
     agent_timeout: int = 60
     heartbeat_timeout: float | None = None
     python: str | None = None
-    code: str | os.PathLike[str] | None = None
+    code: str | Path | None = None
     keep_warm: bool = True
     worker_timeout: int | None = None
     copy_env_vars: tuple[str, ...] | None = None
@@ -233,12 +233,12 @@ def launch(
     func_kwargs: dict[str, Any] | None = None,
     hostnames: list[str] | Literal["auto", "slurm"] = "auto",
     workers_per_host: int | list[int] | Literal["auto", "slurm", "gpu", "cpu"] = "auto",
-    ssh_config_file: str | os.PathLike[str] | None = None,
+    ssh_config_file: str | Path | None = None,
     backend: Literal["nccl", "gloo", "mpi", "ucc", "auto"] | None = "auto",
     timeout: int = 600,
     default_env_vars: tuple[str, ...] = DEFAULT_ENV_VARS,
     extra_env_vars: tuple[str, ...] | dict[str, str] = (),
-    env_file: str | os.PathLike[str] | None = None,
+    env_file: str | Path | None = None,
     log_handlers: Iterable[logging.Handler] | Literal["auto"] | None = "auto",
     **settings: Any,  # noqa: ANN401 - checked by Launcher
 ) -> LaunchResult:
