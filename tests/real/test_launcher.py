@@ -108,6 +108,7 @@ def test_values_of_all_kinds_return_and_nothing_of_the_launch_remains(tmp_path: 
             answer["older form"] = trx.Launcher(workers_per_host=1).run(max, func_args=(5, 7)).index("localhost", 0)
             answer["large"] = [len(each) for each in outcome(lambda: bytes(50_000_000))]
             answer["environment"] = outcome(lambda: os.environ["MINE"], extra_env_vars={"MINE": "é'"})
+            answer["exit"] = outcome(lambda: rank() or sys.exit(0))
             answer["cold"] = outcome(rank, keep_warm=False)
             from torchelastic.launcher import head
             head._close_all_idle()
@@ -124,6 +125,7 @@ def test_values_of_all_kinds_return_and_nothing_of_the_launch_remains(tmp_path: 
         "older form": 7,
         "large": [50_000_000] * 2,
         "environment": ["é'"] * 2,
+        "exit": [None, 1],
         "cold": [0, 1],
         "children": [],
     }
@@ -138,6 +140,10 @@ def test_the_root_cause_of_a_failure_is_raised_with_its_rank_and_traceback(tmp_p
 
         class MyError(Exception):
             pass
+
+        class Unreadable:
+            def __reduce__(self):
+                return int, ("no number",)
 
         class Stubborn(Exception):
             def __init__(self, one, two):
@@ -167,6 +173,9 @@ def test_the_root_cause_of_a_failure_is_raised_with_its_rank_and_traceback(tmp_p
             answer = {
                 "asleep": outcome(fail, lambda: raising(MyError("bad data")), sleep),
                 "collective": outcome(fail, lambda: raising(MyError("bad data")), reduce),
+                "after it": outcome(fail, lambda: sys.exit(4), sleep),
+                "no pickle": outcome(lambda: [bytes(100_000), (each for each in ())]),
+                "unreadable": outcome(Unreadable),
                 "stubborn": outcome(fail, lambda: raising(Stubborn(1, 2)), sleep),
                 "signal": outcome(fail, lambda: os.kill(os.getpid(), signal.SIGKILL), sleep),
                 "exit": outcome(fail, lambda: sys.exit(3), sleep),
@@ -182,6 +191,10 @@ def test_the_root_cause_of_a_failure_is_raised_with_its_rank_and_traceback(tmp_p
         assert (kind, text) == ("MyError", "bad data")
         assert note.startswith("Raised by rank 1 on localhost:\nTraceback (most recent call last):")
         assert "in raising" in note
+    assert answer["after it"][0] == "WorkerFailedError"
+    assert "exit code 4" in answer["after it"][1]
+    assert answer["no pickle"][1].startswith("The result of the function cannot be passed to the caller: TypeError:")
+    assert "cannot be unpickled: ValueError: invalid literal" in answer["unreadable"][1]
     kind, _, note = answer["stubborn"]
     assert kind == "WorkerFailedError"
     assert "cannot be made of one argument" in note

@@ -290,8 +290,8 @@ class _Collector:
                 case "refused":
                     raise SettingsError(f"{node.host.name}: {message['message']}")
                 case "result":
-                    value = pickle.loads(content)  # noqa: S301 - from a worker of this launch
-                    self._results[message["rank"]] = Result(node.host.name, message["local_rank"], value)
+                    rank, value = message["rank"], _value_of(content, message, node)
+                    self._results[rank] = Result(node.host.name, message["local_rank"], value)
                 case "ended":
                     self._running.pop(node, None)
                     self._ended(node, message, content)
@@ -320,11 +320,21 @@ class _Collector:
             self._failure = weight, error
 
 
+def _value_of(content: bytearray, message: Mapping[str, Any], node: Node) -> Any:  # noqa: ANN401 - the function's
+    try:
+        return pickle.loads(content)  # noqa: S301 - from a worker of this launch
+    except (Exception, SystemExit) as error:
+        raise WorkerFailedError(
+            f"The result of rank {message['rank']} on {node.host.name} cannot be unpickled: {type(error).__name__}: "
+            f"{error}."
+        ) from error
+
+
 def _exception_of(content: bytearray, message: Mapping[str, Any], node: Node) -> BaseException:
     """Return the exception of a worker, or one with its text if it cannot be unpickled."""
-    trace, pickled = pickle.loads(content)  # noqa: S301 - from a worker of this launch
-    error = None
-    with contextlib.suppress(Exception):  # the exception's own code
+    trace, error = message["message"], None
+    with contextlib.suppress(Exception, SystemExit):  # the file is incomplete, or the exception's own code fails
+        trace, pickled = pickle.loads(content)  # noqa: S301 - from a worker of this launch
         error = pickle.loads(pickled)  # noqa: S301 - likewise
     if not isinstance(error, BaseException):
         error = WorkerFailedError(message["message"])

@@ -12,6 +12,7 @@ import contextlib
 import io
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from torchelastic.config.parsers import RawValue
 from torchelastic.config.settings import AgentSettings, LogSettings, Program, ProgramKind, RendezvousSettings
 from torchelastic.errors import SettingsError, TorchElasticError
 from torchelastic.launcher.channel import Channel
+from torchelastic.protocol.pod import ExitCode
 from torchelastic.protocol.records import SizeRecord
 from torchelastic.version import __version__
 
@@ -142,12 +144,12 @@ class Node:
         """Send the results of the workers, or the exception of the worker that is the root cause."""
         failure = ending.message.failure
         ended = {"type": "ended", "code": int(ending.code), "message": ending.message.message}
-        if agent.ranks is not None:
+        if agent.ranks is not None and ending.code is ExitCode.SUCCEEDED:
             round, ranks = agent.ranks
             for local_rank, rank in enumerate(ranks):
                 path = result_file(scratch, round, rank)
-                if path.exists():
-                    self._channel.send({"type": "result", "rank": rank, "local_rank": local_rank}, path)
+                value = path if path.exists() else pickle.dumps(None)  # the worker has called sys.exit(0)
+                self._channel.send({"type": "result", "rank": rank, "local_rank": local_rank}, value)
         content = b""
         if failure is not None:
             ended |= {"rank": failure.rank, "exit_code": failure.exit_code, "own": agent.is_own(failure)}
