@@ -25,6 +25,24 @@ _SIZES: Final = struct.Struct(">IQ")
 _CHUNK: Final = 1 << 20
 
 
+_open: Final[set[int]] = set()
+
+
+def _close_inherited() -> None:
+    """Close the descriptors of all channels in a forked child, which would keep the nodes alive after the launcher."""
+    for descriptor in _open:
+        os.close(descriptor)
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+def _close(descriptor: int) -> None:
+    _open.discard(descriptor)
+    os.close(descriptor)
+
+
 class Channel:
     """One end of the connection; a thread writes the messages in order.
 
@@ -36,6 +54,7 @@ class Channel:
     def __init__(self, source: int, target: int) -> None:
         self._source = source
         self._target = target
+        _open.update((source, target))
         self._queue: queue.SimpleQueue[tuple[dict[str, Any], bytes | Path] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, name="torchelastic: channel", daemon=True)
         self._thread.start()
@@ -69,7 +88,7 @@ class Channel:
             except OSError:
                 count = 0
             if not count:
-                os.close(self._source)
+                _close(self._source)
                 raise EOFError
             view = view[count:]
         return data
@@ -82,7 +101,7 @@ class Channel:
             if stat.S_ISSOCK(os.fstat(self._target).st_mode):  # both descriptors are one socket
                 with socket.socket(fileno=os.dup(self._target)) as connection:
                     connection.shutdown(socket.SHUT_WR)
-        os.close(self._target)
+        _close(self._target)
 
     def _write_message(self, message: dict[str, Any], content: bytes | Path) -> None:
         header = msgspec.msgpack.encode(message)
