@@ -109,6 +109,11 @@ def test_values_of_all_kinds_return_and_nothing_of_the_launch_remains(tmp_path: 
             answer["large"] = [len(each) for each in outcome(lambda: bytes(50_000_000))]
             answer["environment"] = outcome(lambda: os.environ["MINE"], extra_env_vars={"MINE": "é'"})
             answer["exit"] = outcome(lambda: rank() or sys.exit(0))
+            first = outcome(os.getppid, workers_per_host=1)
+            answer["warm"] = outcome(os.getppid, workers_per_host=1) == first
+            for value in "12":
+                open("values.sh", "w").write(f"VALUE={value}")
+                answer["file " + value] = outcome(lambda: os.environ["VALUE"], workers_per_host=1, env_file="values.sh")
             answer["cold"] = outcome(rank, keep_warm=False)
             from torchelastic.launcher import head
             head._close_all_idle()
@@ -126,6 +131,9 @@ def test_values_of_all_kinds_return_and_nothing_of_the_launch_remains(tmp_path: 
         "large": [50_000_000] * 2,
         "environment": ["é'"] * 2,
         "exit": [None, 1],
+        "warm": True,
+        "file 1": ["1"],
+        "file 2": ["2"],
         "cold": [0, 1],
         "children": [],
     }
@@ -227,7 +235,7 @@ def test_every_line_of_the_workers_reaches_files_and_handlers(tmp_path: Path) ->
         if __name__ == "__main__":
             seen = []
             outcome(talk)
-            trx.launch(talk, (50_000,), workers_per_host=2, log_handlers=[Seen()])
+            trx.launch(talk, (50_000,), workers_per_host=2, log_handlers=(each for each in [Seen()]))
             trx.add_filter_to_handler(only := Seen(), "localhost", 0, logging.ERROR)
             every, seen = seen, []
             launcher = trx.Launcher(workers_per_host=2).set_logging_handlers(

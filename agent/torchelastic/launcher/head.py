@@ -169,13 +169,13 @@ def _keep_idle(key: object, node: Node) -> None:
     timer = threading.Timer(_IDLE_LIMIT, _close_idle, [key, node])
     timer.daemon = True
     with _idle_lock:
-        _, former = _idle.get(key, (None, None))
-        if former is None:
-            _idle[key] = node, timer
-    if former is None:
+        others = [*_idle.values()]  # at most one node stays, because each has imported torch
+        _idle.clear()
+        _idle[key] = node, timer
         timer.start()
-    else:
-        node.close()
+    for other, other_timer in others:
+        other_timer.cancel()
+        other.close()
 
 
 def _close_idle(key: object, node: Node) -> None:
@@ -227,7 +227,7 @@ class Head:
             WorkerFailedError: a worker has died.
             Exception: a worker raised it.
         """
-        key = self._key() if self.keep_warm and len(self.hosts) == 1 and self.hosts[0].is_local else None
+        key = self._key() if self._may_stay() else None
         events: Events = queue.SimpleQueue()
         nodes: list[Node] = []
         with contextlib.ExitStack() as stack:
@@ -249,10 +249,15 @@ class Head:
             raise results
         return results
 
+    def _may_stay(self) -> bool:
+        """Whether the node may serve another launch; it reads code and env_file, which may change, only once."""
+        fixed = not (self.code or self.opened["env_file"])
+        return self.keep_warm and fixed and len(self.hosts) == 1 and self.hosts[0].is_local
+
     def _key(self) -> object:
         [host] = self.hosts
         settings = {name: value for name, value in self.opened.items() if name != "run_id"}
-        return repr((os.getpid(), Path.cwd(), sys.executable, sorted(os.environ.items()), host, settings))
+        return repr((os.getpid(), Path.cwd(), self.command(host), sorted(os.environ.items()), host, settings))
 
 
 def _end(nodes: Sequence[Node]) -> None:
