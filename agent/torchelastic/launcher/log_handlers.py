@@ -149,7 +149,7 @@ def _level_of_agent(line: str) -> int:
 
 def check_handlers(handlers: object) -> list[logging.Handler]:
     """Return the handlers; raise SettingsError if one is not a handler of logging."""
-    chosen = [*handlers] if isinstance(handlers, Iterable) else [handlers]
+    chosen: list[Any] = [*handlers] if isinstance(handlers, Iterable) else [handlers]
     if not all(isinstance(each, logging.Handler) for each in chosen):
         raise SettingsError('log_handlers must be "auto", None or a list of logging.Handler objects.')
     return chosen
