@@ -115,6 +115,12 @@ def test_values_of_all_kinds_return_and_nothing_of_the_launch_remains(tmp_path: 
             answer["older form"] = trx.Launcher(workers_per_host=1).run(max, func_args=(5, 7)).index("localhost", 0)
             answer["large"] = [len(each) for each in outcome(lambda: bytes(50_000_000))]
             answer["environment"] = outcome(lambda: os.environ["MINE"], extra_env_vars={"MINE": "é'"})
+            answer["exit"] = outcome(lambda: rank() or sys.exit(0))
+            first = outcome(os.getppid, workers_per_host=1)
+            answer["warm"] = outcome(os.getppid, workers_per_host=1) == first
+            for value in "12":
+                open("values.sh", "w").write(f"VALUE={value}")
+                answer["file " + value] = outcome(lambda: os.environ["VALUE"], workers_per_host=1, env_file="values.sh")
             answer["cold"] = outcome(rank, keep_warm=False)
             from torchelastic.launcher import head
             head._close_all_idle()
@@ -131,6 +137,10 @@ def test_values_of_all_kinds_return_and_nothing_of_the_launch_remains(tmp_path: 
         "older form": 7,
         "large": [50_000_000] * 2,
         "environment": ["é'"] * 2,
+        "exit": [None, 1],
+        "warm": True,
+        "file 1": ["1"],
+        "file 2": ["2"],
         "cold": [0, 1],
         "children": [],
     }
@@ -145,6 +155,10 @@ def test_the_root_cause_of_a_failure_is_raised_with_its_rank_and_traceback(tmp_p
 
         class MyError(Exception):
             pass
+
+        class Unreadable:
+            def __reduce__(self):
+                return int, ("no number",)
 
         class Stubborn(Exception):
             def __init__(self, one, two):
@@ -174,10 +188,12 @@ def test_the_root_cause_of_a_failure_is_raised_with_its_rank_and_traceback(tmp_p
             answer = {
                 "asleep": outcome(fail, lambda: raising(MyError("bad data")), sleep),
                 "collective": outcome(fail, lambda: raising(MyError("bad data")), reduce),
+                "after it": outcome(fail, lambda: sys.exit(4), sleep),
+                "no pickle": outcome(lambda: [bytes(100_000), (each for each in ())]),
+                "unreadable": outcome(Unreadable),
                 "stubborn": outcome(fail, lambda: raising(Stubborn(1, 2)), sleep),
                 "signal": outcome(fail, lambda: os.kill(os.getpid(), signal.SIGKILL), sleep),
                 "exit": outcome(fail, lambda: sys.exit(3), sleep),
-                "value": outcome(lambda: (print for _ in ())),
                 "restarted": outcome(once, os.path.abspath("once"), max_restarts=1),
                 "hung": outcome(fail, lambda: os.kill(os.getpid(), signal.SIGSTOP), sleep, heartbeat_timeout=1.0),
             }
@@ -190,12 +206,15 @@ def test_the_root_cause_of_a_failure_is_raised_with_its_rank_and_traceback(tmp_p
         assert (kind, text) == ("MyError", "bad data")
         assert note.startswith("Raised by rank 1 on localhost:\nTraceback (most recent call last):")
         assert "in raising" in note
+    assert answer["after it"][0] == "WorkerFailedError"
+    assert "exit code 4" in answer["after it"][1]
+    assert answer["no pickle"][1].startswith("The result of the function cannot be passed to the caller: TypeError:")
+    assert "cannot be unpickled: ValueError: invalid literal" in answer["unreadable"][1]
     kind, _, note = answer["stubborn"]
     assert kind == "WorkerFailedError"
     assert "cannot be made of one argument" in note
-    assert answer["signal"][0] == answer["exit"][0] == answer["value"][0] == "WorkerFailedError"
+    assert answer["signal"][0] == answer["exit"][0] == "WorkerFailedError"
     assert len(answer["signal"]) == len(answer["exit"]) == 2  # no note of an earlier exception
-    assert "cannot pickle" in answer["value"][1]
     assert "rank 1" in answer["signal"][1]
     assert "SIGKILL" in answer["signal"][1]
     assert "exit code 3" in answer["exit"][1]
@@ -224,7 +243,7 @@ def test_every_line_of_the_workers_reaches_files_and_handlers(tmp_path: Path) ->
         if __name__ == "__main__":
             seen = []
             outcome(talk)
-            trx.launch(talk, (50_000,), workers_per_host=2, log_handlers=[Seen()])
+            trx.launch(talk, (50_000,), workers_per_host=2, log_handlers=(each for each in [Seen()]))
             trx.add_filter_to_handler(only := Seen(), "localhost", 0, logging.ERROR)
             every, seen = seen, []
             launcher = trx.Launcher(workers_per_host=2).set_logging_handlers(
@@ -349,6 +368,8 @@ def test_hosts_that_share_nothing_train_together_over_ssh(tmp_path: Path, ssh_pa
 @pytest.mark.ssh
 def test_a_host_that_cannot_take_part_is_named_in_one_sentence(tmp_path: Path, ssh_path: str) -> None:
     (tmp_path / "broken.sh").write_text("exit 3\n")
+    (tmp_path / "chatty").write_text("#!/bin/sh\necho Welcome to this host\nexec sleep 600\n")
+    (tmp_path / "chatty").chmod(0o755)
     script = Script(
         tmp_path,
         """
@@ -358,12 +379,14 @@ def test_a_host_that_cannot_take_part_is_named_in_one_sentence(tmp_path: Path, s
                 outcome(rank, hostnames=["node1", "nowhere.invalid"]),
                 outcome(rank, **two, python="/nothing/python"),
                 outcome(rank, **two, env_file=os.path.abspath("broken.sh")),
+                outcome(rank, **two, python=os.path.abspath("chatty")),
             ]
             print(json.dumps(answer))
         """,
         PATH=ssh_path,
     )
-    unresolved, python, broken = script.answer()
+    unresolved, python, broken, chatty = script.answer()
+    assert "its shell prints text before the agent starts" in chatty[1]
     assert unresolved[0] == python[0] == "AgentFailedError"
     assert unresolved[1].startswith("The agent on nowhere.invalid has ended: ssh: Could not resolve hostname")
     assert "/nothing/python" in python[1]

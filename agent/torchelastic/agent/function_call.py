@@ -88,11 +88,14 @@ def serialize_call(function: Callable[..., Any], arguments: tuple[Any, ...], set
 
 
 def write_call(scratch: Path, call: bytes) -> None:
-    """Write the call to the agent's scratch folder.
+    """Write the call to the agent's scratch folder, and remove what an earlier call has left there.
 
     Raises:
         SettingsError: the file cannot be written.
     """
+    for pattern in ("result.*", "exception.*"):
+        for left in scratch.glob(pattern):
+            left.unlink()
     try:
         (scratch / _CALL).write_bytes(call)
     except OSError as error:
@@ -154,15 +157,14 @@ def make_call() -> None:
             )
         if setup.backend is not None:
             _init_process_group(setup.backend, setup.timeout)
-        result = function(*arguments)
+        _write_result(result_file(*own), function(*arguments))
     except Exception as error:
         pickled = b""
         with contextlib.suppress(Exception):  # the text of the exception remains
             pickled = cloudpickle.dumps(error)
-        exception_file(*own).write_bytes(pickle.dumps(("".join(traceback.format_exception(error)), pickled)))
+        with contextlib.suppress(OSError):  # likewise
+            exception_file(*own).write_bytes(pickle.dumps(("".join(traceback.format_exception(error)), pickled)))
         raise
-    with result_file(*own).open("wb") as stream:
-        cloudpickle.dump(result, stream, protocol=pickle.HIGHEST_PROTOCOL)
     if setup.backend is not None:
         from torch.distributed import destroy_process_group, is_initialized
 
@@ -176,6 +178,19 @@ def make_call() -> None:
         os._exit(0)
 
 
+def _write_result(path: Path, result: Any) -> None:  # noqa: ANN401 - the function's value
+    import cloudpickle
+
+    try:
+        with path.open("wb") as stream:
+            cloudpickle.dump(result, stream, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        path.unlink(missing_ok=True)
+        raise SettingsError(
+            f"The result of the function cannot be passed to the caller: {type(error).__name__}: {error}."
+        ) from error
+
+
 def _init_process_group(backend: str, timeout: float) -> None:
     import torch
 
@@ -183,6 +198,8 @@ def _init_process_group(backend: str, timeout: float) -> None:
     if chosen == "nccl":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group(chosen, timeout=dt.timedelta(seconds=timeout))
+    if chosen == "gloo":  # a worker that returns at once must not close connections that its peers are still making
+        torch.distributed.barrier()
 
 
 class _RecordHandler(logging.StreamHandler[Any]):

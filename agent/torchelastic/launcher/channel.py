@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _SIZES: Final = struct.Struct(">IQ")
+_HEADER_LIMIT: Final = 1 << 24
 _CHUNK: Final = 64 << 20
 
 
@@ -59,6 +60,24 @@ class Content(io.RawIOBase):
         return bytes(data)
 
 
+_open: Final[set[int]] = set()
+
+
+def _close_inherited() -> None:
+    """Close the descriptors of all channels in a forked child, which would keep the nodes alive after the launcher."""
+    for descriptor in _open:
+        os.close(descriptor)
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+def _close(descriptor: int) -> None:
+    _open.discard(descriptor)
+    os.close(descriptor)
+
+
 class Channel:
     """One end of the connection; a thread writes the messages in order.
 
@@ -70,6 +89,7 @@ class Channel:
     def __init__(self, source: int, target: int) -> None:
         self._source = source
         self._target = target
+        _open.update((source, target))
         self._queue: queue.SimpleQueue[tuple[dict[str, Any], bytes | Path] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, name="torchelastic: channel", daemon=True)
         self._thread.start()
@@ -82,11 +102,22 @@ class Channel:
         self._queue.put((message, content))
 
     def messages(self) -> Iterator[tuple[dict[str, Any], Content]]:
-        """Yield the messages until the other end is closed; the content must be read before the next message."""
-        with open(self._source, "rb", buffering=0) as source, contextlib.suppress(EOFError):  # noqa: PTH123 - a descriptor
+        """Yield the messages until the other end is closed; the content must be read before the next message.
+
+        Raises:
+            ValueError: the other end has sent something else than messages.
+        """
+        source = open(self._source, "rb", buffering=0, closefd=False)  # noqa: SIM115 - a descriptor
+        try:
             while True:
                 header, size = _SIZES.unpack(Content(source, _SIZES.size).read())
+                if header > _HEADER_LIMIT:
+                    raise ValueError("not a message")
                 yield msgspec.msgpack.decode(Content(source, header).read()), Content(source, size)
+        except EOFError:
+            pass
+        finally:
+            _close(self._source)
 
     def close(self) -> None:
         """Send what is queued, and close this end."""
@@ -104,7 +135,7 @@ class Channel:
             if stat.S_ISSOCK(os.fstat(self._target).st_mode):  # both descriptors are one socket
                 with socket.socket(fileno=os.dup(self._target)) as connection:
                     connection.shutdown(socket.SHUT_WR)
-        os.close(self._target)
+        _close(self._target)
 
     def _write_message(self, message: dict[str, Any], content: bytes | Path) -> None:
         header = msgspec.msgpack.encode(message)

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, Self, cast
 
@@ -38,7 +38,10 @@ _EXIT_TIMEOUT: Final = 5.0
 _IDLE_LIMIT: Final = 60.0
 """Seconds after which an idle node of this machine is closed."""
 
-_SSH_OPTIONS: Final = ("-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=2")
+_SSH_OPTIONS: Final = (
+    *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20"),
+    *("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=2"),
+)
 
 
 class AgentFailedError(TorchElasticError):
@@ -77,7 +80,9 @@ class Node:
     channel: Channel
     events: Events
     store: StoreService | None
+    _problem: str = ""
     _errors: bytes = b""
+    _errors_read: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
     def start(cls, host: Host, argv: list[str], events: Events, store: StoreService | None) -> Self:
@@ -110,12 +115,14 @@ class Node:
 
     @property
     def last_error(self) -> str:
-        """The last line of the node's standard error."""
+        """Why the node has ended: the last line of its standard error, if there is one."""
+        if self._problem:
+            return self._problem
         lines = self._errors.decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {self.process.poll()}"
 
     def _read(self) -> None:
-        with contextlib.suppress(EOFError):
+        try:
             for message, content in self.channel.messages():
                 match message["type"]:
                     case "store":
@@ -125,9 +132,15 @@ class Node:
                         self.events.put((self, message, _unpickled(content)))
                     case _:
                         self.events.put((self, message, content.read()))
+        except EOFError:
+            pass
+        except ValueError:
+            self._problem = "its shell prints text before the agent starts; let it print only in interactive sessions."
         if self.store is not None:
             self.store.lose(self.channel)
-        self.process.wait()
+        self.close()  # a host that sends something else than messages must end, too
+        self.wait()
+        self._errors_read.wait(1.0)  # a process that the host has left behind may keep the stream open
         self.events.put((self, None, None))
 
     def _read_errors(self) -> None:
@@ -135,16 +148,15 @@ class Node:
             while data := os.read(stream.fileno(), 1 << 16):
                 self._errors = (self._errors + data)[-(1 << 14) :]
                 self.events.put((self, {"type": "agent"}, data))
+        self._errors_read.set()
 
 
 def _unpickled(content: Content) -> Any:  # noqa: ANN401 - the function's own value
     """Return the object that arrives, or :class:`_Unreadable` with the exception of its code."""
     try:
         return pickle.load(content)  # noqa: S301 - from a worker of this launch
-    except EOFError:
-        raise
-    except Exception as error:  # noqa: BLE001 - raised to the caller of the launch
-        content.read()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - raised to the caller of the launch
+        content.read()  # raises EOFError if the connection is closed
         return _Unreadable(error)
 
 
@@ -152,7 +164,7 @@ def _unpickled(content: Content) -> Any:  # noqa: ANN401 - the function's own va
 class _Unreadable:
     """A result that cannot be unpickled."""
 
-    error: Exception
+    error: BaseException
 
 
 def command_for(host: Host, *, python: str | None, ssh_config_file: str | None) -> list[str]:
@@ -189,13 +201,13 @@ def _keep_idle(key: object, node: Node) -> None:
     timer = threading.Timer(_IDLE_LIMIT, _close_idle, [key, node])
     timer.daemon = True
     with _idle_lock:
-        _, former = _idle.get(key, (None, None))
-        if former is None:
-            _idle[key] = node, timer
-    if former is None:
+        others = [*_idle.values()]  # at most one node stays, because each has imported torch
+        _idle.clear()
+        _idle[key] = node, timer
         timer.start()
-    else:
-        node.close()
+    for other, other_timer in others:
+        other_timer.cancel()
+        other.close()
 
 
 def _close_idle(key: object, node: Node) -> None:
@@ -247,7 +259,7 @@ class Head:
             WorkerFailedError: a worker has died.
             Exception: a worker raised it.
         """
-        key = self._key() if self.keep_warm and len(self.hosts) == 1 and self.hosts[0].is_local else None
+        key = self._key() if self._may_stay() else None
         events: Events = queue.SimpleQueue()
         nodes: list[Node] = []
         with contextlib.ExitStack() as stack:
@@ -269,10 +281,15 @@ class Head:
             raise results
         return results
 
+    def _may_stay(self) -> bool:
+        """Whether the node may serve another launch; it reads code and env_file, which may change, only once."""
+        fixed = not (self.code or self.opened["env_file"])
+        return self.keep_warm and fixed and len(self.hosts) == 1 and self.hosts[0].is_local
+
     def _key(self) -> object:
         [host] = self.hosts
         settings = {name: value for name, value in self.opened.items() if name != "run_id"}
-        return repr((os.getpid(), Path.cwd(), sys.executable, sorted(os.environ.items()), host, settings))
+        return repr((os.getpid(), Path.cwd(), self.command(host), sorted(os.environ.items()), host, settings))
 
 
 def _end(nodes: Sequence[Node]) -> None:
@@ -312,8 +329,8 @@ class _Collector:
                 case "result":
                     if isinstance(content, _Unreadable):
                         raise WorkerFailedError(
-                            f"The value of rank {message['rank']} cannot be unpickled here: "
-                            f"{type(content.error).__name__}: {content.error}"
+                            f"The result of rank {message['rank']} on {node.host.name} cannot be unpickled: "
+                            f"{type(content.error).__name__}: {content.error}."
                         ) from content.error
                     self._results[message["rank"]] = Result(node.host.name, message["local_rank"], content)
                 case "ended":
@@ -346,9 +363,9 @@ class _Collector:
 
 def _exception_of(content: bytes, message: Mapping[str, Any], node: Node) -> BaseException:
     """Return the exception of a worker, or one with its text if it cannot be unpickled."""
-    trace, pickled = pickle.loads(content)  # noqa: S301 - from a worker of this launch
-    error = None
-    with contextlib.suppress(Exception):  # the exception's own code
+    trace, error = message["message"], None
+    with contextlib.suppress(Exception, SystemExit):  # the file is incomplete, or the exception's own code fails
+        trace, pickled = pickle.loads(content)  # noqa: S301 - from a worker of this launch
         error = pickle.loads(pickled)  # noqa: S301 - likewise
     if not isinstance(error, BaseException):
         error = WorkerFailedError(message["message"])

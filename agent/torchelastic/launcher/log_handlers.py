@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +19,7 @@ from torchelastic.agent.function_call import RECORD_MARK
 from torchelastic.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 LOG_DIRECTORY: Final = "TORCHRUNX_LOG_DIR"
 """The environment variable with the folder of the log files; ``./torchelastic_logs`` by default."""
@@ -146,8 +147,9 @@ def _level_of_agent(line: str) -> int:
     return logging.getLevelNamesMapping().get(line.partition(" ")[0], logging.INFO)
 
 
-def check_handlers(handlers: object) -> Iterable[logging.Handler]:
+def check_handlers(handlers: object) -> list[logging.Handler]:
     """Return the handlers; raise SettingsError if one is not a handler of logging."""
-    if isinstance(handlers, (str, bytes)) or not all(isinstance(each, logging.Handler) for each in handlers):  # type: ignore[attr-defined]
+    chosen: list[Any] = [*handlers] if isinstance(handlers, Iterable) else [handlers]
+    if not all(isinstance(each, logging.Handler) for each in chosen):
         raise SettingsError('log_handlers must be "auto", None or a list of logging.Handler objects.')
-    return handlers  # type: ignore[return-value]
+    return chosen

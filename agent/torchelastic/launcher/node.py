@@ -12,6 +12,7 @@ import contextlib
 import io
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -148,8 +149,8 @@ class Node:
             round, ranks = agent.ranks
             for local_rank, rank in enumerate(ranks):
                 path = result_file(scratch, round, rank)
-                if path.exists():
-                    self._channel.send({"type": "result", "rank": rank, "local_rank": local_rank}, path)
+                value = path if path.exists() else pickle.dumps(None)  # the worker has called sys.exit(0)
+                self._channel.send({"type": "result", "rank": rank, "local_rank": local_rank}, value)
         content = b""
         if failure is not None:
             ended |= {"rank": failure.rank, "exit_code": failure.exit_code, "own": agent.is_own(failure)}
