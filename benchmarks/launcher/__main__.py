@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.launcher import torchrunx
+from benchmarks.launcher.peers import VERSIONS, packages
 from benchmarks.support.command_line import parser, run_to_end
 from benchmarks.support.processes import ProcessTree, until
 from benchmarks.support.report import Measurement, Report, note
@@ -78,7 +78,7 @@ async def measure(launcher: str, name: str, limit: float) -> tuple[list[float], 
     Raises:
         TimeoutError: the program did not end in time, or without an answer.
     """
-    environment = {"PYTHONPATH": str(torchrunx.packages(launcher))} if launcher in torchrunx.VERSIONS else {}
+    environment = {"PYTHONPATH": str(packages(launcher))} if launcher in VERSIONS else {}
     async with ProcessTree() as tree:
         log, answer = tree.folder / "log", tree.scratch / "answer"
         argv = ["env", f"--chdir={tree.scratch}", sys.executable, _PROGRAM, launcher, name]
@@ -133,9 +133,9 @@ async def run(arguments: argparse.Namespace) -> Report:
     settings = {"repeat": arguments.repeat, "limit": arguments.limit, "peers": arguments.peers}
     report = Report("launcher", settings=settings)
     try:
-        for version in torchrunx.VERSIONS:
+        for version in VERSIONS:
             if version in arguments.peers:
-                torchrunx.packages(version)
+                packages(version)
     except Missing as error:
         raise BadInput(f"{error}, or choose other --peers.") from None
     for name in arguments.only or CASES:
@@ -148,7 +148,7 @@ def main() -> int:
     """Measure and print; fail if an attempt of ours did not end."""
     flags = parser("launcher", __doc__, etcd=False, repeat=3, limit=120)
     flags.add_argument("--only", action="append", metavar="CASE", choices=[*CASES])
-    peers = [ELASTIC_LAUNCH, *torchrunx.VERSIONS]
+    peers = [ELASTIC_LAUNCH, *VERSIONS]
     flags.add_argument("--peers", nargs="*", choices=peers, default=peers, help="the peers; none to measure ours only")
     arguments = flags.parse_args()
     report = run_to_end("launcher", run(arguments))

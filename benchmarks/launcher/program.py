@@ -44,6 +44,13 @@ def started(fault):
         file.write(f"{time.monotonic()}")
 
 
+def alive(seconds):
+    """Send a heartbeat, if any are expected, and sleep."""
+    if path := os.environ.get("TORCHELASTIC_HEARTBEAT_FILE"):
+        os.utime(path)
+    time.sleep(seconds)
+
+
 def fail(case, fault, ready):
     """Fail in rank 1 while rank 0 sleeps, or waits in a collective."""
     import torch
@@ -54,10 +61,11 @@ def fail(case, fault, ready):
         open(ready, "w").close()
         if case == "collective":
             dist.all_reduce(torch.ones(1))
-        time.sleep(100_000)
+        while True:
+            alive(0.1)
     while not os.path.exists(ready):
-        time.sleep(0.01)
-    time.sleep(0.5)  # rank 0 sleeps, or waits in the collective
+        alive(0.01)
+    alive(0.5)  # rank 0 sleeps, or waits in the collective
     started(fault)
     if case in ("killed", "stopped"):
         os.kill(os.getpid(), signal.SIGKILL if case == "killed" else signal.SIGSTOP)
