@@ -4,21 +4,27 @@
 last line of the file "answer" is a JSON object with the measured seconds, and what the launcher raised.
 """
 
+import importlib
 import json
 import os
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 BYTES = 1 << 30
 FAULT = Path("fault").resolve()
 READY = Path("ready").resolve()
 
-HOSTS = {
+MODULES = {"torchelastic": "torchelastic.launcher", "elastic_launch": "torch.distributed.launcher.api"}
+
+HOSTS: dict[str, dict[str, Any]] = {
     "unresolvable": {"hostnames": ["no-such-host.invalid"]},
     "lengths": {"hostnames": ["localhost", "no-such-host.invalid"], "workers_per_host": [1]},
     "allocation": {"hostnames": "slurm"},
@@ -26,44 +32,41 @@ HOSTS = {
 }
 
 
-def trivial():
+def trivial() -> int:
     """Return the rank."""
     return int(os.environ["RANK"])
 
 
-def large(fault):
+def large(fault: Path) -> bytes:
     """Return a large value; the clock starts before the launcher gets it."""
     value = bytes(BYTES)
     started(fault)
     return value
 
 
-def started(fault):
+def started(fault: Path) -> None:
     """Start the clock."""
-    with open(fault, "w") as file:
-        file.write(f"{time.monotonic()}")
+    fault.write_text(f"{time.monotonic()}")
 
 
-def alive(seconds):
+def alive(seconds: float) -> None:
     """Send a heartbeat, if any are expected, and sleep."""
     if path := os.environ.get("TORCHELASTIC_HEARTBEAT_FILE"):
         os.utime(path)
     time.sleep(seconds)
 
 
-def fail(case, fault, ready):
+def fail(case: str, fault: Path, ready: Path) -> None:
     """Fail in rank 1 while rank 0 sleeps, or waits in a collective."""
-    import torch
-
     if case == "collective" and not dist.is_initialized():
         dist.init_process_group("gloo")
     if os.environ["RANK"] == "0":
-        open(ready, "w").close()
+        ready.touch()
         if case == "collective":
             dist.all_reduce(torch.ones(1))
         while True:
             alive(0.1)
-    while not os.path.exists(ready):
+    while not ready.exists():
         alive(0.01)
     alive(0.5)  # rank 0 sleeps, or waits in the collective
     started(fault)
@@ -72,20 +75,25 @@ def fail(case, fault, ready):
     raise RuntimeError("the fault")
 
 
-def launch(launcher, func, args=(), workers=2, **settings):
-    """Call the function with a launcher."""
+def launch(
+    launcher: str,
+    func: Callable[..., object],
+    args: tuple[object, ...] = (),
+    workers: int = 2,
+    **settings: Any,  # noqa: ANN401 - the launcher's
+) -> Any:  # noqa: ANN401 - the function's value
+    """Call the function with a launcher, and return what rank 0 returned."""
+    api = importlib.import_module(MODULES.get(launcher, "torchrunx"))
     settings = {"hostnames": ["localhost"], "workers_per_host": workers, "backend": "gloo", **settings}
-    if launcher == "torchelastic":
-        return trx.launch(func, args, **settings).rank(0)
+    if hasattr(api, "launch"):
+        return api.launch(func, args, **settings).rank(0)
     if launcher == "elastic_launch":
-        config = LaunchConfig(1, 1, workers, run_id="run", rdzv_backend="c10d", rdzv_endpoint="localhost:0")
-        return elastic_launch(config, func)(*args)[0]
-    if launcher.startswith("0.2"):
-        return torchrunx.launch(func, args, **settings).rank(0)
-    return torchrunx.Launcher(**settings).run(func, *args).rank(0)
+        config = api.LaunchConfig(1, 1, workers, run_id="run", rdzv_backend="c10d", rdzv_endpoint="localhost:0")
+        return api.elastic_launch(config, func)(*args)[0]
+    return api.Launcher(**settings).run(func, *args).rank(0)
 
 
-def loopback():
+def loopback() -> float:
     """Return the seconds in which a TCP connection of this machine transfers the bytes."""
     value = bytes(BYTES)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -104,7 +112,7 @@ def loopback():
             return time.monotonic() - began
 
 
-def measured(launcher, case):
+def measured(launcher: str, case: str) -> list[float]:
     """Return the seconds of a case."""
     began = time.monotonic()
     if case == "launch":
@@ -115,21 +123,23 @@ def measured(launcher, case):
     if case == "large" and launcher == "loopback":
         return [loopback()]
     if case == "large":
-        assert len(launch(launcher, large, (str(FAULT),), 1)) == BYTES
+        assert len(launch(launcher, large, (FAULT,), 1)) == BYTES
     elif case in HOSTS:
         launch(launcher, trivial, workers=1, **HOSTS[case])
     else:
         settings = {"heartbeat_timeout": 1.0} if case == "stopped" and launcher == "torchelastic" else {}
-        launch(launcher, fail, (case, str(FAULT), str(READY)), **settings)
+        launch(launcher, fail, (case, FAULT, READY), **settings)
     return [time.monotonic() - began]
 
 
-def main(launcher, case):
+def main(launcher: str, case: str) -> None:
     """Measure a case, and write the answer."""
+    if launcher != "loopback":
+        importlib.import_module(MODULES.get(launcher, "torchrunx"))
     began, raised = time.monotonic(), None
     try:
         seconds = measured(launcher, case)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - of any launcher
         seconds = [time.monotonic() - began]
         raised = f"{type(error).__name__}: {error}"
     if FAULT.exists():
@@ -139,10 +149,4 @@ def main(launcher, case):
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "torchelastic":
-        import torchelastic.launcher as trx
-    elif sys.argv[1] == "elastic_launch":
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-    elif sys.argv[1] != "loopback":
-        import torchrunx
     main(*sys.argv[1:])
