@@ -127,7 +127,9 @@ def measured(launcher: str, case: str) -> list[float]:
     elif case in HOSTS:
         launch(launcher, trivial, workers=1, **HOSTS[case])
     else:
-        settings = {"heartbeat_timeout": 1.0} if case == "stopped" and launcher == "torchelastic" else {}
+        settings: dict[str, Any] = (
+            {"heartbeat_timeout": 1.0} if case == "stopped" and launcher == "torchelastic" else {}
+        )
         launch(launcher, fail, (case, FAULT, READY), **settings)
     return [time.monotonic() - began]
 
