@@ -68,7 +68,8 @@ def fail(case: str, fault: Path, ready: Path) -> None:
             alive(0.1)
     while not ready.exists():
         alive(0.01)
-    alive(0.5)  # rank 0 sleeps, or waits in the collective
+    time.sleep(0.5)  # rank 0 sleeps, or waits in the collective
+    alive(0)
     started(fault)
     if case in ("killed", "stopped"):
         os.kill(os.getpid(), signal.SIGKILL if case == "killed" else signal.SIGSTOP)
