@@ -87,6 +87,7 @@ def test_a_seed_selects_the_faults() -> None:
         ("memory", "--settle=0", "PSS of an agent and 4 workers"),
         ("metrics", "--steps=20 --limit=120", "scrape of 10,000 series"),
         ("first_step", "--limit=120 --only=run", "elasticjob run digits.yaml"),
+        ("launcher", "--limit=120 --only=launch --only=killed --peers", "second launch in one program"),
     ],
 )
 def test_a_benchmark_prints_all_its_measurements(scratch: Path, benchmark: str, arguments: str, name: str) -> None:

@@ -108,6 +108,7 @@ async def dump_stacks_and_kill(child: Child) -> None:
     with contextlib.suppress(OSError, ValueError):  # a core file would contain the whole model
         resource.prlimit(child.pid, resource.RLIMIT_CORE, (0, 0))
     child.signal(signal.SIGABRT)
+    child.signal(signal.SIGCONT)  # a stopped worker handles SIGABRT first
     await asyncio.wait([child.ended], timeout=_DUMP_TIMEOUT)
     child.signal(signal.SIGKILL)
     await asyncio.wait([child.ended])

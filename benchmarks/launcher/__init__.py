@@ -1,0 +1,1 @@
+"""The benchmark of functions that are launched from Python."""
