@@ -21,7 +21,7 @@ import traceback
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from torchelastic.errors import SettingsError
 from torchelastic.protocol.worker import WORKER_SOCKET
@@ -164,6 +164,10 @@ def make_call() -> None:
             pickled = cloudpickle.dumps(error)
         with contextlib.suppress(OSError):  # likewise
             exception_file(*own).write_bytes(pickle.dumps(("".join(traceback.format_exception(error)), pickled)))
+        if setup.exits_at_once:
+            record_exception(error)
+            traceback.print_exception(error)
+            _exit_at_once(1)
         raise
     if setup.backend is not None:
         from torch.distributed import destroy_process_group, is_initialized
@@ -171,11 +175,15 @@ def make_call() -> None:
         if is_initialized():  # the function may have ended it
             destroy_process_group()
     if setup.exits_at_once:
-        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - as in multiprocessing
-        atexit._run_exitfuncs()  # noqa: SLF001 - likewise
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        _exit_at_once(0)
+
+
+def _exit_at_once(code: int) -> NoReturn:
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - as in multiprocessing
+    atexit._run_exitfuncs()  # noqa: SLF001 - likewise
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _write_result(path: Path, result: Any) -> None:  # noqa: ANN401 - the function's value
