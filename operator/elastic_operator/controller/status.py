@@ -26,10 +26,7 @@ Value = tuple[bool, Reason, str]
 
 
 def running_status(
-    snapshot: Snapshot,
-    failures: FailureCount,
-    planned: PlannedPods,
-    breakdown: TimeBreakdown | None,
+    snapshot: Snapshot, failures: FailureCount, planned: PlannedPods, breakdown: TimeBreakdown | None
 ) -> JobStatus:
     """Return the status of a job that is neither suspended nor finished; its time breakdown is ``breakdown``."""
     job, before, observed, round = snapshot.job, snapshot.job.status, snapshot.observed, snapshot.observed.round

@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 @contextlib.asynccontextmanager
 async def http_server(
-    listen: tuple[str, int],
-    *,
-    metrics: Callable[[str], tuple[bytes, str]],
-    unready: Callable[[], str],
+    listen: tuple[str, int], *, metrics: Callable[[str], tuple[bytes, str]], unready: Callable[[], str]
 ) -> AsyncGenerator[int, None]:
     """Serve /healthz, /readyz and /metrics; yield the port.
 

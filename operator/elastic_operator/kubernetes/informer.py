@@ -46,12 +46,7 @@ class Informer:
     """
 
     def __init__(
-        self,
-        api: client.Api,
-        cache: ObjectCache,
-        *,
-        namespaces: Sequence[str] = (),
-        base_delay: float = 0.2,
+        self, api: client.Api, cache: ObjectCache, *, namespaces: Sequence[str] = (), base_delay: float = 0.2
     ) -> None:
         self._api = api
         self._cache = cache

@@ -40,10 +40,7 @@ class ObjectCache:
     """
 
     def __init__(
-        self,
-        *,
-        changed: Callable[[str], None],
-        pod_deleted: Callable[[Json, Pod], None] = lambda _body, _last: None,
+        self, *, changed: Callable[[str], None], pod_deleted: Callable[[Json, Pod], None] = lambda _body, _last: None
     ) -> None:
         self._changed = changed
         self._pod_deleted = pod_deleted

@@ -129,11 +129,6 @@ def _application(
 
     application = web.Application(client_max_size=4096)
     application.add_routes(
-        [
-            web.get("/job", job),
-            web.get("/watch", watch),
-            web.patch("/job", patch_job),
-            web.delete("/job", delete_job),
-        ]
+        [web.get("/job", job), web.get("/watch", watch), web.patch("/job", patch_job), web.delete("/job", delete_job)]
     )
     return application

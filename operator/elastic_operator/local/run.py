@@ -116,12 +116,7 @@ class LocalRun:
     checking: asyncio.Task[None]
 
     def __init__(
-        self,
-        request: RunRequest,
-        files: RunDir,
-        live: LiveJob,
-        etcd: Path | None,
-        end: asyncio.Future[EndView],
+        self, request: RunRequest, files: RunDir, live: LiveJob, etcd: Path | None, end: asyncio.Future[EndView]
     ) -> None:
         self._manifest_path = request.manifest.source.path.absolute()
         self._environ = environ = request.environ
@@ -139,10 +134,7 @@ class LocalRun:
         self._events: deque[EventView] = deque(maxlen=_MAX_EVENTS)
         self.snapshots = SnapshotFeed(self.snapshot)
         self._mirror = StoreMirror(
-            live.job.uid,
-            changed=self._mirror_changed,
-            away=self._on_store_away,
-            recorded=self.snapshots.touch,
+            live.job.uid, changed=self._mirror_changed, away=self._on_store_away, recorded=self.snapshots.touch
         )
         self._etcd = None
         if etcd is not None:

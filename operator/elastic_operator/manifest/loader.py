@@ -50,8 +50,7 @@ class _Loader(yaml.SafeLoader):
             key, line = self.key(key_node), key_node.start_mark.line + 1
             if key in lines:
                 raise self.bad_input(
-                    key_node,
-                    f"{key} is set twice (first in line {lines[key]}); remove one of the entries",
+                    key_node, f"{key} is set twice (first in line {lines[key]}); remove one of the entries"
                 )
             lines[key] = line
         self.flatten_mapping(node)
