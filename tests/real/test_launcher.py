@@ -106,7 +106,7 @@ def test_values_of_all_kinds_return_and_nothing_of_the_launch_remains(tmp_path: 
         if __name__ == "__main__":
             import torch.distributed as dist
             dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/own", rank=0, world_size=1)
-            offset, answer = 40, {}
+            offset, answer = 40, {"cold": outcome(rank, keep_warm=False), "children": children()}
             answer["closure"] = outcome(lambda: offset + rank())
             answer["method"] = outcome(Point(1).shifted, 2) == [Point(3), Point(4)]
             answer["collective"] = outcome(reduced, torch.ones(1))
@@ -121,10 +121,7 @@ def test_values_of_all_kinds_return_and_nothing_of_the_launch_remains(tmp_path: 
             for value in "12":
                 open("values.sh", "w").write(f"VALUE={value}")
                 answer["file " + value] = outcome(lambda: os.environ["VALUE"], workers_per_host=1, env_file="values.sh")
-            answer["cold"] = outcome(rank, keep_warm=False)
-            from torchelastic.launcher import head
-            head._close_all_idle()
-            answer["children"] = children()
+            answer["idle"] = len(children())
             print(json.dumps(answer))
         """,
     )
@@ -143,6 +140,7 @@ def test_values_of_all_kinds_return_and_nothing_of_the_launch_remains(tmp_path: 
         "file 2": ["2"],
         "cold": [0, 1],
         "children": [],
+        "idle": 1,
     }
 
 
@@ -290,6 +288,10 @@ async def test_all_processes_end_with_the_launcher(
             time.sleep(600)
 
         if __name__ == "__main__":
+            trx.launch(rank, workers_per_host=1)
+            if not (child := os.fork()):  # keeps no process of the launch alive
+                signal.pause()
+            open("child", "w").write(str(child))
             trx.launch(wait, hostnames=sys.argv[1:], workers_per_host=2)
         """,
         PATH=ssh_path,
@@ -298,11 +300,16 @@ async def test_all_processes_end_with_the_launcher(
     with script.start(*hosts) as process:
         await poll_until(lambda: all(path.exists() for path in ranks))
         workers = {int(path.read_text()) for path in ranks}
-        family = with_descendants(read_table(), [process.pid])
+        child = int((tmp_path / "child").read_text())
+        family = with_descendants(read_table(), [process.pid]) - {child}
         assert workers <= family or "node1" in hosts
         process.send_signal(number)
-        await asyncio.to_thread(process.communicate)
-    await asyncio.gather(*map(until_gone, {*family, *workers}))
+        try:
+            await asyncio.to_thread(process.wait)
+            await asyncio.gather(*map(until_gone, {*family, *workers}))
+        finally:
+            os.kill(child, signal.SIGKILL)  # it has the pipes of the program's output
+            process.communicate()
 
 
 def test_the_command_line_has_the_options_of_the_guide(tmp_path: Path) -> None:
@@ -343,7 +350,8 @@ def test_hosts_that_share_nothing_train_together_over_ssh(tmp_path: Path, ssh_pa
             os.chdir("/")
             import mine
             all_reduce(total := torch.full((1,), float(rank())))
-            return [weight.item() + total.item(), mine.secret(), os.environ["FROM_FILE"], os.environ["ALSO"], rank()]
+            common = [os.environ.get(name) for name in ("FROM_FILE", "ALSO", "CHOSEN_ONE", "NOT_CHOSEN")]
+            return [weight.item() + total.item(), mine.secret(), *common, rank()]
 
         def fail():
             if rank() == 2:
@@ -351,15 +359,17 @@ def test_hosts_that_share_nothing_train_together_over_ssh(tmp_path: Path, ssh_pa
             time.sleep(600)
 
         if __name__ == "__main__":
-            file = os.path.abspath("variables.sh")
             settings = {"hostnames": ["node1", "node2"], "workers_per_host": [1, 2]}
-            result = trx.launch(train, (torch.ones(1),), **settings, env_file=file, code=".")
+            sent = {"env_file": os.path.abspath("variables.sh"), "code": ".", "extra_env_vars": ["CHOSEN*"]}
+            result = trx.launch(train, (torch.ones(1),), **settings, **sent)
             print(json.dumps([result.by_hostnames(), outcome(fail, **settings)]))
         """,
         PATH=ssh_path,
+        CHOSEN_ONE="chosen",
+        NOT_CHOSEN="kept",
     )
     values, failure = script.answer()
-    common = [4.0, "from my module", "yes", "1"]
+    common = [4.0, "from my module", "yes", "1", "chosen", None]
     assert values == {"node1": [[*common, 0]], "node2": [[*common, 1], [*common, 2]]}
     assert failure[:2] == ["KeyError", "'of rank 2'"]
     assert failure[2].startswith("Raised by rank 2 on node2:")

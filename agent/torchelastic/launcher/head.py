@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, Self, cast
 
+from torchelastic.agent.failures import describe_exit
 from torchelastic.agent.workers.processes import python_code
 from torchelastic.errors import SettingsError, TorchElasticError
 from torchelastic.launcher.channel import Channel
@@ -115,11 +116,11 @@ class Node:
 
     @property
     def last_error(self) -> str:
-        """Why the node has ended: the last line of its standard error, if there is one."""
+        """Why the node has ended: the signal, or else the last line of its standard error, if there is one."""
         if self._problem:
             return self._problem
-        lines = self._errors.decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"exit code {self.process.poll()}"
+        lines, code = self._errors.decode(errors="replace").strip().splitlines(), self.process.wait()
+        return lines[-1] if lines and code >= 0 else describe_exit(code)
 
     def _read(self) -> None:
         try:
@@ -219,7 +220,10 @@ def _close_idle(key: object, node: Node) -> None:
 
 @atexit.register
 def _close_all_idle() -> None:
-    nodes = [node for node, _ in _idle.values()]
+    _end([node for node, _ in _idle.values()])
+
+
+def _end(nodes: Sequence[Node]) -> None:
     for node in nodes:
         node.close()
     for node in nodes:
@@ -290,13 +294,6 @@ class Head:
         [host] = self.hosts
         settings = {name: value for name, value in self.opened.items() if name != "run_id"}
         return repr((os.getpid(), Path.cwd(), self.command(host), sorted(os.environ.items()), host, settings))
-
-
-def _end(nodes: Sequence[Node]) -> None:
-    for node in nodes:
-        node.close()
-    for node in nodes:
-        node.wait()
 
 
 class _Collector:

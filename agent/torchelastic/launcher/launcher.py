@@ -9,10 +9,11 @@ import dataclasses
 import fnmatch
 import functools
 import io
+import math
 import os
 import tarfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -25,7 +26,7 @@ from torchelastic.launcher.log_handlers import Lines, check_handlers, default_ha
 
 if TYPE_CHECKING:
     import logging
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from torchelastic.launcher.hosts import Host
 
@@ -33,6 +34,52 @@ DEFAULT_ENV_VARS: Final = (*("PATH", "LD_LIBRARY", "LIBRARY_PATH", "PYTHON*", "C
 """Patterns of the environment variables that workers on other hosts get from the caller."""
 
 _BACKENDS: Final = (None, "nccl", "gloo", "mpi", "ucc", "auto")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _are_patterns(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(each, str) for each in value)
+
+
+def _are_variables(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and name and not {"=", "\0"} & {*name} and "\0" not in f"{text}"
+        for name, text in value.items()
+    )
+
+
+_RULES: Final[Sequence[tuple[str, Callable[[Any], bool], str]]] = (
+    ("backend", lambda value: value in _BACKENDS, '"auto", nccl, gloo, mpi, ucc or None'),
+    ("timeout agent_timeout", _is_time, "a number of seconds above 0"),
+    ("worker_timeout heartbeat_timeout", lambda value: value is None or _is_time(value), "a number of seconds above 0"),
+    ("max_restarts", _is_count, "a number of at least 0"),
+    (
+        "workers",
+        lambda value: value is None or (isinstance(value, Sequence) and len(value) == 2 and all(map(_is_count, value))),
+        "(min, max) or None",
+    ),
+    ("ssh_config_file env_file code", lambda value: value is None or isinstance(value, (str, os.PathLike)), "a path"),
+    ("python", lambda value: value is None or (isinstance(value, str) and value != ""), "a path or None"),
+    ("default_env_vars", _are_patterns, "a list of names or patterns of variables"),
+    (
+        "copy_env_vars",
+        lambda value: value is None or _are_patterns(value),
+        "a list of names or patterns of variables",
+    ),
+    (
+        "extra_env_vars",
+        lambda value: _are_patterns(value) or _are_variables(value),
+        "a list of names or patterns of variables, or a dictionary of variables",
+    ),
+)
+"""The names of settings, and what their values must be."""
 
 
 @dataclass(frozen=True)
@@ -136,18 +183,22 @@ class Launcher:
         Raises: see :func:`launch`.
         """
         handlers = kwargs.pop("log_handlers", "auto")
-        args = (*args, *(kwargs.pop("func_args", None) or ()))
-        kwargs |= kwargs.pop("func_kwargs", None) or {}
+        func_args, func_kwargs = kwargs.pop("func_args", None) or (), kwargs.pop("func_kwargs", None) or {}
         if not callable(func):
             raise SettingsError(f"func is {func!r}, which is not a function.")
+        if isinstance(func_args, str) or not isinstance(func_args, Sequence):
+            raise SettingsError(f"func_args is {func_args!r}: it must be a tuple of arguments.")
+        if not isinstance(func_kwargs, Mapping) or not all(isinstance(name, str) for name in func_kwargs):
+            raise SettingsError(f"func_kwargs is {func_kwargs!r}: it must be a dictionary of arguments by name.")
+        args, kwargs = (*args, *func_args), {**kwargs, **func_kwargs}
         if (make := getattr(self, "_make_handlers", None)) is not None and handlers == "auto":
             handlers = make()
         hosts = resolve(_word_of(self.hostnames), _word_of(self.workers_per_host), os.environ)
         self._check()
         names = [host.name for host in hosts]
-        chosen = default_handlers(names) if handlers == "auto" else check_handlers(handlers or ())
         setup = Setup(self.backend, float(self.worker_timeout or self.timeout), records=True, exits_at_once=True)
         call = serialize_call(functools.partial(func, **kwargs) if kwargs else func, args, setup)
+        chosen = default_handlers(names) if handlers == "auto" else check_handlers(handlers or ())
         head = Head(
             hosts=hosts,
             opened={
@@ -180,25 +231,12 @@ class Launcher:
                     handler.close()
 
     def _check(self) -> None:
-        if self.backend not in _BACKENDS:
-            raise SettingsError(f'backend is {self.backend!r}: it must be "auto", nccl, gloo, mpi, ucc or None.')
-        for name in ("timeout", "agent_timeout", "worker_timeout", "heartbeat_timeout"):
-            value = getattr(self, name)
-            optional = name in {"worker_timeout", "heartbeat_timeout"}
-            if not (value is None and optional) and not (_is_number(value) and value > 0):
-                raise SettingsError(f"{name} is {value!r}: it must be a number of seconds above 0.")
-        if not (_is_number(self.max_restarts) and self.max_restarts >= 0):
-            raise SettingsError(f"max_restarts is {self.max_restarts!r}: it must be a number of at least 0.")
-        for name in ("ssh_config_file", "env_file"):
-            path = getattr(self, name)
-            if path is not None and not isinstance(path, (str, os.PathLike)):
-                raise SettingsError(f"{name} is {path!r}: it must be a path.")
+        for names, is_valid, wanted in _RULES:
+            for name in names.split():
+                if not is_valid(value := getattr(self, name)):
+                    raise SettingsError(f"{name} is {value!r}: it must be {wanted}.")
         if self.ssh_config_file is not None and not Path(self.ssh_config_file).is_file():
             raise SettingsError(f"ssh_config_file {os.fspath(self.ssh_config_file)} does not exist.")
-        for name in ("default_env_vars", "extra_env_vars", "copy_env_vars"):
-            value = getattr(self, name)
-            if isinstance(value, str) or not all(isinstance(each, str) for each in value or ()):
-                raise SettingsError(f"{name} is {value!r}: it must be a list of names or patterns of variables.")
 
     def _environment(self) -> dict[str, str]:
         patterns = [*(self.default_env_vars if self.copy_env_vars is None else self.copy_env_vars)]
@@ -304,10 +342,6 @@ def _archive(folder: Path) -> bytes:
     with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as archive:
         archive.add(folder, ".", filter=chosen)
     return packed.getvalue()
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _result_of(results: Mapping[int, Result], hosts: Sequence[str]) -> LaunchResult:

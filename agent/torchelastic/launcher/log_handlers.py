@@ -77,20 +77,24 @@ class _Files(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         key = record.hostname, record.local_rank  # type: ignore[attr-defined] # set by Lines
-        if key not in self._files:
-            host, rank = re.sub(r"[^\w.-]", "_", key[0]), "agent" if key[1] is None else key[1]
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path = self._folder / f"{self._began}-{host}-{rank}.log"
-            self._files[key] = path.open("a", encoding="utf-8", errors="replace")
-        self._files[key].write(record.getMessage() + "\n")
+        try:
+            if key not in self._files:
+                host, rank = re.sub(r"[^\w.-]", "_", key[0]), "agent" if key[1] is None else key[1]
+                path = self._folder / f"{self._began}-{host}-{rank}.log"
+                self._files[key] = path.open("a", encoding="utf-8", errors="replace")
+            self._files[key].write(record.getMessage() + "\n")
+        except OSError:  # a full disk does not end the launch
+            self.handleError(record)
 
     def flush(self) -> None:
         for file in self._files.values():
-            file.flush()
+            with contextlib.suppress(OSError):  # likewise
+                file.flush()
 
     def close(self) -> None:
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()
         self._files.clear()
         super().close()
 
@@ -99,8 +103,18 @@ def default_handlers(hosts: Sequence[str]) -> list[logging.Handler]:
     """Return handlers for all lines: one file for each worker and agent; the first worker also on standard output.
 
     The folder is ``$TORCHRUNX_LOG_DIR``, or ``./torchelastic_logs``.
+
+    Raises:
+        SettingsError: the folder cannot be created.
     """
     folder = Path(os.environ.get(LOG_DIRECTORY) or "torchelastic_logs")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(
+            f"The folder {folder} for the logs cannot be created: {error.strerror}. Set {LOG_DIRECTORY} to another "
+            "folder, or pass log_handlers."
+        ) from None
     return [_Files(folder), stream_handler(hosts[0], 0), stream_handler(hosts[0], None, logging.WARNING)]
 
 

@@ -135,8 +135,6 @@ class Node:
                 return store
 
         while (item := await self._messages.get()) is not None:
-            for path in (*workers.scratch.glob("result.*"), *workers.scratch.glob("exception.*")):
-                path.unlink()  # of an earlier call
             write_call(workers.scratch, item[1])
             agent = Agent(settings, AgentMetrics(settings.role), connect)
             self._report(agent, await agent.run(workers), workers.scratch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,16 @@ def test_slurm_without_an_allocation_is_an_error(which: str) -> None:
         ({"timeout": 0}, "timeout is 0: "),
         ({"agent_timeout": "1"}, "agent_timeout is '1': "),
         ({"max_restarts": -1}, "max_restarts is -1: "),
+        ({"max_restarts": 1.5}, "max_restarts is 1.5: "),
+        ({"timeout": math.inf}, "timeout is inf: "),
+        ({"func_args": 5}, "func_args is 5: "),
+        ({"func_args": "ab"}, "func_args is 'ab': "),
+        ({"func_kwargs": {1: 2}}, "func_kwargs is {1: 2}: "),
+        ({"workers": 5}, "workers is 5: it must be (min, max) or None."),
+        ({"code": 5}, "code is 5: it must be a path."),
+        ({"python": ""}, "python is '': "),
+        ({"default_env_vars": 5}, "default_env_vars is 5: "),
+        ({"extra_env_vars": {"a=b": "c"}}, "extra_env_vars is {'a=b': 'c'}: "),
         ({"ssh_config_file": "/nothing"}, "ssh_config_file /nothing does not exist."),
         ({"env_file": 3}, "env_file is 3: "),
         ({"extra_env_vars": "PATH"}, "extra_env_vars is 'PATH': "),
@@ -94,6 +105,13 @@ def test_an_unknown_argument_is_named() -> None:
 def test_a_function_that_cannot_be_pickled_is_named() -> None:
     with pytest.raises(SettingsError, match="Create open files, locks and sockets in the function itself"):
         Launcher(workers_per_host=1).run(print, threading.Lock())
+
+
+def test_a_folder_for_logs_that_cannot_be_created_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHRUNX_LOG_DIR", str(tmp_path / "file/logs"))
+    with pytest.raises(SettingsError, match=r"file/logs for the logs cannot be created: Not a directory\. Set "):
+        launch(print, workers_per_host=1)
 
 
 def test_results_are_found_by_rank_and_by_host() -> None:
