@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.agents import PATIENCE
 from tests.support.controlled_workers import ControlledRun
 from torchelastic.protocol.codec import encode
 from torchelastic.protocol.pod import Env
@@ -46,13 +46,16 @@ async def test_a_spare_replaces_a_node_at_once_with_stable_ranks_and_no_charge(
         await first[1].execute(f"import torch.distributed; {store}.set('who', 'round 1')")
         assert await first[0].execute(f"import torch.distributed; answer = {store}.check(['who'])")
 
+        connection, writer = await asyncio.open_connection("127.0.0.1", int(first[0].env["MASTER_PORT"]))
+
         agents[first[0].node].kill()
         second = await run.round(2, world=2)
         assert [worker.node for worker in second] == [first[1].node, spare]
-        # The new TCPStore has no key of the earlier round, whose TCPStore is closed.
+        # The new TCPStore has no key of the earlier round, whose TCPStore ends.
         assert not await second[0].execute(f"import torch.distributed; answer = {store}.check(['who'])")
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", int(first[0].env["MASTER_PORT"])))
+        async with asyncio.timeout(PATIENCE):
+            assert await connection.read() == b""
+        writer.close()
 
         writing = await run.store()
         async with run.agent("four", NO_TIMERS, env=env) as four:

@@ -7,14 +7,20 @@ import os
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     import datetime as dt
     from collections.abc import Callable, Iterator
 
     from torch.distributed import Store  # type: ignore[attr-defined] # not listed in its __all__
+
+_CREATED: Final = "torchelastic/process groups"
+"""The key of a round's TCPStore that counts the ranks that have created their groups."""
+
+_POLL_INTERVAL: Final = 0.001
 
 
 class InterruptibleProcessGroup:
@@ -45,6 +51,9 @@ class InterruptibleProcessGroup:
     ) -> None:
         """Create the default group; and the control group, if the backend is not gloo.
 
+        The call returns when all ranks have created their groups. A rank that would be lost earlier could leave other
+        ranks without a connection that :meth:`interrupt` can shut down.
+
         Raises:
             RuntimeError: the group cannot be created, for example because `is_lost` says that a rank is lost.
         """
@@ -57,6 +66,11 @@ class InterruptibleProcessGroup:
             raise RuntimeError("a rank was lost before the process group was created")
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         self.control_group = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=control_timeout)
+        store.add(_CREATED, 1)
+        while store.add(_CREATED, 0) < world_size:
+            if is_lost():
+                raise RuntimeError("a rank was lost before all ranks had created the process group")
+            time.sleep(_POLL_INTERVAL)
 
     def note_connections(self) -> None:
         """Note that connections which the process opens later do not belong to gloo. Only the first call counts."""
