@@ -23,7 +23,7 @@ from torchelastic.config.parsers import RawValue
 from torchelastic.config.settings import ProgramKind
 from torchelastic.errors import SettingsError, StartError
 from torchelastic.protocol.output import DEFAULT_ROLE, TIME_FORMAT, log_format
-from torchelastic.protocol.pod import Env, ExitCode, TerminationMessage, encode_termination_message
+from torchelastic.protocol.pod import CALLS_MODULE, Env, ExitCode, TerminationMessage, encode_termination_message
 from torchelastic.training.error_file import record_failure
 
 if TYPE_CHECKING:
@@ -203,8 +203,15 @@ async def _run(settings: AgentSettings, *, owns_process: bool) -> ExitStatus:
 async def _take_part(stack: AsyncExitStack, settings: AgentSettings, *, owns_process: bool) -> ExitStatus:
     from torchelastic.agent.workers.pool import Workers
 
+    service = None
+    if settings.program.kind is ProgramKind.MODULE and settings.program.argv[0] == CALLS_MODULE:
+        from torchelastic.launcher.pod import CallService
+
+        service = CallService(settings)
+        settings = service.settings
+    output = None if service is None else service.output
     try:
-        workers = await stack.enter_async_context(Workers(settings, owns_process=owns_process))
+        workers = await stack.enter_async_context(Workers(settings, owns_process=owns_process, output=output))
         # Import these modules while the fork server imports torch.
         from torchelastic.agent.agent import Agent
         from torchelastic.metrics.agent import AgentMetrics
@@ -215,6 +222,8 @@ async def _take_part(stack: AsyncExitStack, settings: AgentSettings, *, owns_pro
         )
     except SettingsError as error:
         return ExitStatus.of_error(error)
+    if service is not None:
+        return await service.run(workers, metrics, port)
     agent = Agent(settings, metrics)
     ending = await agent.run(workers, port)
     if (failure := ending.message.failure) is not None and ending.code is ExitCode.FAILED:

@@ -327,7 +327,7 @@ def test_the_command_line_has_the_options_of_the_guide(tmp_path: Path) -> None:
     names = ["hostnames", "workers-per-host", "ssh-config-file", "backend", "timeout", "default-env-vars"]
     places = [text.index(f"--{name} ") for name in (*names, "extra-env-vars", "env-file", "workers")]
     assert places == sorted(places)
-    assert re.search(r"--hostnames \{\[STR \[STR \.\.\.\]\]\}\|\{auto,slurm\}", text)
+    assert re.search(r"--hostnames \{\[STR \[STR \.\.\.\]\]\}\|\{auto,slurm,kubernetes\}", text)
     assert re.search(r"--backend \{None,nccl,gloo,mpi,ucc,auto\}", text)
     assert len(re.findall(r"--(?:ssh-config|env)-file (?:\{None\}\|)?STR\|PATH(?:\|\{None\})?", text)) == 2
     assert script.output("--workers-per-host", "2", "--backend", "None").splitlines()[-1] == "[0, 1]"

@@ -155,17 +155,18 @@ class User:
             if "deletionTimestamp" not in pod["metadata"] and pod["status"]["phase"] in ("Pending", "Running")
         }
 
-    async def kill(self, pod: dict[str, Any], what: str) -> None:
-        """Wait for a process of a pod whose command line contains a text, and kill the youngest one with SIGKILL.
+    async def kill(self, pod: dict[str, Any], what: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Wait for a process of a pod whose command line contains a text, and send a signal to the youngest one.
 
         Args:
             pod: the pod.
             what: a part of the command line; the agent, whose command line has the worker's, needs :data:`AGENT`.
+            number: the signal.
         """
         async with asyncio.timeout(SIGHT):
             while not (found := self._processes(pod, what)):  # noqa: ASYNC110 - there is no event for a new process
                 await asyncio.sleep(0.1)
-        os.kill(max(found), signal.SIGKILL)
+        os.kill(max(found), number)
 
     def _processes(self, pod: dict[str, Any], what: str) -> list[int]:
         processes = self.node.processes(pod["metadata"]["uid"])

@@ -194,9 +194,18 @@ class Agent:
         first = round.first_rank(self._node_id)
         return round.number, range(first, first + self._settings.workers)
 
+    @property
+    def world_size(self) -> int:
+        """The number of workers in the last round; 0 before the first one."""
+        return 0 if self._round is None else self._round.world_size
+
     def is_own(self, failure: FailureRecord) -> bool:
         """Return whether a worker of this node, and of the last round, has this failure."""
         return self._round is not None and (failure.node, failure.round) == (self._node_id, self._round.number)
+
+    def leave(self) -> None:
+        """Leave the run, as on SIGTERM; after a second call, the agent does not wait for its workers."""
+        self._signals.take(signal.SIGTERM)
 
     # -- events
 

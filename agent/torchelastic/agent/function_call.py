@@ -21,6 +21,7 @@ import traceback
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from torchelastic.errors import SettingsError
@@ -28,9 +29,13 @@ from torchelastic.protocol.worker import WORKER_SOCKET
 from torchelastic.training.errors import record_exception
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
+
+CALL_MODULE: Final = "torchelastic.agent.function_call"
+"""The program of workers that make a call: this module."""
 
 _CALL: Final = "call"
+_ENVIRONMENT: Final = "environment"
 
 RECORD_MARK: Final = "\x1e"
 """The first character of a line of standard error that is a log record: its level, logger and message, as JSON."""
@@ -87,8 +92,13 @@ def serialize_call(function: Callable[..., Any], arguments: tuple[Any, ...], set
     return pickle.dumps((settings, setup, pickle_call(function, arguments)))
 
 
-def write_call(scratch: Path, call: bytes) -> None:
+def write_call(scratch: Path, call: bytes, environment: Mapping[str, str] = MappingProxyType({})) -> None:
     """Write the call to the agent's scratch folder, and remove what an earlier call has left there.
+
+    Args:
+        scratch: the folder.
+        call: the result of :func:`serialize_call`.
+        environment: variables that the workers set before they unpickle the function.
 
     Raises:
         SettingsError: the file cannot be written.
@@ -97,6 +107,7 @@ def write_call(scratch: Path, call: bytes) -> None:
         for left in scratch.glob(pattern):
             left.unlink()
     try:
+        (scratch / _ENVIRONMENT).write_text(json.dumps(dict(environment)))
         (scratch / _CALL).write_bytes(call)
     except OSError as error:
         raise SettingsError(
@@ -133,6 +144,7 @@ def make_call() -> None:
     """In a worker: call the function, and write its return value, or the exception that it raises, to a file."""
     scratch = Path(os.environ[WORKER_SOCKET]).parent
     own = scratch, int(os.environ["TORCHELASTIC_ROUND"]), int(os.environ["RANK"])
+    os.environ.update(json.loads((scratch / _ENVIRONMENT).read_text()))
     (path, argv, name, file), setup, call = pickle.loads((scratch / _CALL).read_bytes())  # noqa: S301 - written by the agent
     path = [f"{code_folder(scratch)}", *path] if code_folder(scratch).exists() else path
     sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
@@ -219,7 +231,7 @@ class _RecordHandler(logging.StreamHandler[Any]):
 
 if __name__ == "__main__":  # in a worker; imports this module by its real name, because the call overwrites __main__
     try:
-        importlib.import_module("torchelastic.agent.function_call").make_call()
+        importlib.import_module(CALL_MODULE).make_call()
     except Exception as error:
         record_exception(error)
         raise

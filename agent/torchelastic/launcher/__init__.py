@@ -10,7 +10,7 @@ __getattr__ = lazy_attributes(
     __name__,
     {
         "torchelastic.launcher.api": "LaunchConfig elastic_launch launch_agent",
-        "torchelastic.launcher.launcher": "DEFAULT_ENV_VARS LaunchResult Launcher launch",
+        "torchelastic.launcher.launcher": "DEFAULT_ENV_VARS LaunchResult Launcher attach launch",
         "torchelastic.launcher.head": "AgentFailedError WorkerFailedError",
         "torchelastic.launcher.log_handlers": "add_filter_to_handler default_handlers file_handler stream_handler",
     },
@@ -24,6 +24,7 @@ __all__ = [
     "Launcher",
     "WorkerFailedError",
     "add_filter_to_handler",
+    "attach",
     "default_handlers",
     "elastic_launch",
     "file_handler",

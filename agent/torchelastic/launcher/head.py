@@ -12,29 +12,34 @@ import socket
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, Self, cast
+from typing import IO, TYPE_CHECKING, Any, Final, Protocol, cast
 
 from torchelastic.agent.failures import describe_exit
 from torchelastic.agent.workers.processes import python_code
 from torchelastic.errors import SettingsError, TorchElasticError
 from torchelastic.launcher.channel import Channel
 from torchelastic.launcher.store import StoreService
-from torchelastic.protocol.pod import ExitCode
+from torchelastic.protocol.pod import LEFT_CODES, ExitCode
 from torchelastic.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torchelastic.launcher.channel import Content
     from torchelastic.launcher.hosts import Host
     from torchelastic.launcher.log_handlers import Lines
 
-Events = queue.SimpleQueue[tuple["Node", dict[str, Any] | None, Any]]
+Events = queue.SimpleQueue[tuple["Node | None", dict[str, Any] | None, Any]]
 
 _EXIT_TIMEOUT: Final = 5.0
 """Seconds after which a node that does not exit is killed; its watchdog kills the rest."""
+
+_REPORT_TIMEOUT: Final = 3.0
+"""Seconds that the nodes of a failed job have to report the cause."""
 
 _IDLE_LIMIT: Final = 60.0
 """Seconds after which an idle node of this machine is closed."""
@@ -68,43 +73,89 @@ class Result:
     value: Any
 
 
-@dataclass(eq=False)
 class Node:
     """The agent of a host, as the launcher sees it; a thread reads its messages.
 
+    Args:
+        host: the name of the host.
+        channel: the connection to the agent.
+        events: receives (node, message, content); the message None means that the connection has ended.
+        store: the store of the launch, if it is in the launcher's memory.
+
     Attributes:
-        events: receives (node, message, content); the message None means that the node has exited.
+        problem: why the connection has ended, if that is known.
     """
 
-    host: Host
-    process: subprocess.Popen[bytes]
-    channel: Channel
-    events: Events
-    store: StoreService | None
-    _problem: str = ""
-    _errors: bytes = b""
-    _errors_read: threading.Event = field(default_factory=threading.Event)
+    def __init__(self, host: str, channel: Channel, events: Events, store: StoreService | None = None) -> None:
+        self.host = host
+        self.channel = channel
+        self.events = events
+        self.problem = ""
+        self._store = store
 
-    @classmethod
-    def start(cls, host: Host, argv: list[str], events: Events, store: StoreService | None) -> Self:
-        """Start the command, whose standard input and output become the channel."""
+    def start(self) -> None:
+        """Read the messages in a thread."""
+        threading.Thread(target=self._read, name="torchelastic: launcher", daemon=True).start()
+
+    def close(self) -> None:
+        """Ask the node to exit: its channel is closed."""
+        self.channel.close()
+
+    def wait(self) -> None:
+        """Wait until the node has exited, after :meth:`close`."""
+
+    @property
+    def last_error(self) -> str:
+        """Why the node has ended."""
+        return self.problem or "the connection to it has ended"
+
+    def _read(self) -> None:
+        try:
+            for message, content in self.channel.messages():
+                match message["type"]:
+                    case "store":
+                        if self._store is not None:
+                            self._store.take(self.channel, message)
+                    case "result":
+                        self.events.put((self, message, _unpickled(content)))
+                    case _:
+                        self.events.put((self, message, content.read()))
+        except EOFError:
+            pass
+        except ValueError:
+            self.problem = "its shell prints text before the agent starts; let it print only in interactive sessions."
+        if self._store is not None:
+            self._store.lose(self.channel)
+        self.close()  # a host that sends something else than messages must end, too
+        self.wait()
+        self.events.put((self, None, None))
+
+
+class ProcessNode(Node):
+    """The agent of this machine or, through ssh, of another one.
+
+    Args:
+        argv: the command, whose standard input and output become the channel.
+
+    Raises:
+        AgentFailedError: the command cannot be started.
+    """
+
+    def __init__(self, host: Host, argv: list[str], events: Events, store: StoreService | None) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                process = subprocess.Popen(
+                self.process = subprocess.Popen(
                     argv, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.PIPE, start_new_session=True
                 )
             except OSError as error:
                 ours.close()
                 raise AgentFailedError(f"{argv[0]} cannot be started: {error.strerror}.") from None
-        node = cls(host, process, Channel(os.dup(ours.fileno()), ours.detach()), events, store)
-        for work in (node._read, node._read_errors):
-            threading.Thread(target=work, name="torchelastic: launcher", daemon=True).start()
-        return node
-
-    def close(self) -> None:
-        """Ask the node to exit: its channel is closed."""
-        self.channel.close()
+        super().__init__(host.name, Channel(os.dup(ours.fileno()), ours.detach()), events, store)
+        self._errors = b""
+        self._errors_read = threading.Event()
+        self.start()
+        threading.Thread(target=self._read_errors, name="torchelastic: launcher", daemon=True).start()
 
     def wait(self) -> None:
         """Wait until the node has exited, after :meth:`close`; kill it if it takes too long."""
@@ -113,36 +164,15 @@ class Node:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self._errors_read.wait(1.0)  # a process that the host has left behind may keep the stream open
 
     @property
     def last_error(self) -> str:
         """Why the node has ended: the signal, or else the last line of its standard error, if there is one."""
-        if self._problem:
-            return self._problem
+        if self.problem:
+            return self.problem
         lines, code = self._errors.decode(errors="replace").strip().splitlines(), self.process.wait()
         return lines[-1] if lines and code >= 0 else describe_exit(code)
-
-    def _read(self) -> None:
-        try:
-            for message, content in self.channel.messages():
-                match message["type"]:
-                    case "store":
-                        if self.store is not None:
-                            self.store.take(self.channel, message)
-                    case "result":
-                        self.events.put((self, message, _unpickled(content)))
-                    case _:
-                        self.events.put((self, message, content.read()))
-        except EOFError:
-            pass
-        except ValueError:
-            self._problem = "its shell prints text before the agent starts; let it print only in interactive sessions."
-        if self.store is not None:
-            self.store.lose(self.channel)
-        self.close()  # a host that sends something else than messages must end, too
-        self.wait()
-        self._errors_read.wait(1.0)  # a process that the host has left behind may keep the stream open
-        self.events.put((self, None, None))
 
     def _read_errors(self) -> None:
         with cast("IO[bytes]", self.process.stderr) as stream:
@@ -150,6 +180,25 @@ class Node:
                 self._errors = (self._errors + data)[-(1 << 14) :]
                 self.events.put((self, {"type": "agent"}, data))
         self._errors_read.set()
+
+
+class Cluster(Protocol):
+    """Hosts that come and go during a launch: the pods of a job.
+
+    Attributes:
+        job: the name of the job.
+        hosts: the names of the pods' hosts; there may be fewer at any time.
+    """
+
+    job: str
+    hosts: Sequence[str]
+
+    def nodes(self, events: Events) -> AbstractContextManager[None]:
+        """Return a context that starts the nodes, and at its end removes what it has made.
+
+        Each node is announced by its message "connected". The message "failed" of the node None has the reason why no
+        node will come any more.
+        """
 
 
 def _unpickled(content: Content) -> Any:  # noqa: ANN401 - the function's own value
@@ -183,11 +232,11 @@ def command_for(host: Host, *, python: str | None, ssh_config_file: str | None) 
 
 # -- idle nodes of this machine
 
-_idle: Final[dict[object, tuple[Node, threading.Timer]]] = {}
+_idle: Final[dict[object, tuple[ProcessNode, threading.Timer]]] = {}
 _idle_lock: Final = threading.Lock()
 
 
-def _take_idle(key: object, events: Events) -> Node | None:
+def _take_idle(key: object, events: Events) -> ProcessNode | None:
     with _idle_lock:
         node, timer = _idle.pop(key, (None, None))
     if timer is not None:
@@ -198,7 +247,7 @@ def _take_idle(key: object, events: Events) -> Node | None:
     return node if node.process.poll() is None else None  # its end is an event if it exits later
 
 
-def _keep_idle(key: object, node: Node) -> None:
+def _keep_idle(key: object, node: ProcessNode) -> None:
     timer = threading.Timer(_IDLE_LIMIT, _close_idle, [key, node])
     timer.daemon = True
     with _idle_lock:
@@ -211,7 +260,7 @@ def _keep_idle(key: object, node: Node) -> None:
         other.close()
 
 
-def _close_idle(key: object, node: Node) -> None:
+def _close_idle(key: object, node: ProcessNode) -> None:
     with _idle_lock:
         if _idle.get(key, (None,))[0] is node:
             del _idle[key]
@@ -238,13 +287,14 @@ class Head:
     """Runs one call on a set of nodes.
 
     Attributes:
-        hosts: the hosts.
+        hosts: the hosts; empty if a cluster has them.
         opened: the first message for all nodes, without what differs between them.
         code: an archive with the modules of the caller; empty if the hosts have them.
         command: returns the command that starts a node on a host.
         lines: takes the output.
         keep_warm: whether a node of this machine stays for the next launch with the same settings.
         min_hosts: the number of hosts that must remain.
+        cluster: the cluster that has the hosts; None for ``hosts``.
     """
 
     hosts: Sequence[Host]
@@ -254,6 +304,7 @@ class Head:
     lines: Lines
     keep_warm: bool
     min_hosts: int
+    cluster: Cluster | None = None
 
     def run(self, call: bytes) -> dict[int, Result]:
         """Run the call, and return the results by rank.
@@ -263,9 +314,27 @@ class Head:
             WorkerFailedError: a worker has died.
             Exception: a worker raised it.
         """
+        results = self._run_on_cluster(self.cluster, call) if self.cluster is not None else self._run_on_hosts(call)
+        if isinstance(results, BaseException):
+            raise results
+        return results
+
+    def _run_on_cluster(self, cluster: Cluster, call: bytes) -> dict[int, Result] | BaseException:
+        events: Events = queue.SimpleQueue()
+
+        def connected(node: Node) -> None:
+            node.channel.send(dict(self.opened), self.code)
+            node.channel.send({"type": "call"}, call)
+
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.lines.flush)
+            stack.enter_context(cluster.nodes(events))
+            return _Collector((), self.lines, 0, connected).collect(events)
+
+    def _run_on_hosts(self, call: bytes) -> dict[int, Result] | BaseException:
         key = self._key() if self._may_stay() else None
         events: Events = queue.SimpleQueue()
-        nodes: list[Node] = []
+        nodes: list[ProcessNode] = []
         with contextlib.ExitStack() as stack:
             stack.callback(self.lines.flush)
             store = stack.enter_context(StoreService()) if len(self.hosts) > 1 else None
@@ -273,7 +342,7 @@ class Head:
             for index, host in enumerate(self.hosts):
                 node = _take_idle(key, events) if key is not None else None
                 if node is None:
-                    node = Node.start(host, self.command(host), events, store)
+                    node = ProcessNode(host, self.command(host), events, store)
                     own = {"index": index, "workers": host.workers, "remote": not host.is_local}
                     node.channel.send({**self.opened, **own}, self.code)
                 nodes.append(node)
@@ -281,8 +350,6 @@ class Head:
             results = _Collector(nodes, self.lines, self.min_hosts).collect(events)
             if key is not None:
                 _keep_idle(key, nodes.pop())
-        if isinstance(results, BaseException):
-            raise results
         return results
 
     def _may_stay(self) -> bool:
@@ -297,57 +364,101 @@ class Head:
 
 
 class _Collector:
-    """Handles the messages of the nodes until the run has ended on all of them."""
+    """Handles the messages of the nodes until the run has ended on all of them.
 
-    def __init__(self, nodes: Sequence[Node], lines: Lines, min_hosts: int) -> None:
+    Args:
+        nodes: the nodes.
+        lines: takes the output.
+        min_hosts: the number of nodes that must remain.
+        connected: called with each node that a cluster announces; None if the nodes are known.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        lines: Lines,
+        min_hosts: int,
+        connected: Callable[[Node], None] | None = None,
+    ) -> None:
         self._running = dict.fromkeys(nodes)
         self._lines = lines
         self._min_hosts = min_hosts
+        self._connected = connected
         self._results: dict[int, Result] = {}
+        self._size = 0
         self._failure: tuple[int, BaseException] | None = None
+        self._hopeless: tuple[float, str] | None = None
 
     def collect(self, events: Events) -> dict[int, Result] | BaseException:
         """Return the results, or the exception of the worker that failed first; raise AgentFailedError."""
-        while self._running:
-            node, message, content = events.get()
-            if message is None:
+        while self._running or (self._connected is not None and not self._size and self._failure is None):
+            node, message, content = self._next(events)
+            if node is None:
+                if message is not None and self._hopeless is None:
+                    wait = _REPORT_TIMEOUT if self._running else 0.0
+                    self._hopeless = time.monotonic() + wait, message["message"]
+            elif message is None:
                 self._lost(node)
-                continue
-            match message["type"]:
-                case "output":
-                    self._lines.write(node.host.name, message["local_rank"], message["stream"], content)
-                    node.channel.send({"type": "handled", "size": len(content)})
-                case "agent":
-                    self._lines.write(node.host.name, None, 2, content)
-                case "hello":
-                    _check_versions(node, message)
-                case "refused":
-                    raise SettingsError(f"{node.host.name}: {message['message']}")
-                case "result":
-                    if isinstance(content, _Unreadable):
-                        raise WorkerFailedError(
-                            f"The result of rank {message['rank']} on {node.host.name} cannot be unpickled: "
-                            f"{type(content.error).__name__}: {content.error}."
-                        ) from content.error
-                    self._results[message["rank"]] = Result(node.host.name, message["local_rank"], content)
-                case "ended":
-                    self._running.pop(node, None)
-                    self._ended(node, message, content)
+            else:
+                self._take(node, message, content)
         if self._failure is not None:
             return self._failure[1]
+        if missing := sorted({*range(self._size)} - self._results.keys()):
+            raise AgentFailedError(
+                f"The agent of rank {missing[0]} was lost before the result of the function had arrived."
+            )
         return dict(sorted(self._results.items()))
+
+    def _take(self, node: Node, message: Mapping[str, Any], content: Any) -> None:  # noqa: ANN401 - bytes, or a result
+        match message["type"]:
+            case "output":
+                self._lines.write(node.host, message["local_rank"], message["stream"], content)
+                node.channel.send({"type": "handled", "size": len(content)})
+            case "agent":
+                self._lines.write(node.host, None, 2, content)
+            case "connected" if self._connected is not None:
+                self._running[node] = None
+                self._connected(node)
+            case "hello":
+                _check_versions(node, message)
+            case "refused":
+                raise SettingsError(f"{node.host}: {message['message']}")
+            case "result":
+                if isinstance(content, _Unreadable):
+                    raise WorkerFailedError(
+                        f"The result of rank {message['rank']} on {node.host} cannot be unpickled: "
+                        f"{type(content.error).__name__}: {content.error}."
+                    ) from content.error
+                self._results[message["rank"]] = Result(node.host, message["local_rank"], content)
+            case "ended":
+                self._running.pop(node, None)
+                self._ended(node, message, content)
+                if self._connected is not None:
+                    node.close()  # all has arrived, so the pod may exit
+
+    def _next(self, events: Events) -> tuple[Node | None, dict[str, Any] | None, Any]:
+        if self._hopeless is None:
+            return events.get()
+        until, message = self._hopeless
+        try:  # the nodes may still report why
+            return events.get(timeout=max(until - time.monotonic(), 0.0))
+        except queue.Empty:
+            raise AgentFailedError(message) from None
 
     def _lost(self, node: Node) -> None:
         if self._running.pop(node, self) is self:
             return
         if len(self._running) < self._min_hosts:
-            raise AgentFailedError(f"The agent on {node.host.name} has ended: {node.last_error}")
+            raise AgentFailedError(f"The agent on {node.host} has ended: {node.last_error}")
 
     def _ended(self, node: Node, message: Mapping[str, Any], content: bytes) -> None:
         if message["code"] == ExitCode.SUCCEEDED:
+            self._size = max(self._size, message["world_size"])
+            return
+        if self._connected is not None and message["code"] in LEFT_CODES:  # the pod is deleted; the others go on
             return
         if "rank" not in message:
-            error: BaseException = AgentFailedError(f"{node.host.name}: {message['message']}")
+            error: BaseException = AgentFailedError(f"{node.host}: {message['message']}")
         elif content:
             error = _exception_of(content, message, node)
         else:
@@ -366,7 +477,7 @@ def _exception_of(content: bytes, message: Mapping[str, Any], node: Node) -> Bas
         error = pickle.loads(pickled)  # noqa: S301 - likewise
     if not isinstance(error, BaseException):
         error = WorkerFailedError(message["message"])
-    error.add_note(f"Raised by rank {message['rank']} on {node.host.name}:\n{trace.rstrip()}")
+    error.add_note(f"Raised by rank {message['rank']} on {node.host}:\n{trace.rstrip()}")
     return error
 
 
@@ -375,6 +486,6 @@ def _check_versions(node: Node, message: Mapping[str, Any]) -> None:
     theirs = message["version"], [*message["python"]]
     if ours != theirs:
         raise AgentFailedError(
-            f"{node.host.name} has torchelastic {theirs[0]} on Python {'.'.join(map(str, theirs[1]))}, and this "
+            f"{node.host} has torchelastic {theirs[0]} on Python {'.'.join(map(str, theirs[1]))}, and this "
             f"program has torchelastic {ours[0]} on Python {'.'.join(map(str, ours[1]))}: install the same versions."
         )

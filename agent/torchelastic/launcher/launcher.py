@@ -10,25 +10,27 @@ import fnmatch
 import functools
 import io
 import math
+import operator
 import os
 import tarfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from torchelastic.agent.function_call import Setup, serialize_call
 from torchelastic.errors import SettingsError
 from torchelastic.launcher.head import Head, Result, command_for
-from torchelastic.launcher.hosts import resolve
+from torchelastic.launcher.hosts import Host, resolve
 from torchelastic.launcher.log_handlers import Lines, check_handlers, default_handlers
 
 if TYPE_CHECKING:
     import logging
     from collections.abc import Iterable
 
-    from torchelastic.launcher.hosts import Host
+    from torchelastic.launcher.head import Cluster
 
 DEFAULT_ENV_VARS: Final = (*("PATH", "LD_LIBRARY", "LIBRARY_PATH", "PYTHON*", "CUDA*", "TORCH*", "PYTORCH*", "NCCL*"),)
 """Patterns of the environment variables that workers on other hosts get from the caller."""
@@ -55,6 +57,11 @@ def _are_variables(value: object) -> bool:
     )
 
 
+def _are_bounds(value: Any) -> bool:  # noqa: ANN401 - any value
+    bounds = value if isinstance(value, Sequence) else (value, value)
+    return value is None or (len(bounds) == 2 and all(map(_is_count, bounds)) and 1 <= bounds[0] <= bounds[1])
+
+
 _RULES: Final[Sequence[tuple[str, Callable[[Any], bool], str]]] = (
     ("backend", lambda value: value in _BACKENDS, '"auto", nccl, gloo, mpi, ucc or None'),
     ("timeout agent_timeout", _is_time, "a number of seconds above 0"),
@@ -62,11 +69,25 @@ _RULES: Final[Sequence[tuple[str, Callable[[Any], bool], str]]] = (
     ("max_restarts", _is_count, "a number of at least 0"),
     (
         "workers",
-        lambda value: value is None or (isinstance(value, Sequence) and len(value) == 2 and all(map(_is_count, value))),
-        "(min, max) or None",
+        _are_bounds,
+        "(min, max) with 1 <= min <= max, a number, or None",
     ),
-    ("ssh_config_file env_file code", lambda value: value is None or isinstance(value, (str, os.PathLike)), "a path"),
-    ("python", lambda value: value is None or (isinstance(value, str) and value != ""), "a path or None"),
+    (
+        "ssh_config_file env_file code manifest",
+        lambda value: value is None or isinstance(value, (str, os.PathLike)),
+        "a path",
+    ),
+    (
+        "python image namespace job",
+        lambda value: value is None or (isinstance(value, str) and value != ""),
+        "a text that is not empty, or None",
+    ),
+    (
+        "resources",
+        lambda value: value is None or _are_variables(value),
+        'a dictionary such as {"nvidia.com/gpu": "1"}, or None',
+    ),
+    ("keep keep_warm", lambda value: isinstance(value, bool), "True or False"),
     ("default_env_vars", _are_patterns, "a list of names or patterns of variables"),
     (
         "copy_env_vars",
@@ -130,7 +151,8 @@ class Launcher:
     """The settings of a launch; ``tyro.cli(Launcher)`` reads them from the command line.
 
     Attributes:
-        hostnames: the hosts; "auto" for the SLURM allocation if there is one, and otherwise this machine.
+        hostnames: the hosts; "auto" for the SLURM allocation if there is one, and otherwise this machine; "kubernetes"
+            for the pods of an ElasticJob.
         workers_per_host: the number of workers on each host; "auto" for its number of GPUs, or else of CPUs.
         ssh_config_file: the configuration of ssh, instead of ``~/.ssh/config``.
         backend: the backend of the process group that the workers create; "auto" for nccl with GPUs and gloo without;
@@ -140,7 +162,7 @@ class Launcher:
         extra_env_vars: more such patterns; or variables with their values, which all workers get.
         env_file: a script of bash on each host, whose variables the workers get.
         workers: the minimum and maximum number of workers: the launch goes on without a host that is lost as long as
-            the minimum remains. None for all workers of all hosts.
+            the minimum remains. A number for both. None for all workers of all hosts, or of one pod.
         max_restarts: how often failed workers are started again before the launch fails.
         agent_timeout: seconds within which the agents of all hosts must meet.
         heartbeat_timeout: seconds without a heartbeat after which a worker counts as hung; None for no limit.
@@ -149,9 +171,15 @@ class Launcher:
         keep_warm: whether an idle process without the function stays on this machine for a minute, for the next launch.
         worker_timeout: another name of timeout.
         copy_env_vars: another name of default_env_vars.
+        image: the image of the pods.
+        namespace: the namespace of the pods; None for that of the kubeconfig or of this pod.
+        resources: the resources that each pod gets, such as {"nvidia.com/gpu": "1"}.
+        manifest: a file with an ElasticJob whose other fields the launch takes, such as volumes of the pods.
+        keep: whether the job remains, so that the next launch of this object, or of :func:`attach`, uses its pods.
+        job: the name of a kept job to launch in; None for a new job.
     """
 
-    hostnames: list[str] | Literal["auto", "slurm"] = "auto"
+    hostnames: list[str] | Literal["auto", "slurm", "kubernetes"] = "auto"
     workers_per_host: int | list[int] | Literal["auto", "slurm", "gpu", "cpu"] = "auto"
     ssh_config_file: str | Path | None = None
     backend: Literal["nccl", "gloo", "mpi", "ucc", "auto"] | None = "auto"
@@ -159,7 +187,7 @@ class Launcher:
     default_env_vars: tuple[str, ...] = DEFAULT_ENV_VARS
     extra_env_vars: tuple[str, ...] | dict[str, str] = ()
     env_file: str | Path | None = None
-    workers: tuple[int, int] | None = None
+    workers: tuple[int, int] | int | None = None
     max_restarts: int = 0
     agent_timeout: int = 60
     heartbeat_timeout: float | None = None
@@ -168,6 +196,12 @@ class Launcher:
     keep_warm: bool = True
     worker_timeout: int | None = None
     copy_env_vars: tuple[str, ...] | None = None
+    image: str | None = None
+    namespace: str | None = None
+    resources: dict[str, str] | None = None
+    manifest: str | Path | None = None
+    keep: bool = False
+    job: str | None = None
 
     def set_logging_handlers(self, make: Callable[[], Iterable[logging.Handler]]) -> Launcher:
         """Use the handlers that a function returns instead of the default ones; return this launcher."""
@@ -193,8 +227,8 @@ class Launcher:
         args, kwargs = (*args, *func_args), {**kwargs, **func_kwargs}
         if (make := getattr(self, "_make_handlers", None)) is not None and handlers == "auto":
             handlers = make()
-        hosts = resolve(_word_of(self.hostnames), _word_of(self.workers_per_host), os.environ)
         self._check()
+        hosts, cluster = self._hosts()
         names = [host.name for host in hosts]
         setup = Setup(self.backend, float(self.worker_timeout or self.timeout), records=True, exits_at_once=True)
         call = serialize_call(functools.partial(func, **kwargs) if kwargs else func, args, setup)
@@ -205,12 +239,12 @@ class Launcher:
                 "type": "open",
                 "run_id": uuid.uuid4().hex,
                 "hosts": names,
-                "min_hosts": (min_hosts := self._min_hosts(hosts)),
+                "min_hosts": (min_hosts := 0 if cluster is not None else self._min_hosts(hosts)),
                 "max_restarts": self.max_restarts,
                 "agent_timeout": float(self.agent_timeout),
                 "heartbeat_timeout": self.heartbeat_timeout,
                 "directory": f"{Path.cwd()}",
-                "environment": self._environment(),
+                "environment": self._environment(is_local=cluster is None),
                 "env_file": os.fspath(self.env_file) if self.env_file else "",
             },
             code=b"" if self.code is None else _archive(Path(self.code)),
@@ -222,13 +256,36 @@ class Launcher:
             lines=Lines([*chosen]),
             keep_warm=self.keep_warm,
             min_hosts=min_hosts,
+            cluster=cluster,
         )
         try:
-            return _result_of(head.run(call), names)
+            return _result_of(head.run(call))
         finally:
             if handlers == "auto":
                 for handler in chosen:
                     handler.close()
+
+    @property
+    def worker_bounds(self) -> tuple[int, int] | None:
+        """The minimum and maximum number of workers; None if ``workers`` is None."""
+        if self.workers is None or isinstance(self.workers, Sequence):
+            return self.workers
+        return self.workers, self.workers
+
+    def _hosts(self) -> tuple[list[Host], Cluster | None]:
+        """Return the hosts, and the cluster if they are pods."""
+        if _word_of(self.hostnames) != "kubernetes":
+            return resolve(_word_of(self.hostnames), _word_of(self.workers_per_host), os.environ), None
+        try:
+            [found] = entry_points(group="torchelastic.launcher", name="kubernetes")
+            cluster = found.load()(self)
+        except (ImportError, ValueError):
+            raise SettingsError(
+                'hostnames="kubernetes" needs the Kubernetes client: pip install "elastic-operator[local]".'
+            ) from None
+        if self.keep:
+            self.job = cluster.job
+        return [Host(name, 1) for name in cluster.hosts], cluster
 
     def _check(self) -> None:
         for names, is_valid, wanted in _RULES:
@@ -238,8 +295,9 @@ class Launcher:
         if self.ssh_config_file is not None and not Path(self.ssh_config_file).is_file():
             raise SettingsError(f"ssh_config_file {os.fspath(self.ssh_config_file)} does not exist.")
 
-    def _environment(self) -> dict[str, str]:
-        patterns = [*(self.default_env_vars if self.copy_env_vars is None else self.copy_env_vars)]
+    def _environment(self, *, is_local: bool) -> dict[str, str]:
+        defaults = self.default_env_vars if is_local or self.default_env_vars != DEFAULT_ENV_VARS else ()
+        patterns = [*(defaults if self.copy_env_vars is None else self.copy_env_vars)]
         given: dict[str, str] = {}
         if isinstance(self.extra_env_vars, Mapping):
             given = {name: f"{value}" for name, value in self.extra_env_vars.items()}
@@ -251,10 +309,10 @@ class Launcher:
         return {**copied, **given}
 
     def _min_hosts(self, hosts: Sequence[Host]) -> int:
-        if self.workers is None:
+        if (bounds := self.worker_bounds) is None:
             return len(hosts)
         counts = {host.workers for host in hosts}
-        smallest, largest = self.workers
+        smallest, largest = bounds
         if len(counts) > 1 or not isinstance(count := next(iter(counts)), int):
             raise SettingsError("workers needs the same number of workers_per_host on all hosts.")
         if not 1 <= smallest <= largest == count * len(hosts):
@@ -269,7 +327,7 @@ def launch(
     func: Callable[..., Any],
     func_args: tuple[Any, ...] | None = None,
     func_kwargs: dict[str, Any] | None = None,
-    hostnames: list[str] | Literal["auto", "slurm"] = "auto",
+    hostnames: list[str] | Literal["auto", "slurm", "kubernetes"] = "auto",
     workers_per_host: int | list[int] | Literal["auto", "slurm", "gpu", "cpu"] = "auto",
     ssh_config_file: str | Path | None = None,
     backend: Literal["nccl", "gloo", "mpi", "ucc", "auto"] | None = "auto",
@@ -324,7 +382,7 @@ def launch(
 
 def _word_of(value: Any) -> Any:  # noqa: ANN401 - checked by resolve
     """Return a word such as "slurm" that a command line has made a list of one."""
-    if isinstance(value, (list, tuple)) and len(value) == 1 and value[0] in {"auto", "slurm"}:
+    if isinstance(value, (list, tuple)) and len(value) == 1 and value[0] in {"auto", "slurm", "kubernetes"}:
         return value[0]
     return value
 
@@ -344,9 +402,20 @@ def _archive(folder: Path) -> bytes:
     return packed.getvalue()
 
 
-def _result_of(results: Mapping[int, Result], hosts: Sequence[str]) -> LaunchResult:
-    by_host: dict[str, list[Any]] = {}
-    for host in hosts:
-        if own := sorted((each.local_rank, rank) for rank, each in results.items() if each.host == host):
-            by_host[host] = [results[rank].value for _, rank in own]
-    return LaunchResult(by_host, [each.value for each in results.values()])
+def _result_of(results: Mapping[int, Result]) -> LaunchResult:
+    by_host: dict[str, list[tuple[int, Any]]] = {}
+    for each in results.values():
+        by_host.setdefault(each.host, []).append((each.local_rank, each.value))
+    values = {host: [value for _, value in sorted(own, key=operator.itemgetter(0))] for host, own in by_host.items()}
+    return LaunchResult(values, [each.value for each in results.values()])
+
+
+def attach(name: str, namespace: str | None = None, **settings: Any) -> Launcher:  # noqa: ANN401 - checked by Launcher
+    """Return a launcher that calls functions in the pods of a kept ElasticJob; with ``keep=False``, it then deletes it.
+
+    Args:
+        name: the name of the job.
+        namespace: its namespace; None for that of the kubeconfig or of this pod.
+        settings: other attributes of :class:`Launcher`.
+    """
+    return Launcher(hostnames="kubernetes", job=name, namespace=namespace, **{"keep": True, **settings})

@@ -18,9 +18,10 @@ import subprocess
 import sys
 import tarfile
 import threading
+import time
 from typing import TYPE_CHECKING, Any, Final
 
-from torchelastic.agent.function_call import code_folder, exception_file, result_file, write_call
+from torchelastic.agent.function_call import CALL_MODULE, code_folder, exception_file, result_file, write_call
 from torchelastic.agent.workers.pool import Workers
 from torchelastic.config import machine
 from torchelastic.config.parse import count_workers
@@ -33,7 +34,7 @@ from torchelastic.protocol.records import SizeRecord
 from torchelastic.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from torchelastic.agent.agent import Agent
@@ -55,14 +56,20 @@ _SSH_PORT: Final = 22
 class ChannelOutput:
     """Sends the workers' output to the launcher; see :class:`~torchelastic.agent.logs.OutputConsumer`."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self) -> None:
+        self._channel: Channel | None = None
+        self._unhandled = 0
+
+    def connect(self, channel: Channel) -> None:
+        """Send the output to this launcher from now on; output without a launcher is dropped."""
         self._channel = channel
         self._unhandled = 0
 
     def write(self, descriptor: int, output: bytes, prefix: bytes = b"", source: object = None) -> None:  # noqa: ARG002 - the interface
         """Send output of the worker whose local rank is the prefix."""
-        self._unhandled += len(output)
-        self._channel.send({"type": "output", "local_rank": int(prefix), "stream": descriptor}, output)
+        if self._channel is not None:
+            self._unhandled += len(output)
+            self._channel.send({"type": "output", "local_rank": int(prefix), "stream": descriptor}, output)
 
     @property
     def full(self) -> bool:
@@ -77,49 +84,77 @@ class ChannelOutput:
         """Do nothing: the channel sends what is queued."""
 
 
+class Inbox:
+    """The messages of a launcher, which a thread reads.
+
+    Args:
+        channel: the channel to the launcher.
+        output: the output of the workers, which the launcher acknowledges.
+        lost: called in the thread when the launcher has closed the channel, or has died.
+
+    Attributes:
+        messages: the messages with their contents; None at the end.
+        store: the store of the launch, if it is in the launcher's memory.
+        last_message: when the last message has arrived, by the monotonic clock.
+    """
+
+    def __init__(self, channel: Channel, output: ChannelOutput, lost: Callable[[], None]) -> None:
+        self._channel = channel
+        self._output = output
+        self._lost = lost
+        self.messages: asyncio.Queue[tuple[dict[str, Any], bytes] | None] = asyncio.Queue()
+        self.store: ChannelStore | None = None
+        self.last_message = time.monotonic()
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, ValueError):
+            for message, content in self._channel.messages():
+                self._loop.call_soon_threadsafe(self._take, message, content.read())
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.messages.put_nowait, None)
+        self._lost()
+
+    def _take(self, message: dict[str, Any], content: bytes) -> None:
+        self.last_message = time.monotonic()
+        match message["type"]:
+            case "handled":
+                self._output.handled(message["size"])
+            case "store":
+                if self.store is not None:
+                    self.store.take(message)
+            case "ping":
+                pass
+            case _:
+                self.messages.put_nowait((message, content))
+
+
 class Node:
     """Runs the calls of a launch on this host; `channel` is the connection to the launcher."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._output = ChannelOutput(channel)
-        self._messages: asyncio.Queue[tuple[dict[str, Any], bytes] | None] = asyncio.Queue()
-        self._store: ChannelStore | None = None
-        self._loop = asyncio.get_running_loop()
+        self._output = ChannelOutput()
+        self._output.connect(channel)
+        self._inbox = Inbox(channel, self._output, self._lost)
 
     async def run(self) -> None:
         """Run the calls until the launcher closes the channel."""
-        threading.Thread(target=self._read, daemon=True).start()
         try:
-            if (first := await self._messages.get()) is not None:
+            if (first := await self._inbox.messages.get()) is not None:
                 settings = _settings(first[0])
                 async with Workers(settings, output=self._output) as workers:
-                    if first[1]:
-                        with tarfile.open(fileobj=io.BytesIO(first[1])) as archive:
-                            archive.extractall(code_folder(workers.scratch), filter="data")
+                    extract_code(first[1], workers.scratch)
                     await self._take_calls(settings, workers)
         except TorchElasticError as error:
             self._channel.send({"type": "refused", "message": f"{error}"})
         self._channel.close()
         await asyncio.to_thread(self._channel.join)
 
-    def _read(self) -> None:
-        with contextlib.suppress(EOFError):
-            for message, content in self._channel.messages():
-                self._loop.call_soon_threadsafe(self._take, message, content.read())
+    def _lost(self) -> None:
         threading.Timer(_EXIT_TIMEOUT, os._exit, [1]).start()
-        self._loop.call_soon_threadsafe(self._messages.put_nowait, None)
         os.kill(os.getpid(), signal.SIGTERM)  # the agent leaves the run
-
-    def _take(self, message: dict[str, Any], content: bytes) -> None:
-        match message["type"]:
-            case "handled":
-                self._output.handled(message["size"])
-            case "store":
-                if self._store is not None:
-                    self._store.take(message)
-            case _:
-                self._messages.put_nowait((message, content))
 
     async def _take_calls(self, settings: AgentSettings, workers: Workers) -> None:
         # Import these modules while the fork server imports torch.
@@ -129,33 +164,51 @@ class Node:
 
         connect = None
         if settings.rendezvous.size.max > 1:
-            store = self._store = ChannelStore(self._channel)
+            store = self._inbox.store = ChannelStore(self._channel)
 
             async def connect() -> ChannelStore:
                 return store
 
-        while (item := await self._messages.get()) is not None:
+        while (item := await self._inbox.messages.get()) is not None:
             write_call(workers.scratch, item[1])
             agent = Agent(settings, AgentMetrics(settings.role), connect)
-            self._report(agent, await agent.run(workers), workers.scratch)
+            report(self._channel, agent, await agent.run(workers), workers.scratch)
 
-    def _report(self, agent: Agent, ending: ExitStatus, scratch: Path) -> None:
-        """Send the results of the workers, or the exception of the worker that is the root cause."""
-        failure = ending.message.failure
-        ended = {"type": "ended", "code": int(ending.code), "message": ending.message.message}
-        if agent.ranks is not None and ending.code is ExitCode.SUCCEEDED:
-            round, ranks = agent.ranks
-            for local_rank, rank in enumerate(ranks):
-                path = result_file(scratch, round, rank)
-                value = path if path.exists() else pickle.dumps(None)  # the worker has called sys.exit(0)
-                self._channel.send({"type": "result", "rank": rank, "local_rank": local_rank}, value)
-        content = b""
-        if failure is not None:
-            ended |= {"rank": failure.rank, "exit_code": failure.exit_code, "own": agent.is_own(failure)}
-            path = exception_file(scratch, failure.round, failure.rank)
-            if ended["own"] and path.exists():
-                content = path.read_bytes()
-        self._channel.send(ended, content)
+
+def greet(channel: Channel) -> None:
+    """Send the versions of this node, which the launcher compares with its own."""
+    channel.send({"type": "hello", "version": __version__, "python": sys.version_info[:2]})
+
+
+def extract_code(archive: bytes, scratch: Path) -> None:
+    """Extract the modules of the caller; without effect if the archive is empty."""
+    if archive:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
+            opened.extractall(code_folder(scratch), filter="data")
+
+
+def report(channel: Channel, agent: Agent, ending: ExitStatus, scratch: Path) -> None:
+    """Send the results of the workers, or the exception of the worker that is the root cause."""
+    failure = ending.message.failure
+    ended = {
+        "type": "ended",
+        "code": int(ending.code),
+        "message": ending.message.message,
+        "world_size": agent.world_size,
+    }
+    if agent.ranks is not None and ending.code is ExitCode.SUCCEEDED:
+        round, ranks = agent.ranks
+        for local_rank, rank in enumerate(ranks):
+            path = result_file(scratch, round, rank)
+            value = path if path.exists() else pickle.dumps(None)  # the worker has called sys.exit(0)
+            channel.send({"type": "result", "rank": rank, "local_rank": local_rank}, value)
+    content = b""
+    if failure is not None:
+        ended |= {"rank": failure.rank, "exit_code": failure.exit_code, "own": agent.is_own(failure)}
+        path = exception_file(scratch, failure.round, failure.rank)
+        if ended["own"] and path.exists():
+            content = path.read_bytes()
+    channel.send(ended, content)
 
 
 def _settings(opened: Mapping[str, Any]) -> AgentSettings:
@@ -164,7 +217,7 @@ def _settings(opened: Mapping[str, Any]) -> AgentSettings:
     with contextlib.suppress(OSError):  # a host may not have the caller's folder
         os.chdir(opened["directory"])
     if opened["env_file"]:
-        _read_env_file(opened["env_file"])
+        os.environ.update(env_file_variables(opened["env_file"]))
     hosts, index = opened["hosts"], opened["index"]
     connection = os.environ.get("SSH_CONNECTION", "").split() if opened["remote"] else []
     if len(hosts) == 1:
@@ -182,7 +235,7 @@ def _settings(opened: Mapping[str, Any]) -> AgentSettings:
         node_name=hosts[index],
         node_rank=index,
         address=address,
-        program=Program(ProgramKind.MODULE, ("torchelastic.agent.function_call",)),
+        program=Program(ProgramKind.MODULE, (CALL_MODULE,)),
         workers=count_workers(RawValue("workers_per_host", f"{opened['workers']}"), os.environ),
         logs=LogSettings(prefix=True, log_line_prefix_template="${local_rank}"),
         shutdown_timeout=_STOP_TIMEOUT,
@@ -190,8 +243,8 @@ def _settings(opened: Mapping[str, Any]) -> AgentSettings:
     )
 
 
-def _read_env_file(path: str) -> None:
-    """Set the variables that a script of bash sets, whether it exports them or not.
+def env_file_variables(path: str) -> dict[str, str]:
+    """Return the variables that a script of bash sets, whether it exports them or not.
 
     Raises:
         SettingsError: bash is missing, or the script fails.
@@ -204,7 +257,7 @@ def _read_env_file(path: str) -> None:
     except subprocess.CalledProcessError as error:
         raise SettingsError(f"env_file {path} fails: {error.stderr.decode(errors='replace').strip()}") from None
     pairs = (os.fsdecode(each).partition("=") for each in done.stdout.split(b"\0") if each)
-    os.environ.update({name: value for name, _, value in pairs if name not in {"_", "PWD", "OLDPWD", "SHLVL"}})
+    return {name: value for name, _, value in pairs if name not in {"_", "PWD", "OLDPWD", "SHLVL"}}
 
 
 def main() -> None:
@@ -214,7 +267,7 @@ def main() -> None:
         os.dup2(nothing.fileno(), 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the agent handles it
     os.dup2(2, 1)  # nothing else may write to the channel
-    channel.send({"type": "hello", "version": __version__, "python": sys.version_info[:2]})
+    greet(channel)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(asctime)s %(message)s")
 
     async def run() -> None:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+CALLS_MODULE: Final = "torchelastic.launcher.pod"
+"""The module that is the program of a pod whose agent takes calls from a launcher."""
+
+
 class Env:
     """Environment variables that the operator sets in an agent's container, in addition to torchrun's PET_* variables.
 

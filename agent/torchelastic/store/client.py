@@ -79,6 +79,10 @@ async def connect(settings: StoreSettings) -> Store:
         return store
 
 
+_WARNING_DELAY: Final = 3.0
+"""Seconds without a store before a warning: the store of a new job may start after the first agent."""
+
+
 async def connect_within(seconds: float, settings: StoreSettings | None) -> Store:
     """Return a store like :func:`connect`, retrying for at most ``seconds``; without settings, a store in memory."""
     return MemoryStore() if settings is None else await within(seconds, lambda: connect(settings))
@@ -90,16 +94,18 @@ async def within(seconds: float, attempt: Callable[[], Awaitable[_Result]]) -> _
     Raises:
         StoreUnavailable: no attempt has reached the store.
     """
-    deadline = time.monotonic() + seconds
-    backoff = Backoff()
+    began = time.monotonic()
+    backoff, warned = Backoff(), False
     while True:
         try:
             return await attempt()
         except StoreUnavailable as error:
-            if backoff.attempts == 0:
-                logger.warning("%s; trying again for %g s", error, seconds)
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > seconds:
                 raise
+            if waited > _WARNING_DELAY and not warned:
+                warned = True
+                logger.warning("%s; trying again for %.0f s", error, seconds - waited)
         await backoff.wait()
 
 

@@ -387,6 +387,42 @@ class Api:
         except NETWORK_ERRORS as error:
             raise unreachable(error) from None
 
+    async def execute(
+        self, namespace: str, pod: str, container: str, command: Sequence[str]
+    ) -> aiohttp.ClientWebSocketResponse:
+        """Execute a command in a container; return the connection to its standard streams.
+
+        Each message begins with a byte: 0 for standard input, 1 and 2 for standard output and error, and 3 for the
+        status at the end, as JSON.
+        """
+        if self._client is None:
+            raise RuntimeError("used outside of its `async with` block")
+        query = [("container", container), ("stdin", "1"), ("stdout", "1"), ("stderr", "1")]
+        _, url, headers, _, _ = await self._client.param_serialize(
+            "GET",
+            PODS.path(namespace, pod, "exec"),
+            query_params=query + [("command", word) for word in command],
+            header_params={},
+            auth_settings=["BearerToken"],
+        )
+        rest = self._client.rest_client
+        if rest.pool_manager is None:  # before the first request
+            rest.pool_manager = rest._create_pool_manager()  # noqa: SLF001 - as its own first request does
+        try:
+            return await rest.pool_manager.ws_connect(
+                url,
+                headers=headers,
+                protocols=("v4.channel.k8s.io",),
+                heartbeat=_TIMEOUT,
+                max_msg_size=0,
+                proxy=rest.proxy,
+                proxy_headers=rest.proxy_headers,
+            )
+        except aiohttp.WSServerHandshakeError as error:
+            raise ApiError(error.status, "", error.message) from None
+        except NETWORK_ERRORS as error:
+            raise unreachable(error) from None
+
     async def _send(
         self,
         method: str,

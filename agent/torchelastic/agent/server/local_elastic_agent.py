@@ -264,7 +264,7 @@ class _EmbeddedAgent(Agent):
     def stop(self) -> None:
         """Leave the run, as on SIGTERM; a second call does not wait for the workers. May be called from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._signals.take, signal.SIGTERM)
+            self._loop.call_soon_threadsafe(self.leave)
 
     def describe(self, group: WorkerGroup) -> None:
         """Add the ranks and process ids of the last started workers. May be called from any thread."""

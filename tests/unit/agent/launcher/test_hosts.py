@@ -77,7 +77,7 @@ def test_slurm_without_an_allocation_is_an_error(which: str) -> None:
         ({"func_args": 5}, "func_args is 5: "),
         ({"func_args": "ab"}, "func_args is 'ab': "),
         ({"func_kwargs": {1: 2}}, "func_kwargs is {1: 2}: "),
-        ({"workers": 5}, "workers is 5: it must be (min, max) or None."),
+        ({"workers": (3, 2)}, "workers is (3, 2): it must be (min, max) with 1 <= min <= max, a number, or None."),
         ({"code": 5}, "code is 5: it must be a path."),
         ({"python": ""}, "python is '': "),
         ({"default_env_vars": 5}, "default_env_vars is 5: "),
