@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.agents import until_gone
+from tests.support.slurm import slurm
 from tests.support.ssh_server import ssh_server
 from tests.support.workers import poll_until
 from torchelastic.agent.workers.linux import read_table, with_descendants
@@ -49,9 +50,9 @@ class Script:
         self.folder = folder
         self.environment = {**os.environ, **environment}
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, through: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "main.py", *arguments],
+            [*through, sys.executable, "main.py", *arguments],
             cwd=self.folder,
             env=self.environment,
             text=True,
@@ -74,6 +75,12 @@ class Script:
 @pytest.fixture(scope="module")
 def ssh_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with ssh_server(tmp_path_factory.mktemp("ssh"), "node1", "node2") as programs:
+        yield f"{programs}:{os.environ['PATH']}"
+
+
+@pytest.fixture(scope="module")
+def slurm_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with slurm(tmp_path_factory.mktemp("slurm"), "node1", "node2") as programs:
         yield f"{programs}:{os.environ['PATH']}"
 
 
@@ -422,3 +429,80 @@ def test_a_launch_continues_without_a_host_that_is_lost(tmp_path: Path, ssh_path
         PATH=ssh_path,
     )
     assert script.answer() == ["trained by 1"]
+
+
+@pytest.mark.slurm
+async def test_an_allocation_of_slurm_is_taken_without_ssh(tmp_path: Path, slurm_path: str) -> None:
+    script = Script(
+        tmp_path,
+        """
+        import torch, tyro
+        from torch.distributed import all_reduce
+
+        def train():
+            all_reduce(total := torch.ones(1))
+            return [rank(), total.item(), os.environ["SLURMD_NODENAME"]]
+
+        def fail():
+            if rank() == 3:
+                raise KeyError("of rank 3")
+            time.sleep(600)
+
+        if __name__ == "__main__":
+            answer = [trx.launch(train, hostnames="auto").by_hostnames(), outcome(fail, workers_per_host="auto")]
+            launcher = tyro.cli(trx.Launcher, args=["--hostnames", "slurm", "--workers-per-host", "1"])
+            answer.append([len(value) for value in launcher.run(bytes, bytearray(range(256)) * 10_000).by_ranks()])
+            with open("part", "w") as file:
+                json.dump(answer, file)
+            os.rename("part", "answer")
+        """,
+        PATH=slurm_path,
+    )
+    options = ["--nodes=2", "--ntasks-per-node=2", "--output=output"]
+    job = ["sbatch", *options, f"--wrap={sys.executable} main.py"]
+    subprocess.run(job, cwd=tmp_path, env=script.environment, check=True, capture_output=True)
+    await poll_until((tmp_path / "answer").exists)
+    values, failure, sizes = json.loads((tmp_path / "answer").read_text())
+    assert values == {
+        node: [[rank, 4.0, node] for rank in ranks] for node, ranks in {"node1": [0, 1], "node2": [2, 3]}.items()
+    }
+    assert failure[:2] == ["KeyError", "'of rank 3'"]
+    assert failure[2].startswith("Raised by rank 3 on node2:")
+    assert sizes == [256 * 10_000] * 2
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("how", ["the launcher is killed", "a step is cancelled"])
+async def test_all_steps_end_with_the_launcher_or_with_one_of_them(how: str, tmp_path: Path, slurm_path: str) -> None:
+    script = Script(
+        tmp_path,
+        """
+        def wait():
+            with open(f"{rank()}.part", "w") as file:
+                file.write(f"{os.getppid()} {os.getpid()}")
+            os.rename(f"{rank()}.part", str(rank()))
+            time.sleep(600)
+
+        if __name__ == "__main__":
+            open("launcher", "w").write(str(os.getpid()))
+            print(json.dumps(outcome(wait, workers_per_host=1)))
+        """,
+        PATH=slurm_path,
+    )
+    ranks = [tmp_path / "0", tmp_path / "1"]
+    with script.start(through=("salloc", "--nodes=2", "--exclusive")) as process:
+        await poll_until(lambda: all(path.exists() for path in ranks))
+        remaining = {int(pid) for path in ranks for pid in path.read_text().split()}
+        if how == "a step is cancelled":
+            steps = ["squeue", "--steps", "--noheader", "--format=%i %N"]
+            listed = subprocess.run(steps, env=script.environment, check=True, capture_output=True, text=True).stdout
+            [step] = [name for name, node in map(str.split, listed.splitlines()) if node == "node2"]
+            subprocess.run(["scancel", step], env=script.environment, check=True)
+        else:
+            os.kill(int((tmp_path / "launcher").read_text()), signal.SIGKILL)
+        await asyncio.gather(*map(until_gone, remaining))
+        output, _ = await asyncio.to_thread(process.communicate)
+    if how == "a step is cancelled":
+        kind, text = json.loads(output.splitlines()[-1])
+        assert kind == "AgentFailedError"
+        assert re.match(r"The agent on node2 has ended: .*STEP .* CANCELLED AT ", text)
