@@ -34,16 +34,25 @@ def slurm(folder: Path, *nodes: str) -> Iterator[Path]:
     (folder / "key").touch(0o600)
     (folder / "key").write_bytes(os.urandom(1024))
     (folder / "slurm.conf").write_text(_configuration(folder, plugins, nodes))
-    files = {"socket": "socket", "key-file": "key", "log-file": "munge.log", "pid-file": "munge.pid", "seed-file": "seed"}
+    files = {
+        "socket": "socket",
+        "key-file": "key",
+        "log-file": "munge.log",
+        "pid-file": "munge.pid",
+        "seed-file": "seed",
+    }
     munge = ["munged", "--foreground", "--force", *(f"--{option}={folder}/{file}" for option, file in files.items())]
-    daemons = [["slurmctld-wlm", "-D"], *(["slurmd-wlm", "-D", "-d", f"{root}/usr/sbin/slurmstepd-wlm", "-N", n] for n in nodes)]
+    daemons = [
+        ["slurmctld-wlm", "-D"],
+        *(["slurmd-wlm", "-D", "-d", f"{root}/usr/sbin/slurmstepd-wlm", "-N", n] for n in nodes),
+    ]
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((folder / "log").open("wb"))
         for program, *arguments in (munge, *daemons):
             command = [root / "usr/sbin" / program, *arguments]
             process = stack.enter_context(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
             stack.callback(process.kill)
-            _await(folder, lambda: program != "munged" or (folder / "socket").exists())
+            _await(folder, (folder / "socket").exists)  # the daemons need munged
         idle = [folder / "bin/sinfo", "--noheader", "--states=idle", "--Node", "--format=%N"]
         _await(folder, lambda: len(subprocess.run(idle, capture_output=True, check=False).stdout.split()) == len(nodes))
         yield folder / "bin"
