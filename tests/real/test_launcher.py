@@ -13,6 +13,7 @@ from textwrap import dedent
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from jupyter_client.manager import start_new_async_kernel
 
 from tests.support.agents import until_gone
 from tests.support.slurm import slurm
@@ -514,3 +515,55 @@ async def test_all_steps_end_with_the_launcher_or_with_one_of_them(how: str, tmp
         kind, text = json.loads(output.splitlines()[-1])
         assert kind == "AgentFailedError"
         assert re.match(r"The agent on node2 has ended: .*STEP .* CANCELLED AT ", text)
+
+
+async def test_functions_of_a_notebook_run_and_end_under_their_cell(tmp_path: Path) -> None:
+    manager, client = await start_new_async_kernel(kernel_name="python3", cwd=f"{tmp_path}")
+    kernel = manager.provisioner.pid
+
+    async def run(source: str, until: str = "") -> dict[str, str]:
+        # The output of a cell by its kind; the cell is interrupted after a text.
+        output: dict[str, str] = {}
+
+        def take(message: dict[str, Any]) -> None:
+            content = message["content"]
+            text = content.get("text") or content.get("ename") or content.get("data", {}).get("text/plain", "")
+            output[message["msg_type"]] = output.get(message["msg_type"], "") + text
+            if until and until in text:
+                os.kill(kernel, signal.SIGINT)  # as a notebook does
+
+        await client.execute_interactive(dedent(source), output_hook=take, timeout=120)
+        return output
+
+    try:
+        await run(
+            """
+            import os, time, torchelastic.launcher as trx
+
+            class CellError(Exception):
+                pass
+
+            def work(offset):
+                print("in a cell")
+                if not offset:
+                    raise CellError
+                if offset < 0:
+                    print("asleep")
+                    time.sleep(600)
+                return offset + int(os.environ["RANK"])
+
+            def launched(offset):
+                return trx.launch(work, (offset,), workers_per_host=2, keep_warm=False).by_ranks()
+            """
+        )
+        answer = await run("launched(40)")
+        assert answer["stream"] == "[localhost worker 0] in a cell\n"
+        assert answer["execute_result"] == "[40, 41]"
+        assert (await run("launched(0)"))["error"] == "CellError"
+        before = with_descendants(read_table(), [kernel])
+        assert (await run("launched(-1)", until="asleep"))["error"] == "KeyboardInterrupt"
+        assert with_descendants(read_table(), [kernel]) <= before
+        assert (await run("launched(1)"))["execute_result"] == "[1, 2]"
+    finally:
+        client.stop_channels()
+        await manager.shutdown_kernel(now=True)
