@@ -553,7 +553,7 @@ async def test_functions_of_a_notebook_run_and_end_under_their_cell(tmp_path: Pa
                 return offset + int(os.environ["RANK"])
 
             def launched(offset):
-                return trx.launch(work, (offset,), workers_per_host=2, keep_warm=False).by_ranks()
+                return trx.launch(work, (offset,), workers_per_host=2).by_ranks()
             """
         )
         answer = await run("launched(40)")

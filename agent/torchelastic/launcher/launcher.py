@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 
     from torchelastic.launcher.hosts import Host
 
-DEFAULT_ENV_VARS: Final = (*("PATH", "LD_LIBRARY", "LIBRARY_PATH", "PYTHON*", "CUDA*", "TORCH*", "PYTORCH*", "NCCL*"),)
+DEFAULT_ENV_VARS_FOR_COPY: Final = (
+    *("PATH", "LD_LIBRARY", "LIBRARY_PATH", "PYTHON*", "CUDA*", "TORCH*", "PYTORCH*", "NCCL*"),
+)
 """Patterns of the environment variables that workers on other hosts get from the caller."""
 
-_BACKENDS: Final = (None, "nccl", "gloo", "mpi", "ucc", "auto")
+BACKENDS: Final = (None, "nccl", "gloo", "mpi", "ucc", "auto")
 
 
 def _is_count(value: object) -> bool:
@@ -56,7 +58,7 @@ def _are_variables(value: object) -> bool:
 
 
 _RULES: Final[Sequence[tuple[str, Callable[[Any], bool], str]]] = (
-    ("backend", lambda value: value in _BACKENDS, '"auto", nccl, gloo, mpi, ucc or None'),
+    ("backend", lambda value: value in BACKENDS, '"auto", nccl, gloo, mpi, ucc or None'),
     ("timeout agent_timeout", _is_time, "a number of seconds above 0"),
     ("worker_timeout heartbeat_timeout", lambda value: value is None or _is_time(value), "a number of seconds above 0"),
     ("max_restarts", _is_count, "a number of at least 0"),
@@ -156,7 +158,7 @@ class Launcher:
     ssh_config_file: str | Path | None = None
     backend: Literal["nccl", "gloo", "mpi", "ucc", "auto"] | None = "auto"
     timeout: int = 600
-    default_env_vars: tuple[str, ...] = DEFAULT_ENV_VARS
+    default_env_vars: tuple[str, ...] = DEFAULT_ENV_VARS_FOR_COPY
     extra_env_vars: tuple[str, ...] | dict[str, str] = ()
     env_file: str | Path | None = None
     workers: tuple[int, int] | None = None
@@ -274,7 +276,7 @@ def launch(
     ssh_config_file: str | Path | None = None,
     backend: Literal["nccl", "gloo", "mpi", "ucc", "auto"] | None = "auto",
     timeout: int = 600,
-    default_env_vars: tuple[str, ...] = DEFAULT_ENV_VARS,
+    default_env_vars: tuple[str, ...] = DEFAULT_ENV_VARS_FOR_COPY,
     extra_env_vars: tuple[str, ...] | dict[str, str] = (),
     env_file: str | Path | None = None,
     log_handlers: Iterable[logging.Handler] | Literal["auto"] | None = "auto",
