@@ -391,6 +391,43 @@ def test_hosts_that_share_nothing_train_together_over_ssh(tmp_path: Path, ssh_pa
 
 
 @pytest.mark.ssh
+def test_a_model_is_trained_on_two_hosts_and_then_tested_on_this_machine(tmp_path: Path, ssh_path: str) -> None:
+    script = Script(
+        tmp_path,
+        """
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+
+        def train(model, steps):
+            parallel = DistributedDataParallel(model)
+            optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+            for _ in range(steps):
+                optimizer.zero_grad()
+                inputs = torch.randn(32, 1)
+                (parallel(inputs) - 3 * inputs).square().mean().backward()
+                optimizer.step()
+            return model
+
+        def test(model):
+            return abs(model(torch.ones(1)).item() - 3)
+
+        if __name__ == "__main__":
+            bound = []
+            sys.addaudithook(lambda event, details: event == "socket.bind" and bound.append(str(details[1])))
+            model = torch.nn.Linear(1, 1)
+            hosts = {"hostnames": ["node1", "node2"], "workers_per_host": 2}
+            trained = trx.launch(func=train, func_args=(model,), func_kwargs={"steps": 100}, **hosts).rank(0)
+            error = trx.launch(func=test, func_args=(trained,), hostnames=["localhost"], workers_per_host=1).rank(0)
+            print(json.dumps([error, bound]))
+        """,
+        PATH=ssh_path,
+    )
+    error, bound = script.answer()
+    assert error < 0.1
+    assert bound == []  # nobody can connect to the launcher
+
+
+@pytest.mark.ssh
 def test_a_host_that_cannot_take_part_is_named_in_one_sentence(tmp_path: Path, ssh_path: str) -> None:
     (tmp_path / "broken.sh").write_text("exit 3\n")
     (tmp_path / "chatty").write_text("#!/bin/sh\necho Welcome to this host\nexec sleep 600\n")
@@ -398,6 +435,12 @@ def test_a_host_that_cannot_take_part_is_named_in_one_sentence(tmp_path: Path, s
     script = Script(
         tmp_path,
         """
+        def is_left(name):  # nodes and workers run in this folder
+            try:
+                return int(name) != os.getpid() and os.readlink(f"/proc/{name}/cwd") == os.getcwd()
+            except (OSError, ValueError):
+                return False
+
         if __name__ == "__main__":
             two = {"hostnames": ["node1", "node2"]}
             answer = [
@@ -406,11 +449,12 @@ def test_a_host_that_cannot_take_part_is_named_in_one_sentence(tmp_path: Path, s
                 outcome(rank, **two, env_file=os.path.abspath("broken.sh")),
                 outcome(rank, **two, python=os.path.abspath("chatty")),
             ]
-            print(json.dumps(answer))
+            print(json.dumps([*answer, [*filter(is_left, os.listdir("/proc"))]]))
         """,
         PATH=ssh_path,
     )
-    unresolved, python, broken, chatty = script.answer()
+    unresolved, python, broken, chatty, left = script.answer()
+    assert left == []
     assert "its shell prints text before the agent starts" in chatty[1]
     assert unresolved[0] == python[0] == "AgentFailedError"
     assert unresolved[1].startswith("The agent on nowhere.invalid has ended: ssh: Could not resolve hostname")
