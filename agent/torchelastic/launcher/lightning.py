@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import os
 
-try:
-    from lightning.fabric.plugins.environments import ClusterEnvironment
-except ImportError:
-    try:
-        from lightning_fabric.plugins.environments import ClusterEnvironment
-    except ImportError:
-        raise ImportError("TorchrunxClusterEnvironment needs PyTorch Lightning: pip install lightning.") from None
 
-
-class TorchrunxClusterEnvironment(ClusterEnvironment):  # type: ignore[misc]  # mypy does not know Lightning
-    """Tells a Trainer in a launched function the ranks of its worker: ``Trainer(plugins=[…])``."""
+class _Ranks:
+    """Tells a Trainer in a launched function the ranks of its worker, as a plugin."""
 
     creates_processes_externally = True
 
@@ -54,3 +46,20 @@ class TorchrunxClusterEnvironment(ClusterEnvironment):  # type: ignore[misc]  # 
     def node_rank(self) -> int:
         """Return the rank of this worker's host."""
         return int(os.environ["GROUP_RANK"])
+
+
+def __getattr__(name: str) -> object:
+    """Return ``TorchrunxClusterEnvironment``, whose base class is Lightning's."""
+    if name != "TorchrunxClusterEnvironment":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from lightning.fabric.plugins.environments import ClusterEnvironment
+    except ImportError:
+        try:
+            from lightning_fabric.plugins.environments import ClusterEnvironment
+        except ImportError:
+            raise ImportError(f"{name} needs PyTorch Lightning: pip install lightning.") from None
+    made = globals()[name] = type(
+        name, (_Ranks, ClusterEnvironment), {"__module__": __name__, "__doc__": _Ranks.__doc__}
+    )
+    return made
