@@ -15,7 +15,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
 Part = Literal[
-    "control_plane", "node", "etcds", "oldest_etcd", "oldest_torch", "prometheus", "browser", "ssh", "simulated_nodes"
+    "control_plane",
+    "node",
+    "etcds",
+    "oldest_etcd",
+    "oldest_torch",
+    "prometheus",
+    "browser",
+    "ssh",
+    "slurm",
+    "simulated_nodes",
 ]
 
 EXHAUSTIVE: Final = os.environ.get("TORCHELASTIC_EXHAUSTIVE", "") not in {"", "0"}
@@ -33,6 +42,7 @@ PARTS: Final[Mapping[Part, str]] = {
     "prometheus": "a real Prometheus",
     "browser": "a real browser",
     "ssh": "a real server of SSH",
+    "slurm": "a real SLURM",
     "simulated_nodes": "simulated nodes (kwok)",
 }
 """The description of each part; a test that needs a part has the part's name as a mark."""
@@ -116,6 +126,8 @@ def _needs(part: Part) -> Iterator[Step]:
             yield _packages("browser", "a browser")
         case "ssh":
             yield _packages("ssh", "a server of SSH")
+        case "slurm":
+            yield _packages("slurm", "SLURM")
         case "simulated_nodes":
             yield from _programs("kwok")
         case "control_plane" | "node":

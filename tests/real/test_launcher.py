@@ -13,8 +13,10 @@ from textwrap import dedent
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from jupyter_client.manager import start_new_async_kernel
 
 from tests.support.agents import until_gone
+from tests.support.slurm import slurm
 from tests.support.ssh_server import ssh_server
 from tests.support.workers import poll_until
 from torchelastic.agent.workers.linux import read_table, with_descendants
@@ -49,9 +51,9 @@ class Script:
         self.folder = folder
         self.environment = {**os.environ, **environment}
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, through: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "main.py", *arguments],
+            [*through, sys.executable, "main.py", *arguments],
             cwd=self.folder,
             env=self.environment,
             text=True,
@@ -66,6 +68,13 @@ class Script:
         assert process.returncode == 0, errors
         return output
 
+    def tool(self, *command: str) -> str:
+        """Run another command, which succeeds, in the same folder; return its standard output."""
+        done = subprocess.run(
+            command, cwd=self.folder, env=self.environment, check=True, stdout=subprocess.PIPE, text=True
+        )
+        return done.stdout
+
     def answer(self) -> Any:
         """Run the program, and return the JSON object in its last line."""
         return json.loads(self.output().splitlines()[-1])
@@ -74,6 +83,12 @@ class Script:
 @pytest.fixture(scope="module")
 def ssh_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with ssh_server(tmp_path_factory.mktemp("ssh"), "node1", "node2") as programs:
+        yield f"{programs}:{os.environ['PATH']}"
+
+
+@pytest.fixture(scope="module")
+def slurm_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with slurm(tmp_path_factory.mktemp("slurm"), "node1", "node2") as programs:
         yield f"{programs}:{os.environ['PATH']}"
 
 
@@ -376,6 +391,43 @@ def test_hosts_that_share_nothing_train_together_over_ssh(tmp_path: Path, ssh_pa
 
 
 @pytest.mark.ssh
+def test_a_model_is_trained_on_two_hosts_and_then_tested_on_this_machine(tmp_path: Path, ssh_path: str) -> None:
+    script = Script(
+        tmp_path,
+        """
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+
+        def train(model, steps):
+            parallel = DistributedDataParallel(model)
+            optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+            for _ in range(steps):
+                optimizer.zero_grad()
+                inputs = torch.randn(32, 1)
+                (parallel(inputs) - 3 * inputs).square().mean().backward()
+                optimizer.step()
+            return model
+
+        def test(model):
+            return abs(model(torch.ones(1)).item() - 3)
+
+        if __name__ == "__main__":
+            bound = []
+            sys.addaudithook(lambda event, details: event == "socket.bind" and bound.append(str(details[1])))
+            model = torch.nn.Linear(1, 1)
+            hosts = {"hostnames": ["node1", "node2"], "workers_per_host": 2}
+            trained = trx.launch(func=train, func_args=(model,), func_kwargs={"steps": 100}, **hosts).rank(0)
+            error = trx.launch(func=test, func_args=(trained,), hostnames=["localhost"], workers_per_host=1).rank(0)
+            print(json.dumps([error, bound]))
+        """,
+        PATH=ssh_path,
+    )
+    error, bound = script.answer()
+    assert error < 0.1
+    assert bound == []  # nobody can connect to the launcher
+
+
+@pytest.mark.ssh
 def test_a_host_that_cannot_take_part_is_named_in_one_sentence(tmp_path: Path, ssh_path: str) -> None:
     (tmp_path / "broken.sh").write_text("exit 3\n")
     (tmp_path / "chatty").write_text("#!/bin/sh\necho Welcome to this host\nexec sleep 600\n")
@@ -383,6 +435,12 @@ def test_a_host_that_cannot_take_part_is_named_in_one_sentence(tmp_path: Path, s
     script = Script(
         tmp_path,
         """
+        def is_left(name):  # nodes and workers run in this folder
+            try:
+                return int(name) != os.getpid() and os.readlink(f"/proc/{name}/cwd") == os.getcwd()
+            except (OSError, ValueError):
+                return False
+
         if __name__ == "__main__":
             two = {"hostnames": ["node1", "node2"]}
             answer = [
@@ -391,11 +449,12 @@ def test_a_host_that_cannot_take_part_is_named_in_one_sentence(tmp_path: Path, s
                 outcome(rank, **two, env_file=os.path.abspath("broken.sh")),
                 outcome(rank, **two, python=os.path.abspath("chatty")),
             ]
-            print(json.dumps(answer))
+            print(json.dumps([*answer, [*filter(is_left, os.listdir("/proc"))]]))
         """,
         PATH=ssh_path,
     )
-    unresolved, python, broken, chatty = script.answer()
+    unresolved, python, broken, chatty, left = script.answer()
+    assert left == []
     assert "its shell prints text before the agent starts" in chatty[1]
     assert unresolved[0] == python[0] == "AgentFailedError"
     assert unresolved[1].startswith("The agent on nowhere.invalid has ended: ssh: Could not resolve hostname")
@@ -422,3 +481,133 @@ def test_a_launch_continues_without_a_host_that_is_lost(tmp_path: Path, ssh_path
         PATH=ssh_path,
     )
     assert script.answer() == ["trained by 1"]
+
+
+@pytest.mark.slurm
+async def test_an_allocation_of_slurm_is_taken_without_ssh(tmp_path: Path, slurm_path: str) -> None:
+    script = Script(
+        tmp_path,
+        """
+        import torch, tyro
+        from torch.distributed import all_reduce
+
+        def train(data):
+            all_reduce(total := torch.ones(1))
+            return [rank(), total.item(), os.environ["SLURMD_NODENAME"], data]
+
+        def fail():
+            if rank() == 3:
+                raise KeyError("of rank 3")
+            time.sleep(600)
+
+        if __name__ == "__main__":
+            data = bytes(range(256)) * 10_000
+            values = trx.launch(train, (data,), hostnames="auto").by_hostnames()
+            values = {host: [[*rest, copy == data] for *rest, copy in own] for host, own in values.items()}
+            try:
+                tyro.cli(trx.Launcher, args=["--hostnames", "slurm"]).run(fail)
+            except KeyError as error:
+                failure = [*error.args, *error.__notes__]
+            with open("part", "w") as file:
+                json.dump([values, failure], file)
+            os.rename("part", "answer")
+        """,
+        PATH=slurm_path,
+    )
+    options = ("--nodes=2", "--ntasks-per-node=2", "--output=output")
+    script.tool("sbatch", *options, f"--wrap={sys.executable} main.py")
+    await poll_until((tmp_path / "answer").exists)
+    values, failure = json.loads((tmp_path / "answer").read_text())
+    assert values == {
+        node: [[rank, 4.0, node, True] for rank in ranks] for node, ranks in {"node1": [0, 1], "node2": [2, 3]}.items()
+    }
+    assert failure[0] == "of rank 3"
+    assert failure[1].startswith("Raised by rank 3 on node2:")
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("how", ["the launcher is killed", "a step is cancelled"])
+async def test_all_steps_end_with_the_launcher_or_with_one_of_them(how: str, tmp_path: Path, slurm_path: str) -> None:
+    script = Script(
+        tmp_path,
+        """
+        def wait():
+            with open(f"{rank()}.part", "w") as file:
+                file.write(f"{os.getppid()} {os.getpid()}")
+            os.rename(f"{rank()}.part", str(rank()))
+            time.sleep(600)
+
+        if __name__ == "__main__":
+            open("launcher", "w").write(str(os.getpid()))
+            print(json.dumps(outcome(wait, workers_per_host=1)))
+        """,
+        PATH=slurm_path,
+    )
+    ranks = [tmp_path / "0", tmp_path / "1"]
+    with script.start(through=("salloc", "--nodes=2", "--exclusive")) as process:
+        await poll_until(lambda: all(path.exists() for path in ranks))
+        remaining = {int(pid) for path in ranks for pid in path.read_text().split()}
+        if how == "a step is cancelled":
+            lines = script.tool("squeue", "--steps", "--noheader", "--format=%i %N").splitlines()
+            [step] = [name for name, node in map(str.split, lines) if node == "node2"]
+            script.tool("scancel", step)
+        else:
+            os.kill(int((tmp_path / "launcher").read_text()), signal.SIGKILL)
+        await asyncio.gather(*map(until_gone, remaining))
+        output, _ = await asyncio.to_thread(process.communicate)
+    if how == "a step is cancelled":
+        kind, text = json.loads(output.splitlines()[-1])
+        assert kind == "AgentFailedError"
+        assert re.match(r"The agent on node2 has ended: .*STEP .* CANCELLED AT ", text)
+
+
+async def test_functions_of_a_notebook_run_and_end_under_their_cell(tmp_path: Path) -> None:
+    manager, client = await start_new_async_kernel(kernel_name="python3", cwd=f"{tmp_path}")
+    kernel = manager.provisioner.pid
+
+    async def run(source: str, until: str = "") -> dict[str, str]:
+        # The output of a cell by its kind; the cell is interrupted after a text.
+        output: dict[str, str] = {}
+
+        def take(message: dict[str, Any]) -> None:
+            content = message["content"]
+            text = content.get("text") or content.get("ename") or content.get("data", {}).get("text/plain", "")
+            output[message["msg_type"]] = output.get(message["msg_type"], "") + text
+            if until and until in text:
+                os.kill(kernel, signal.SIGINT)  # as a notebook does
+
+        await client.execute_interactive(dedent(source), output_hook=take, timeout=120)
+        return output
+
+    try:
+        await run(
+            """
+            import os, time, torchelastic.launcher as trx
+
+            class CellError(Exception):
+                pass
+
+            def work(offset):
+                print("in a cell")
+                if not offset:
+                    raise CellError
+                if offset < 0:
+                    print("asleep")
+                    time.sleep(600)
+                return offset + int(os.environ["RANK"])
+
+            def launched(offset):
+                return trx.launch(work, (offset,), workers_per_host=2).by_ranks()
+            """
+        )
+        answer = await run("launched(40)")
+        assert answer["stream"] == "[localhost worker 0] in a cell\n"
+        assert answer["execute_result"] == "[40, 41]"
+        assert (await run("launched(0)"))["error"] == "CellError"
+        before = with_descendants(read_table(), [kernel])
+        assert (await run("launched(-1)", until="asleep"))["error"] == "KeyboardInterrupt"
+        assert with_descendants(read_table(), [kernel]) <= before
+        assert (await run("launched(1)"))["execute_result"] == "[1, 2]"
+    finally:
+        client.stop_channels()
+        await manager.shutdown_kernel(now=True)

@@ -10,25 +10,33 @@ __getattr__ = lazy_attributes(
     __name__,
     {
         "torchelastic.launcher.api": "LaunchConfig elastic_launch launch_agent",
-        "torchelastic.launcher.launcher": "DEFAULT_ENV_VARS LaunchResult Launcher attach launch",
+        "torchelastic.launcher.launcher": "DEFAULT_ENV_VARS_FOR_COPY LaunchResult Launcher attach launch",
         "torchelastic.launcher.head": "AgentFailedError WorkerFailedError",
-        "torchelastic.launcher.log_handlers": "add_filter_to_handler default_handlers file_handler stream_handler",
+        "torchelastic.launcher.log_handlers": "RedirectHandler add_filter_to_handler default_handlers file_handler "
+        "file_handlers get_handler_filter stream_handler",
+        "torchelastic.launcher.arguments": "add_torchrunx_argument_group launcher_from_args",
+        "torchelastic.launcher.lightning": "TorchrunxClusterEnvironment",  # not in __all__: it needs Lightning
     },
 )
 
 __all__ = [
-    "DEFAULT_ENV_VARS",
+    "DEFAULT_ENV_VARS_FOR_COPY",
     "AgentFailedError",
     "LaunchConfig",
     "LaunchResult",
     "Launcher",
+    "RedirectHandler",
     "WorkerFailedError",
     "add_filter_to_handler",
+    "add_torchrunx_argument_group",
     "attach",
     "default_handlers",
     "elastic_launch",
     "file_handler",
+    "file_handlers",
+    "get_handler_filter",
     "launch",
     "launch_agent",
+    "launcher_from_args",
     "stream_handler",
 ]

@@ -49,6 +49,9 @@ _SSH_OPTIONS: Final = (
     *("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=2"),
 )
 
+_SRUN_VARIABLES: Final = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JWT")
+"""Variables of SLURM that srun needs to find the controller and the allocation."""
+
 
 class AgentFailedError(TorchElasticError):
     """An agent could not be started, or has died."""
@@ -168,10 +171,11 @@ class ProcessNode(Node):
 
     @property
     def last_error(self) -> str:
-        """Why the node has ended: the signal, or else the last line of its standard error, if there is one."""
+        """Why the node has ended: the signal, or else a line of its standard error: that of SLURM, or the last one."""
         if self.problem:
             return self.problem
         lines, code = self._errors.decode(errors="replace").strip().splitlines(), self.process.wait()
+        lines = [line for line in lines if " CANCELLED AT " in line] or lines  # also at the end of the time limit
         return lines[-1] if lines and code >= 0 else describe_exit(code)
 
     def _read_errors(self) -> None:
@@ -225,9 +229,21 @@ def command_for(host: Host, *, python: str | None, ssh_config_file: str | None) 
             if python is None
             else [python, "-m", "torchelastic.launcher.node"]
         )
+    if host.start == "srun":
+        return [*_srun(host.name), python or sys.executable, "-m", "torchelastic.launcher.node"]
     config = [] if ssh_config_file is None else ["-F", ssh_config_file]
     remote = shlex.join([python or sys.executable, "-m", "torchelastic.launcher.node"])
     return ["ssh", *_SSH_OPTIONS, *config, "--", host.name, f"exec {remote}"]
+
+
+def _srun(name: str) -> list[str]:
+    """Return the command of a job step that has all CPUs, GPUs and memory of the allocation on a node.
+
+    Without the variables of SLURM, srun has no options of the job, such as the number of GPUs for each of its tasks.
+    """
+    unset = [each for each in os.environ if each.startswith(("SLURM_", "SRUN_")) and each not in _SRUN_VARIABLES]
+    options = ["--nodes=1", "--ntasks=1", f"--nodelist={name}", "--overlap", "--cpu-bind=none", "--mem=0"]
+    return ["env", *(f"--unset={each}" for each in unset), "srun", *options, "--unbuffered", "--export=ALL"]
 
 
 # -- idle nodes of this machine
@@ -343,7 +359,7 @@ class Head:
                 node = _take_idle(key, events) if key is not None else None
                 if node is None:
                     node = ProcessNode(host, self.command(host), events, store)
-                    own = {"index": index, "workers": host.workers, "remote": not host.is_local}
+                    own = {"index": index, "workers": host.workers, "ssh": host.start == "ssh" and not host.is_local}
                     node.channel.send({**self.opened, **own}, self.code)
                 nodes.append(node)
                 node.channel.send({"type": "call"}, call)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import shutil
+import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from torchelastic.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 LOCAL: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 """Names of this machine, on which no ssh is needed."""
@@ -25,15 +29,17 @@ class Host:
     Attributes:
         name: the name in the caller's list.
         workers: the number of workers; "auto", "gpu" or "cpu" let the host count its devices.
+        start: what starts its node: a step of this SLURM allocation, ssh, or the launcher itself.
     """
 
     name: str
     workers: int | str
+    start: Literal["local", "srun", "ssh"] = "ssh"
 
     @property
     def is_local(self) -> bool:
         """Whether the host is this machine."""
-        return self.name in LOCAL
+        return self.start == "local" or self.name in LOCAL
 
 
 def resolve(hostnames: object, workers_per_host: object, environ: Mapping[str, str]) -> list[Host]:
@@ -62,7 +68,20 @@ def resolve(hostnames: object, workers_per_host: object, environ: Mapping[str, s
         names = _names(hostnames)
     if workers_per_host == "slurm" or (workers_per_host == "auto" and slurm):
         workers_per_host = _workers_of_allocation(environ)
-    return [*map(Host, names, _counts(workers_per_host, len(names)))]
+    steps = {*names} if slurm else set()
+    if allocation and not slurm:
+        with contextlib.suppress(SettingsError):  # without scontrol, ssh reaches the hosts that are listed
+            steps = {*_allocated(environ)}
+    counts = _counts(workers_per_host, len(names))
+    return [Host(name, count, _start(name, steps, environ)) for name, count in zip(names, counts, strict=True)]
+
+
+def _start(name: str, steps: Collection[str], environ: Mapping[str, str]) -> Literal["local", "srun", "ssh"]:
+    if name not in steps:
+        return "ssh"
+    if name in {environ.get("SLURMD_NODENAME"), socket.gethostname().partition(".")[0]}:
+        return "local"
+    return "srun" if shutil.which("srun") else "ssh"
 
 
 def _names(hostnames: object) -> list[str]:
@@ -113,8 +132,8 @@ def _workers_of_allocation(environ: Mapping[str, str]) -> int:
     """Return the number of GPUs of the allocation on each host, or else of CPUs."""
     if gpus := environ.get("SLURM_JOB_GPUS"):
         return len(gpus.split(","))
-    for name in ("SLURM_GPUS_PER_NODE", "SLURM_CPUS_ON_NODE"):
-        text = environ.get(name, "").rpartition(":")[2]  # "a100:4" has a type of GPU
-        if text.isdigit() and int(text):
-            return int(text)
+    for name in ("SLURM_GPUS_PER_NODE", "SLURM_CPUS_ON_NODE", "SLURM_JOB_CPUS_PER_NODE"):  # salloc sets only the last
+        text = environ.get(name, "").rpartition(":")[2]  # "a100:4" has a type of GPU, "4(x2)" a number of hosts
+        if (number := re.match(r"[1-9]\d*", text)) is not None:
+            return int(number[0])
     raise SettingsError("The SLURM allocation names neither GPUs nor CPUs: set workers_per_host to a number.")

@@ -32,10 +32,12 @@ if TYPE_CHECKING:
 
     from torchelastic.launcher.head import Cluster
 
-DEFAULT_ENV_VARS: Final = (*("PATH", "LD_LIBRARY", "LIBRARY_PATH", "PYTHON*", "CUDA*", "TORCH*", "PYTORCH*", "NCCL*"),)
+DEFAULT_ENV_VARS_FOR_COPY: Final = (
+    *("PATH", "LD_LIBRARY", "LIBRARY_PATH", "PYTHON*", "CUDA*", "TORCH*", "PYTORCH*", "NCCL*"),
+)
 """Patterns of the environment variables that workers on other hosts get from the caller."""
 
-_BACKENDS: Final = (None, "nccl", "gloo", "mpi", "ucc", "auto")
+BACKENDS: Final = (None, "nccl", "gloo", "mpi", "ucc", "auto")
 
 
 def _is_count(value: object) -> bool:
@@ -63,7 +65,7 @@ def _are_bounds(value: Any) -> bool:  # noqa: ANN401 - any value
 
 
 _RULES: Final[Sequence[tuple[str, Callable[[Any], bool], str]]] = (
-    ("backend", lambda value: value in _BACKENDS, '"auto", nccl, gloo, mpi, ucc or None'),
+    ("backend", lambda value: value in BACKENDS, '"auto", nccl, gloo, mpi, ucc or None'),
     ("timeout agent_timeout", _is_time, "a number of seconds above 0"),
     ("worker_timeout heartbeat_timeout", lambda value: value is None or _is_time(value), "a number of seconds above 0"),
     ("max_restarts", _is_count, "a number of at least 0"),
@@ -184,7 +186,7 @@ class Launcher:
     ssh_config_file: str | Path | None = None
     backend: Literal["nccl", "gloo", "mpi", "ucc", "auto"] | None = "auto"
     timeout: int = 600
-    default_env_vars: tuple[str, ...] = DEFAULT_ENV_VARS
+    default_env_vars: tuple[str, ...] = DEFAULT_ENV_VARS_FOR_COPY
     extra_env_vars: tuple[str, ...] | dict[str, str] = ()
     env_file: str | Path | None = None
     workers: tuple[int, int] | int | None = None
@@ -296,7 +298,7 @@ class Launcher:
             raise SettingsError(f"ssh_config_file {os.fspath(self.ssh_config_file)} does not exist.")
 
     def _environment(self, *, is_local: bool) -> dict[str, str]:
-        defaults = self.default_env_vars if is_local or self.default_env_vars != DEFAULT_ENV_VARS else ()
+        defaults = self.default_env_vars if is_local or self.default_env_vars != DEFAULT_ENV_VARS_FOR_COPY else ()
         patterns = [*(defaults if self.copy_env_vars is None else self.copy_env_vars)]
         given: dict[str, str] = {}
         if isinstance(self.extra_env_vars, Mapping):
@@ -332,7 +334,7 @@ def launch(
     ssh_config_file: str | Path | None = None,
     backend: Literal["nccl", "gloo", "mpi", "ucc", "auto"] | None = "auto",
     timeout: int = 600,
-    default_env_vars: tuple[str, ...] = DEFAULT_ENV_VARS,
+    default_env_vars: tuple[str, ...] = DEFAULT_ENV_VARS_FOR_COPY,
     extra_env_vars: tuple[str, ...] | dict[str, str] = (),
     env_file: str | Path | None = None,
     log_handlers: Iterable[logging.Handler] | Literal["auto"] | None = "auto",

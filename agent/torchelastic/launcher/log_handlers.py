@@ -19,7 +19,7 @@ from torchelastic.agent.function_call import RECORD_MARK
 from torchelastic.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 LOG_DIRECTORY: Final = "TORCHRUNX_LOG_DIR"
 """The environment variable with the folder of the log files; ``./torchelastic_logs`` by default."""
@@ -28,13 +28,16 @@ _LEVELS: Final = {1: logging.INFO, 2: logging.ERROR}
 """The level of a line of standard output and standard error that is not a log record."""
 
 
-def add_filter_to_handler(
-    handler: logging.Handler, hostname: str, local_rank: int | None, log_level: int = logging.NOTSET
-) -> None:
-    """Let a handler take only the lines of one worker, or of one agent.
+LOG_LEVEL: Final = "TORCHRUNX_LOG_LEVEL"
+"""The environment variable with the minimum level of the lines in the log files; all lines by default."""
+
+
+def get_handler_filter(
+    hostname: str, local_rank: int | None, log_level: int = logging.NOTSET
+) -> Callable[[logging.LogRecord], bool]:
+    """Return a filter for handlers, which takes only the lines of one worker, or of one agent.
 
     Args:
-        handler: the handler.
         hostname: the host, by the name in ``hostnames``.
         local_rank: the local rank of the worker; None for the agent.
         log_level: the minimum level; standard output has INFO, and standard error has ERROR.
@@ -44,7 +47,25 @@ def add_filter_to_handler(
         own = getattr(record, "hostname", None), getattr(record, "local_rank", None)
         return own == (hostname, local_rank) and record.levelno >= log_level
 
-    handler.addFilter(selects)
+    return selects
+
+
+def add_filter_to_handler(
+    handler: logging.Handler, hostname: str, local_rank: int | None, log_level: int = logging.NOTSET
+) -> None:
+    """Let a handler take only the lines of one worker, or of one agent: see :func:`get_handler_filter`."""
+    handler.addFilter(get_handler_filter(hostname, local_rank, log_level))
+
+
+class RedirectHandler(logging.Handler):
+    """Passes lines to this program's loggers: ``torchrunx.HOST`` for an agent, ``torchrunx.HOST.RANK`` for a worker."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Let the logger handle the record if its level is enabled."""
+        names = ["torchrunx", record.hostname, record.local_rank]  # type: ignore[attr-defined] # set by Lines
+        logger = logging.getLogger(".".join(f"{name}" for name in names if name is not None))
+        if logger.isEnabledFor(record.levelno):
+            logger.handle(record)
 
 
 def stream_handler(hostname: str, local_rank: int | None, log_level: int = logging.NOTSET) -> logging.Handler:
@@ -99,23 +120,56 @@ class _Files(logging.Handler):
         super().close()
 
 
-def default_handlers(hosts: Sequence[str]) -> list[logging.Handler]:
-    """Return handlers for all lines: one file for each worker and agent; the first worker also on standard output.
+def file_handlers(
+    hostnames: Sequence[str],
+    workers_per_host: Sequence[int] | None = None,
+    log_dir: str | os.PathLike[str] = "torchelastic_logs",
+    log_level: int = logging.NOTSET,
+) -> list[logging.Handler]:
+    """Return handlers that write the lines of each worker and agent to a file of its own in a folder.
 
-    The folder is ``$TORCHRUNX_LOG_DIR``, or ``./torchelastic_logs``.
+    Args:
+        hostnames: the hosts.
+        workers_per_host: the number of workers of each host; None for all workers.
+        log_dir: the folder, which is created.
+        log_level: the minimum level.
 
     Raises:
-        SettingsError: the folder cannot be created.
+        OSError: the folder cannot be created.
+    """
+    (folder := Path(log_dir)).mkdir(parents=True, exist_ok=True)
+    counts = dict(zip(hostnames, workers_per_host, strict=True)) if workers_per_host is not None else None
+
+    def selects(record: Any) -> bool:  # noqa: ANN401 - a record with the attributes that Lines sets
+        return counts is None or (record.local_rank or 0) < counts.get(record.hostname, 0)
+
+    handler = _Files(folder)
+    handler.addFilter(selects)
+    handler.setLevel(log_level)
+    return [handler]
+
+
+def default_handlers(hostnames: Sequence[str], workers_per_host: Sequence[int] | None = None) -> list[logging.Handler]:
+    """Return handlers for all lines: one file for each worker and agent; the first worker also on standard output.
+
+    The folder is ``$TORCHRUNX_LOG_DIR``, or ``./torchelastic_logs``; ``$TORCHRUNX_LOG_LEVEL`` limits its lines.
+
+    Raises:
+        SettingsError: the folder cannot be created, or the level does not exist.
     """
     folder = Path(os.environ.get(LOG_DIRECTORY) or "torchelastic_logs")
+    name = os.environ.get(LOG_LEVEL) or "NOTSET"
+    level = int(name) if name.isdecimal() else logging.getLevelNamesMapping().get(name.upper())
+    if level is None:
+        raise SettingsError(f"{LOG_LEVEL} is {name!r}: it must be a level of logging, such as INFO, or a number.")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        files = file_handlers(hostnames, workers_per_host, folder, level)
     except OSError as error:
         raise SettingsError(
             f"The folder {folder} for the logs cannot be created: {error.strerror}. Set {LOG_DIRECTORY} to another "
             "folder, or pass log_handlers."
         ) from None
-    return [_Files(folder), stream_handler(hosts[0], 0), stream_handler(hosts[0], None, logging.WARNING)]
+    return [*files, stream_handler(hostnames[0], 0), stream_handler(hostnames[0], None, logging.WARNING)]
 
 
 @dataclass

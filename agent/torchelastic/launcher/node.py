@@ -213,13 +213,14 @@ def report(channel: Channel, agent: Agent, ending: ExitStatus, scratch: Path) ->
 
 def _settings(opened: Mapping[str, Any]) -> AgentSettings:
     """Return the settings of the agent from the launcher's first message, which may also change this process."""
-    os.environ.update(opened["environment"])
+    own = {"CUDA_VISIBLE_DEVICES"} if "SLURM_STEP_GPUS" in os.environ else set()  # SLURM has chosen this host's GPUs
+    os.environ.update({name: value for name, value in opened["environment"].items() if name not in own})
     with contextlib.suppress(OSError):  # a host may not have the caller's folder
         os.chdir(opened["directory"])
     if opened["env_file"]:
         os.environ.update(env_file_variables(opened["env_file"]))
     hosts, index = opened["hosts"], opened["index"]
-    connection = os.environ.get("SSH_CONNECTION", "").split() if opened["remote"] else []
+    connection = os.environ.get("SSH_CONNECTION", "").split() if opened["ssh"] else []
     if len(hosts) == 1:
         address = "127.0.0.1"
     elif len(connection) == 4:

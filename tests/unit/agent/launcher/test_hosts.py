@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -33,20 +33,34 @@ def test_hosts_and_their_workers(hostnames: Any, workers: Any, hosts: list[Host]
 
 @pytest.mark.parametrize(
     ("variables", "count"),
-    [({}, 4), ({"SLURM_GPUS_PER_NODE": "a100:2"}, 2), ({"SLURM_JOB_GPUS": "0,1,2", "SLURM_GPUS_PER_NODE": "2"}, 3)],
+    [
+        ({}, 4),
+        ({"SLURM_CPUS_ON_NODE": "", "SLURM_JOB_CPUS_PER_NODE": "72(x2)"}, 72),
+        ({"SLURM_GPUS_PER_NODE": "a100:2"}, 2),
+        ({"SLURM_JOB_GPUS": "0,1,2", "SLURM_GPUS_PER_NODE": "2"}, 3),
+    ],
 )
 @pytest.mark.parametrize("hostnames", ["auto", "slurm"])
+@pytest.mark.parametrize("start", ["ssh", "srun"])
 def test_an_allocation_of_slurm_has_hosts_and_workers(
-    hostnames: str, variables: dict[str, str], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Literal["ssh", "srun"],
+    hostnames: str,
+    variables: dict[str, str],
+    count: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (scontrol := tmp_path / "scontrol").write_text(
         '#!/bin/sh\n[ "$*" = "show hostnames node[1-2]" ] && echo node1 node2\n'
     )
     scontrol.chmod(0o755)
+    if start == "srun":
+        (tmp_path / "srun").symlink_to(scontrol)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     environ = {**ALLOCATION, **variables}
-    assert resolve(hostnames, "auto", environ) == [Host("node1", count), Host("node2", count)]
-    assert resolve(["other"], "slurm", environ) == [Host("other", count)]
+    assert resolve(hostnames, "auto", environ) == [Host(name, count, start) for name in ("node1", "node2")]
+    assert resolve(hostnames, 1, {**environ, "SLURMD_NODENAME": "node2"})[1] == Host("node2", 1, "local")
+    assert resolve(["other", "node2"], "slurm", environ) == [Host("other", count), Host("node2", count, start)]
 
 
 @pytest.mark.parametrize("which", ["hostnames", "workers_per_host"])
