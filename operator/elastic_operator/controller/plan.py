@@ -62,13 +62,7 @@ _RESUME_DELAY: Final = 0.1
 
 
 def plan(job: model.Job, observed: model.Observed, now: float) -> model.Plan:
-    """Return the plan for the job.
-
-    Args:
-        job: the job, with the status that was written last.
-        observed: the observed state of the job.
-        now: seconds since the Unix epoch.
-    """
+    """Return the plan for the job."""
     if observed.unreadable is not None:
         status = statuses.unreadable_status(job, observed.unreadable, now)
         return model.Plan(status=_unless_the_same(job.status, status), unmanaged=True)

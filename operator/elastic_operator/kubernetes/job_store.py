@@ -123,7 +123,6 @@ class _Followed:
     """A followed etcd.
 
     Attributes:
-        key: the key of the job.
         external: whether the etcd outlives the job.
         available: an event that is set while a connection may succeed.
         away_since: when the etcd became unreachable, a monotonic time; None while it is reachable.
@@ -148,7 +147,6 @@ class JobStores:
     """The followed etcds; an async context manager.
 
     Args:
-        api: the client that reads Secrets with credentials.
         changed: called with a job's key when something in its etcd has changed.
         secret_namespaces: the namespaces in which the operator may read Secrets.
         patience: seconds before an unreachable external etcd is reported.
@@ -200,13 +198,7 @@ class JobStores:
     ) -> StoreMirror:
         """Follow a job's etcd, or change its settings if it is followed; return its mirror.
 
-        Args:
-            uid: the UID of the job.
-            key: the key of the job.
-            endpoint: the endpoint, as in ``spec.etcd.endpoint``.
-            external: whether the etcd outlives the job.
-            available: whether a connection may succeed.
-            secret: the Secret with its credentials, in the job's namespace.
+        ``external`` and ``available`` are as in :class:`_Followed`; ``secret`` is in the job's namespace.
         """
         followed = self._followed.get(uid)
         if followed is None:
