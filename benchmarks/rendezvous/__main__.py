@@ -214,7 +214,7 @@ async def measure(arguments: argparse.Namespace) -> tuple[Report, bool]:
     etcd = await choose_etcd(arguments.etcd)
     settings = {
         "nodes": arguments.nodes,
-        "peer_nodes": arguments.peer_nodes,
+        "baseline_nodes": arguments.baseline_nodes,
         "repeat": arguments.repeat,
         "processes": arguments.processes,
         "etcd": [str(etcd), "--unsafe-no-fsync"],
@@ -233,11 +233,11 @@ async def measure(arguments: argparse.Namespace) -> tuple[Report, bool]:
     processor: list[dict[str, Any]] = []
     complete = True
     for nodes in arguments.nodes:
-        ours, peers, fulls = Samples(), Samples(), Samples()
+        ours, baselines, fulls = Samples(), Samples(), Samples()
         for _ in range(arguments.repeat):
             await ours.take(f"{nodes} nodes", timed(etcd, nodes, arguments.processes))
-            if nodes in arguments.peer_nodes:
-                await peers.take(f"{nodes} nodes of torchrun", torchrun(nodes, 2 * nodes))
+            if nodes in arguments.baseline_nodes:
+                await baselines.take(f"{nodes} nodes of torchrun", torchrun(nodes, 2 * nodes))
                 await fulls.take(f"{nodes} nodes of torchrun, N:N", torchrun(nodes, nodes))
         complete = complete and not ours.never
         for kind in KINDS:
@@ -246,10 +246,10 @@ async def measure(arguments: argparse.Namespace) -> tuple[Report, bool]:
                 Measurement(
                     f"N={nodes}, {kind}",
                     ours=ours.samples.get(kind, ()),
-                    peer=peers.samples.get(kind, ()),
+                    baseline=baselines.samples.get(kind, ()),
                     ours_never=ours.never,
-                    peer_never=peers.never if compared else (),
-                    peer_name="torchrun, c10d",
+                    baseline_never=baselines.never if compared else (),
+                    baseline_name="torchrun, c10d",
                     includes=INCLUDES[kind],
                     ours_at_most=AT_MOST.get(nodes),
                     ratio_at_least=RATIO_AT_LEAST.get(nodes) if compared else None,
@@ -285,7 +285,7 @@ def main() -> int:
         help="numbers of nodes (default: 2,8,64,256,1000)",
     )
     flags.add_argument(
-        "--peer-nodes",
+        "--baseline-nodes",
         type=_numbers,
         default=[2, 8, 64],
         metavar="N,…",
