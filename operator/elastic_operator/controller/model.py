@@ -5,7 +5,7 @@ durations in seconds.
 
 Until the store has been read, the run may have ended unnoticed. So no pod is created for a run without pods, the store
 is not deleted, and no pod failure or deadline ends the job. A store that remains unreadable delays failures, deadlines
-and suspensions by at most :data:`PATIENCE`.
+and suspensions by at most :data:`STORE_TIMEOUT`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torchelastic.protocol import pod, records
 
 
-PATIENCE: Final = 60.0
+STORE_TIMEOUT: Final = 60.0
 """Seconds to wait for a store that cannot be read."""
 
 
@@ -331,7 +331,7 @@ class Snapshot:
         waiting = status.condition(ConditionType.WAITING) if status.state is JobState.SUSPENDED else None
         if waiting is not None and waiting.status and waiting.reason == Reason.STORE_UNREADABLE:
             since = waiting.since
-        return since + PATIENCE if self.must_wait_for_store(since) else None
+        return since + STORE_TIMEOUT if self.must_wait_for_store(since) else None
 
 
 def _had_pods(job: Job, observed: Observed) -> bool:
@@ -349,7 +349,7 @@ def _store_wait(job: Job, observed: Observed) -> float:
     has_trained = job.status.started is not None or job.status.round > 0
     if observed.etcd is EtcdState.ABSENT or (observed.etcd is EtcdState.STARTING and not has_trained):
         return 0.0
-    return math.inf if observed.etcd is EtcdState.READY and observed.store_error is None else PATIENCE
+    return math.inf if observed.etcd is EtcdState.READY and observed.store_error is None else STORE_TIMEOUT
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ def _run(snapshot: model.Snapshot, failures: model.FailureCount) -> model.Plan:
     times = [failures.next_due, *(new.due for new in planned.missing)]
     if status.active is not None and spec.active_deadline is not None:
         deadline = status.active + spec.active_deadline
-        times += [deadline, deadline + model.PATIENCE]  # after PATIENCE, an unread store does not extend it
+        times += [deadline, deadline + model.STORE_TIMEOUT]  # after STORE_TIMEOUT, an unread store does not extend it
     return model.Plan(
         replicas=snapshot.desired if valid and spec.replicas is None else None,
         status=_unless_the_same(before, status, planned.staying),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from elastic_operator.kubernetes.client import Resource
 
-PATIENCE = 20.0
+TIMEOUT = 20.0
 
 
 async def test_a_watch_session_can_be_reopened_throttles_watches_and_reports_errors() -> None:
@@ -130,7 +130,7 @@ async def running_informer(server: Server, *namespaces: str) -> AsyncIterator[tu
         informer = Informer(api, cache, namespaces=namespaces, base_delay=0.02)
         running = asyncio.create_task(informer.run())
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(TIMEOUT):
                 yield informer, cache
         finally:
             running.cancel()
