@@ -167,10 +167,7 @@ class Followed:
         self._run_id = run_id
         self._happened = asyncio.Event()
         self.stores = JobStores(
-            api or Api(Configuration()),
-            lambda _: self._happened.set(),
-            secret_namespaces=["team"],
-            external_timeout=0.0,
+            api or Api(Configuration()), lambda _: self._happened.set(), secret_namespaces=["team"], timeout=0.0
         )
 
     @contextlib.asynccontextmanager

@@ -53,7 +53,7 @@ class OperatedCluster:
             api = self.api = await stack.enter_async_context(Api(self.server.configuration))
             cache = self.cache = ObjectCache(changed=self._on_change, pod_deleted=self._on_pod_deleted)
             writer = await stack.enter_async_context(Writer(api, cache))
-            stores = JobStores(api, self._on_change, external_timeout=_ETCD_TIMEOUT, managed_timeout=_ETCD_TIMEOUT)
+            stores = JobStores(api, self._on_change, timeout=_ETCD_TIMEOUT, managed_timeout=_ETCD_TIMEOUT)
             await stack.enter_async_context(stores)
             executor = Executor(cache=cache, writer=writer, stores=stores, settings=PodSettings())
             self.backend = KubernetesBackend(api=api, cache=cache, stores=stores, executor=executor)

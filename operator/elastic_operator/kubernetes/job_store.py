@@ -149,7 +149,7 @@ class JobStores:
     Args:
         changed: called with a job's key when something in its etcd has changed.
         secret_namespaces: the namespaces in which the operator may read Secrets.
-        external_timeout: seconds before an unreachable external etcd is reported.
+        timeout: seconds before an unreachable external etcd is reported.
         managed_timeout: the same for a job's own etcd: Kubernetes notices a failed node within a minute.
     """
 
@@ -159,13 +159,13 @@ class JobStores:
         changed: Callable[[str], None],
         *,
         secret_namespaces: Collection[str] = (),
-        external_timeout: float = 3.0,
+        timeout: float = 3.0,
         managed_timeout: float = 60.0,
     ) -> None:
         self._api = api
         self._on_change = changed
         self._secret_namespaces = frozenset(secret_namespaces)
-        self._external_timeout = external_timeout
+        self._timeout = timeout
         self._managed_timeout = managed_timeout
         self._tasks = asyncio.TaskGroup()
         self._followed: dict[str, _Followed] = {}
@@ -314,7 +314,7 @@ class JobStores:
         if followed.away_since is None:
             followed.away_since = now
         if followed.error is None:
-            due = now - followed.away_since >= (self._external_timeout if followed.external else self._managed_timeout)
+            due = now - followed.away_since >= (self._timeout if followed.external else self._managed_timeout)
         else:
             due = error != followed.error and now - followed.reported >= _REPORT_INTERVAL
         _log.log(logging.WARNING if due else logging.DEBUG, "%s: its store cannot be reached: %s", followed.key, error)

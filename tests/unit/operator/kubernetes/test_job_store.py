@@ -69,7 +69,7 @@ async def test_an_unexpected_error_while_a_store_is_followed_is_reported(monkeyp
 
     monkeypatch.setattr(StoreMirror, "run", run)
     woken = asyncio.Event()
-    async with asyncio.timeout(TIMEOUT), JobStores(NO_API, lambda _key: woken.set(), external_timeout=0.0) as stores:
+    async with asyncio.timeout(TIMEOUT), JobStores(NO_API, lambda _key: woken.set(), timeout=0.0) as stores:
         stores.follow("uid", "team/digits", "127.9.9.9:2379", external=True, available=True)
         await woken.wait()
         assert stores.error("uid") == "an unexpected error: ZeroDivisionError('a defect')"
@@ -88,7 +88,7 @@ async def test_a_store_error_is_reported_after_a_delay_and_changes_at_most_twice
     now: SimpleNamespace,
 ) -> None:
     woken: list[str] = []
-    async with asyncio.timeout(TIMEOUT), JobStores(NO_API, woken.append, external_timeout=0.0) as stores:
+    async with asyncio.timeout(TIMEOUT), JobStores(NO_API, woken.append, timeout=0.0) as stores:
         own = stores.follow("own", "team/own", "127.9.9.9:2379", external=False, available=True)
         for now.time, reported in ((0.0, None), (50.0, None), (60.0, "no route")):
             fail(own, "no route")
