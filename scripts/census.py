@@ -26,7 +26,7 @@ ROOT: Final = Path(__file__).parents[1]
 PACKAGES: Final = {"agent": ROOT / "agent/torchelastic", "operator": ROOT / "operator/elastic_operator"}
 
 _TRACER: Final = """
-import enum, os, sys, threading, time
+import atexit, enum, os, sys, threading, time
 _ROOTS = tuple(os.environ["CENSUS_ROOTS"].split(":"))
 _LOG = os.environ["CENSUS_LOG"]
 _last = None
@@ -71,6 +71,7 @@ def _profile(frame, event, arg):
 
 sys.setprofile(_profile)
 threading.setprofile(_profile)
+atexit.register(sys.setprofile, None)  # the interpreter clears this module before it deletes the last objects
 """
 """The ``sitecustomize`` of all Python processes of a run; it cannot use ``sys.monitoring``, new in Python 3.12."""
 

@@ -36,7 +36,7 @@ NEEDED_V2: Final = frozenset({"cpu", "memory", "pids"})
 INIT: Final = "init"
 """With version 2, the group of the node's own processes, below the folder."""
 
-_PATIENCE: Final = 10.0
+_RELEASE_TIMEOUT: Final = 10.0
 """The limit in seconds for the release of a group of killed processes; it usually takes milliseconds."""
 
 
@@ -179,7 +179,7 @@ def remove(groups: Groups) -> list[str]:
     Returns:
         The folders that could not be removed.
     """
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _RELEASE_TIMEOUT
     left = [folder for folder in map(Path, groups.folders) if not _remove(folder, deadline)]
     for name in groups.enabled:
         # The kernel refuses this if another group uses the controller, which then stays enabled.

@@ -18,7 +18,7 @@ from tests.support.collection import (  # noqa: F401 - hooks, which pytest finds
     pytest_xdist_make_scheduler,
 )
 from tests.support.etcd import EtcdServer
-from torchelastic.agent.workers.linux import TREE_MARK
+from torchelastic.agent.workers.process_tree import TREE_MARK
 from torchelastic.agent.workers.processes import python_code, spawn
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores it
 # exits for any reason, a watchdog kills all processes that it, or a process of pytest-xdist, has started.
 if TREE_MARK not in os.environ:  # not in a process of pytest-xdist, which inherits the mark
     os.environ[TREE_MARK] = secrets.token_hex(8)
-    _watchdog = python_code("torchelastic.agent.workers.linux", minimal=True)
+    _watchdog = python_code("torchelastic.agent.workers.process_tree", minimal=True)
     spawn([*_watchdog, str(os.getpid()), os.environ[TREE_MARK], tempfile.mkdtemp()], {}, {1: 2, 2: 2})
 
 

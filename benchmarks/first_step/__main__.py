@@ -3,8 +3,8 @@
 - A worker of ``examples/digits.py``, which is not changed and has no flags, is killed one second after its first step;
   the time ends with the next step.
 - Two launchers with ``--nnodes 1:3`` start; the time ends with the first collective operation of both workers.
-- ``elasticjob run examples/digits.yaml`` starts; the time ends with the first step. The peer is ``python digits.py``,
-  which has no launcher and no second worker.
+- ``elasticjob run examples/digits.yaml`` starts; the time ends with the first step. The baseline is
+  ``python digits.py``, which has no launcher and no second worker.
 
 Each program prints a line at the end of the time.
 """
@@ -96,20 +96,22 @@ async def run(arguments: argparse.Namespace) -> Report:
     """Take all samples by turns."""
     report = Report("first_step", settings={"repeat": arguments.repeat})
     for name in arguments.only or SCENARIOS:
-        what, measure, peers, wanted = SCENARIOS[name]
-        samples: dict[str, list[float]] = {peer: [] for peer in peers}
-        never: dict[str, list[str]] = {peer: [] for peer in peers}
+        what, measure, baselines, wanted = SCENARIOS[name]
+        samples: dict[str, list[float]] = {baseline: [] for baseline in baselines}
+        never: dict[str, list[str]] = {baseline: [] for baseline in baselines}
         for number in range(1, arguments.repeat + 1):
-            for peer in peers:
+            for baseline in baselines:
                 try:
-                    samples[peer].append(await measure(peer, arguments.limit))
-                    note(f"{what} {number}/{arguments.repeat}: {peer}: {samples[peer][-1]:.3f} s")
+                    samples[baseline].append(await measure(baseline, arguments.limit))
+                    note(f"{what} {number}/{arguments.repeat}: {baseline}: {samples[baseline][-1]:.3f} s")
                 except TimeoutError as error:
-                    never[peer].append(f"{error}")
-        ours, peer = peers
-        shown = peer.replace("torch.distributed.run", "torchrun")
+                    never[baseline].append(f"{error}")
+        ours, baseline = baselines
+        shown = baseline.replace("torch.distributed.run", "torchrun")
         report.add(
-            Measurement(what, samples[ours], samples[peer], never[ours], never[peer], shown, ours_at_most=wanted)
+            Measurement(
+                what, samples[ours], samples[baseline], never[ours], never[baseline], shown, ours_at_most=wanted
+            )
         )
     return report
 

@@ -106,16 +106,16 @@ async def measure(
     fault: str, where: str, ranks: int, arguments: argparse.Namespace, binary: Path
 ) -> tuple[dict[str, list[float]], dict[str, list[str]]]:
     """Cause a fault with each launcher in turn; return the seconds, and the reasons of attempts without an end."""
-    taken: dict[str, list[float]] = {"ours": [], "peer": []}
-    never: dict[str, list[str]] = {"ours": [], "peer": []}
+    taken: dict[str, list[float]] = {"ours": [], "baseline": []}
+    never: dict[str, list[str]] = {"ours": [], "baseline": []}
     tail = [_PROGRAM, "FOLDER"]
-    peer = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    peer += ["--max-restarts=1", "--monitor-interval=0.1", *tail, "torchrun", fault, where]
+    baseline = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    baseline += ["--max-restarts=1", "--monitor-interval=0.1", *tail, "torchrun", fault, where]
     ours = [sys.executable, *tail, "torchelastic", fault, where, "ETCD", f"{ranks}", f"{LEASE:g}"]
     for number in range(arguments.repeat):
         turns = [("ours", ours, ranks, fault == "raising")]
         if number == 0 and fault != "stopped":  # torchrun does not notice a stopped rank
-            turns.append(("peer", peer, 1, True))
+            turns.append(("baseline", baseline, 1, True))
         for who, command, processes, stays in turns:
             try:
                 seconds = await pause(
@@ -144,9 +144,9 @@ async def run(arguments: argparse.Namespace) -> Report:
                 Measurement(
                     f"{fault} {where} a collective, {ranks} ranks",
                     ours=taken["ours"],
-                    peer=taken["peer"],
+                    baseline=taken["baseline"],
                     ours_never=never["ours"],
-                    peer_never=never["peer"],
+                    baseline_never=never["baseline"],
                     includes="from the fault to the next step of the last survivor",
                     ours_at_most=LEASE + WANTED_AFTER_LEASE if fault == "stopped" else WANTED,
                 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.launcher.peers import VERSIONS, packages
+from benchmarks.launcher.torchrunx_versions import VERSIONS, packages
 from benchmarks.support.command_line import parser, run_to_end
 from benchmarks.support.processes import ProcessTree, until
 from benchmarks.support.report import Measurement, Report, note
@@ -38,7 +38,7 @@ class Case:
     Attributes:
         names: the names of the program's measurements.
         at_most: the wanted seconds of each; None for none.
-        ratio: the wanted ratio to each peer that is named here.
+        ratio: the wanted ratio to each baseline that is named here.
         includes: what the time includes.
         raises: whether the launch should raise an exception.
     """
@@ -111,36 +111,36 @@ async def measure_case(report: Report, name: str, launchers: list[str], argument
                 outcome = f"never: {error}"
             note(f"{name} {number}/{arguments.repeat}: {who}: {outcome}")
     for index, what in enumerate(case.names):
-        for peer in launchers[1:] or [""]:
+        for baseline in launchers[1:] or [""]:
             report.add(
                 Measurement(
-                    f"{what}; {peer}" if peer else what,
+                    f"{what}; {baseline}" if baseline else what,
                     [each[index] for each in samples[OURS]],
-                    [each[index] for each in samples.get(peer, ())],
+                    [each[index] for each in samples.get(baseline, ())],
                     never[OURS],
-                    never.get(peer, ()),
-                    peer,
+                    never.get(baseline, ()),
+                    baseline,
                     includes=case.includes,
                     ours_at_most=case.at_most[index],
-                    ratio_at_least=case.ratio.get(peer) if case.at_most[index] is None else None,
-                    details={"raised": raised.get(OURS), "raised by the peer": raised.get(peer)},
+                    ratio_at_least=case.ratio.get(baseline) if case.at_most[index] is None else None,
+                    details={"raised": raised.get(OURS), "raised by the baseline": raised.get(baseline)},
                 )
             )
 
 
 async def run(arguments: argparse.Namespace) -> Report:
     """Measure all chosen cases."""
-    settings = {"repeat": arguments.repeat, "limit": arguments.limit, "peers": arguments.peers}
+    settings = {"repeat": arguments.repeat, "limit": arguments.limit, "baselines": arguments.baselines}
     report = Report("launcher", settings=settings)
     try:
         for version in VERSIONS:
-            if version in arguments.peers:
+            if version in arguments.baselines:
                 packages(version)
     except Missing as error:
-        raise BadInput(f"{error}, or choose other --peers.") from None
+        raise BadInput(f"{error}, or choose other --baselines.") from None
     for name in arguments.only or CASES:
-        peers = [each for each in arguments.peers if each != ELASTIC_LAUNCH or name not in _HOSTS]
-        await measure_case(report, name, [OURS, *peers, *([LOOPBACK] if name == "large" else [])], arguments)
+        baselines = [each for each in arguments.baselines if each != ELASTIC_LAUNCH or name not in _HOSTS]
+        await measure_case(report, name, [OURS, *baselines, *([LOOPBACK] if name == "large" else [])], arguments)
     return report
 
 
@@ -148,8 +148,10 @@ def main() -> int:
     """Measure and print; fail if an attempt of ours did not end."""
     flags = parser("launcher", __doc__, etcd=False, repeat=3, limit=120)
     flags.add_argument("--only", action="append", metavar="CASE", choices=[*CASES])
-    peers = [ELASTIC_LAUNCH, *VERSIONS]
-    flags.add_argument("--peers", nargs="*", choices=peers, default=peers, help="the peers; none to measure ours only")
+    baselines = [ELASTIC_LAUNCH, *VERSIONS]
+    flags.add_argument(
+        "--baselines", nargs="*", choices=baselines, default=baselines, help="the baselines; none to measure ours only"
+    )
     arguments = flags.parse_args()
     report = run_to_end("launcher", run(arguments))
     report.show(as_json=arguments.json)

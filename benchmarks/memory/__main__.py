@@ -89,12 +89,12 @@ async def compare(*, repeat: int, settle: float, limit: float) -> Report:
             samples.append(await measure(name, settle=settle, limit=limit))
             total = sum(samples[-1].values())
             note(f"{number + 1}/{repeat}: {name}: {total:.0f} MiB")
-    ours, peer = found.values()
+    ours, baseline = found.values()
     report.add(
         Measurement(
             f"PSS of an agent and {WORKERS} workers",
             ours=[sum(each.values()) for each in ours],
-            peer=[sum(each.values()) for each in peer],
+            baseline=[sum(each.values()) for each in baseline],
             unit="MiB",
             includes="all processes, before the workers allocate anything; torchelastic-run also has spare processes, "
             "a fork server, a watchdog and the process of the round's TCPStore",

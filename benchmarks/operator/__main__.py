@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks.operator import scenarios
 from benchmarks.operator.cluster import OperatedCluster
-from benchmarks.operator.peer import TrainingOperator
+from benchmarks.operator.training_operator import TrainingOperator
 from benchmarks.support.command_line import at_least, duration, existing, parser, run_to_end
 from benchmarks.support.report import Report, note
 from elastic_operator.errors import BadInput
@@ -38,47 +38,50 @@ async def measure(arguments: argparse.Namespace) -> Report:
             binary(name)
     except Missing as missing:
         raise BadInput(str(missing)) from None
-    paths = ("peer", "peer_definition")
+    paths = ("baseline", "baseline_definition")
     settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "logs", *paths)}
     report = Report("operator", settings=settings, etcd=etcd)
     with tempfile.TemporaryDirectory(prefix="benchmark-operator-") as folder:
         try:
             async with OperatedCluster(Path(folder)) as cluster:
-                peer = await _measure_peer(cluster, arguments, Path(folder))
-                await _measure_on(cluster, arguments, report, peer)
+                baseline = await _measure_baseline(cluster, arguments, Path(folder))
+                await _measure_on(cluster, arguments, report, baseline)
         finally:
             if arguments.logs is not None:
                 arguments.logs.write_text((Path(folder) / "operator.log").read_text(errors="replace"))
     return report
 
 
-async def _measure_peer(
+async def _measure_baseline(
     cluster: OperatedCluster, arguments: argparse.Namespace, folder: Path
 ) -> dict[int | str, list[float]] | None:
-    """Return the peer's samples by number of pods, and under "replaced" those of replaced pods; None without a peer."""
-    if arguments.peer is None:
+    """Return the baseline's samples by number of pods, and under "replaced" those of replaced pods; None for none."""
+    if arguments.baseline is None:
         return None
     only = arguments.only or ROWS
     taken: dict[int | str, list[float]] = {}
-    async with TrainingOperator(cluster, arguments.peer, arguments.peer_definition, folder) as peer:
+    async with TrainingOperator(cluster, arguments.baseline, arguments.baseline_definition, folder) as baseline:
         if "created" in only:
             for pods in arguments.pods:
-                taken[pods] = [await peer.created(pods) for _ in range(arguments.peer_repeat)]
-                _print_progress(f"the peer: {pods} pods exist", taken[pods][0])
+                taken[pods] = [await baseline.created(pods) for _ in range(arguments.baseline_repeat)]
+                _print_progress(f"the baseline: {pods} pods exist", taken[pods][0])
         if "replaced" in only:
-            taken["replaced"] = await peer.replaced(arguments.peer_repeat)
-            _print_progress("the peer: a deleted pod is replaced", taken["replaced"][0])
+            taken["replaced"] = await baseline.replaced(arguments.baseline_repeat)
+            _print_progress("the baseline: a deleted pod is replaced", taken["replaced"][0])
     return taken
 
 
 async def _measure_on(
-    cluster: OperatedCluster, arguments: argparse.Namespace, report: Report, peer: dict[int | str, list[float]] | None
+    cluster: OperatedCluster,
+    arguments: argparse.Namespace,
+    report: Report,
+    baseline: dict[int | str, list[float]] | None,
 ) -> None:
     only, requests = arguments.only or ROWS, []
     if "created" in only:
         for pods in arguments.pods:
             made, row = await scenarios.created(
-                cluster, pods, repeat=arguments.repeat, peer=None if peer is None else peer[pods]
+                cluster, pods, repeat=arguments.repeat, baseline=None if baseline is None else baseline[pods]
             )
             report.add(made)
             requests.append(row)
@@ -86,7 +89,10 @@ async def _measure_on(
     if "replaced" in only:
         for lingers in (False, True):
             replaced = await scenarios.replaced(
-                cluster, arguments.deletions, lingers=lingers, peer=None if peer is None else peer["replaced"]
+                cluster,
+                arguments.deletions,
+                lingers=lingers,
+                baseline=None if baseline is None else baseline["replaced"],
             )
             report.add(replaced)
             _print_progress(replaced.name, replaced.median)
@@ -136,18 +142,24 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="number of pods deleted after that (default: %(default)s)",
     )
-    made.add_argument("--peer", type=existing, metavar="FILE", help="the training-operator binary to measure as well")
     made.add_argument(
-        "--peer-definition", type=existing, metavar="FILE", help="the definition of the PyTorchJob, for --peer"
+        "--baseline", type=existing, metavar="FILE", help="the training-operator binary to measure as well"
     )
     made.add_argument(
-        "--peer-repeat", type=at_least(1), default=1, metavar="N", help="number of its samples (default: %(default)s)"
+        "--baseline-definition", type=existing, metavar="FILE", help="the definition of the PyTorchJob, for --baseline"
+    )
+    made.add_argument(
+        "--baseline-repeat",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="number of its samples (default: %(default)s)",
     )
     made.add_argument("--logs", type=Path, metavar="FILE", help="a file for the operator's log")
     given = made.parse_args(argv)
-    if given.peer is not None and given.peer_definition is None:
+    if given.baseline is not None and given.baseline_definition is None:
         made.error(
-            "--peer needs --peer-definition, such as manifests/base/crds/kubeflow.org_pytorchjobs.yaml of its sources"
+            "--baseline needs --baseline-definition: manifests/base/crds/kubeflow.org_pytorchjobs.yaml of its sources"
         )
     return given
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks.operator.audit import writes
 from benchmarks.operator.nodes import LINGERS
-from benchmarks.operator.peer import CREATED_ONCE, ONCE, PEER, REPLACED_ONCE
+from benchmarks.operator.training_operator import CREATED_ONCE, ONCE, REPLACED_ONCE, TRAINING_OPERATOR
 from benchmarks.support.report import Measurement
 from elastic_operator.kubernetes.client import ELASTIC_JOBS
 
@@ -37,7 +37,7 @@ Row = dict[str, str | int | float]
 
 
 async def created(
-    cluster: OperatedCluster, pods: int, *, repeat: int, peer: Sequence[float] | None = None
+    cluster: OperatedCluster, pods: int, *, repeat: int, baseline: Sequence[float] | None = None
 ) -> tuple[Measurement, Row]:
     """Apply a job with its own etcd, and wait until all its pods exist.
 
@@ -45,7 +45,7 @@ async def created(
         cluster: the cluster.
         pods: the number of pods.
         repeat: the number of samples.
-        peer: the peer's samples of this run; None to report those of an earlier run.
+        baseline: the baseline's samples of this run; None to report those of an earlier run.
     """
     samples, rows = [], []
     for _ in range(repeat):
@@ -62,8 +62,8 @@ async def created(
     measurement = Measurement(
         f"{pods} pods exist",
         ours=samples,
-        peer=once if peer is None else peer,
-        peer_name=ONCE if peer is None else PEER,
+        baseline=once if baseline is None else baseline,
+        baseline_name=ONCE if baseline is None else TRAINING_OPERATOR,
         ours_at_most=CREATED_WANTED.get(pods),
         includes="from before the apply until the watch reports the last pod, including the creation of the etcd's "
         "Service and Deployment",
@@ -72,7 +72,7 @@ async def created(
 
 
 async def replaced(
-    cluster: OperatedCluster, samples: int, *, lingers: bool, peer: Sequence[float] | None = None
+    cluster: OperatedCluster, samples: int, *, lingers: bool, baseline: Sequence[float] | None = None
 ) -> Measurement:
     """Delete pods of a job with ten pods, one after the other, and wait for each replacement.
 
@@ -80,7 +80,7 @@ async def replaced(
         cluster: the cluster.
         samples: the number of deleted pods.
         lingers: whether the deleted pods stay Terminating.
-        peer: the peer's samples of this run; None to report those of an earlier run.
+        baseline: the baseline's samples of this run; None to report those of an earlier run.
     """
     template = {"metadata": {"annotations": {LINGERS: "true"}}} if lingers else {}
     taken = []
@@ -99,8 +99,8 @@ async def replaced(
     return Measurement(
         f"a deleted pod is replaced{held}, p95 of {samples}",
         ours=(percentile(taken, 95),),
-        peer=() if lingers else (REPLACED_ONCE,) if peer is None else peer,
-        peer_name=ONCE if peer is None else PEER,
+        baseline=() if lingers else (REPLACED_ONCE,) if baseline is None else baseline,
+        baseline_name=ONCE if baseline is None else TRAINING_OPERATOR,
         ours_at_most=_REPLACED_WANTED,
         includes="from before the request to delete it until the watch reports its replacement",
         details={"samples": taken, "median": statistics.median(taken)},

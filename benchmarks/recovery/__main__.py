@@ -108,16 +108,16 @@ async def _once(scenario: Scenario, launcher: Launcher, arguments: argparse.Name
 
 def measurement(scenario: Scenario, found: dict[str, Samples]) -> Measurement:
     """Return the measurement of a scenario."""
-    ours, peer, *_ = found.values()
+    ours, baseline, *_ = found.values()
     details: dict[str, Any] = {"phases of ours": ours.phases(), "commands": _commands(scenario)}
     for name, samples in list(found.items())[2:]:
         details[name] = summary(samples.seconds, samples.missing)
     return Measurement(
         scenario.name,
         ours=ours.seconds,
-        peer=peer.seconds,
+        baseline=baseline.seconds,
         ours_never=ours.missing,
-        peer_never=peer.missing,
+        baseline_never=baseline.missing,
         includes=scenario.includes,
         ours_at_most=scenario.ours_at_most,
         ratio_at_least=scenario.ratio_at_least,
@@ -127,13 +127,13 @@ def measurement(scenario: Scenario, found: dict[str, Samples]) -> Measurement:
 
 def steps_and_shares(scenario: Scenario, found: dict[str, Samples]) -> dict[str, Any]:
     """Return the median seconds until the next training step, and the agents' share of them, with torchrun's."""
-    ours, peer, *_ = (samples.taken for samples in found.values())
+    ours, baseline, *_ = (samples.taken for samples in found.values())
     row: dict[str, Any] = {"after": scenario.name}
     for what, seconds in (
         ("next training step", attrgetter("seconds")),
         ("agents' share", attrgetter("agents_share")),
     ):
-        mine, theirs = (statistics.median(map(seconds, samples)) if samples else None for samples in (ours, peer))
+        mine, theirs = (statistics.median(map(seconds, samples)) if samples else None for samples in (ours, baseline))
         row |= {
             f"{what} (s)": mine,
             f"{what} of torchrun (s)": theirs,

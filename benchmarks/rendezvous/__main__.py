@@ -79,7 +79,7 @@ async def timed(etcd: Path, nodes: int, processes: int) -> dict[str, float]:
     taken = {}
     async with (
         etcd_serving(etcd) as server,
-        NodeProcesses(server.endpoint, direct=server.endpoint, shares=layout, patience=patience(nodes)) as group,
+        NodeProcesses(server.endpoint, direct=server.endpoint, shares=layout, lease=lease_of(nodes)) as group,
     ):
         for kind in KINDS:
             change = await carry_out(kind, group)
@@ -95,7 +95,7 @@ async def counted(etcd: Path, nodes: int, processes: int) -> list[dict[str, Any]
     rows = []
     async with etcd_serving(etcd) as server, Meter(server.endpoint) as meter:
         layout = shares(nodes, processes)
-        async with NodeProcesses(meter.endpoint, direct=server.endpoint, shares=layout, patience=LONG_LEASE) as group:
+        async with NodeProcesses(meter.endpoint, direct=server.endpoint, shares=layout, lease=LONG_LEASE) as group:
             for kind in KINDS:
                 before, round = meter.copy(), group.round
                 await carry_out(kind, group)
@@ -110,7 +110,7 @@ async def shared_out(etcd: Path, nodes: int, processes: int) -> dict[str, Any]:
     layout = [1, *shares(nodes - 1, processes)]
     async with (
         etcd_serving(etcd) as server,
-        NodeProcesses(server.endpoint, direct=server.endpoint, shares=layout, patience=patience(nodes)) as group,
+        NodeProcesses(server.endpoint, direct=server.endpoint, shares=layout, lease=lease_of(nodes)) as group,
     ):
         await group.lead()
         before = cpu_seconds(server.pid or 0)
@@ -172,7 +172,7 @@ def shares(nodes: int, processes: int) -> list[int]:
     return [nodes // count + (index < nodes % count) for index in range(count)]
 
 
-def patience(nodes: int) -> float:
+def lease_of(nodes: int) -> float:
     """Return the lease of the nodes and their timeout for etcd: the agent's default, or a minute for many nodes.
 
     More than :data:`MANY` nodes on a few cores cannot all renew a short lease in time. No measured time depends on the
@@ -214,12 +214,12 @@ async def measure(arguments: argparse.Namespace) -> tuple[Report, bool]:
     etcd = await choose_etcd(arguments.etcd)
     settings = {
         "nodes": arguments.nodes,
-        "peer_nodes": arguments.peer_nodes,
+        "baseline_nodes": arguments.baseline_nodes,
         "repeat": arguments.repeat,
         "processes": arguments.processes,
         "etcd": [str(etcd), "--unsafe-no-fsync"],
         "size": "min 1, max 2 N, N desired",
-        "lease": {nodes: patience(nodes) for nodes in arguments.nodes},
+        "lease": {nodes: lease_of(nodes) for nodes in arguments.nodes},
         "torchrun": {
             "nnodes": "N:2N, and N:N in torchrun_full",
             "last_call_timeout": LAST_CALL,
@@ -233,11 +233,11 @@ async def measure(arguments: argparse.Namespace) -> tuple[Report, bool]:
     processor: list[dict[str, Any]] = []
     complete = True
     for nodes in arguments.nodes:
-        ours, peers, fulls = Samples(), Samples(), Samples()
+        ours, baselines, fulls = Samples(), Samples(), Samples()
         for _ in range(arguments.repeat):
             await ours.take(f"{nodes} nodes", timed(etcd, nodes, arguments.processes))
-            if nodes in arguments.peer_nodes:
-                await peers.take(f"{nodes} nodes of torchrun", torchrun(nodes, 2 * nodes))
+            if nodes in arguments.baseline_nodes:
+                await baselines.take(f"{nodes} nodes of torchrun", torchrun(nodes, 2 * nodes))
                 await fulls.take(f"{nodes} nodes of torchrun, N:N", torchrun(nodes, nodes))
         complete = complete and not ours.never
         for kind in KINDS:
@@ -246,10 +246,10 @@ async def measure(arguments: argparse.Namespace) -> tuple[Report, bool]:
                 Measurement(
                     f"N={nodes}, {kind}",
                     ours=ours.samples.get(kind, ()),
-                    peer=peers.samples.get(kind, ()),
+                    baseline=baselines.samples.get(kind, ()),
                     ours_never=ours.never,
-                    peer_never=peers.never if compared else (),
-                    peer_name="torchrun, c10d",
+                    baseline_never=baselines.never if compared else (),
+                    baseline_name="torchrun, c10d",
                     includes=INCLUDES[kind],
                     ours_at_most=AT_MOST.get(nodes),
                     ratio_at_least=RATIO_AT_LEAST.get(nodes) if compared else None,
@@ -285,7 +285,7 @@ def main() -> int:
         help="numbers of nodes (default: 2,8,64,256,1000)",
     )
     flags.add_argument(
-        "--peer-nodes",
+        "--baseline-nodes",
         type=_numbers,
         default=[2, 8, 64],
         metavar="N,…",

@@ -211,10 +211,10 @@ async def serve(store: StoreSettings, rules: RendezvousSettings) -> NoReturn:
 
 def main() -> None:
     """Read the settings from the command line, and carry out orders."""
-    endpoint, run_id, wanted, patience = sys.argv[1:]
+    endpoint, run_id, wanted, lease = sys.argv[1:]
     size = SizeRecord(min=1, max=2 * int(wanted), desired=int(wanted))
-    rules = RendezvousSettings(run_id=run_id, size=size, unique_run=True, max_restarts=100, lease=float(patience))
-    store = StoreSettings(endpoints=(endpoint,), silence_limit=float(patience), request_timeout=float(patience))
+    rules = RendezvousSettings(run_id=run_id, size=size, unique_run=True, max_restarts=100, lease=float(lease))
+    store = StoreSettings(endpoints=(endpoint,), silence_limit=float(lease), request_timeout=float(lease))
     # A full garbage collection would visit the objects of all nodes of this process; a real agent has only its own.
     gc.collect()
     gc.freeze()

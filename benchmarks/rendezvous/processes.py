@@ -63,13 +63,13 @@ class NodeProcesses:
         endpoint: host:port of the etcd for the nodes.
         direct: host:port of the same etcd, for requests that are not counted.
         shares: the number of nodes of each process.
-        patience: the nodes' lease and timeout for etcd, in seconds.
+        lease: the nodes' lease and timeout for etcd, in seconds.
     """
 
-    def __init__(self, endpoint: str, *, direct: str, shares: Sequence[int], patience: float) -> None:
+    def __init__(self, endpoint: str, *, direct: str, shares: Sequence[int], lease: float) -> None:
         self._direct = direct
         self._keys = RunKeys(RUN_ID)
-        self._arguments = [endpoint, RUN_ID, str(sum(shares)), str(patience)]
+        self._arguments = [endpoint, RUN_ID, str(sum(shares)), str(lease)]
         self._size = sum(shares)
         numbers = iter(range(self._size))
         self.names = [[f"node-{next(numbers):04}" for _ in range(share)] for share in shares]

@@ -1,8 +1,8 @@
-"""The peer of :mod:`benchmarks.rendezvous`: torchrun's rendezvous with its c10d backend.
+"""The baseline of :mod:`benchmarks.rendezvous`: torchrun's rendezvous with its c10d backend.
 
 N handlers in N threads of one process use one TCPStore, like N agents of torchrun, but without N interpreters that
 import torch. The clock starts when ``next_rendezvous`` is called in all threads at once, and stops when the last call
-returns. Two things favor the peer: the connections are open before the first round, and the second round, which
+returns. Two things favor the baseline: the connections are open before the first round, and the second round, which
 follows a failed worker, begins at once, although torchrun's agents notice a failure only at the next monitor interval.
 The minimum is N nodes: with a lower minimum, torchrun would complete the round after the last call, and later nodes
 would wait for the next round.

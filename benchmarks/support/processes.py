@@ -16,13 +16,13 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from torchelastic.agent.workers.linux import TREE_MARK, ProcessEntry, read_table, with_descendants
+from torchelastic.agent.workers.process_tree import TREE_MARK, ProcessEntry, read_table, with_descendants
 from torchelastic.agent.workers.processes import Reaper, Watchdog, spawn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from torchelastic.agent.workers.linux import Table
+    from torchelastic.agent.workers.process_tree import Table
     from torchelastic.agent.workers.processes import Child
 
 

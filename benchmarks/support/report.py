@@ -11,8 +11,8 @@ table is printed. The document::
       "measurements": [
         {"name": …, "includes": …, "unit": "s",
          "ours": {"samples": […], "median": …, "never": […]},
-         "peer": {"name": …, "samples": […], "median": …, "never": […]} or null,
-         "ratio": peer's median / ours' median, or null,
+         "baseline": {"name": …, "samples": […], "median": …, "never": […]} or null,
+         "ratio": baseline's median / ours' median, or null,
          "wanted": {"ours_at_most": …, "ratio_at_least": …}, "reached": true, false or null,
          "details": {…}}
       ],
@@ -51,23 +51,23 @@ class Measurement:
     Attributes:
         name: the first column of the table.
         ours: the samples of this project, in the order in which they were taken.
-        peer: the peer's samples; empty if there is no peer.
+        baseline: the baseline's samples; empty if there is no baseline.
         ours_never: the reason of each attempt of this project that did not finish.
-        peer_never: the reason of each attempt of the peer that did not finish.
-        peer_name: the name of the peer.
+        baseline_never: the reason of each attempt of the baseline that did not finish.
+        baseline_name: the name of the baseline.
         unit: the unit of all samples; lower is better.
         includes: what the measured time includes.
         ours_at_most: the wanted limit of this project's median; None for none.
-        ratio_at_least: the wanted ratio of the peer's median to this project's; None for none.
+        ratio_at_least: the wanted ratio of the baseline's median to this project's; None for none.
         details: additional JSON values.
     """
 
     name: str
     ours: Sequence[float]
-    peer: Sequence[float] = ()
+    baseline: Sequence[float] = ()
     ours_never: Sequence[str] = ()
-    peer_never: Sequence[str] = ()
-    peer_name: str = "torchrun"
+    baseline_never: Sequence[str] = ()
+    baseline_name: str = "torchrun"
     unit: str = "s"
     includes: str = ""
     ours_at_most: float | None = None
@@ -81,13 +81,13 @@ class Measurement:
 
     @property
     def ratio(self) -> float | None:
-        """The peer's median divided by this project's; None if a median is missing, or this project's is 0."""
-        peer = _median(self.peer)
-        return peer / self.median if peer is not None and self.median else None
+        """The baseline's median divided by this project's; None if a median is missing, or this project's is 0."""
+        baseline = _median(self.baseline)
+        return baseline / self.median if baseline is not None and self.median else None
 
     @property
     def reached(self) -> bool | None:
-        """Whether the wanted values were reached; None if nothing is wanted, or a ratio is wanted without a peer."""
+        """Whether the wanted values were reached; None if nothing is wanted, or a ratio without a baseline."""
         if self.ours_at_most is None and self.ratio_at_least is None:
             return None
         if self.median is None or self.ours_never:
@@ -103,9 +103,9 @@ class Measurement:
             "includes": self.includes,
             "unit": self.unit,
             "ours": summary(self.ours, self.ours_never),
-            "peer": (
-                {"name": self.peer_name, **summary(self.peer, self.peer_never)}
-                if self.peer or self.peer_never
+            "baseline": (
+                {"name": self.baseline_name, **summary(self.baseline, self.baseline_never)}
+                if self.baseline or self.baseline_never
                 else None
             ),
             "ratio": self.ratio,
@@ -162,7 +162,7 @@ class Report:
         )
         parts = [facts]
         if self._measurements:
-            head = ("what", "ours", "from … to", "peer", "peer/ours", "wanted", "")
+            head = ("what", "ours", "from … to", "baseline", "baseline/ours", "wanted", "")
             parts.append(_table([head, *(_row(measurement) for measurement in self._measurements)]))
         for name, value in self._told.items():
             if _is_rows(value):
@@ -248,7 +248,7 @@ def _row(measurement: Measurement) -> tuple[str, ...]:
         measurement.name,
         median(ours, measurement.ours_never),
         f"{formatted(min(ours))} … {formatted(max(ours))}" if ours else "-",
-        median(measurement.peer, measurement.peer_never),
+        median(measurement.baseline, measurement.baseline_never),
         "-" if measurement.ratio is None else f"{measurement.ratio:.3g}",
         ", ".join(wanted) or "-",
         {True: "reached", False: "NOT REACHED", None: ""}[measurement.reached],

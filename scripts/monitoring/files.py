@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Final
 
 from scripts.monitoring.alerts import GROUPS
-from scripts.monitoring.fleet import FLEET_PAGE
+from scripts.monitoring.fleet import FLEET_DASHBOARD
 from scripts.monitoring.grafana import document
-from scripts.monitoring.job import JOB_PAGE
+from scripts.monitoring.job import JOB_DASHBOARD
 from scripts.monitoring.rules import rules_file
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -19,7 +19,7 @@ RULES: Final = ROOT / "charts" / "alerts" / "elasticjobs.yaml"
 def files() -> dict[Path, str]:
     """Return the contents of the files, by path."""
     return {
-        DASHBOARDS / "fleet.json": document(FLEET_PAGE, job_page=JOB_PAGE.uid),
-        DASHBOARDS / "job.json": document(JOB_PAGE, job_page=JOB_PAGE.uid),
+        DASHBOARDS / "fleet.json": document(FLEET_DASHBOARD, job_uid=JOB_DASHBOARD.uid),
+        DASHBOARDS / "job.json": document(JOB_DASHBOARD, job_uid=JOB_DASHBOARD.uid),
         RULES: rules_file(GROUPS),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from scripts.monitoring.page import Display, Look, Needs, Page, Query, Row, Unit, Variable
+from scripts.monitoring.dashboard import Dashboard, Display, Look, Needs, Query, Row, Unit, Variable
 from scripts.monitoring.promql import (
     JOB,
     LOST,
@@ -194,7 +194,7 @@ _OPERATOR: Final = Row(
     ),
 )
 
-FLEET_PAGE: Final = Page(
+FLEET_DASHBOARD: Final = Dashboard(
     uid="elasticjobs",
     title="ElasticJobs: fleet",
     about="All elastic jobs: their goodput, which of them wait or fail, and the state of the operator.",

@@ -1,11 +1,12 @@
-"""Generates Grafana's JSON document of a page."""
+"""Generates Grafana's JSON document of a dashboard."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from grafana_foundation_sdk.builders import bargauge, dashboard, prometheus, stat, statetimeline, table, timeseries
+from grafana_foundation_sdk.builders import bargauge, prometheus, stat, statetimeline, table, timeseries
+from grafana_foundation_sdk.builders import dashboard as builder
 from grafana_foundation_sdk.builders.common import (
     ReduceDataOptions,
     StackingConfig,
@@ -17,13 +18,13 @@ from grafana_foundation_sdk.models import common as shapes
 from grafana_foundation_sdk.models import dashboard as model
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from scripts.monitoring.page import Look, Unit
+from scripts.monitoring.dashboard import Look, Unit
 
 if TYPE_CHECKING:
-    from scripts.monitoring.page import Mark, Page, Panel, Query, Variable
+    from scripts.monitoring.dashboard import Dashboard, Mark, Panel, Query, Variable
 
 TAG: Final = "elasticjob"
-"""The tag for the links between the pages."""
+"""The tag for the links between the dashboards."""
 SOURCE: Final = model.DataSourceRef(type_val="prometheus", uid="${datasource}")
 HEIGHTS: Final = {Look.NUMBER: 4, Look.TABLE: 9}
 HEIGHT: Final = 8
@@ -40,44 +41,39 @@ TO_THE_JOB: Final = (
 AnyPanel = bargauge.Panel | stat.Panel | statetimeline.Panel | table.Panel | timeseries.Panel
 
 
-def document(page: Page, *, job_page: str) -> str:
-    """Return the JSON document of a page.
-
-    Args:
-        page: the page.
-        job_page: the uid of the page of one job, for links in tables of jobs.
-    """
+def document(dashboard: Dashboard, *, job_uid: str) -> str:
+    """Return the JSON document of a dashboard; tables of jobs have links to the dashboard ``job_uid``."""
     board = (
-        dashboard.Dashboard(page.title)
-        .uid(page.uid)
-        .description(page.about)
+        builder.Dashboard(dashboard.title)
+        .uid(dashboard.uid)
+        .description(dashboard.about)
         .tags([TAG])
         .timezone(shapes.TimeZoneBrowser)
-        .time(page.since, "now")
+        .time(dashboard.since, "now")
         .refresh("30s")
         .tooltip(model.DashboardCursorSync.CROSSHAIR)
         .readonly()
         .link(
-            dashboard.DashboardLink("ElasticJobs")
+            builder.DashboardLink("ElasticJobs")
             .type(model.DashboardLinkType.DASHBOARDS)
             .tags([TAG])
             .keep_time(True)
             .include_vars(True)
         )
-        .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+        .with_variable(builder.DatasourceVariable("datasource").label("Data source").type("prometheus"))
     )
-    repeated = {panel.repeat for panel in page.panels}
-    for variable in page.variables:
+    repeated = {panel.repeat for panel in dashboard.panels}
+    for variable in dashboard.variables:
         board.with_variable(_variable(variable, repeated=variable.name in repeated))
-    for mark in page.marks:
+    for mark in dashboard.marks:
         board.annotation(_annotation(mark))
     number = 0
-    for row in page.rows:
+    for row in dashboard.rows:
         number += 1
-        board.with_row(dashboard.Row(row.title).id(number))
+        board.with_row(builder.Row(row.title).id(number))
         for panel in row.panels:
             number += 1
-            board.with_panel(_panel(panel, number, job_page))
+            board.with_panel(_panel(panel, number, job_uid))
     made = json.loads(JSONEncoder(sort_keys=True).encode(board.build()))
     for mark in made["annotations"].get("list", ()):
         # The library lacks two fields of Prometheus' annotations.
@@ -85,11 +81,11 @@ def document(page: Page, *, job_page: str) -> str:
     return json.dumps(made, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
 
-def _variable(variable: Variable, *, repeated: bool) -> dashboard.QueryVariable | dashboard.TextBoxVariable:
+def _variable(variable: Variable, *, repeated: bool) -> builder.QueryVariable | builder.TextBoxVariable:
     if not variable.values:
-        return dashboard.TextBoxVariable(variable.name).label(variable.label).description(variable.about)
+        return builder.TextBoxVariable(variable.name).label(variable.label).description(variable.about)
     made = (
-        dashboard.QueryVariable(variable.name)
+        builder.QueryVariable(variable.name)
         .label(variable.label)
         .description(variable.about)
         .datasource(SOURCE)
@@ -106,9 +102,9 @@ def _variable(variable: Variable, *, repeated: bool) -> dashboard.QueryVariable 
     return made
 
 
-def _annotation(mark: Mark) -> dashboard.AnnotationQuery:
+def _annotation(mark: Mark) -> builder.AnnotationQuery:
     return (
-        dashboard.AnnotationQuery()
+        builder.AnnotationQuery()
         .name(mark.name)
         .datasource(SOURCE)
         .expr(mark.query.expr)
@@ -117,7 +113,7 @@ def _annotation(mark: Mark) -> dashboard.AnnotationQuery:
     )
 
 
-def _panel(panel: Panel, number: int, job_page: str) -> AnyPanel:
+def _panel(panel: Panel, number: int, job_uid: str) -> AnyPanel:
     made: AnyPanel
     match panel.look:
         case Look.NUMBER:
@@ -137,7 +133,7 @@ def _panel(panel: Panel, number: int, job_page: str) -> AnyPanel:
             )
             made.legend(VizLegendOptions().show_legend(False).display_mode(shapes.LegendDisplayMode.LIST))
         case Look.TABLE:
-            made = _table(panel, job_page)
+            made = _table(panel, job_uid)
         case _:
             made = _lines(panel)
     made.id(number).title(panel.title).description(panel.about).datasource(SOURCE).unit(panel.unit)
@@ -175,7 +171,7 @@ def _number(panel: Panel) -> stat.Panel:
         stat.Panel()
         .reduce_options(_last())
         .graph_mode(shapes.BigValueGraphMode.AREA)
-        .thresholds(dashboard.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(steps))
+        .thresholds(builder.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(steps))
     )
 
 
@@ -202,7 +198,7 @@ def _lines(panel: Panel) -> timeseries.Panel:
     return made
 
 
-def _table(panel: Panel, job_page: str) -> table.Panel:
+def _table(panel: Panel, job_uid: str) -> table.Panel:
     made = table.Panel()
     titles = {f"Value #{letter}": query.legend for letter, query in zip("ABCDEFGHIJ", panel.queries, strict=False)}
     names = {"job_namespace": NAMESPACE, "elasticjob": JOB, "condition": "Condition", **titles}
@@ -218,8 +214,8 @@ def _table(panel: Panel, job_page: str) -> table.Panel:
             },
         )
     )
-    address = TO_THE_JOB.format(uid=job_page, namespace=NAMESPACE, job=JOB)
-    link: dict[str, Any] = {"title": "Its own page", "url": address}
+    address = TO_THE_JOB.format(uid=job_uid, namespace=NAMESPACE, job=JOB)
+    link: dict[str, Any] = {"title": "Its own dashboard", "url": address}
     made.override_by_name(JOB, [model.DynamicConfigValue(id_val="links", value=[link])])
     for column, unit in panel.units:
         made.override_by_name(column, [model.DynamicConfigValue(id_val="unit", value=str(unit))])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from scripts.monitoring.page import Display, Look, Mark, Needs, Page, Query, Row, Unit, Variable
+from scripts.monitoring.dashboard import Dashboard, Display, Look, Mark, Needs, Query, Row, Unit, Variable
 from scripts.monitoring.promql import (
     LOST,
     MOMENT,
@@ -271,7 +271,7 @@ _OWN: Final = Row(
 )
 
 _NAMES: Final = f"label_values({_OWN_NAMES}, __name__)"
-JOB_PAGE: Final = Page(
+JOB_DASHBOARD: Final = Dashboard(
     uid="elasticjob",
     title="ElasticJob",
     about="One elastic job: its members, where the time went, its steps and checkpoints, and the metrics of its "

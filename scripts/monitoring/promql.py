@@ -16,7 +16,7 @@ RATE: Final = "$__rate_interval"
 MOMENT: Final = "$__interval"
 """Grafana's variable for the interval between two points of a line."""
 SHOWN: Final = "$__range"
-"""Grafana's variable for the time range of the page."""
+"""Grafana's variable for the time range of the dashboard."""
 
 
 def selector(*matchers: str) -> str:
@@ -68,7 +68,7 @@ def quantile(share: float, histogram: str, *, jobs: str = "", by: str = "") -> s
 
 
 def quantile_of_all(share: float, histogram: str, *, jobs: str = "", by: str = "") -> str:
-    """Return the query for a quantile of all values of the histograms that existed in the time range of the page.
+    """Return the query for a quantile of all values of the histograms that existed in the time range of the dashboard.
 
     Use it for rare events: Prometheus sees no increase if the first scrape of a histogram contains its first value.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from scripts.monitoring.page import Display, Look, Panel, Query, Unit
+from scripts.monitoring.dashboard import Display, Look, Panel, Query, Unit
 from scripts.monitoring.promql import quantile_of_all
 
 WORKER_RESTART: Final = "torchelastic_worker_restart_duration_seconds"

@@ -13,7 +13,7 @@ import pytest_asyncio
 from elastic_operator.kubernetes.client import LEASES
 from elastic_operator.kubernetes.leader_election import LeaderElector
 from testbed.control_plane import ControlPlane
-from tests.support.operator_process import PATIENCE
+from tests.support.operator_process import TIMEOUT
 from tests.support.watching_api import WatchingApi
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ async def candidates(control_plane: Cluster) -> AsyncIterator[Candidates]:
 
 
 async def wait_for_event(event: asyncio.Event) -> None:
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         await event.wait()
 
 
@@ -106,7 +106,7 @@ async def test_a_renewed_lease_is_respected_beyond_its_duration(candidates: Cand
     await wait_for_event(first.working)
     second = candidates.candidate("second", duration=1)
     states = candidates.api.states(LEASES, candidates.namespace, name="lease")
-    async with asyncio.timeout(PATIENCE), contextlib.aclosing(states) as leases:
+    async with asyncio.timeout(TIMEOUT), contextlib.aclosing(states) as leases:
         async for found in leases:
             (lease,) = found.values()
             acquired, renewed = (datetime.fromisoformat(lease["spec"][when]) for when in ("acquireTime", "renewTime"))

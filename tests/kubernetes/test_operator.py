@@ -34,7 +34,7 @@ from tests.support.operator_namespace import (
     run_keys,
     uids,
 )
-from tests.support.operator_process import PATIENCE, OperatorProcess
+from tests.support.operator_process import TIMEOUT, OperatorProcess
 from torchelastic.protocol.codec import decode, encode
 from torchelastic.protocol.pod import Env, TerminationMessage, encode_termination_message
 from torchelastic.protocol.records import (
@@ -71,7 +71,7 @@ def holder(leases: Objects) -> str:
 async def wait_until_deleted(store: Store, keys: RunKeys) -> None:
     """Wait until the store has no key of a run."""
     left: set[str] = set()
-    async with asyncio.timeout(PATIENCE), contextlib.aclosing(follow(store, keys.root)) as news:
+    async with asyncio.timeout(TIMEOUT), contextlib.aclosing(follow(store, keys.root)) as news:
         async for each in news:
             if isinstance(each, Listing):
                 left = {entry.key for entry in each.entries}

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.agents import PATIENCE, AgentProcess
+from tests.support.agents import TIMEOUT, AgentProcess
 from tests.support.workers import poll_until, text_of
-from torchelastic.agent.workers.linux import read_table
+from torchelastic.agent.workers.process_tree import read_table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,7 +73,7 @@ async def test_an_agent_paused_during_its_exit_keeps_its_last_message_and_exit_c
         assert json.loads(last_words.read_text())["reason"] == "WorkerFailed"
         agent.send_signal(signal.SIGTERM)
         agent.send_signal(signal.SIGINT)
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT):
             await agent.stderr.read()
             assert await agent.wait() == 1
     finally:

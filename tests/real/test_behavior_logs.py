@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.agents import PATIENCE, AgentProcess
+from tests.support.agents import TIMEOUT, AgentProcess
 from tests.support.workers import text_of
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ async def test_lines_are_intact_with_many_writers_and_a_slow_reader(tmp_path: Pa
         # A slow reader does not block the agent: a worker fails, is reported, and the next round runs.
         for rank in (0, 1):
             await text_of(tmp_path / f"up.{rank}")
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT):
             out, err = await asyncio.gather(agent.stdout.read(), agent.stderr.read())
             assert await agent.wait() == 0
     finally:

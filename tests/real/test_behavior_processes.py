@@ -27,7 +27,7 @@ from tests.support.workers import (
     titled,
     workers_of,
 )
-from torchelastic.agent.workers.linux import TREE_MARK, has_mark, read_process, read_table
+from torchelastic.agent.workers.process_tree import TREE_MARK, has_mark, read_process, read_table
 from torchelastic.agent.workers.processes import python_code
 from torchelastic.config.settings import LogSettings, Program, ProgramKind
 
@@ -191,7 +191,7 @@ def test_a_watchdog_removes_shared_memory_even_if_the_agent_exits_while_it_start
     (folder / "file").touch()
     agent = subprocess.Popen([sys.executable, "-c", ""])
     agent.wait(60)
-    watchdog = python_code("torchelastic.agent.workers.linux", minimal=True)
+    watchdog = python_code("torchelastic.agent.workers.process_tree", minimal=True)
     subprocess.run(
         [*watchdog, str(agent.pid), "a mark that nothing carries", folder], input=b"", timeout=60, check=True
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.agents import PATIENCE
+from tests.support.agents import TIMEOUT
 from tests.support.controlled_workers import ControlledRun
 from torchelastic.protocol.codec import encode
 from torchelastic.protocol.pod import Env
@@ -53,7 +53,7 @@ async def test_a_spare_replaces_a_node_at_once_with_stable_ranks_and_no_charge(
         assert [worker.node for worker in second] == [first[1].node, spare]
         # The new TCPStore has no key of the earlier round, whose TCPStore ends.
         assert not await second[0].execute(f"import torch.distributed; answer = {store}.check(['who'])")
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT):
             assert await connection.read() == b""
         writer.close()
 

@@ -87,7 +87,7 @@ def test_a_seed_selects_the_faults() -> None:
         ("memory", "--settle=0", "PSS of an agent and 4 workers"),
         ("metrics", "--steps=20 --limit=120", "scrape of 10,000 series"),
         ("first_step", "--limit=120 --only=run", "elasticjob run digits.yaml"),
-        ("launcher", "--limit=120 --only=launch --only=killed --peers", "second launch in one program"),
+        ("launcher", "--limit=120 --only=launch --only=killed --baselines", "second launch in one program"),
     ],
 )
 def test_a_benchmark_prints_all_its_measurements(scratch: Path, benchmark: str, arguments: str, name: str) -> None:
@@ -96,8 +96,8 @@ def test_a_benchmark_prints_all_its_measurements(scratch: Path, benchmark: str, 
     assert name in by_name
     for each in by_name.values():
         assert each["ours"]["samples"]
-        if each["peer"] is not None:
-            assert len([*each["peer"]["samples"], *each["peer"]["never"]]) == 1
+        if each["baseline"] is not None:
+            assert len([*each["baseline"]["samples"], *each["baseline"]["never"]]) == 1
     for row in document.get("next training step and agents' share", ()):
         assert 0 < row["agents' share (s)"] < row["next training step (s)"]
         assert {"agents' share, ratio", "next training step, ratio"} <= row.keys()
@@ -126,7 +126,12 @@ SLACK = 1.0
 
 
 def test_the_requests_of_a_change_do_not_grow_with_the_square_of_the_nodes(scratch: Path) -> None:
-    sizes = (f"--nodes={FEW},{MORE}", f"--peer-nodes={FEW}", "--repeat=1", f"--etcd={find_etcd(os.environ['PATH'])}")
+    sizes = (
+        f"--nodes={FEW},{MORE}",
+        f"--baseline-nodes={FEW}",
+        "--repeat=1",
+        f"--etcd={find_etcd(os.environ['PATH'])}",
+    )
     report = measured(scratch, command("rendezvous", "--json", *sizes))
 
     medians = {measurement["name"]: measurement["ours"]["median"] for measurement in report["measurements"]}
@@ -135,7 +140,7 @@ def test_the_requests_of_a_change_do_not_grow_with_the_square_of_the_nodes(scrat
 
     for measurement in report["measurements"]:
         compared = measurement["name"] in {f"N={FEW}, first", f"N={FEW}, a worker fails"}
-        assert (measurement["peer"] is not None) is compared
+        assert (measurement["baseline"] is not None) is compared
         assert not compared or measurement["ratio"] > 0
 
     rows = report["requests_and_bytes"]

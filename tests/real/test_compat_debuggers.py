@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
-from tests.support.agents import PATIENCE
+from tests.support.agents import TIMEOUT
 from tests.support.launchers import Launcher
 from tests.support.ports import free_range
 
@@ -66,7 +66,7 @@ class Debugger:
 
     async def received(self, name: str) -> dict[str, Any]:
         """Return the body of the next event with this name, or of the response to the command with this name."""
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT):
             while True:
                 header = await self._reader.readuntil(b"\r\n\r\n")
                 message = json.loads(await self._reader.readexactly(int(header.partition(b":")[2])))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.agents import until_gone
 from tests.support.workers import poll_until
-from torchelastic.agent.workers.linux import TREE_MARK, read_table, with_descendants
+from torchelastic.agent.workers.process_tree import TREE_MARK, read_table, with_descendants
 
 pytestmark = pytest.mark.real
 

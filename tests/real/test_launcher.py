@@ -19,7 +19,7 @@ from tests.support.agents import until_gone
 from tests.support.slurm import slurm
 from tests.support.ssh_server import ssh_server
 from tests.support.workers import poll_until
-from torchelastic.agent.workers.linux import read_table, with_descendants
+from torchelastic.agent.workers.process_tree import read_table, with_descendants
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

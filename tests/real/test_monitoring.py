@@ -17,10 +17,10 @@ import pytest_asyncio
 
 from elastic_operator.client.local import LocalJobs
 from scripts.monitoring.alerts import JOBS
+from scripts.monitoring.dashboard import Needs
 from scripts.monitoring.files import RULES
-from scripts.monitoring.fleet import FLEET_PAGE
-from scripts.monitoring.job import JOB_PAGE, MARKS
-from scripts.monitoring.page import Needs
+from scripts.monitoring.fleet import FLEET_DASHBOARD
+from scripts.monitoring.job import JOB_DASHBOARD, MARKS
 from tests.support.local_runs import LocalRun, gone, manifest, processes_of
 from tests.support.monitored import OWN, PROGRAM, complaints, filled_in, names_in, queries, unit_of
 from tests.support.prometheus import Prometheus, promtool
@@ -29,7 +29,7 @@ from tests.support.scraping import scraped_text
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from scripts.monitoring.page import Page, Panel, Query
+    from scripts.monitoring.dashboard import Dashboard, Panel, Query
     from tests.support.local_runs import Snapshot
     from tests.support.prometheus import Answer
 
@@ -127,28 +127,30 @@ async def monitored(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[M
     assert await gone(processes_of(home), within=60)
 
 
-def answerable_queries(page: Page) -> list[Any]:
+def answerable_queries(dashboard: Dashboard) -> list[Any]:
     """Return the dashboard queries that a job on one machine answers."""
     return [
         pytest.param(panel, query, id=" ".join(filter(None, (panel.title, query.legend))))
-        for panel, query in queries(page)
+        for panel, query in queries(dashboard)
         if query.needs not in NOT_HERE
     ]
 
 
-@pytest.mark.parametrize(("panel", "query"), [*answerable_queries(JOB_PAGE), *answerable_queries(FLEET_PAGE)])
+@pytest.mark.parametrize(("panel", "query"), [*answerable_queries(JOB_DASHBOARD), *answerable_queries(FLEET_DASHBOARD)])
 async def test_every_panel_has_data_of_the_right_unit_and_size(
     monitored: MonitoredRun, panel: Panel, query: Query
 ) -> None:
-    all_namespaces = {} if (panel, query) in queries(JOB_PAGE) else {"job_namespace": ".*"}
+    all_namespaces = {} if (panel, query) in queries(JOB_DASHBOARD) else {"job_namespace": ".*"}
     answer = await monitored.answer(query.expr, **all_namespaces)
     assert not list(complaints(answer, unit_of(panel, query), age=monitored.age)), query.expr
 
 
-def the_query(title: str, legend: str = "", page: Page = JOB_PAGE) -> str:
+def the_query(title: str, legend: str = "", dashboard: Dashboard = JOB_DASHBOARD) -> str:
     """Return the query of a panel."""
     found = [
-        query.expr for panel, query in queries(page) if panel.title == title and (not legend or query.legend == legend)
+        query.expr
+        for panel, query in queries(dashboard)
+        if panel.title == title and (not legend or query.legend == legend)
     ]
     assert len(found) == 1 or len(set(found)) == 1, (title, legend)
     return found[0]
@@ -184,7 +186,9 @@ async def test_the_states_add_up_to_the_wall_time(monitored: MonitoredRun) -> No
     assert split["training"] > 3
     assert split["suspended"] == 0
     assert {"waiting", "rendezvous", "starting", "restoring", "stopping"} <= split.keys()
-    fleet = labels(await monitored.answer(the_query("Time by state", page=FLEET_PAGE), job_namespace=".*"), "state")
+    fleet = labels(
+        await monitored.answer(the_query("Time by state", dashboard=FLEET_DASHBOARD), job_namespace=".*"), "state"
+    )
     assert fleet == pytest.approx(split, abs=0.1)  # the two queries do not read the same scrapes
     shares = labels(await monitored.answer(the_query("State over time")), "state")
     assert sum(shares.values()) == pytest.approx(1)
@@ -193,9 +197,9 @@ async def test_the_states_add_up_to_the_wall_time(monitored: MonitoredRun) -> No
     assert 0 < lost < 60
     goodput = await monitored.one(the_query("Goodput", "goodput"))
     assert goodput == pytest.approx((split["training"] - lost) / age, rel=0.01)
-    assert await monitored.one(the_query("Goodput", page=FLEET_PAGE).replace("$job_namespace", ".*")) == pytest.approx(
-        goodput, rel=0.01
-    )
+    assert await monitored.one(
+        the_query("Goodput", dashboard=FLEET_DASHBOARD).replace("$job_namespace", ".*")
+    ) == pytest.approx(goodput, rel=0.01)
 
 
 async def test_events_are_marked(monitored: MonitoredRun) -> None:
@@ -237,14 +241,14 @@ async def test_steps_and_checkpoints_take_their_real_time(monitored: MonitoredRu
 
 async def test_program_metrics_can_be_selected_by_group(monitored: MonitoredRun) -> None:
     for group in ("", "my_app"):
-        for variable in JOB_PAGE.variables:
+        for variable in JOB_DASHBOARD.variables:
             if variable.name in ("gauge", "counter", "histogram"):
                 selector = variable.values.removeprefix("label_values(").removesuffix(", __name__)")
                 names = await monitored.prometheus.series(filled_in(selector, monitored.values | {"group": group}))
-                # Grafana uses JavaScript's regular expressions; the ones in this page mean the same in Python.
+                # Grafana uses JavaScript's regular expressions; the ones in this dashboard mean the same in Python.
                 found = {match[1] for name in names if (match := re.match(variable.regex.strip("/"), name))}
                 assert found == {OWN[variable.name]}
-    own = {variable.name: variable for variable in JOB_PAGE.variables}["gauge"]
+    own = {variable.name: variable for variable in JOB_DASHBOARD.variables}["gauge"]
     selector = own.values.removeprefix("label_values(").removesuffix(", __name__)")
     assert not await monitored.prometheus.series(filled_in(selector, monitored.values | {"group": "other"}))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.agents import PATIENCE, AgentProcess
+from tests.support.agents import TIMEOUT, AgentProcess
 from tests.support.ports import free_range
 from tests.support.scraping import scraped
 from torchelastic.protocol.codec import decode
@@ -58,7 +58,7 @@ class NodeRecords:
 
     async def until(self, condition: Callable[[NodeRecord], object]) -> NodeRecord:
         """Wait for a record that meets a condition, and return it."""
-        async with asyncio.timeout(PATIENCE), self._more:
+        async with asyncio.timeout(TIMEOUT), self._more:
             while (found := next(filter(condition, self.records), None)) is None:
                 await self._more.wait()
             return found

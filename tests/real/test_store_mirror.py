@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.real
 
-PATIENCE = 90.0
+TIMEOUT = 90.0
 KEY = "team/digits"
 SIZE = SizeRecord(min=1, max=8, desired=1)
 
@@ -75,7 +75,7 @@ class Watched:
         self._happened.set()
 
     async def until(self, true: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT):
             while not true():
                 self._happened.clear()
                 await self._happened.wait()
@@ -154,7 +154,7 @@ async def test_a_store_outage_during_cleanup_is_reported(own_etcd: EtcdServer, r
         await asyncio.sleep(0)
         await own_etcd.kill()
         with pytest.raises(StoreError):
-            await asyncio.wait_for(forgetting, PATIENCE)
+            await asyncio.wait_for(forgetting, TIMEOUT)
 
 
 # -- the stores of all jobs
@@ -167,13 +167,13 @@ class Followed:
         self._run_id = run_id
         self._happened = asyncio.Event()
         self.stores = JobStores(
-            api or Api(Configuration()), lambda _: self._happened.set(), secret_namespaces=["team"], patience=0.0
+            api or Api(Configuration()), lambda _: self._happened.set(), secret_namespaces=["team"], timeout=0.0
         )
 
     @contextlib.asynccontextmanager
     async def at(self, endpoint: str, *, secret: str | None = None) -> AsyncIterator[StoreMirror]:
         """Follow the store at an endpoint within the block."""
-        async with asyncio.timeout(PATIENCE), self.stores as stores:
+        async with asyncio.timeout(TIMEOUT), self.stores as stores:
             yield stores.follow(self._run_id, KEY, endpoint, external=True, available=True, secret=secret)
 
     async def error(self) -> str:

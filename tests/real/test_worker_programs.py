@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.agents import AgentProcess
 from tests.support.programs import by_hand, hand_command, output_of, run, script
 from torchelastic.config.parse import program_of_command
 from torchelastic.config.settings import Program, ProgramKind, StartMethod
@@ -218,3 +219,16 @@ async def test_a_program_sees_variables_that_it_sets_before_importing_torch(
 async def test_any_other_program_is_forked(source: str, tmp_path: Path) -> None:
     program = script(tmp_path, f"import sys; print('torch' in sys.modules)\n{source}")
     assert await output_of(program, tmp_path / "logs") == "True\n"
+
+
+async def test_a_program_runs_in_a_folder_that_cannot_be_listed(tmp_path: Path) -> None:
+    folder = tmp_path / "hidden"
+    folder.mkdir()
+    (folder / "program.py").write_text("import numpy\nprint(numpy.ones(3).sum())")
+    folder.chmod(0o300)
+    bounds = "--bounding-set=-dac_override,-dac_read_search"  # root may list any folder
+    within = ("setpriv", bounds) if os.geteuid() == 0 else ()
+    async with AgentProcess("--standalone", folder / "program.py", within=within) as agent:
+        assert await agent.code() == 0
+    assert "[rank 0] 3.0" in agent.lines
+    assert "PermissionError" not in agent.output

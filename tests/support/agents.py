@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-PATIENCE = 180.0
+TIMEOUT = 180.0
 """The limit of each wait in seconds, even on a busy machine; no measurement depends on it."""
 
 MEETING = """
@@ -108,7 +108,7 @@ class AgentProcess:
     async def wait_for_line(self, pattern: str, *, since: int = 0) -> re.Match[str]:
         """Wait for a matching line of output, from line ``since`` on; fail with the whole output if there is none."""
         try:
-            async with asyncio.timeout(PATIENCE), self._more:
+            async with asyncio.timeout(TIMEOUT), self._more:
                 position = since
                 while True:
                     while position < len(self.lines):
@@ -127,7 +127,7 @@ class AgentProcess:
     async def code(self) -> int:
         """Wait until the agent exits, and return its exit code."""
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(TIMEOUT):
                 code = await self.process.wait()
         except TimeoutError:
             raise AssertionError(f"the agent did not exit:\n{self.output}") from None
@@ -162,7 +162,7 @@ async def until_gone(pid: int) -> None:
         loop = asyncio.get_running_loop()
         loop.add_reader(handle, ended.set)
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(TIMEOUT):
                 await ended.wait()
         finally:
             loop.remove_reader(handle)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 ELASTICJOB = Path(sys.executable).with_name("elasticjob")
-PATIENCE = "180s"
+TIMEOUT = "180s"
 """The limit of each ``kubectl wait``; waits take much less time unless the machine is busy."""
 
 SIGHT = 180.0
@@ -98,7 +98,7 @@ class User:
         else:
             await self.kubectl("apply", "-f", "-", stdin=yaml.safe_dump(manifest))
 
-    async def wait(self, what: str, condition: str, *, limit: str = PATIENCE) -> None:
+    async def wait(self, what: str, condition: str, *, limit: str = TIMEOUT) -> None:
         """Run ``kubectl wait`` for a condition, such as ``condition=Running`` or ``jsonpath={.status.worldSize}=3``."""
         await self.kubectl("wait", what, f"--for={condition}", f"--timeout={limit}", limit=float(limit[:-1]) + 30)
 
@@ -222,7 +222,7 @@ class User:
         """
         for each in await self._objects():
             if each not in staying:
-                await self.kubectl("wait", each, "--for=delete", f"--timeout={PATIENCE}", check=False)
+                await self.kubectl("wait", each, "--for=delete", f"--timeout={TIMEOUT}", check=False)
         return await self._objects()
 
     async def _objects(self) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from textwrap import dedent
 from typing import TYPE_CHECKING, Any, Self
 
-from tests.support.agents import PATIENCE, AgentProcess
+from tests.support.agents import TIMEOUT, AgentProcess
 from tests.support.etcd import until_keys
 from torchelastic.protocol.codec import decode, decode_state
 from torchelastic.protocol.keys import RunKeys
@@ -99,7 +99,7 @@ class ControlledWorker:
     async def execute(self, source: str) -> Any:
         """Execute a source text in the worker, and return the value of its variable ``answer``."""
         self.send(source)
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT):
             line = await self.reader.readline()
         assert line, f"rank {self.rank} of round {self.round} exited"
         return json.loads(line)
@@ -107,7 +107,7 @@ class ControlledWorker:
     async def wait_ended(self) -> None:
         """Wait until the worker and all processes that it has forked have exited."""
         with suppress(ConnectionError):
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(TIMEOUT):
                 while await self.reader.read(1 << 16):
                     pass
 
@@ -160,7 +160,7 @@ class ControlledRun:
         connecting = asyncio.ensure_future(self._all_connected(number, world))
         ending = asyncio.gather(*(agent.process.wait() for agent in self._agents))
         try:
-            await asyncio.wait((connecting, ending), timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((connecting, ending), timeout=TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
             if not connecting.done():
                 said = "\n\n".join(agent.output for agent in self._agents)
                 connected = [(worker.round, worker.rank) for worker in self._workers]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import aiohttp
 
 from elastic_operator.local.processes import find_etcd, free_ports
-from tests.support.agents import PATIENCE
+from tests.support.agents import TIMEOUT
 from torchelastic.store.api import Listing, StoreSettings
 from torchelastic.store.client import connect, follow
 
@@ -229,7 +229,7 @@ async def until_keys(
     store = await connect(settings)
     keys: dict[str, Entry] = {}
     try:
-        async with asyncio.timeout(PATIENCE), contextlib.aclosing(follow(store, prefix)) as changes:
+        async with asyncio.timeout(TIMEOUT), contextlib.aclosing(follow(store, prefix)) as changes:
             async for batch in changes:
                 if isinstance(batch, Listing):
                     keys = {entry.key: entry for entry in batch.entries}

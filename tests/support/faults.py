@@ -38,7 +38,7 @@ LOW, HIGH = 2, 4
 
 MOST_NODES: Final = 6
 
-PATIENCE: Final = 180.0
+TIMEOUT: Final = 180.0
 """Seconds without progress after which a script has failed, even on a busy machine."""
 
 
@@ -178,7 +178,7 @@ class FaultRun:
         self._live: dict[str, Member] = {}
         self._violations: list[str] = []
         self._factory = NodeFactory(
-            self._reach_directly, run_id, lease=LEASE, last_call_timeout=LEASE, join_timeout=10 * PATIENCE
+            self._reach_directly, run_id, lease=LEASE, last_call_timeout=LEASE, join_timeout=10 * TIMEOUT
         )
         self._stack = contextlib.AsyncExitStack()
         self._changed = asyncio.Event()
@@ -206,7 +206,7 @@ class FaultRun:
                 await asyncio.sleep(step.after)
                 faults.create_task(self._inflict(step))
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(TIMEOUT):
                 while not self._in_one_round():
                     self._check()
                     self._changed.clear()

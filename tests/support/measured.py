@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
-from tests.support.agents import PATIENCE, AgentProcess
+from tests.support.agents import TIMEOUT, AgentProcess
 from tests.support.ports import free_range
 from tests.support.scraping import scraped
 
@@ -54,7 +54,7 @@ class Measured:
 
     async def until(self, holds: Callable[[Page], object]) -> Page:
         """Wait until the page meets a condition, and return the page."""
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT):
             while True:
                 with suppress(aiohttp.ClientConnectionError):  # not served yet
                     if holds(page := await self.page()):

@@ -6,12 +6,12 @@ import math
 import re
 from typing import TYPE_CHECKING, Final
 
-from scripts.monitoring.page import Unit
+from scripts.monitoring.dashboard import Unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from scripts.monitoring.page import Page, Panel, Query
+    from scripts.monitoring.dashboard import Dashboard, Panel, Query
     from tests.support.prometheus import Answer
 
 PROGRAM: Final = """\
@@ -46,7 +46,7 @@ OWN: Final = {
 }
 """The metrics of the program that are selected in the variables of a dashboard."""
 IN_GRAFANA: Final = {"__rate_interval": "10s", "__range": "10m", "__interval": "1s"}
-"""The values of Grafana's variables for pages that are scraped twice a second."""
+"""The values of Grafana's variables for metrics that are scraped twice a second."""
 
 _VARIABLE: Final = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 
@@ -61,9 +61,9 @@ def filled_in(expr: str, values: Mapping[str, str]) -> str:
     return _VARIABLE.sub(lambda found: known[found[1] or found[2]], expr)
 
 
-def queries(page: Page) -> Iterator[tuple[Panel, Query]]:
+def queries(dashboard: Dashboard) -> Iterator[tuple[Panel, Query]]:
     """Yield all queries of a dashboard, each with its panel."""
-    for panel in page.panels:
+    for panel in dashboard.panels:
         for query in panel.queries:
             yield panel, query
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torchelastic.store.api import Store
 
-PATIENCE = 90.0
+TIMEOUT = 90.0
 """The limit of each wait in seconds, even on a busy machine; no measurement depends on it."""
 
 
@@ -103,7 +103,7 @@ class TestNode:
 
     async def until(self, wanted: Callable[[TestNode], bool]) -> TestNode:
         """Process the node's events until a condition holds."""
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT):
             while not wanted(self):
                 event = await self.inner.events.get()
                 if isinstance(event, RoundStarted):
@@ -140,7 +140,7 @@ class TestNode:
     async def wait_until_store_lost(self) -> None:
         """Wait until the node has noticed that it cannot reach the store."""
         control = self.inner.run
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT):
             while control.unreachable_since is None:
                 await control.changed.after(control.changed.count)
 

@@ -111,9 +111,9 @@ class ObjectServer:
         self._news.set()
         await self._serving.__aexit__(None, None, None)
 
-    async def wait_for(self, condition: Callable[[], bool], *, patience: float = 30.0) -> None:
+    async def wait_for(self, condition: Callable[[], bool], *, limit: float = 30.0) -> None:
         """Wait until a condition is met; the condition is checked after each request."""
-        async with asyncio.timeout(patience), self._something:
+        async with asyncio.timeout(limit), self._something:
             await self._something.wait_for(condition)
 
     def put(self, resource: Resource, name: str, **body: Any) -> dict[str, Any]:

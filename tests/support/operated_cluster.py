@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 NAME = "digits"
 
-_PATIENCE = 30.0
-_ETCD_PATIENCE = 0.5
+_TIMEOUT = 30.0
+_ETCD_TIMEOUT = 0.5
 
 _READY = [{"type": kind, "status": "True"} for kind in ("Ready", "ContainersReady")]
 _RUNS = {"name": "worker", "ready": True, "state": {"running": {"startedAt": MADE}}}
@@ -53,7 +53,7 @@ class OperatedCluster:
             api = self.api = await stack.enter_async_context(Api(self.server.configuration))
             cache = self.cache = ObjectCache(changed=self._on_change, pod_deleted=self._on_pod_deleted)
             writer = await stack.enter_async_context(Writer(api, cache))
-            stores = JobStores(api, self._on_change, patience=_ETCD_PATIENCE, managed_patience=_ETCD_PATIENCE)
+            stores = JobStores(api, self._on_change, timeout=_ETCD_TIMEOUT, managed_timeout=_ETCD_TIMEOUT)
             await stack.enter_async_context(stores)
             executor = Executor(cache=cache, writer=writer, stores=stores, settings=PodSettings())
             self.backend = KubernetesBackend(api=api, cache=cache, stores=stores, executor=executor)
@@ -110,7 +110,7 @@ class OperatedCluster:
         """Reconcile the job once."""
         asked = time.monotonic()
         self._on_change(f"{NAMESPACE}/{NAME}")
-        async with asyncio.timeout(_PATIENCE):
+        async with asyncio.timeout(_TIMEOUT):
             while self._last_look < asked:
                 self._looked.clear()
                 await self._looked.wait()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_operator.api.constants import LABEL_INDEX, worker_selector
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, EVENTS, PODS
-from tests.support.operator_process import PATIENCE, OperatorProcess
+from tests.support.operator_process import TIMEOUT, OperatorProcess
 from torchelastic.protocol.codec import encode
 from torchelastic.protocol.keys import RunKeys
 from torchelastic.protocol.records import Member, NodeRecord, RoundRecord, SizeRecord, StateRecord
@@ -80,7 +80,7 @@ class OperatorNamespace:
         last: Objects = {}
         try:
             async with (
-                asyncio.timeout(PATIENCE),
+                asyncio.timeout(TIMEOUT),
                 contextlib.aclosing(self.api.states(resource, self.name, **select)) as states,
             ):
                 async for state in states:

@@ -18,7 +18,7 @@ from testbed.daemons import Daemon
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-PATIENCE = 120.0
+TIMEOUT = 120.0
 """The limit of each wait in seconds, even on a busy machine."""
 
 _POLL = 0.05
@@ -83,7 +83,7 @@ class OperatorProcess(Daemon):
         """Stop the operator with SIGTERM, and return its exit code."""
         os.kill(self.pid, signal.SIGTERM)
         try:
-            return await asyncio.to_thread(self.process.wait, PATIENCE)
+            return await asyncio.to_thread(self.process.wait, TIMEOUT)
         finally:
             self.kill()
 
@@ -146,7 +146,7 @@ class OperatorProcess(Daemon):
         )
 
     async def _poll(self, condition: Callable[[], Awaitable[bool]]) -> None:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT):
             while True:
                 if await condition():
                     return

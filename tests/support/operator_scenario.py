@@ -24,7 +24,7 @@ from elastic_operator.kubernetes.client import (
     SERVICES,
 )
 from tests.support.operator_namespace import Json, Objects, OperatorNamespace, holds, index_of, live
-from tests.support.operator_process import PATIENCE
+from tests.support.operator_process import TIMEOUT
 from torchelastic.protocol.codec import encode
 from torchelastic.protocol.keys import RunKeys
 from torchelastic.protocol.pod import Env
@@ -91,7 +91,7 @@ class Scenario:
         """Wait until the jobs and their objects are as in ``end``."""
         await self._until_idle()
         try:
-            async with asyncio.timeout(PATIENCE), self._changed:
+            async with asyncio.timeout(TIMEOUT), self._changed:
                 await self._changed.wait_for(lambda: self.state() == end)
         except TimeoutError:
             raise AssertionError(f"the final state differs:\n{_differences(end, self.state())}") from None
@@ -234,7 +234,7 @@ class Scenario:
         await self._until(lambda: all(map(self._is_up_to_date, self._objects[ELASTIC_JOBS])))
 
     async def _until(self, true: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE), self._changed:
+        async with asyncio.timeout(TIMEOUT), self._changed:
             await self._changed.wait_for(true)
 
     async def _follow(self, kind: Resource) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.agents import PATIENCE
+from tests.support.agents import TIMEOUT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -64,7 +64,7 @@ async def scraped(port: int) -> Page:
 async def scraped_text(port: int) -> str:
     """Scrape a port on loopback once, and return the text."""
     async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE)) as session,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT)) as session,
         session.get(f"http://127.0.0.1:{port}/metrics") as response,
     ):
         assert response.status == 200

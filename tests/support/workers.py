@@ -11,8 +11,8 @@ from textwrap import dedent
 from typing import TYPE_CHECKING, Self
 from weakref import WeakKeyDictionary
 
-from torchelastic.agent.workers.linux import read_process, read_table, with_descendants
 from torchelastic.agent.workers.pool import WorkerGroup, Workers
+from torchelastic.agent.workers.process_tree import read_process, read_table, with_descendants
 from torchelastic.config.settings import AgentSettings, LogSettings, Program, ProgramKind, RendezvousSettings
 from torchelastic.protocol.records import SizeRecord
 

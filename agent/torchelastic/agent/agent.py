@@ -353,9 +353,9 @@ class Agent:
             self._broken_at = ended.exit.ended
             self._history.enter(RunState.STOPPING)
             spent = self._round is not None and self._round.restarts >= self._settings.rendezvous.max_restarts
-            patience = REPORT_WINDOW if spent else CAUSE_WINDOW  # another failure may explain this one
+            window = REPORT_WINDOW if spent else CAUSE_WINDOW  # another failure may explain this one
             report_cause = RoundCallback(ended.round, self._report_root_cause)
-            asyncio.get_running_loop().call_later(patience, self._events.put_nowait, report_cause)
+            asyncio.get_running_loop().call_later(window, self._events.put_nowait, report_cause)
         if failure.kind is FailureKind.PROGRAM or len(self.failures) == len(self._unfinished):
             await self._report_root_cause()
 

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from torchelastic.agent.workers.linux import set_parent_death_signal, set_title
+from torchelastic.agent.workers.process_tree import set_parent_death_signal, set_title
 from torchelastic.store.etcd_process import etcd_command
 
 _READY_TIMEOUT: Final = 30.0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client.registry import Collector
 
-from torchelastic.agent.workers.linux import read_table, with_descendants
+from torchelastic.agent.workers.process_tree import read_table, with_descendants
 from torchelastic.metrics.prometheus import families_of
 from torchelastic.metrics.series import GPU_MEMORY_TOTAL, GPU_MEMORY_USED, GPU_UTILIZATION, WORKER_MEMORY
 
@@ -69,11 +69,11 @@ def _resident(pid: int) -> int:
 class Gpus(Collector):
     """The visible GPUs of this machine or container, numbered as by ``nvidia-smi``.
 
-    A scrape waits at most `patience` seconds for the driver.
+    A scrape waits at most `timeout` seconds for the driver.
     """
 
-    def __init__(self, patience: float = 1.0) -> None:
-        self._patience = patience
+    def __init__(self, timeout: float = 1.0) -> None:
+        self._timeout = timeout
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._found: list[tuple[Series, dict[str, str], tuple[float]]] = []
@@ -87,7 +87,7 @@ class Gpus(Collector):
                 self._thread = threading.Thread(target=self._read, name="gpus", daemon=True)
                 self._thread.start()
             thread = self._thread
-        thread.join(self._patience)
+        thread.join(self._timeout)
         if thread.is_alive():
             self._warn_once("the driver does not answer")
             return []

@@ -155,18 +155,18 @@ class EtcdV2Store:
         self._leases.pop(lease, None)
 
     async def watch(self, prefix: str) -> AsyncGenerator[tuple[Change, ...], None]:
-        folder, patience = _folder(prefix), self._settings.silence_limit / 2
+        folder, limit = _folder(prefix), self._settings.silence_limit / 2
         start, timeout = 0, self._settings.request_timeout
         while True:
             index = await self._index(prefix, timeout=timeout)
             if start > index + 1:
                 return  # etcd has lost its data
-            start, timeout, server = start or index + 1, patience, self._servers.endpoints[0]
+            start, timeout, server = start or index + 1, limit, self._servers.endpoints[0]
             yield ()
             try:
                 while True:
                     next_change = {"wait": True, "waitIndex": start, "recursive": True}
-                    answer = await self._call("read", folder, endpoint=server, patience=patience, **next_change)
+                    answer = await self._call("read", folder, endpoint=server, limit=limit, **next_change)
                     node, removed = _node(answer), answer.action in _REMOVALS
                     if answer.dir and removed:
                         return  # the folder was deleted with all its keys
@@ -256,12 +256,12 @@ class EtcdV2Store:
         *args: str | int,
         endpoint: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 - as of EtcdServers.call
-        patience: float = 0.0,
+        limit: float = 0.0,
         **options: Any,  # noqa: ANN401
     ) -> Answer:
         """Return the answer to a method of python-etcd; for ``endpoint`` and ``timeout``, see :meth:`EtcdServers.call`.
 
-        A request that waits for a change waits for ``patience`` seconds.
+        A request that waits for a change waits for ``limit`` seconds.
 
         Raises:
             EtcdException: the answer is about keys: a condition does not hold, or etcd no longer keeps an event.
@@ -279,7 +279,7 @@ class EtcdV2Store:
                 headers = response.headers
                 self._cluster_id = headers.get("X-Etcd-Cluster-Id", "")
                 try:
-                    async with asyncio.timeout(patience or None):
+                    async with asyncio.timeout(limit or None):
                         data = await response.read()
                 except TimeoutError:
                     raise etcd.EtcdWatchTimedOut(payload={"index": int(headers.get("X-Etcd-Index", 0))}) from None
@@ -292,7 +292,7 @@ class EtcdV2Store:
                     raise
                 raise self._store_error(server, error, response.status, data) from error
 
-        timeout = timeout or 1.5 * patience
+        timeout = timeout or 1.5 * limit
         return await self._servers.call(
             send, idempotent=method in {"read", "refresh"}, endpoint=endpoint, timeout=timeout
         )

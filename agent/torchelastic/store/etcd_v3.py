@@ -192,7 +192,7 @@ class EtcdV3Store:
     def __init__(self, settings: StoreSettings) -> None:
         self._servers = EtcdServers(settings)
         self._settings = settings
-        self._patience = settings.silence_limit / 2
+        self._quiet_limit = settings.silence_limit / 2
         self._token: str | None = None
         self._authenticating = asyncio.Lock()
 
@@ -270,7 +270,7 @@ class EtcdV3Store:
             async with self._stream(server, body) as stream:
                 quiet = 0
                 while quiet < QUIET_CHECKS:
-                    answer = await stream.next(self._patience)
+                    answer = await stream.next(self._quiet_limit)
                     if answer is None:
                         if start > await self._revision(prefix, endpoint=server) + 1:
                             return  # the server lost its data, and sends nothing until its revisions reach ``start``
@@ -306,7 +306,7 @@ class EtcdV3Store:
     async def _revision(self, prefix: str, *, endpoint: str | None = None) -> int:
         """Return the revision of a server that answers and grants access to the keys below the prefix."""
         message = {**_below(prefix), "count_only": True}
-        timeout = self._patience if endpoint else None
+        timeout = self._quiet_limit if endpoint else None
         answer = await self._call("/v3/kv/range", message, idempotent=True, endpoint=endpoint, timeout=timeout)
         return answer.header.revision
 
@@ -407,8 +407,8 @@ class _Stream:
         self._response = response
         self._pending = bytearray()
 
-    async def next(self, patience: float) -> _Answer | None:
-        """Return the next message, or None if none came within ``patience`` seconds.
+    async def next(self, limit: float) -> _Answer | None:
+        """Return the next message, or None if none came within ``limit`` seconds.
 
         Raises:
             StoreError: the watch has ended.
@@ -417,7 +417,7 @@ class _Stream:
         while (end := self._pending.find(b"\n", searched)) < 0:
             searched = len(self._pending)
             try:
-                async with asyncio.timeout(patience):
+                async with asyncio.timeout(limit):
                     chunk = await self._response.content.readany()
             except TimeoutError:
                 return None

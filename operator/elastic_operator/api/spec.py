@@ -101,7 +101,6 @@ class FailureRule(_Part, frozen=True):
     """The action for failures of one kind. Exactly one of exit codes, pod reasons and pod conditions is set.
 
     Attributes:
-        action: the action for the failure.
         exit_codes: the exit codes of worker programs. The agents apply such a rule.
         pod_reasons: the reasons for which pods end, such as OOMKilled or Evicted. The operator applies such a rule.
         pod_conditions: the conditions of pods that end. The operator applies such a rule.
@@ -167,7 +166,6 @@ class EtcdSpec(_Part, frozen=True):
         endpoint: host:port of an existing etcd, several separated by commas; None to create an etcd for the job.
         tls_secret: the Secret with ``ca.crt``, and ``tls.crt`` and ``tls.key`` for client authentication; for
             ``endpoint`` only. None to trust the system's authorities.
-        image: the image of the created etcd.
         resources: the resources of the created etcd, as in a container's spec.
         storage: the storage of the created etcd, as in a volume claim; None to keep the data only as long as the pod.
     """
@@ -194,11 +192,6 @@ class AppliedSpec(_Part, frozen=True, kw_only=True):
         args: the arguments of ``command``, or of torchelastic-run.
         env: additional environment variables, each as in a container's spec.
         nproc_per_node: workers in each pod: a number, or "auto", "cpu", "gpu".
-        failure_policy: the rules for failures.
-        scheduling: how the pods are scheduled.
-        rendezvous: the settings of the rendezvous.
-        etcd: the store.
-        checkpoint: the volume for checkpoints.
         grace_period: seconds between SIGTERM and SIGKILL for workers; None for the default.
         node_loss: seconds after which pods on a node without heartbeats count as lost.
         metrics_port: the port of the agents' /metrics; None for the operator's default.
@@ -226,7 +219,6 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
 
     Attributes:
         min_replicas: the minimum number of pods for training.
-        max_replicas: the maximum number of pods.
         replicas: the desired number of pods; None until the user or the operator has set it.
         first_replicas: the initial number of pods in a manifest of the first controller; None for the maximum.
         max_restarts: the maximum number of worker failures that count in the whole job.

@@ -74,9 +74,7 @@ class Condition:
 
     Attributes:
         type: one of the names in :mod:`elastic_operator.api.constants`.
-        status: whether the condition holds.
         reason: one word in CamelCase.
-        message: a sentence.
         since: when ``status`` last changed.
     """
 
@@ -92,7 +90,6 @@ class LastFailure:
     """The last failure of a worker or a pod.
 
     Attributes:
-        message: a sentence.
         pod: the name of the pod that failed, or in which the worker failed; empty if unknown.
         rank: the rank of the worker; None if no worker failed.
         exit_code: the exit code of the worker or the pod's agent; None after a signal, or if unknown.
@@ -113,12 +110,9 @@ class JobStatus:
     """The status of a job.
 
     Attributes:
-        state: the state of the job in one word.
         observed_generation: the generation of the spec that this status describes.
         replicas: the number of worker pods that have not ended and do not terminate, after the plan is applied.
         ready_replicas: the number of ready pods among ``replicas``.
-        desired: the desired number of pods.
-        round: the number of the current round.
         world_size: the number of workers in the current round.
         restarts: the number of worker failures that count against ``maxRestarts``.
         uncharged_restarts: the number of restarts of workers after membership changes and ignored failures.
@@ -128,8 +122,6 @@ class JobStatus:
             after a suspended job has stopped.
         started: when the first round formed; None if none has formed.
         active: when the job was last allowed to have pods: its start or last resumption; None while it is suspended.
-        completed: when the job finished; None if it has not finished.
-        last_failure: the last failure; None if there was none.
         excluded_nodes: nodes on which later pods are not scheduled.
         applied_spec: the spec from which the pods are created, as of the job's start or last resumption; None before
             the first valid spec, and after a suspended job has stopped.
@@ -225,15 +217,10 @@ class Report:
     """The report of a job's run.
 
     Attributes:
-        namespace: the namespace of the job.
-        name: the name of the job.
-        uid: the UID of the job.
-        created: when the job was created.
         state: the state of the job when the report was written: Succeeded, Failed or Suspended.
         completed_at: when the job finished; None if it has not finished.
         message: why the job failed; empty if it has not failed.
         time_breakdown: the time breakdown of the run; None if unknown.
-        history: the rounds of the run.
         outcome: how the agents ended the run; None if they have not.
         suspensions: the times when the job was suspended, or stopped on this machine.
     """
@@ -283,12 +270,7 @@ def decode_report(text: str | bytes) -> Report:
 
 
 def merged(kept: Report | None, report: Report) -> Report:
-    """Return a report merged with an earlier one, because the store's history is empty after a suspension.
-
-    Args:
-        kept: the earlier report; None if there is none.
-        report: the current report.
-    """
+    """Return a report merged with an earlier one, because the store's history is empty after a suspension."""
     if kept is None or kept.uid != report.uid:
         return report
     by_number = {round.number: round for round in (*kept.history.rounds, *report.history.rounds)}

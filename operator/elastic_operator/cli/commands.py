@@ -300,13 +300,7 @@ def _number(text: str) -> int:
 
 
 class Screen:
-    """The display of ``elasticjob top``: one job, or a table of all jobs, at the latest ``readings``.
-
-    Args:
-        jobs: the client that reads the jobs.
-        name: the name of the job; None for all jobs.
-        namespaces: whether to show the jobs' namespaces.
-    """
+    """The display of ``elasticjob top``: one job, or a table of all jobs, at the latest ``readings``."""
 
     def __init__(self, jobs: JobClient, name: str | None, *, namespaces: bool = False) -> None:
         self._jobs = jobs

@@ -64,13 +64,7 @@ class UserApi(Api):
 
 
 class ClusterJobs:
-    """Access to the jobs of one namespace, or of all namespaces.
-
-    Args:
-        connection: the connection to the cluster.
-        all_namespaces: whether to list the jobs of all namespaces.
-        notify: receives sentences for the user.
-    """
+    """Access to the jobs of one namespace, or of all namespaces."""
 
     start_command = "kubectl apply -f FILE"
 

@@ -139,11 +139,7 @@ class ClusterLogs:
     """Prints the logs of a job's pods.
 
     Args:
-        api: an open connection.
-        job: the job's object.
-        selector: the selection of the lines to print.
         write: receives whole lines.
-        notify: receives sentences for the user.
     """
 
     def __init__(

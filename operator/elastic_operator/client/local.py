@@ -45,7 +45,6 @@ class LocalJobs:
     """Access to the jobs of a home directory.
 
     Args:
-        notify: receives sentences for the user.
         home: the directory of all runs; None for that of :func:`elastic_operator.local.run_dir.home_dir`.
     """
 
@@ -295,12 +294,7 @@ def follow_logs(
 ) -> None:
     """Write logs as they grow: of each round in turn, or of the selected round until the next one begins.
 
-    Args:
-        logs: the directory of the run's logs.
-        selector: the selection of the logs to write.
-        write: receives pieces of output.
-        alive: returns whether the run is alive, so that the files may still grow.
-        notify: receives a sentence when another round begins.
+    The files may grow while ``alive`` returns true. ``notify`` receives a sentence when another round begins.
     """
     reader = LogReader(selector, write)
     at_first = log_files(logs, selector)

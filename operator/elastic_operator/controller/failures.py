@@ -19,7 +19,7 @@ from elastic_operator.api.spec import FailureAction, FailureRule
 from elastic_operator.api.status import LastFailure
 from elastic_operator.controller import messages
 from elastic_operator.controller.model import (
-    PATIENCE,
+    STORE_TIMEOUT,
     EndedPod,
     FailureCount,
     Pod,
@@ -84,7 +84,7 @@ def count_failures(snapshot: Snapshot) -> FailureCount:
         excluded_nodes=(*status.excluded_nodes, *excluded)[-EXCLUDED_NODES_KEPT:],
         newly_excluded=tuple(excluded.items()),
         may_be_fatal=bool(pending) and (over_limit or at_worst),
-        next_due=min(((each.pod.ended or 0.0) + PATIENCE for each in pending), default=None),
+        next_due=min(((each.pod.ended or 0.0) + STORE_TIMEOUT for each in pending), default=None),
     )
 
 

@@ -5,7 +5,7 @@ durations in seconds.
 
 Until the store has been read, the run may have ended unnoticed. So no pod is created for a run without pods, the store
 is not deleted, and no pod failure or deadline ends the job. A store that remains unreadable delays failures, deadlines
-and suspensions by at most :data:`PATIENCE`.
+and suspensions by at most :data:`STORE_TIMEOUT`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torchelastic.protocol import pod, records
 
 
-PATIENCE: Final = 60.0
+STORE_TIMEOUT: Final = 60.0
 """Seconds to wait for a store that cannot be read."""
 
 
@@ -73,13 +73,10 @@ class Pod:
 
     Attributes:
         name: ``<job>-<index>-<suffix>``.
-        uid: its UID.
         index: its index in the job, from 0.
-        phase: the phase of its worker container.
         ready: whether its agent has joined the others.
         terminating: whether its deletion has begun.
         deletion_deadline: when it must be gone; None if unknown, or if it is not being deleted.
-        created: when it was created.
         started: when its worker container started; None if it has not, or if that is unknown.
         ended: when its worker container ended; None if it has not.
         exit_code: the exit code of the agent; 128 + n for a signal; None while it runs, or if unknown.
@@ -150,8 +147,6 @@ class EndedPod:
     """A pod that has ended or terminates, and the consequences of its end.
 
     Attributes:
-        pod: the pod.
-        end: the meaning of its end.
         charged: whether it counts against the backoff limit.
         rule: the first rule of the failure policy that matches; None if none matches.
         position: the position of that rule, from 0.
@@ -207,7 +202,6 @@ class Observed:
         pods: its worker pods, in any state.
         etcd: the state of the store; an external store counts as ready.
         store_read: whether the next five attributes are current; if not, they have their last known values, or None.
-        round: the current round.
         outcome: how the run ended; None if it has not ended.
         size: the desired size in the store.
         time_breakdown: the run's time breakdown, as the leader wrote it last.
@@ -246,12 +240,10 @@ class Job:
 
     Attributes:
         name: the name, which is unique in the namespace.
-        namespace: the namespace.
         uid: the UID, which is the run id of the agents.
         generation: the generation of the spec, which grows with each change.
         spec: the user's spec.
         status: the status that the operator wrote last.
-        created: when it was created.
         deleting: whether its deletion has begun.
         problem: why the spec is invalid, from :func:`~elastic_operator.api.validation.problem_of`; None if it is valid.
     """
@@ -273,9 +265,6 @@ class Snapshot:
 
     Attributes:
         job: the job, with the spec in effect, its problem, and the status that was written last.
-        observed: the observed state of the job.
-        now: seconds since the Unix epoch.
-        desired: the desired number of pods.
         live: the pods that neither have ended nor terminate.
         gone: the other pods: first those that are being deleted, then those that ended.
         ended: the pods in ``gone`` that ended and are not being deleted.
@@ -342,7 +331,7 @@ class Snapshot:
         waiting = status.condition(ConditionType.WAITING) if status.state is JobState.SUSPENDED else None
         if waiting is not None and waiting.status and waiting.reason == Reason.STORE_UNREADABLE:
             since = waiting.since
-        return since + PATIENCE if self.must_wait_for_store(since) else None
+        return since + STORE_TIMEOUT if self.must_wait_for_store(since) else None
 
 
 def _had_pods(job: Job, observed: Observed) -> bool:
@@ -360,7 +349,7 @@ def _store_wait(job: Job, observed: Observed) -> float:
     has_trained = job.status.started is not None or job.status.round > 0
     if observed.etcd is EtcdState.ABSENT or (observed.etcd is EtcdState.STARTING and not has_trained):
         return 0.0
-    return math.inf if observed.etcd is EtcdState.READY and observed.store_error is None else PATIENCE
+    return math.inf if observed.etcd is EtcdState.READY and observed.store_error is None else STORE_TIMEOUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +358,6 @@ class NewPod:
 
     Attributes:
         name: ``<job>-<index>-<suffix>``.
-        index: its index in the job.
         size: the desired size that it is started with.
         failures: the number of consecutive failures of earlier pods with this index.
         failed: when the last of them failed; None if none failed.
@@ -395,10 +383,8 @@ class PlannedPods:
     """The pods that the job will have after the plan is applied.
 
     Attributes:
-        staying: the live pods that stay.
         gone: UIDs of pods that have ended, terminate, or are deleted now, except those whose failure is pending.
         created: the pods that are created now.
-        remove: the pods that are deleted now.
         missing: the pods that are created now or later.
         held: whether no pod is created because it is unknown whether the run has ended.
         size: the size that new pods are started with; None if no pod can be created.
@@ -421,8 +407,6 @@ class JobEvent:
 
     Attributes:
         reason: one word in CamelCase, from :mod:`elastic_operator.api.constants`.
-        message: a sentence.
-        warning: whether its type is Warning.
     """
 
     reason: str
@@ -445,9 +429,6 @@ class Plan:
         min_member: the size of the gang's PodGroup; None for no PodGroup.
         min_available: the ``minAvailable`` of the PodDisruptionBudget; None for no budget.
         size: the size to write into the store before any pod is changed; None if the store has it.
-        remove: pods to delete.
-        create: pods to create.
-        delete_job: whether to delete the job itself.
         wake_at: when to plan again at the latest; None for no limit.
         unmanaged: whether no object of the job may be changed, because its spec cannot be read.
     """

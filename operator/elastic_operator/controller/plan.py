@@ -62,13 +62,7 @@ _RESUME_DELAY: Final = 0.1
 
 
 def plan(job: model.Job, observed: model.Observed, now: float) -> model.Plan:
-    """Return the plan for the job.
-
-    Args:
-        job: the job, with the status that was written last.
-        observed: the observed state of the job.
-        now: seconds since the Unix epoch.
-    """
+    """Return the plan for the job."""
     if observed.unreadable is not None:
         status = statuses.unreadable_status(job, observed.unreadable, now)
         return model.Plan(status=_unless_the_same(job.status, status), unmanaged=True)
@@ -125,7 +119,7 @@ def _run(snapshot: model.Snapshot, failures: model.FailureCount) -> model.Plan:
     times = [failures.next_due, *(new.due for new in planned.missing)]
     if status.active is not None and spec.active_deadline is not None:
         deadline = status.active + spec.active_deadline
-        times += [deadline, deadline + model.PATIENCE]  # after PATIENCE, an unread store does not extend it
+        times += [deadline, deadline + model.STORE_TIMEOUT]  # after STORE_TIMEOUT, an unread store does not extend it
     return model.Plan(
         replicas=snapshot.desired if valid and spec.replicas is None else None,
         status=_unless_the_same(before, status, planned.staying),

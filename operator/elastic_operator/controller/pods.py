@@ -48,12 +48,7 @@ def plan_pods(
 ) -> model.PlannedPods:
     """Plan the size of the job: announce it to the agents, delete surplus pods, fill empty indices.
 
-    If the spec is invalid, the pods do not change.
-
-    Args:
-        snapshot: the input of the plan.
-        failures: the pods that ended.
-        breakdown: the job's time breakdown up to its last resumption.
+    If the spec is invalid, the pods do not change. ``breakdown`` ends with the job's last resumption.
     """
     job, observed, now = snapshot.job, snapshot.observed, snapshot.now
     gone = frozenset([each.pod.uid for each in failures.classified])
@@ -90,11 +85,7 @@ def plan_pods(
 def pod_name(job: str, job_uid: str, index: int, replaces: str) -> str:
     """Return the name of a pod. All operators that observe the same pods choose the same name.
 
-    Args:
-        job: the job's name.
-        job_uid: the UID of the job.
-        index: the index of the pod.
-        replaces: the UID of the pod that it replaces; empty for the first of its index.
+    ``replaces`` is the UID of the pod that it replaces; empty for the first pod of its index.
     """
     digest = hashlib.blake2b(f"{job_uid}\n{index}\n{replaces}".encode(errors="surrogatepass"), digest_size=8).digest()
     number = int.from_bytes(digest, "big")
@@ -168,11 +159,7 @@ def _missing_pods(
 ) -> tuple[model.NewPod, ...]:
     """Return the missing pods, for the lowest empty indices, each with a name that no other pod has.
 
-    Args:
-        snapshot: the input of the plan.
-        staying: the live pods that stay, of any index.
-        deleted: live pods that are about to be deleted.
-        new: the values that the missing pods have in common.
+    ``deleted`` are live pods that are about to be deleted; ``new`` has the values that the missing pods have in common.
     """
     job, stored = snapshot.job, snapshot.observed.size
     by_index: dict[int, list[model.Pod]] = {}

@@ -128,12 +128,7 @@ class Reconciler:
         return sum(max(job.due, job.after) <= now for job in self._jobs.values())
 
     def wake(self, key: str, delay: float = 0.0) -> None:
-        """Schedule a reconcile of a job.
-
-        Args:
-            key: the key of the job.
-            delay: seconds until the reconcile, unless one is due earlier.
-        """
+        """Schedule a reconcile of a job after ``delay`` seconds, unless one is due earlier."""
         job = self._jobs.setdefault(key, _Queued())
         due = time.monotonic() + max(delay, 0.0)
         if due < job.due:

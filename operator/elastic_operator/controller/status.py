@@ -61,13 +61,7 @@ def running_status(
 
 
 def suspended_status(snapshot: Snapshot, failures: FailureCount, *, unread: bool) -> JobStatus:
-    """Return the status of a job that is suspended.
-
-    Args:
-        snapshot: the input of the plan.
-        failures: the pods that ended.
-        unread: whether the job's store must be read before the store may be deleted.
-    """
+    """Return the status of a suspended job; if ``unread``, its store must be read before it may be deleted."""
     job, before = snapshot.job, snapshot.job.status
     stopping = bool(snapshot.unfinished)
     gone = frozenset([pod.uid for pod in snapshot.gone + snapshot.live if pod.uid not in failures.pending])

@@ -48,14 +48,7 @@ _STARTERS: Final = frozenset({"kubelet", "attachdetach-controller"})
 
 @dataclass(slots=True, kw_only=True)
 class KubernetesBackend:
-    """Observes the jobs of a cluster, and executes plans.
-
-    Attributes:
-        api: the connection to the API server.
-        cache: the known objects.
-        stores: the jobs' etcds.
-        executor: the executor of plans.
-    """
+    """Observes the jobs of a cluster, and executes plans."""
 
     api: Api
     cache: ObjectCache
@@ -252,11 +245,7 @@ class KubernetesBackend:
 
 
 def job_of(body: Json, spec: ElasticJobSpec | None = None) -> Job:
-    """Convert the object of a job.
-
-    Args:
-        body: the object.
-        spec: the spec to use instead of the object's spec.
+    """Convert the object of a job; ``spec`` replaces the object's spec.
 
     Raises:
         BadInput: the spec does not match this operator's CRD, or the status is invalid.

@@ -46,10 +46,6 @@ class Executor:
     """Executes plans.
 
     Attributes:
-        cache: the known objects.
-        writer: the writer that creates, changes and deletes objects.
-        stores: the jobs' etcds.
-        settings: the defaults for pods.
         status_written: called with the observed job and the plan after the status is written.
     """
 
@@ -117,13 +113,7 @@ class Executor:
     async def _apply_objects(self, job: Job, plan: Plan, record: JobRecord, report_error: str | None) -> bool:
         """Change the job's objects according to the plan; an error of one object does not block the others.
 
-        Return whether pods are left to create.
-
-        Args:
-            job: the job with the applied spec.
-            plan: the plan.
-            record: the record of the job.
-            report_error: why the report could not be written yet, so that the store is kept; None if it was written.
+        Return whether pods are left to create. While there is a ``report_error``, the store is kept.
         """
         errors: list[ClusterError] = []
 

@@ -36,8 +36,6 @@ class Informer:
     """Keeps the cache of objects up to date.
 
     Args:
-        api: the connection.
-        cache: the cache to keep up to date.
         namespaces: the namespaces to watch; empty for all.
         base_delay: seconds before the first retry of a list.
 

@@ -65,7 +65,6 @@ class JobRecord:
     """The data of a job that the operator keeps only in memory; their loss does no harm.
 
     Attributes:
-        key: the key of the job.
         body: the job as last observed.
         creates: the back-off for pods, etcd and PodGroup.
         pdb: the back-off for the PodDisruptionBudget.

@@ -123,7 +123,6 @@ class _Followed:
     """A followed etcd.
 
     Attributes:
-        key: the key of the job.
         external: whether the etcd outlives the job.
         available: an event that is set while a connection may succeed.
         away_since: when the etcd became unreachable, a monotonic time; None while it is reachable.
@@ -148,11 +147,10 @@ class JobStores:
     """The followed etcds; an async context manager.
 
     Args:
-        api: the client that reads Secrets with credentials.
         changed: called with a job's key when something in its etcd has changed.
         secret_namespaces: the namespaces in which the operator may read Secrets.
-        patience: seconds before an unreachable external etcd is reported.
-        managed_patience: the same for a job's own etcd: Kubernetes notices a failed node within a minute.
+        timeout: seconds before an unreachable external etcd is reported.
+        managed_timeout: the same for a job's own etcd: Kubernetes notices a failed node within a minute.
     """
 
     def __init__(
@@ -161,14 +159,14 @@ class JobStores:
         changed: Callable[[str], None],
         *,
         secret_namespaces: Collection[str] = (),
-        patience: float = 3.0,
-        managed_patience: float = 60.0,
+        timeout: float = 3.0,
+        managed_timeout: float = 60.0,
     ) -> None:
         self._api = api
         self._on_change = changed
         self._secret_namespaces = frozenset(secret_namespaces)
-        self._patience = patience
-        self._managed_patience = managed_patience
+        self._timeout = timeout
+        self._managed_timeout = managed_timeout
         self._tasks = asyncio.TaskGroup()
         self._followed: dict[str, _Followed] = {}
 
@@ -200,13 +198,7 @@ class JobStores:
     ) -> StoreMirror:
         """Follow a job's etcd, or change its settings if it is followed; return its mirror.
 
-        Args:
-            uid: the UID of the job.
-            key: the key of the job.
-            endpoint: the endpoint, as in ``spec.etcd.endpoint``.
-            external: whether the etcd outlives the job.
-            available: whether a connection may succeed.
-            secret: the Secret with its credentials, in the job's namespace.
+        ``external`` and ``available`` are as in :class:`_Followed`; ``secret`` is in the job's namespace.
         """
         followed = self._followed.get(uid)
         if followed is None:
@@ -322,7 +314,7 @@ class JobStores:
         if followed.away_since is None:
             followed.away_since = now
         if followed.error is None:
-            due = now - followed.away_since >= (self._patience if followed.external else self._managed_patience)
+            due = now - followed.away_since >= (self._timeout if followed.external else self._managed_timeout)
         else:
             due = error != followed.error and now - followed.reported >= _REPORT_INTERVAL
         _log.log(logging.WARNING if due else logging.DEBUG, "%s: its store cannot be reached: %s", followed.key, error)

@@ -79,8 +79,6 @@ class KopfSession:
     """One run of kopf; kopf passes it to the handlers as ``memo``.
 
     Args:
-        api: the connection.
-        cache: the cache to keep up to date.
         on_list: lists a kind in a namespace (None: in all) into the cache, and returns the resource version.
     """
 

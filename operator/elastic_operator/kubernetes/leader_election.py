@@ -36,15 +36,11 @@ class LeaderElector:
     ignored, because the clocks of machines differ.
 
     Attributes:
-        api: the connection.
-        namespace: the namespace of the lease.
-        name: the name of the lease.
         identity: the unique name of this copy.
         lease_duration: seconds after which a lease that was not renewed has expired; a whole number.
         retry_period: seconds between renewals by the leader.
         renew_deadline: seconds without a renewal after which the leader stops; less than ``lease_duration``.
         poll_period: seconds between checks by a standby, and between attempts after a failed renewal.
-        is_leader: whether this copy is the leader.
     """
 
     api: Api
@@ -63,8 +59,7 @@ class LeaderElector:
     async def run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> NoReturn:
         """Run ``work`` whenever the lease is held, and cancel it when the lease is lost; release the lease at the end.
 
-        Args:
-            work: the work of the leader; it must run until it is canceled.
+        The work must run until it is canceled.
         """
         while True:
             while await self._hold(_TIMEOUT) != self.identity:  # noqa: ASYNC110 - a lease can only be polled

@@ -33,12 +33,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 class Manager:
-    """One copy of the operator.
-
-    Args:
-        settings: the settings of the process.
-        api: the open connection.
-    """
+    """One copy of the operator."""
 
     def __init__(self, settings: OperatorSettings, api: Api) -> None:
         self._settings = settings

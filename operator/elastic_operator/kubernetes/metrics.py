@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -61,12 +62,7 @@ _JOB_FAMILIES: Final = {
 
 
 class JobCollector(Collector):
-    """Exports the number of jobs by condition. Only the leader exports metrics of each job, so that sums are correct.
-
-    Args:
-        bodies: returns all jobs.
-        is_leader: returns whether this copy is the leader.
-    """
+    """Exports the number of jobs by condition. Only the leader exports metrics of jobs, so that sums are correct."""
 
     def __init__(self, bodies: Callable[[], Iterable[Json]], is_leader: Callable[[], bool]) -> None:
         self._bodies = bodies
@@ -125,53 +121,43 @@ class OperatorMetrics:
     """The series under /metrics.
 
     Attributes:
-        registry: the registry of the series.
         waits: the histogram of the seconds that jobs waited in the queue.
     """
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        self._reconciles = Counter(
+        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        self._reconciles = counter(
             "elastic_operator_reconciles",
             "Reconciles by result: success, error (tried again), panic (a defect of the operator).",
             ["result"],
-            registry=registry,
         )
         for result in ("success", "error", "panic"):
             self._reconciles.labels(result)
-        self._seconds = Histogram(
-            "elastic_operator_reconcile_duration_seconds",
-            "Duration of a reconcile.",
-            buckets=_BUCKETS,
-            registry=registry,
+        self._seconds = histogram(
+            "elastic_operator_reconcile_duration_seconds", "Duration of a reconcile.", buckets=_BUCKETS
         )
-        self.waits = Histogram(
-            "elastic_operator_queue_latency_seconds",
-            "How long a job waited in the queue.",
-            buckets=_BUCKETS,
-            registry=registry,
+        self.waits = histogram(
+            "elastic_operator_queue_latency_seconds", "How long a job waited in the queue.", buckets=_BUCKETS
         )
-        self._requests = Counter(
+        self._requests = counter(
             "elastic_operator_api_requests",
             "Requests to the API server by verb and code, without those of watches; the code 0 means no response.",
             ["verb", "code"],
-            registry=registry,
         )
-        self._pods = Counter("elastic_operator_pods_created", "Created worker pods.", registry=registry)
-        self._restarts = Counter(
+        self._pods = counter("elastic_operator_pods_created", "Created worker pods.")
+        self._restarts = counter(
             "elastic_operator_restarts",
             "Restarts by cause: worker_failed and uncharged restart the workers of a job, every other cause a pod.",
             ["cause"],
-            registry=registry,
         )
         for cause in Cause:
             self._restarts.labels(cause.value)
-        self._starts = Histogram(
+        self._starts = histogram(
             "elastic_operator_apply_to_running_seconds",
             "Time until a job trains, from its creation, or from its resumption if it was created suspended.",
             buckets=_START_BUCKETS,
-            registry=registry,
         )
 
     def page(self, accept: str) -> tuple[bytes, str]:
@@ -194,12 +180,7 @@ class OperatorMetrics:
             self._pods.inc()
 
     def status_written(self, job: Job, plan: Plan) -> None:
-        """Count the restarts that a new status adds, and record the time until the job trained for the first time.
-
-        Args:
-            job: the job with the former status.
-            plan: the plan with the new status.
-        """
+        """Count the restarts that a new status adds, and record the time until the job trained for the first time."""
         before, after = job.status, plan.status
         if after is None:
             return

@@ -18,7 +18,6 @@ class OperatorSettings:
         listen: the host and the port of /healthz, /readyz and /metrics; without a host, all addresses.
         leader_elect: whether this copy acts only while it holds the lease, so that several copies may run.
         lease_namespace: the namespace of the lease; None for the operator's own namespace.
-        lease_name: the name of the lease.
         kubeconfig: the path of a kubeconfig; None for the pod's service account or, with a context, the default path.
         context: the context in the kubeconfig; None for its current one.
         log_format: the format of each line: ``text`` or ``json``.

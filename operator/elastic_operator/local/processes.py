@@ -40,6 +40,7 @@ from torchelastic.store import etcd_process
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
+    from typing import BinaryIO
 
     from elastic_operator.local.run_dir import RunDir
 
@@ -58,15 +59,7 @@ _PORTS: Final = range(20_000, 30_000)
 
 
 class PodCommand(NamedTuple):
-    """The command that starts the process of a pod.
-
-    Attributes:
-        argv: the agent's command line.
-        env: the agent's whole environment.
-        cwd: the agent's working directory.
-        checkpoints: the directory for the program's checkpoints.
-        logs: the directory for the agent's output and termination message.
-    """
+    """The command that starts the agent of a pod; ``logs`` is for its output and termination message."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -78,16 +71,7 @@ class PodCommand(NamedTuple):
 def pod_command(
     job: Job, pod: NewPod, store: str, *, run: RunDir, base: Path, environ: Mapping[str, str]
 ) -> PodCommand:
-    """Return the command that starts a pod.
-
-    Args:
-        job: the pod's job.
-        pod: the pod.
-        store: host:port of the job's store.
-        run: the run's directory.
-        base: the manifest's directory.
-        environ: the environment of ``elasticjob``.
-    """
+    """Return the command that starts a pod in ``base``, the manifest's directory; ``store`` is host:port."""
     logs, checkpoints = run.logs / pod.name, run.checkpoints / job.name / str(pod.index)
     variables = agent_variables(
         job,
@@ -140,7 +124,6 @@ class PodProcess:
     """A pod whose agent is a process on this machine.
 
     Args:
-        new: the pod that the plan requests.
         changed: called after each change of the pod.
 
     Attributes:
@@ -169,11 +152,9 @@ class PodProcess:
         self._finished = asyncio.Event()
 
     async def run(self, command: Callable[[], PodCommand], startable: asyncio.Event) -> None:
-        """Start the process and wait until it exits; kill it on cancellation.
+        """Start the process when it is ``startable``, and wait until it exits; kill it on cancellation.
 
-        Args:
-            command: returns the command; called just before the process is started.
-            startable: an event that is set when the process may start.
+        ``command`` is called just before the process is started.
         """
         waits = [asyncio.ensure_future(event.wait()) for event in (startable, self._removed)]
         try:
@@ -204,15 +185,7 @@ class PodProcess:
         # After a resumption, pods have the names of earlier pods, whose messages must not be read.
         (command.logs / _TERMINATION_LOG).unlink(missing_ok=True)
         with (command.logs / _LOG).open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *with_pdeathsig(command.argv),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=dict(command.env),
-                cwd=command.cwd,
-                start_new_session=True,
-            )
+            process = await _start_process(command.argv, command.env, log, command.cwd)
         self._process = process
         self.pid = process.pid
         self.pod = replace(self.pod, phase=PodPhase.RUNNING, started=time.time())
@@ -251,6 +224,21 @@ class PodProcess:
         self.pod = replace(self.pod, phase=phase, ended=time.time(), exit_code=exit_code, message=message)
         self._finished.set()
         self._changed()
+
+
+async def _start_process(
+    argv: Sequence[str], env: Mapping[str, str], log: BinaryIO, cwd: Path | None = None
+) -> asyncio.subprocess.Process:
+    """Start a process in its own session, which ends with this process and writes its output to ``log``."""
+    return await asyncio.create_subprocess_exec(
+        *with_pdeathsig(argv),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env=env,
+        cwd=cwd,
+        start_new_session=True,
+    )
 
 
 def _termination_message(logs: Path, *, failed: bool) -> TerminationMessage | str | None:
@@ -292,16 +280,13 @@ class EtcdProcess:
     """An etcd process that is restarted when it exits, as long as :meth:`run` runs.
 
     Args:
-        binary: the path of etcd.
         directory: the directory for its data (``etcd``, removed at the end) and its output (``etcd.log``).
         environ: the environment of etcd; variables that configure etcd are removed.
         changed: called after each change of the state.
-        emit: receives events.
 
     Attributes:
         state: whether etcd is absent, starting or ready.
         pid: the process ID of etcd; None if there is no process.
-        restarts: the number of restarts.
         ready: an event that is set while etcd is ready.
     """
 
@@ -366,14 +351,7 @@ class EtcdProcess:
             notifications.bind("")  # the kernel chooses a name that begins with a NUL; $NOTIFY_SOCKET begins with @
             address = "@" + notifications.getsockname()[1:].decode()
             with self._log.open("ab") as log:
-                process = await asyncio.create_subprocess_exec(
-                    *with_pdeathsig(self._command()),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env={**self._environ, "NOTIFY_SOCKET": address},
-                    start_new_session=True,
-                )
+                process = await _start_process(self._command(), {**self._environ, "NOTIFY_SOCKET": address}, log)
             self.pid = process.pid
             exited, ready = asyncio.ensure_future(process.wait()), asyncio.ensure_future(_ready(notifications))
             try:

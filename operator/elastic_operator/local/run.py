@@ -90,7 +90,6 @@ class RunRequest:
     """The parameters of a run.
 
     Attributes:
-        manifest: the manifest of the job.
         home: the directory of all runs, see :func:`elastic_operator.local.run_dir.home_dir`.
         environ: the environment that the pods inherit.
         resume: the id of an earlier run of this job, to continue in its directory and from its checkpoints.

@@ -139,8 +139,6 @@ class Reading:
     """A job at a moment, with the metrics of its agents; unknown values are None or empty.
 
     Args:
-        job: the job.
-        pages: the pages of its agents.
         now: the moment, in seconds since the Unix epoch.
         rates: the rates of the previous reading; they are updated with this reading.
         notes: sentences about missing metrics.
@@ -290,10 +288,7 @@ async def scrape(
 ) -> list[tuple[list[MetricsPage], list[str]]]:
     """Fetch the pages of all pods of each job; return them and a sentence for each problem.
 
-    Args:
-        jobs: the pods of each job, and a function that fetches their pages.
-        leaders: whether to fetch only the pages of the oldest pods; one of them is usually the leader.
-        timeout: seconds for all requests.
+    With ``leaders``, fetch only the pages of the oldest pods; one of them is usually the leader.
     """
     gate, deadline = asyncio.Semaphore(_CONCURRENCY), asyncio.get_running_loop().time() + timeout
 

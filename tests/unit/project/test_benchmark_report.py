@@ -24,7 +24,9 @@ def row_of(measurement: Measurement) -> list[str]:
 
 
 def test_a_row_has_both_columns_the_ratio_and_the_target() -> None:
-    made = Measurement("killed", ours=(0.11, 0.13, 0.12), peer=(3.9, 4.1, 3.6), ours_at_most=0.15, ratio_at_least=25)
+    made = Measurement(
+        "killed", ours=(0.11, 0.13, 0.12), baseline=(3.9, 4.1, 3.6), ours_at_most=0.15, ratio_at_least=25
+    )
     wanted = "≤ 150 ms, ratio ≥ 25"
     assert row_of(made) == ["killed", "120 ms", "110 ms … 130 ms", "3.9 s", "32.5", wanted, "reached"]
 
@@ -39,9 +41,9 @@ def test_a_repetition_that_times_out_is_shown_and_misses_the_target() -> None:
 
 
 def test_a_measurement_that_always_times_out_is_shown_as_never() -> None:
-    made = Measurement("lost", ours=(), ours_never=["a", "b"], peer_never=["c"], ratio_at_least=25)
+    made = Measurement("lost", ours=(), ours_never=["a", "b"], baseline_never=["c"], ratio_at_least=25)
     assert row_of(made) == ["lost", "never", "-", "never", "-", "ratio ≥ 25", "NOT REACHED"]
-    assert made.as_json()["peer"] == {"name": "torchrun", "samples": [], "median": None, "never": ["c"]}
+    assert made.as_json()["baseline"] == {"name": "torchrun", "samples": [], "median": None, "never": ["c"]}
 
 
 @pytest.mark.parametrize(
@@ -49,11 +51,11 @@ def test_a_measurement_that_always_times_out_is_shown_as_never() -> None:
     [
         (Measurement("", ours=[1.0]), None),
         (Measurement("", ours=[1.0], ratio_at_least=2), None),
-        (Measurement("", ours=[1.0], peer=[2.0], ratio_at_least=2), True),
-        (Measurement("", ours=[1.0], peer=[1.9], ratio_at_least=2), False),
-        (Measurement("", ours=[1.0], peer=[1.9], ours_at_most=1, ratio_at_least=2), True),
-        (Measurement("", ours=[1.1], peer=[9.9], ours_at_most=1, ratio_at_least=2), False),
-        (Measurement("", ours=[1.0], peer_never=["x"], ours_at_most=1, ratio_at_least=2), True),
+        (Measurement("", ours=[1.0], baseline=[2.0], ratio_at_least=2), True),
+        (Measurement("", ours=[1.0], baseline=[1.9], ratio_at_least=2), False),
+        (Measurement("", ours=[1.0], baseline=[1.9], ours_at_most=1, ratio_at_least=2), True),
+        (Measurement("", ours=[1.1], baseline=[9.9], ours_at_most=1, ratio_at_least=2), False),
+        (Measurement("", ours=[1.0], baseline_never=["x"], ours_at_most=1, ratio_at_least=2), True),
     ],
 )
 def test_a_target_is_reached_if_both_the_time_and_the_ratio_are(

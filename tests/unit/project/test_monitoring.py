@@ -11,22 +11,22 @@ import pytest
 
 from scripts.monitoring.alerts import GROUPS, Alert
 from scripts.monitoring.files import DASHBOARDS, RULES, files
-from scripts.monitoring.fleet import FLEET_PAGE
-from scripts.monitoring.job import JOB_PAGE, MARKS
+from scripts.monitoring.fleet import FLEET_DASHBOARD
+from scripts.monitoring.job import JOB_DASHBOARD, MARKS
 from tests.support.monitored import names_in, queries
 
 if TYPE_CHECKING:
-    from scripts.monitoring.page import Page
+    from scripts.monitoring.dashboard import Dashboard
 
 ROOT = Path(__file__).parents[3]
-PAGES = (FLEET_PAGE, JOB_PAGE)
+BOTH = (FLEET_DASHBOARD, JOB_DASHBOARD)
 ALERTS = [alert for alerts in GROUPS.values() for alert in alerts]
 
 
-def dashboard(page: Page) -> dict[str, Any]:
-    """Return the dashboard file of a page."""
+def document(dashboard: Dashboard) -> dict[str, Any]:
+    """Return the generated file of a dashboard."""
     found = [json.loads(path.read_text()) for path in DASHBOARDS.iterdir()]
-    [made] = [each for each in found if each["uid"] == page.uid]
+    [made] = [each for each in found if each["uid"] == dashboard.uid]
     return dict(made)
 
 
@@ -36,10 +36,10 @@ def test_the_files_in_the_chart_are_up_to_date(path: Path) -> None:
     assert {*DASHBOARDS.iterdir(), *RULES.parent.iterdir()} == files().keys()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.title)
-def test_a_dashboard_has_all_panels_without_overlap(page: Page) -> None:
-    panels = [panel for panel in dashboard(page)["panels"] if panel["type"] != "row"]
-    assert len(panels) == len([*page.panels])
+@pytest.mark.parametrize("dashboard", BOTH, ids=lambda dashboard: dashboard.title)
+def test_a_dashboard_has_all_panels_without_overlap(dashboard: Dashboard) -> None:
+    panels = [panel for panel in document(dashboard)["panels"] if panel["type"] != "row"]
+    assert len(panels) == len([*dashboard.panels])
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
     for panel in panels:
@@ -68,7 +68,7 @@ def documented() -> set[str]:
 def test_dashboards_and_alerts_query_documented_series() -> None:
     asked = names_in(
         [
-            *(query.expr for page in PAGES for _, query in queries(page)),
+            *(query.expr for dashboard in BOTH for _, query in queries(dashboard)),
             *(mark.query.expr for mark in MARKS),
             *(alert.expr for alert in ALERTS),
         ]
@@ -87,8 +87,8 @@ def test_every_alert_has_a_runbook(alert: Alert) -> None:
     for link in re.findall(r"\]\((?!http)([^)#]+)", page):
         assert (ROOT / "docs" / "runbooks" / link).is_file(), link
     for title in re.findall(r"\*([A-Z][A-Za-z ]+)\*", page.replace("**", "")):
-        shown = {panel.title for each in PAGES for panel in each.panels} | {
-            row.title for each in PAGES for row in each.rows
+        shown = {panel.title for each in BOTH for panel in each.panels} | {
+            row.title for each in BOTH for row in each.rows
         }
         assert title in {*shown, "ElasticJobs: fleet"} or title.startswith("Status"), title
 

@@ -42,10 +42,10 @@ A fork server that has exited is restarted after the same time, or as soon as th
 _IMPORT_TIMEOUT: Final = 60.0
 """Seconds after which an import that a worker has also begun is given up."""
 
-_IMPORT_PATIENCE: Final = 5.0
+_IMPORT_WAIT: Final = 5.0
 """Seconds for which a node or new workers wait for such imports, which the workers would otherwise do themselves."""
 
-_REQUEST_PATIENCE: Final = 0.5
+_REQUEST_TIMEOUT: Final = 0.5
 """Seconds for which the end of the agent waits for a request to the fork server."""
 
 _ATTEMPTS: Final = 2
@@ -173,7 +173,7 @@ class ForkServer:
         if self._tasks:
             # A request that is canceled would leave processes that the reaper does not know.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_REQUEST_PATIENCE):
+                async with asyncio.timeout(_REQUEST_TIMEOUT):
                     await self._lock.acquire()
             for task in self._tasks:
                 task.cancel()
@@ -190,7 +190,7 @@ class ForkServer:
         """
         async with self._lock:
             await self._fork_now(0)
-        self._complete_until = asyncio.get_running_loop().time() + _IMPORT_PATIENCE
+        self._complete_until = asyncio.get_running_loop().time() + _IMPORT_WAIT
         await self._until_complete()
 
     async def fork(self, count: int) -> list[ForkedProcess]:
@@ -270,7 +270,7 @@ class ForkServer:
             self._complete.clear()
             self._incomplete.set()
         if modules:
-            self._complete_until = asyncio.get_running_loop().time() + _IMPORT_PATIENCE
+            self._complete_until = asyncio.get_running_loop().time() + _IMPORT_WAIT
 
     async def _keep_complete(self) -> None:
         """Import what workers import: each time in a copy of the fork server, which then replaces it."""

@@ -44,7 +44,7 @@ from torchelastic.agent.workers.fork_server import (
     search_path,
     send,
 )
-from torchelastic.agent.workers.linux import close_fds, set_parent_death_signal, set_title
+from torchelastic.agent.workers.process_tree import close_fds, set_parent_death_signal, set_title
 from torchelastic.metrics import worker as worker_metrics
 from torchelastic.metrics.api import forward_torch
 from torchelastic.protocol import worker

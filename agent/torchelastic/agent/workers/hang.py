@@ -15,7 +15,7 @@ import signal
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.agent.failures import MESSAGE_LIMIT, Explanation
-from torchelastic.agent.workers.linux import read_process
+from torchelastic.agent.workers.process_tree import read_process
 from torchelastic.protocol.codec import shorten
 from torchelastic.protocol.records import FailureKind
 

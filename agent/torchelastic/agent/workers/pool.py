@@ -25,7 +25,7 @@ from torchelastic.agent.failures import Explanation, WorkerExit, explain
 from torchelastic.agent.logs import Console, Logs, temporary_folder
 from torchelastic.agent.workers import hang, program_source
 from torchelastic.agent.workers.fork_server import ForkServer, python_command
-from torchelastic.agent.workers.linux import TREE_MARK, handles
+from torchelastic.agent.workers.process_tree import TREE_MARK, handles
 from torchelastic.agent.workers.processes import Reaper, Watchdog, spawn
 from torchelastic.config.machine import own_device
 from torchelastic.config.settings import ProgramKind, StartMethod
@@ -54,7 +54,7 @@ _STORE_LINGER: Final = 1.0
 """Seconds for which a round's TCPStore outlives the workers of its node: workers of other nodes may still use it, and
 the exit of its process takes CPU time that the next round's workers need to start."""
 
-_CONSOLE_PATIENCE: Final = 5.0
+_CONSOLE_TIMEOUT: Final = 5.0
 """Seconds after which an agent that exits drops the remaining output if nothing reads it."""
 
 _CONSOLE_LIMIT: Final = 20.0
@@ -241,7 +241,7 @@ class Workers:
             for folder in folders:
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)
             self._console = self._output or Console(carries_log=self._reaper.owns_process)
-            stack.push_async_callback(self._console.close, patience=_CONSOLE_PATIENCE, limit=_CONSOLE_LIMIT)
+            stack.push_async_callback(self._console.close, patience=_CONSOLE_TIMEOUT, limit=_CONSOLE_LIMIT)
             self._logs = Logs(
                 self._settings.logs,
                 self._console,

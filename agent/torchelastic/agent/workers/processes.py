@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from torchelastic.agent.workers.linux import (
+from torchelastic.agent.workers.process_tree import (
     CLEANUP_TIMEOUT,
     SESSIONS,
     TITLE_ROOM,
@@ -262,10 +262,10 @@ class Reaper:
         return unknown and entry.parent == os.getpid()
 
     async def _end_cleanup(self, entry: ProcessEntry) -> None:
-        await self._kill(entry, patience=CLEANUP_TIMEOUT)
+        await self._kill(entry, grace=CLEANUP_TIMEOUT)
         _wait(os.P_PID, entry.pid, 0)
 
-    async def _kill(self, entry: ProcessEntry, patience: float = 0.0) -> bool:
+    async def _kill(self, entry: ProcessEntry, grace: float = 0.0) -> bool:
         try:
             pidfd = os.pidfd_open(entry.pid)
         except ProcessLookupError:
@@ -277,7 +277,7 @@ class Reaper:
                 return True
             self._loop.add_reader(pidfd, ended.set)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(ended.wait(), patience)
+                await asyncio.wait_for(ended.wait(), grace)
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             try:
                 await asyncio.wait_for(ended.wait(), _KILL_TIMEOUT)
@@ -357,7 +357,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Start the process, and restart it if it exits before the reaper closes."""
-        command = python_code("torchelastic.agent.workers.linux", minimal=True)
+        command = python_code("torchelastic.agent.workers.process_tree", minimal=True)
         pid = spawn([*command, *self._arguments], {}, {1: 2, 2: 2})
         ended = self._reaper.adopt(pid).ended
         ended.add_done_callback(lambda _: ended.get_loop().call_later(_RESTART_DELAY, self._restart))

@@ -127,7 +127,7 @@ def test_a_failed_driver_is_opened_again_at_the_next_scrape(nvml: FakeNvml) -> N
 
 
 def test_a_driver_that_hangs_is_called_once_and_logged_once(nvml: FakeNvml, caplog: pytest.LogCaptureFixture) -> None:
-    gpus = Gpus(patience=0.01)
+    gpus = Gpus(timeout=0.01)
     nvml.responding.clear()
     for _ in range(3):
         assert shown(gpus) == {}

@@ -15,14 +15,14 @@ from torchelastic.protocol.records import FailureKind
 if TYPE_CHECKING:
     from pathlib import Path
 
-PATIENCE = 20.0
+TIMEOUT = 20.0
 
 
 async def test_workers_that_stop_together_are_reported_together(tmp_path: Path) -> None:
     heartbeats = Heartbeats(tmp_path, 0.5)
     for local_rank in (0, 1):
         heartbeats.create_file(local_rank)
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         assert await heartbeats.wait_for_hang(lambda: {1, 0}) == [0, 1]
 
 
@@ -35,7 +35,7 @@ async def test_time_during_which_the_agent_is_suspended_does_not_count(tmp_path:
     for _ in range(5):
         await asyncio.sleep(0)
     assert not waiting.done()
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         assert await waiting == [0]
 
 
@@ -44,7 +44,7 @@ async def test_a_change_of_the_system_clock_has_no_effect(tmp_path: Path) -> Non
     file = heartbeats.create_file(0)
     waiting = asyncio.create_task(heartbeats.wait_for_hang(lambda: {0}))
     stamps = iter((0.0, 2e9, 1.0))
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         for _ in range(3):
             stamp = next(stamps)
             os.utime(file, (stamp, stamp))

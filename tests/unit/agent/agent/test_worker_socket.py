@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
-PATIENCE = 20.0
+TIMEOUT = 20.0
 ROUND = 3
 LIMIT = 60.0
 RECORD = RoundRecord(number=ROUND, members=(Member("a.1", "10.0.0.1", 2), Member("b.1", "10.0.0.2", 2)))
@@ -55,7 +55,7 @@ class Node:
 
     async def until(self, **wanted: Any) -> None:
         """Wait until these values are reported; a function in place of a value is a condition on that value."""
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT):
             while not all(
                 name in self.reported
                 and (value(self.reported[name]) if callable(value) else self.reported[name] == value)
@@ -115,7 +115,7 @@ async def ask_for_notice(worker: Notices, agent: Agent, seconds: float = 20.0) -
 
 
 async def wait_for_notice(worker: Notices) -> Notice:
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         while (notice := worker.notice()) is None:  # noqa: ASYNC110 - programs poll for notices
             await asyncio.sleep(0.001)
     return notice
@@ -210,7 +210,7 @@ GOOD = json.dumps({"round": ROUND, "rank": 0}).encode() + b"\n"
 async def test_a_process_that_sends_an_invalid_line_is_disconnected(agent: Agent, worker: Notices, sent: bytes) -> None:
     reader, writer = await asyncio.open_unix_connection(agent.path)
     writer.write(sent)
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         with contextlib.suppress(ConnectionResetError):  # the agent may close before it has read all bytes
             assert await reader.read() == b""
     writer.close()
@@ -287,7 +287,7 @@ async def test_a_worker_reconnects_to_its_agent(agent: Agent, monkeypatch: pytes
     torchelastic.step()
     await agent.node.until(first_step_at=bool)
     agent.forget(0)
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         while agent.node.reported["last_checkpoint_at"] == 0:
             with torchelastic.report_checkpoint():
                 await asyncio.sleep(0.05)
@@ -307,7 +307,7 @@ async def test_an_agent_that_reads_nothing_does_not_block_training(
         for _ in range(20_000):
             with torchelastic.report_checkpoint():
                 torchelastic.step()
-        assert time.monotonic() - began < PATIENCE
+        assert time.monotonic() - began < TIMEOUT
         assert not AGENT.send(WorkerMessage(last_checkpoint_at=1.0))  # the socket's buffer is full
     AGENT.close()
     monkeypatch.setattr(progress, "INTERVAL", 1.0)

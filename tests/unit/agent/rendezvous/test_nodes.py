@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import pytest
 
-from tests.support.nodes import PATIENCE, Clients, NodeFactory, all_with
+from tests.support.nodes import TIMEOUT, Clients, NodeFactory, all_with
 from tests.support.ports import free_range
 from tests.support.views import failure
 from torchelastic.config.settings import RendezvousSettings
@@ -106,7 +106,7 @@ async def test_a_node_that_sees_the_store_again_during_an_unanswered_probe_is_no
         monkeypatch.setattr("torchelastic.rendezvous.leader_election.probe", probe)
         monkeypatch.setattr("torchelastic.store.client.RETRY_MAX", LEASE / 10)
         clients.reach(False)
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT):
             await given_up.wait()
         assert member.inner.run.unreachable_since is None
         await asyncio.sleep(LEASE / 10)
@@ -256,7 +256,7 @@ async def test_a_node_offers_another_port_to_another_cluster(cluster_id: str) ->
         store.cluster_id = cluster_id
         store.reachable = False
         store.reachable = True
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT):
             await store.was_listed.wait()
         await asyncio.sleep(0.01)
         await node.inner.registration.flush()
@@ -394,13 +394,13 @@ async def test_a_paused_leader_changes_nothing_after_its_successor(what: str) ->
                 fail(a, first.number, final=what == "it fails")
             next_event = asyncio.create_task(a.inner.events.get())
             paused = asyncio.create_task(store.paused.wait())
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(TIMEOUT):
                 await asyncio.wait((next_event, paused), return_when=asyncio.FIRST_COMPLETED)
             if took_over := store.paused.is_set() and await take_over(data, first):
                 was_paused.append(request)
                 committed = await state_of(data)
             store.resume()
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(TIMEOUT):
                 event = await next_event
             if isinstance(event, RoundStarted) and event.tcp_store_listener is not None:
                 event.tcp_store_listener.close()

@@ -13,7 +13,7 @@ from elastic_operator.api.spec import (
     FailureAction,
 )
 from elastic_operator.api.status import JobState
-from elastic_operator.controller.model import PATIENCE, EtcdState, IncompatibleImage
+from elastic_operator.controller.model import STORE_TIMEOUT, EtcdState, IncompatibleImage
 from elastic_operator.controller.plan import EXIT_PERIOD, plan
 from tests.support.builders import (
     NOW,
@@ -273,10 +273,10 @@ CASES = {
         that_trained(a_job(active_deadline=60), active=NOW - 60),
         a_world(store_read=False),
         state=JobState.WAITING,
-        wakes_in=PATIENCE,
+        wakes_in=STORE_TIMEOUT,
     ),
     "the deadline waits for an unreadable store for a minute only": Case(
-        that_trained(a_job(active_deadline=60), active=NOW - 60 - PATIENCE),
+        that_trained(a_job(active_deadline=60), active=NOW - 60 - STORE_TIMEOUT),
         a_world(store_read=False, store_error="connection refused"),
         state=JobState.FAILED,
         reason=Reason.DEADLINE_EXCEEDED,

@@ -10,7 +10,7 @@ import pytest
 from elastic_operator.api.constants import ConditionType, Reason
 from elastic_operator.api.spec import EtcdSpec, FailureAction
 from elastic_operator.api.status import JobState
-from elastic_operator.controller.model import PATIENCE, IncompatibleImage, with_applied_spec
+from elastic_operator.controller.model import STORE_TIMEOUT, IncompatibleImage, with_applied_spec
 from elastic_operator.controller.plan import plan
 from tests.support.builders import (
     NOW,
@@ -60,11 +60,11 @@ def resumed_early() -> Job:
 
 def test_job_resumed_before_it_is_suspended_stops_first() -> None:
     job, waiting_plan = apply_plan(resumed_early(), UNREADABLE, NOW + 11)
-    assert (waiting_plan.create, waiting_plan.events, waiting_plan.wake_at) == ((), (), NOW + 10 + PATIENCE)
+    assert (waiting_plan.create, waiting_plan.events, waiting_plan.wake_at) == ((), (), NOW + 10 + STORE_TIMEOUT)
     assert with_applied_spec(job).spec.etcd == OLD
     assert job.status.state is JobState.SUSPENDED
 
-    job, suspended_plan = apply_plan(job, UNREADABLE, NOW + 10 + PATIENCE)
+    job, suspended_plan = apply_plan(job, UNREADABLE, NOW + 10 + STORE_TIMEOUT)
     assert (suspended_plan.create, suspended_plan.events, job.status.applied_spec, job.status.size_generation) == (
         (),
         (),
@@ -99,7 +99,7 @@ def test_resumed_job_waits_for_terminating_pods_and_the_store() -> None:
         job, waiting_plan = apply_plan(job, unreadable(terminating(0)), NOW + later)
         assert (waiting_plan.create, waiting_plan.wake_at, with_applied_spec(job).spec.etcd) == ((), None, OLD)
     job, waiting_plan = apply_plan(job, UNREADABLE, NOW + 101)
-    assert (waiting_plan.create, waiting_plan.wake_at) == ((), NOW + 101 + PATIENCE)
+    assert (waiting_plan.create, waiting_plan.wake_at) == ((), NOW + 101 + STORE_TIMEOUT)
 
 
 # -- suspended
@@ -110,13 +110,13 @@ def test_plan_waits_for_the_store_after_the_last_pod_has_ended() -> None:
     job, _ = apply_plan(job, unreadable(terminating(0), terminating(1)), NOW)
     for kind, reason in ((ConditionType.SUSPENDED, Reason.STOPPING), (ConditionType.WAITING, Reason.SUSPENDED)):
         assert (condition(job.status, kind).status, condition(job.status, kind).reason) == (False, reason)
-    assert plan(job, unreadable(terminating(0)), NOW + PATIENCE).status is None
+    assert plan(job, unreadable(terminating(0)), NOW + STORE_TIMEOUT).status is None
 
     job, waiting_plan = apply_plan(job, UNREADABLE, NOW + 100)
-    assert waiting_plan.wake_at == NOW + 100 + PATIENCE
+    assert waiting_plan.wake_at == NOW + 100 + STORE_TIMEOUT
     waiting = condition(job.status, ConditionType.WAITING)
     assert (waiting.status, waiting.reason, waiting.since) == (True, Reason.STORE_UNREADABLE, NOW + 100)
-    job, _ = apply_plan(job, UNREADABLE, NOW + 100 + PATIENCE)
+    job, _ = apply_plan(job, UNREADABLE, NOW + 100 + STORE_TIMEOUT)
     assert condition(job.status, ConditionType.SUSPENDED).status is True
 
 
@@ -127,7 +127,7 @@ def test_pod_that_may_have_failed_the_job_is_not_replaced() -> None:
     job = with_spec_applied(a_job(backoff_limit=0))
     world = unreadable(running(0), died(1))
     job, held = apply_plan(job, world, NOW + 1)
-    assert (held.create, held.wake_at, job.status.pod_failures) == ((), NOW + PATIENCE, 0)
+    assert (held.create, held.wake_at, job.status.pod_failures) == ((), NOW + STORE_TIMEOUT, 0)
     assert condition(job.status, ConditionType.WAITING).status is False
     assert "no pod is started until it can be read" in condition(job.status, ConditionType.DEGRADED).message
 
@@ -135,7 +135,7 @@ def test_pod_that_may_have_failed_the_job_is_not_replaced() -> None:
     waiting = condition(alone, ConditionType.WAITING)
     assert (waiting.status, waiting.reason) == (True, Reason.STORE_UNREADABLE)
 
-    job, _ = apply_plan(job, world, NOW + PATIENCE)
+    job, _ = apply_plan(job, world, NOW + STORE_TIMEOUT)
     assert (job.status.state, job.status.pod_failures) == (JobState.FAILED, 1)
 
 
@@ -163,10 +163,10 @@ def test_pod_that_cannot_start_fails_the_job_only_if_the_run_has_not_ended(last:
     job = with_spec_applied(a_job())
     world = unreadable(last)
     job, held = apply_plan(job, world, NOW + 1)
-    assert (held.create, held.remove, held.wake_at, job.status.state) == ((), (), NOW + PATIENCE, JobState.WAITING)
+    assert (held.create, held.remove, held.wake_at, job.status.state) == ((), (), NOW + STORE_TIMEOUT, JobState.WAITING)
     status = plan(job, a_world(last, outcome=success()), NOW + 2).status
     assert status.state is JobState.SUCCEEDED
-    for later, seen in ((2, a_world(last)), (PATIENCE, world)):
+    for later, seen in ((2, a_world(last)), (STORE_TIMEOUT, world)):
         ended = plan(job, seen, NOW + later).status
         assert condition(ended, ConditionType.FINISHED).reason == reason
 

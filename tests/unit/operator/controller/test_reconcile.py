@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from elastic_operator.controller.model import Job, Observed, Plan
 
 QUICK = ReconcileSettings(base_delay=0.001, max_delay=0.01)
-PATIENCE = 20.0
+TIMEOUT = 20.0
 
 
 class RecordingCluster:
@@ -63,7 +63,7 @@ class RecordingCluster:
             self.changed.notify_all()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE), self.changed:
+        async with asyncio.timeout(TIMEOUT), self.changed:
             await self.changed.wait_for(condition)
 
 

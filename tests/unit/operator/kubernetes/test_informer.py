@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import threading
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from elastic_operator.kubernetes.client import Resource
 
-PATIENCE = 20.0
+TIMEOUT = 20.0
 
 
 async def test_a_watch_session_can_be_reopened_throttles_watches_and_reports_errors() -> None:
@@ -130,7 +131,7 @@ async def running_informer(server: Server, *namespaces: str) -> AsyncIterator[tu
         informer = Informer(api, cache, namespaces=namespaces, base_delay=0.02)
         running = asyncio.create_task(informer.run())
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(TIMEOUT):
                 yield informer, cache
         finally:
             running.cancel()
@@ -172,16 +173,28 @@ async def test_a_watch_without_events_is_reopened(server: Server, monkeypatch: p
 async def test_after_a_failed_watch_each_kind_is_watched_exactly_once_and_signals_are_handled_as_before(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    received: list[int] = []
+    spawn_tasks = kopf.spawn_tasks
+
+    async def spawn_and_signal(**settings: Any) -> Any:
+        tasks = await spawn_tasks(**settings)
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # kopf has set its handlers
+        return tasks
+
+    monkeypatch.setattr(kopf, "spawn_tasks", spawn_and_signal)
     monkeypatch.setattr("elastic_operator.kubernetes.informer._RESTART_DELAY", 0.0)
-    async with running_informer(server) as (informer, _):
-        await informer.synced.wait()
-        await until(lambda: server.watches == 1)
-        server.changes.put_nowait({"type": "ERROR", "object": {"code": 500}})
-        await until(lambda: server.watches == 2)
-        watchers = [each for each in asyncio.all_tasks() if each.get_name().startswith("watcher for ")]
-        assert len(watchers) == len(WATCHED)
-        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        async with running_informer(server) as (informer, _):
+            await informer.synced.wait()
+            await until(lambda: server.watches == 1)
+            server.changes.put_nowait({"type": "ERROR", "object": {"code": 500}})
+            await until(lambda: server.watches == 2)
+            watchers = [each for each in asyncio.all_tasks() if each.get_name().startswith("watcher for ")]
+            assert len(watchers) == len(WATCHED)
+            assert received == [signal.SIGTERM] * 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 async def test_the_deletion_of_a_pod_group_is_noticed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

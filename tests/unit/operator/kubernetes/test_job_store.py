@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from elastic_operator.store_mirror import SettingsSource
 
-PATIENCE = 30
+TIMEOUT = 30
 NO_API = Api(Configuration())
 
 
@@ -46,7 +46,7 @@ async def test_a_store_is_reported_as_unreachable_only_while_it_should_be_up(
 ) -> None:
     monkeypatch.setattr("elastic_operator.kubernetes.job_store.StoreMirror", FakeMirror)
     woken = []
-    async with asyncio.timeout(PATIENCE), JobStores(NO_API, woken.append, managed_patience=0.0) as stores:
+    async with asyncio.timeout(TIMEOUT), JobStores(NO_API, woken.append, managed_timeout=0.0) as stores:
 
         def own(*, available: bool) -> StoreMirror:
             return stores.follow("uid", "team/digits", "127.9.9.9:2379", external=False, available=available)
@@ -69,7 +69,7 @@ async def test_an_unexpected_error_while_a_store_is_followed_is_reported(monkeyp
 
     monkeypatch.setattr(StoreMirror, "run", run)
     woken = asyncio.Event()
-    async with asyncio.timeout(PATIENCE), JobStores(NO_API, lambda _key: woken.set(), patience=0.0) as stores:
+    async with asyncio.timeout(TIMEOUT), JobStores(NO_API, lambda _key: woken.set(), timeout=0.0) as stores:
         stores.follow("uid", "team/digits", "127.9.9.9:2379", external=True, available=True)
         await woken.wait()
         assert stores.error("uid") == "an unexpected error: ZeroDivisionError('a defect')"
@@ -88,7 +88,7 @@ async def test_a_store_error_is_reported_after_a_delay_and_changes_at_most_twice
     now: SimpleNamespace,
 ) -> None:
     woken: list[str] = []
-    async with asyncio.timeout(PATIENCE), JobStores(NO_API, woken.append, patience=0.0) as stores:
+    async with asyncio.timeout(TIMEOUT), JobStores(NO_API, woken.append, timeout=0.0) as stores:
         own = stores.follow("own", "team/own", "127.9.9.9:2379", external=False, available=True)
         for now.time, reported in ((0.0, None), (50.0, None), (60.0, "no route")):
             fail(own, "no route")
@@ -119,7 +119,7 @@ async def test_no_connection_is_tried_while_the_store_is_not_up(monkeypatch: pyt
         raise StoreError("no route")
 
     monkeypatch.setattr("elastic_operator.kubernetes.job_store.store_at", at)
-    async with asyncio.timeout(PATIENCE), JobStores(NO_API, lambda _key: None) as stores:
+    async with asyncio.timeout(TIMEOUT), JobStores(NO_API, lambda _key: None) as stores:
         for available in (False, True):
             stores.follow("uid", "team/digits", "127.9.9.9:2379", external=False, available=available)
             for _ in range(9):

@@ -1,4 +1,4 @@
-"""The parts of a dashboard as data: pages, rows, panels and queries, independent of Grafana's JSON."""
+"""A dashboard as data: rows, panels and queries, independent of Grafana's JSON."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Display:
         title: the title.
         unit: the unit of the values.
         look: the kind of panel.
-        width: the width in columns; a page has 24.
+        width: the width in columns; a dashboard has 24.
         decimals: the number of decimals; None for as many as fit.
         repeat: the name of a variable, for each of whose values the panel is repeated; empty for none.
         good: the threshold from which a number is green; below it, the number is orange; None for no colors.
@@ -124,7 +124,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Variable:
-    """A selection at the top of a page, in addition to the data source.
+    """A selection at the top of a dashboard, in addition to the data source.
 
     Attributes:
         name: the name in queries.
@@ -159,7 +159,7 @@ class Mark:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Page:
+class Dashboard:
     """A dashboard.
 
     Attributes:

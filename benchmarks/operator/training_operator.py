@@ -1,6 +1,6 @@
-"""The peer of the operator benchmark: Kubeflow's training-operator with PyTorchJobs, on the same API server.
+"""The baseline of the operator benchmark: Kubeflow's training-operator with PyTorchJobs, on the same API server.
 
-The peer is measured if its binary is given; otherwise the report has values of an earlier measurement and says so.
+The baseline is measured if its binary is given; otherwise the report has values of an earlier measurement and says so.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
     from benchmarks.operator.cluster import OperatedCluster
 
-PEER: Final = "training-operator"
+TRAINING_OPERATOR: Final = "training-operator"
 CREATED_ONCE: Final = {9: 0.25, 101: 6.5, 300: 21.3}
 """Seconds from apply until all pods of a PyTorchJob existed, by number of pods; measured once with version 1.9.3."""
 REPLACED_ONCE: Final = 15.1
 """Seconds until a deleted pod of a PyTorchJob was replaced; measured once with version 1.9.3."""
-ONCE: Final = f"{PEER} 1.9.3, as measured once on another day"
+ONCE: Final = f"{TRAINING_OPERATOR} 1.9.3, as measured once on another day"
 
 _JOBS: Final = Resource("kubeflow.org", "v1", "pytorchjobs", "PyTorchJob")
 _NAMESPACE: Final = "kubeflow"
@@ -67,7 +67,7 @@ class TrainingOperator:
 
     async def __aenter__(self) -> Self:
         if _CERTIFICATES.parent.exists():
-            raise BadInput(f"{_CERTIFICATES.parent} exists already, and the peer needs this folder; remove it")
+            raise BadInput(f"{_CERTIFICATES.parent} exists already, and the baseline needs this folder; remove it")
         kubectl = self._cluster.control_plane.kubectl
         await kubectl("apply", "--server-side", "--filename", str(self._definition))
         await kubectl("create", "namespace", _NAMESPACE)
