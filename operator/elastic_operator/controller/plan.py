@@ -62,7 +62,7 @@ _RESUME_DELAY: Final = 0.1
 
 
 def plan(job: model.Job, observed: model.Observed, now: float) -> model.Plan:
-    """Return the plan for the job."""
+    """Return the plan for the job; ``now`` is in seconds since the Unix epoch."""
     if observed.unreadable is not None:
         status = statuses.unreadable_status(job, observed.unreadable, now)
         return model.Plan(status=_unless_the_same(job.status, status), unmanaged=True)

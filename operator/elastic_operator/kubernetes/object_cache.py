@@ -99,13 +99,25 @@ class ObjectCache:
         self._notify(resource, after)
 
     def remove(self, resource: Resource, body: Json) -> None:
-        """Remove an object at the version in ``body``; without a version, no later update restores the object."""
+        """Remove an object.
+
+        Args:
+            resource: the kind of the object.
+            body: its last state, with the version of its deletion; without a version, no update restores the object.
+        """
         self._mark_deleted(resource, body, version_of(body) or math.inf)
 
     def remove_unlisted(
         self, resource: Resource, uids: Collection[str], version: int, namespace: str | None = None
     ) -> None:
-        """Remove the objects that a list lacks, unless they are newer; the namespace None stands for all."""
+        """Remove the objects that a list lacks, unless they are newer than the list.
+
+        Args:
+            resource: the kind that was listed.
+            uids: the objects in the list.
+            version: the resource version of the list.
+            namespace: the namespace that was listed; None for all.
+        """
         for uid, body in list(self._objects[resource].items()):
             elsewhere = namespace is not None and body["metadata"].get("namespace") != namespace
             if uid not in uids and not elsewhere and version_of(body) <= version:

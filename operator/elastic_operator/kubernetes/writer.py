@@ -59,6 +59,7 @@ class Writer:
     once, and a failed attempt can be repeated.
 
     Args:
+        api: the connection.
         cache: the cache of objects, which receives the responses.
         identity: the name of this copy of the operator.
         created: called with the kind of each created object.
@@ -91,7 +92,12 @@ class Writer:
             await asyncio.gather(*late, return_exceptions=True)
 
     def event(self, job: Json, event: JobEvent) -> None:
-        """Record an event of this version of a job in the background."""
+        """Record an event of a job in the background.
+
+        Args:
+            job: the version of the job to which the event belongs.
+            event: what happened.
+        """
         if len(self._pending) >= _MAX_PENDING:
             _log.debug("too many events are pending; one is dropped: %s", event.message)
             return
@@ -114,7 +120,10 @@ class Writer:
     async def create(self, resource: client.Resource, job: Job, wanted: Json | Callable[[], Json]) -> None:
         """Create an object that a job owns, unless it exists.
 
-        If ``wanted`` is a function that returns the object, it is called when the write begins.
+        Args:
+            resource: the kind of the object.
+            job: the owner.
+            wanted: the object, or a function that returns it, which is called when the write begins.
 
         Raises:
             Rejected: the object will never be accepted.
@@ -309,7 +318,14 @@ def _classified(error: client.ApiError) -> ClusterError:
 
 
 def event_object(job: Json, event: JobEvent, *, identity: str, now: float) -> dict[str, Any]:
-    """Return the Event object of an event of a job, which the copy of the operator named ``identity`` reports."""
+    """Return the Event object.
+
+    Args:
+        job: the job of the event.
+        event: what happened.
+        identity: the name of this copy of the operator.
+        now: seconds since the Unix epoch.
+    """
     metadata = job["metadata"]
     content = "\n".join((metadata["uid"], metadata.get("resourceVersion", ""), event.reason, event.message))
     digest = hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=8).hexdigest()

@@ -71,7 +71,16 @@ class PodCommand(NamedTuple):
 def pod_command(
     job: Job, pod: NewPod, store: str, *, run: RunDir, base: Path, environ: Mapping[str, str]
 ) -> PodCommand:
-    """Return the command that starts a pod in ``base``, the manifest's directory; ``store`` is host:port."""
+    """Return the command that starts a pod.
+
+    Args:
+        job: the pod's job.
+        pod: the pod.
+        store: host:port of the job's store.
+        run: the run's directory.
+        base: the manifest's directory.
+        environ: the environment of ``elasticjob``.
+    """
     logs, checkpoints = run.logs / pod.name, run.checkpoints / job.name / str(pod.index)
     variables = agent_variables(
         job,

@@ -125,6 +125,7 @@ class View(contextlib.AbstractContextManager["View"]):
 
     Attributes:
         job: the job as it was shown last.
+        steps: the steps of the demo.
     """
 
     def __init__(self, output: IO[str], command: str, clock: Callable[[], float] = time.time) -> None:
@@ -234,9 +235,14 @@ class LiveView(View):
 def render(
     job: JobView, now: float, command: str = "", *, steps: Sequence[Step] = (), ending: str = ""
 ) -> RenderableType:
-    """Return the renderable of the live view; while the run ends, it has the sentence ``ending`` and no suggestions.
+    """Return the renderable of the live view.
 
-    Without the ``command`` that calls ``elasticjob``, it has no paths and suggestions.
+    Args:
+        job: the job.
+        now: the current time, in seconds since the Unix epoch.
+        command: the command that calls ``elasticjob``; empty for a view without paths and suggestions.
+        steps: the steps of the demo.
+        ending: a sentence to show instead of the suggestions; empty unless the run is ending.
     """
     parts = [_title(job, now), _facts(job)]
     if ending:

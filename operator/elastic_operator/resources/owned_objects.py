@@ -237,7 +237,12 @@ def etcd_endpoint(cluster_ip: str) -> str:
 
 
 def etcd_service(job: Job, *, cluster_ip: str | None) -> dict[str, Any]:
-    """Return the Service of a job's own etcd, at the address that live pods use; None stands for any address."""
+    """Return the Service of a job's own etcd.
+
+    Args:
+        job: the owner.
+        cluster_ip: the address that live pods use; None for any address.
+    """
     spec: dict[str, Any] = {
         "type": "ClusterIP",
         "selector": _selector(job),
