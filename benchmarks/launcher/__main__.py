@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from benchmarks.launcher.pods import measure_pods
 from benchmarks.launcher.torchrunx_versions import VERSIONS, packages
 from benchmarks.support.command_line import parser, run_to_end
 from benchmarks.support.processes import ProcessTree, until
@@ -68,6 +69,7 @@ CASES: Final = {
     "allocation": Case(('"slurm" without an allocation',), (2.0,), includes=_CHECK),
     "duplicate": Case(("the same host twice",), (2.0,), includes=_CHECK),
 }
+_PODS: Final = "kubernetes"
 _HOSTS: Final = ("unresolvable", "lengths", "allocation", "duplicate")
 """Cases that elastic_launch does not have: it launches on this machine only."""
 
@@ -138,7 +140,13 @@ async def run(arguments: argparse.Namespace) -> Report:
                 packages(version)
     except Missing as error:
         raise BadInput(f"{error}, or choose other --baselines.") from None
-    for name in arguments.only or CASES:
+    for name in arguments.only or [*CASES, _PODS]:
+        if name == _PODS:
+            try:
+                await measure_pods(report, arguments.repeat)
+            except Missing as error:
+                raise BadInput(f"{error}, or choose other cases with --only.") from None
+            continue
         baselines = [each for each in arguments.baselines if each != ELASTIC_LAUNCH or name not in _HOSTS]
         await measure_case(report, name, [OURS, *baselines, *([LOOPBACK] if name == "large" else [])], arguments)
     return report
@@ -147,7 +155,7 @@ async def run(arguments: argparse.Namespace) -> Report:
 def main() -> int:
     """Measure and print; fail if an attempt of ours did not end."""
     flags = parser("launcher", __doc__, etcd=False, repeat=3, limit=120)
-    flags.add_argument("--only", action="append", metavar="CASE", choices=[*CASES])
+    flags.add_argument("--only", action="append", metavar="CASE", choices=[*CASES, _PODS])
     baselines = [ELASTIC_LAUNCH, *VERSIONS]
     flags.add_argument(
         "--baselines", nargs="*", choices=baselines, default=baselines, help="the baselines; none to measure ours only"

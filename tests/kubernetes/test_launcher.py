@@ -6,17 +6,17 @@ import asyncio
 import json
 import re
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import pytest
 import pytest_asyncio
 
+from testbed.program_pod import program_pod
 from tests.support.cluster_user import ROOT, User
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
     from testbed.node import Node
 
@@ -67,27 +67,6 @@ def show(what):
     print("RESULT", json.dumps(what), flush=True)
 """
 
-POD = """\
-apiVersion: v1
-kind: Pod
-metadata: {{name: {name}}}
-spec:
-  hostNetwork: {is_outside}
-  restartPolicy: Never
-  terminationGracePeriodSeconds: 1
-  containers:
-    - name: main
-      image: elastic-operator:dev
-      imagePullPolicy: Never
-      command: [sleep, infinity]
-      workingDir: /tmp
-      env: {env}
-      volumeMounts: [{{name: cloudpickle, mountPath: /packages/cloudpickle}}, {{name: files, mountPath: /files}}]
-  volumes:
-    - {{name: cloudpickle, hostPath: {{path: {cloudpickle}}}}}
-    - {{name: files, hostPath: {{path: {files}}}}}
-"""
-
 
 class Launching:
     """A pod with a program that launches; it has the packages of a notebook server, and no GPU."""
@@ -101,14 +80,7 @@ class Launching:
         """Start the pod."""
         (self.folder / "code").mkdir()
         (self.folder / "code" / "functions.py").write_text(FUNCTIONS)
-        env = [
-            {"name": name, "value": value} for name, value in {"PYTHONPATH": "/packages:/files/code", **environ}.items()
-        ]
-        package = Path(cloudpickle.__file__).parent
-        is_outside = json.dumps("KUBECONFIG" in environ)
-        pod = POD.format(
-            name=self.name, env=json.dumps(env), cloudpickle=package, files=self.folder, is_outside=is_outside
-        )
+        pod = program_pod(self.name, self.folder, host_network="KUBECONFIG" in environ, **environ)
         await self.user.kubectl("apply", "-f", "-", stdin=pod)
         await self.user.wait(f"pod/{self.name}", "condition=Ready")
 
