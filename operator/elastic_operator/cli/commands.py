@@ -187,8 +187,10 @@ def _add(
     """Add a command that takes a job's name, which ``every`` makes optional; ``execute`` returns the text to print."""
 
     def run(arguments: argparse.Namespace) -> int:
+        from elastic_operator.views.formatting import visible
+
         with contextlib.closing(open_client(arguments)) as client:
-            sys.stdout.write(execute(client, arguments))
+            sys.stdout.write(visible(execute(client, arguments)))
         return 0
 
     parser = add_command(commands, name, run, summary, text)
@@ -235,12 +237,15 @@ def _describe(client: JobClient, arguments: argparse.Namespace) -> str:
 def _logs(client: JobClient, arguments: argparse.Namespace) -> str:
     from elastic_operator.client import LogSelector
     from elastic_operator.errors import BadInput
+    from elastic_operator.views.formatting import LogFilter
 
     if arguments.agent and (arguments.rank is not None or arguments.round is not None):
         raise BadInput("an agent's log is about all ranks and rounds: leave out --agent, or --rank and --round")
 
+    output_filter = LogFilter() if sys.stdout.isatty() else None
+
     def write(output: bytes) -> None:
-        sys.stdout.buffer.write(output)
+        sys.stdout.buffer.write(output if output_filter is None else output_filter.filtered(output))
         sys.stdout.buffer.flush()
 
     selector = LogSelector(
@@ -460,5 +465,7 @@ def open_client(arguments: argparse.Namespace) -> JobClient:
 
 def notify(sentence: str) -> None:
     """Print a sentence for the user to standard error."""
-    sys.stderr.write(f"elasticjob: {sentence}\n")
+    from elastic_operator.views.formatting import visible
+
+    sys.stderr.write(visible(f"elasticjob: {sentence}\n"))
     sys.stderr.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import re
 import shlex
@@ -16,8 +17,16 @@ if TYPE_CHECKING:
 
     from elastic_operator.views.job_view import JobView, PodView
 
-_ESCAPES: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+_ESCAPES: Final = re.compile(
+    r"(\x1b\[[0-9;:]*m)|\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])"
+)
+"""A control sequence of a terminal; the group is a color."""
+_INCOMPLETE: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x1b]{0,256}\x1b?|[ -/]*)\Z")
 _CONTROLS: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
+_INVISIBLE: Final = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]"
+)
+_KEPT: Final = re.compile(r"(\x1b\[[0-9;:]*m|\r)")
 _BYTE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
 _TERMINATED: Final = 128 + signal.SIGTERM
@@ -73,6 +82,30 @@ def printed(line: str) -> str:
     return _CONTROLS.sub("", visible.expandtabs(4)).rstrip()
 
 
+def visible(text: str) -> str:
+    """Return a text without what a terminal does not show as characters: control sequences and format characters."""
+    return _INVISIBLE.sub("", _ESCAPES.sub("", text))
+
+
+class LogFilter:
+    """Removes what :func:`visible` removes, except colors and carriage returns, from output that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        self._rest = ""
+
+    def filtered(self, output: bytes) -> bytes:
+        """Return the output up to the last complete control sequence."""
+        text = self._rest + self._decoder.decode(output)
+        end = found.start() if (found := _INCOMPLETE.search(text)) is not None else len(text)
+        self._rest = text[end:]
+        text = _ESCAPES.sub(lambda sequence: sequence[1] or "", text[:end])
+        kept = "".join(
+            part if number % 2 else _INVISIBLE.sub("", part) for number, part in enumerate(_KEPT.split(text))
+        )
+        return kept.encode(errors="surrogateescape")
+
+
 def activity(pod: PodView) -> tuple[str, bool | None]:
     """Return a pod's activity in one or two words, and whether the pod is healthy; None if it is in transition."""
     if pod.over:
@@ -111,7 +144,7 @@ def shell_path(path: str) -> str:
 
 def columns(rows: Iterable[Sequence[str]], indent: str = "") -> list[str]:
     """Lay out rows as lines, each column as wide as its widest cell."""
-    kept = [tuple(row) for row in rows]
+    kept = [tuple(cell.replace("\n", " ") for cell in row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*kept, strict=True)]
     return [
         (indent + "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
@@ -184,7 +217,8 @@ def description(job: JobView, now: float) -> list[str]:
 def _labeled(facts: Iterator[tuple[str, str]]) -> list[str]:
     kept = [(label, value) for label, value in facts if value]
     widest = max(len(label) for label, _ in kept)
-    return [f"{label + ':':<{widest + 2}} {value}" for label, value in kept]
+    lines = (f"{label + ':':<{widest + 2}} {value}".splitlines() for label, value in kept)
+    return [f"  {line}" if number else line for value in lines for number, line in enumerate(value)]
 
 
 def _facts(job: JobView, now: float) -> Iterator[tuple[str, str]]:
@@ -205,7 +239,7 @@ def _facts(job: JobView, now: float) -> Iterator[tuple[str, str]]:
     yield "Pod Failures", str(status.pod_failures or "")
     if (failure := status.last_failure) is not None and failure.message:
         ago = f" ({duration(now - failure.time)} ago)" if failure.time else ""
-        yield "Last Failure", failure.message.replace("\n", "\n  ") + ago
+        yield "Last Failure", failure.message + ago
     yield "Deadline", f"in {duration(job.deadline - now)}" if job.deadline is not None else ""
     yield "Excluded Nodes", ", ".join(status.excluded_nodes)
     yield "Progress", job.progress.line if job.progress else ""
@@ -253,8 +287,8 @@ def _pod(pod: PodView, now: float) -> Iterator[tuple[str, str]]:
     yield "Node", pod.node + (f" (pod address {pod.address})" if pod.address else "")
     yield "Agent", f"process {pod.pid}" if pod.pid and not pod.over else ""
     yield "Ranks", rank_list(pod.ranks) if pod.ranks else ""
-    yield "Note", pod.note.replace("\n", "\n      ")
-    yield "Message", pod.message.replace("\n", "\n      ")
+    yield "Note", pod.note
+    yield "Message", pod.message
     yield "Logs", pod.log_dir or ""
     yield "Metrics", pod.metrics_url or ""
 
