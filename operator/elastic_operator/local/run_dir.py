@@ -160,8 +160,9 @@ def lock_name(home: Path, job: str) -> TextIO:
 
 def _create(run: RunDir) -> None:
     try:
-        for path in (run.path, run.logs, run.checkpoints):
-            path.mkdir(parents=True, exist_ok=True)
+        run.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # logs may have secrets of the program
+        for path in (run.logs, run.checkpoints):
+            path.mkdir(exist_ok=True)
         with tempfile.TemporaryFile(dir=run.path):
             pass
     except OSError as error:

@@ -26,6 +26,7 @@ def test_variables_set_the_home_which_has_a_default(tmp_path: Path, monkeypatch:
 
 def test_a_run_is_resumed_in_its_directory_and_its_old_logs_are_renamed(tmp_path: Path) -> None:
     run = create_run(tmp_path, "digits", NOW)
+    assert run.path.stat().st_mode & 0o777 == 0o700  # no other user reads its logs
     replace_file(run.record, a_record("digits"))
     (run.logs / "digits-0-aaaaa").mkdir()
     (run.checkpoints / "digits").mkdir()
