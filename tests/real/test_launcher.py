@@ -263,6 +263,7 @@ def test_every_line_of_the_workers_reaches_files_and_handlers(tmp_path: Path) ->
                 lambda: [only, trx.file_handler("localhost", 1, "of_1.log")]
             )
             launcher.run(talk)
+            trx.Launcher(workers_per_host=2, extra_env_vars=None).set_logging_handlers(None).run(talk)
             print(json.dumps({"every": every, "only": seen}))
         """,
         TORCHRUNX_LOG_DIR=str(tmp_path / "logs"),

@@ -98,7 +98,7 @@ _RULES: Final[Sequence[tuple[str, Callable[[Any], bool], str]]] = (
     ),
     (
         "extra_env_vars",
-        lambda value: _are_patterns(value) or _are_variables(value),
+        lambda value: value is None or _are_patterns(value) or _are_variables(value),
         "a list of names or patterns of variables, or a dictionary of variables",
     ),
 )
@@ -187,7 +187,7 @@ class Launcher:
     backend: Literal["nccl", "gloo", "mpi", "ucc", "auto"] | None = "auto"
     timeout: int = 600
     default_env_vars: tuple[str, ...] = DEFAULT_ENV_VARS_FOR_COPY
-    extra_env_vars: tuple[str, ...] | dict[str, str] = ()
+    extra_env_vars: tuple[str, ...] | dict[str, str] | None = ()
     env_file: str | Path | None = None
     workers: tuple[int, int] | int | None = None
     max_restarts: int = 0
@@ -205,9 +205,11 @@ class Launcher:
     keep: bool = False
     job: str | None = None
 
-    def set_logging_handlers(self, make: Callable[[], Iterable[logging.Handler]]) -> Launcher:
-        """Use the handlers that a function returns instead of the default ones; return this launcher."""
-        self._make_handlers = make
+    def set_logging_handlers(
+        self, handlers: Callable[[], Iterable[logging.Handler]] | Literal["auto"] | None
+    ) -> Launcher:
+        """Use the handlers that a function returns, the default ones ("auto"), or none; return this launcher."""
+        self._handlers = handlers
         return self
 
     def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> LaunchResult:  # noqa: ANN401 - the function's
@@ -227,8 +229,9 @@ class Launcher:
         if not isinstance(func_kwargs, Mapping) or not all(isinstance(name, str) for name in func_kwargs):
             raise SettingsError(f"func_kwargs is {func_kwargs!r}: it must be a dictionary of arguments by name.")
         args, kwargs = (*args, *func_args), {**kwargs, **func_kwargs}
-        if (make := getattr(self, "_make_handlers", None)) is not None and handlers == "auto":
-            handlers = make()
+        if handlers == "auto":
+            chosen = getattr(self, "_handlers", "auto")
+            handlers = chosen() if callable(chosen) else chosen
         self._check()
         hosts, cluster = self._hosts()
         names = [host.name for host in hosts]
@@ -304,7 +307,7 @@ class Launcher:
         if isinstance(self.extra_env_vars, Mapping):
             given = {name: f"{value}" for name, value in self.extra_env_vars.items()}
         else:
-            patterns += self.extra_env_vars
+            patterns += self.extra_env_vars or ()
         copied = {
             name: value for name, value in os.environ.items() if any(fnmatch.fnmatch(name, each) for each in patterns)
         }
