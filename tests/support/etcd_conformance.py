@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -25,7 +26,6 @@ from torchelastic.store.client import RunLease, connect, follow_forever
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
 
     from tests.support.etcd import EtcdServer
     from torchelastic.store.api import Store
@@ -273,6 +273,17 @@ class EtcdBehavior(StoreBehavior):
             async with self.opened(known) as store, watching(store, "/a") as watch:
                 await store.put("/a/b", b"")
                 assert len(await read_changes(watch, 1)) == 1
+            async with self.opened(known) as store:  # all certificates are renewed, by another authority
+                (tmp_path / "renewed").mkdir()
+                for old, new in zip(
+                    dataclasses.astuple(files),
+                    dataclasses.astuple(make_certificates(tmp_path / "renewed")),
+                    strict=True,
+                ):
+                    Path(new).replace(old)
+                await server.kill()
+                await server.start()
+                await store.put("/a/c", b"")
             elsewhere = server.endpoint.replace("127.0.0.1", "localhost")
             for message, changes in (
                 (f"the certificate of etcd at {server.endpoint} cannot be trusted", {"ca_cert": None}),

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import socket
 import ssl
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -74,6 +75,7 @@ class EtcdServers:
     def __init__(self, settings: StoreSettings) -> None:
         self._settings = settings
         self.endpoints = settings.endpoints
+        self._versions = _versions(settings)
         self._tls = _tls_context(settings)
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
@@ -156,7 +158,7 @@ class EtcdServers:
         """
         self._raise_if_closed()
         if self._session is None:  # not in __init__, because a session belongs to the running loop
-            connector = aiohttp.TCPConnector(limit=0, ssl=self._tls or True)
+            connector = aiohttp.TCPConnector(limit=0)
             timeout = aiohttp.ClientTimeout(connect=self._settings.request_timeout / len(self.endpoints))
             jar = aiohttp.DummyCookieJar()
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=jar)
@@ -166,7 +168,9 @@ class EtcdServers:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **(headers or {})}
         try:
             # A redirect would send the credentials to another server.
-            request = self._session.request(method, url, data=body or None, headers=headers, allow_redirects=False)
+            request = self._session.request(
+                method, url, data=body or None, headers=headers, allow_redirects=False, ssl=self._current_tls()
+            )
             async with request as response:
                 yield response
         except (aiohttp.ClientError, RuntimeError) as error:
@@ -174,6 +178,13 @@ class EtcdServers:
             if isinstance(error, aiohttp.ClientError):
                 raise broken(endpoint, error) from error
             raise
+
+    def _current_tls(self) -> ssl.SSLContext | bool:
+        """Return the TLS context for new connections, with the certificates that the files have now."""
+        if self._tls is not None and (versions := _versions(self._settings)) != self._versions:
+            with contextlib.suppress(SettingsError):  # the files are being replaced; the next request reads them again
+                self._tls, self._versions = _tls_context(self._settings), versions
+        return self._tls or True
 
     async def close(self) -> None:
         """Close all connections; pending requests raise StoreUnavailable."""
@@ -484,6 +495,18 @@ def _tls_context(settings: StoreSettings) -> ssl.SSLContext | None:
             pair = f"{settings.cert} with the key {settings.key or settings.cert}"
             raise SettingsError(f"the client certificate {pair} for etcd cannot be used: {error}") from error
     return context
+
+
+def _versions(settings: StoreSettings) -> list[tuple[int, int] | None]:
+    """Return values that change when a file with certificates is replaced."""
+    found: list[tuple[int, int] | None] = []
+    for path in (settings.ca_cert, settings.cert, settings.key):
+        status = None
+        if path is not None:
+            with contextlib.suppress(OSError):
+                status = os.stat(path)  # noqa: PTH116 - a string
+        found.append(None if status is None else (status.st_ino, status.st_mtime_ns))
+    return found
 
 
 def _encoded(key: str) -> bytes:
