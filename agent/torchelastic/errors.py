@@ -13,7 +13,21 @@ class SettingsError(TorchElasticError):
 
 
 class StoreError(TorchElasticError):
-    """A request to the store failed."""
+    """A request to the store failed.
+
+    Args:
+        message: a sentence in this project's own words.
+        detail: what the server has answered; the text of the error ends with it.
+
+    Attributes:
+        message: the message without the detail, for readers who may not see what any server answers.
+        detail: the detail; empty for none.
+    """
+
+    def __init__(self, message: str = "", *, detail: str = "") -> None:
+        super().__init__(f"{message}: {detail}" if detail else message)
+        self.message = message
+        self.detail = detail
 
 
 class StoreUnavailable(StoreError):  # noqa: N818 - named for the state, as in the documentation of etcd

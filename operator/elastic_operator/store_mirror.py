@@ -111,7 +111,10 @@ class StoreMirror:
                         tasks.create_task(self._lease(store).keep())
                         await self._follow(store)
             except* (StoreError, SettingsError) as errors:
-                self._away(str(errors.exceptions[0]))
+                error = errors.exceptions[0]
+                _log.info("the store of the run %s: %s", self._run_id, error)
+                # A condition must not show what a server answers, because the endpoint may be any server.
+                self._away(error.message if isinstance(error, StoreError) else str(error))
             finally:
                 self._store = None
                 if self.readable:

@@ -18,7 +18,7 @@ from elastic_operator.kubernetes.client import Api
 from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.store_mirror import StoreMirror
 from tests.support.certificates import make_certificates
-from tests.support.etcd import EtcdServer
+from tests.support.etcd import EtcdServer, fake_etcd, http
 from tests.support.object_server import answering
 from torchelastic.errors import StoreError
 from torchelastic.protocol.codec import encode
@@ -211,6 +211,27 @@ async def test_a_hanging_store_is_awaited_briefly_and_gets_the_size_later(etcd: 
         later = SizeRecord(min=1, max=8, desired=1, generation=203)
         await followed.stores.write_size(run_id, later)
         await followed.until(lambda: mirror.size == later)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        http("200 OK", "<html>SECRET</html>"),
+        http("404 Not Found", "SECRET"),
+        http("500 Internal Server Error", "SECRET"),
+        http("400 Bad Request", '{"message": "SECRET", "code": 3}'),
+        http("503 Service Unavailable", '{"message": "SECRET", "code": 14}'),
+        lambda _: b"SECRET\r\n\r\n",
+    ],
+)
+async def test_what_another_server_answers_is_not_shown_to_the_users_of_the_job(
+    answer: Callable[[str], bytes], run_id: str
+) -> None:
+    followed = Followed(run_id)
+    async with fake_etcd(answer) as endpoint, followed.at(endpoint):
+        message = await followed.error()
+    assert endpoint in message
+    assert "SECRET" not in message
 
 
 async def test_an_etcd_with_client_certificates_is_reached_with_the_current_secret(tmp_path: Path, run_id: str) -> None:

@@ -205,7 +205,7 @@ class EtcdBehavior(StoreBehavior):
     @pytest.mark.parametrize(
         ("answer", "sentence"),
         [
-            (http("404 Not Found", "no such page"), "is not etcd, or is etcd without .* status 404, 'no such page'"),
+            (http("404 Not Found", "no such page"), "is not etcd, or is etcd without .* status 404: 'no such page'"),
             (http("302 Found", ""), "is not etcd, or is etcd without its "),
             (http("200 OK", "<html>Welcome</html>"), "does not answer like etcd"),
             (http("200 OK", '{"action": "get", "node": 7}'), "does not answer like etcd"),

@@ -73,8 +73,8 @@ async def connect(settings: StoreSettings) -> Store:
         try:
             store = await _checked(_v2(settings))
         except StoreRefused as no_v2:
-            also = "nor does it serve the API v2" if isinstance(no_v2, WrongApi) else f"and {no_v2}"
-            raise StoreRefused(f"{no_v3}; {also}") from no_v2
+            also = "nor does it serve the API v2" if isinstance(no_v2, WrongApi) else f"and {no_v2.message}"
+            raise StoreRefused(f"{no_v3.message}; {also}", detail=no_v3.detail or no_v2.detail) from no_v2
         logger.debug("using etcd's API v2: %s", no_v3)
         return store
 

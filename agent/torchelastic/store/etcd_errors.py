@@ -61,9 +61,9 @@ def is_transient(status: int) -> bool:
 def unexpected(endpoint: str, path: str, status: int, body: bytes, *, lacking: str) -> StoreError:
     """Return the error for an answer that is not etcd's; ``lacking`` names the feature that an etcd would lack."""
     if is_transient(status):
-        return StoreUnavailable(f"etcd at {endpoint} answers with status {status}: {shown(body)}")
-    found = f"{path} gives status {status}, {shown(body)}"
-    return WrongApi(f"the server at {endpoint} is not etcd, or is etcd without {lacking}: {found}")
+        return StoreUnavailable(f"etcd at {endpoint} answers with status {status}", detail=shown(body))
+    found = f"{path} gives status {status}"
+    return WrongApi(f"the server at {endpoint} is not etcd, or is etcd without {lacking}: {found}", detail=shown(body))
 
 
 def shown(body: bytes) -> str:
@@ -80,14 +80,14 @@ def refused(where: str, fault: Fault, *, transient: bool = False) -> StoreError:
     if "lease already exists" in message:
         return LeaseExists(f"{where} already has a lease with this id")
     if any(sign in message for sign in _TOKEN_REFUSED):
-        return TokenRefused(f"{where} requires a user name and a password: {message}")
+        return TokenRefused(f"{where} requires a user name and a password", detail=message)
     if "authentication failed" in message:
         return StoreRefused(f"{where} does not accept the user name and password")
     if "permission denied" in message:
         return NotAuthorized(f"{where} does not allow this user to use these keys: permission denied")
     if transient or (fault.code or fault.grpc_code) in _TRANSIENT_CODES:
-        return StoreUnavailable(f"{where} cannot answer now: {message}")
-    return StoreRefused(f"{where} refuses: {message}")
+        return StoreUnavailable(f"{where} cannot answer now", detail=message)
+    return StoreRefused(f"{where} refuses", detail=message)
 
 
 def broken(endpoint: str, error: aiohttp.ClientError) -> StoreError:
@@ -106,7 +106,7 @@ def broken(endpoint: str, error: aiohttp.ClientError) -> StoreError:
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return Unreached(f"{where} does not answer: no connection in time")
     if isinstance(error, aiohttp.ClientResponseError):
-        return WrongApi(f"the server at {endpoint} does not support HTTP: {' '.join(error.message.split())}")
+        return WrongApi(f"the server at {endpoint} does not support HTTP", detail=" ".join(error.message.split()))
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return StoreUnavailable(f"{where} closed the connection instead of answering")
     if isinstance(error, aiohttp.ClientPayloadError):

@@ -214,7 +214,7 @@ class EtcdV3Store:
         async def read(endpoint: str) -> None:
             answer = await self._authorized(endpoint, "/v3/kv/range", body)
             if not _parse_answer(endpoint, answer).header.revision:  # etcd's revisions begin with 1
-                raise WrongApi(f"the server at {endpoint} does not answer like etcd: {shown(answer)}")
+                raise WrongApi(f"the server at {endpoint} does not answer like etcd", detail=shown(answer))
 
         await self._servers.check(read)
 
@@ -450,7 +450,8 @@ def _parse_answer(endpoint: str, body: bytes) -> _Answer:
     try:
         return msgspec.json.decode(body, type=_Answer, strict=False)
     except msgspec.DecodeError as error:
-        raise WrongApi(f"the server at {endpoint} does not answer like etcd: {shown(body)} ({error})") from error
+        found = f"{shown(body)} ({error})"
+        raise WrongApi(f"the server at {endpoint} does not answer like etcd", detail=found) from error
 
 
 def _refusal(endpoint: str, path: str, status: int, body: bytes) -> StoreError:

@@ -123,7 +123,7 @@ class Executor:
             except ClusterError as error:
                 errors.append(error)
             except StoreError as error:
-                errors.append(ClusterError(f"the desired size could not be written to the store: {error}"))
+                errors.append(ClusterError(f"the desired size could not be written to the store: {error.message}"))
             return otherwise
 
         creates, left = record.creates, False
