@@ -154,15 +154,18 @@ class Pods:
         answers: the answers by method and path, instead of the usual ones.
         seen: the method and path of each request.
         calls: the names of the pods that have got a call, in order.
+        closed: set when the launch has ended, so that the watches end.
     """
 
     def __init__(self) -> None:
         self.answers: dict[str, Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]] = {}
         self.seen: list[str] = []
         self.calls: list[str] = []
-        self.job = {
+        self.closed = asyncio.Event()
+        self.job: dict[str, Any] = {
             "metadata": {"name": "kept", "uid": "1"},
             "spec": {"minReplicas": 2, "nprocPerNode": 1, "args": ["-m", CALLS_MODULE, "keep"]},
+            "status": {"conditions": [{"type": "Waiting", "status": "False"}]},
         }
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -171,7 +174,8 @@ class Pods:
         if name in self.answers:
             return await self.answers[name](request)
         if request.method == "POST":
-            self.job = {**await request.json(), "metadata": {"name": "made", "uid": "1"}}
+            self.job = await request.json()
+            self.job["metadata"]["uid"] = "1"
         if path.endswith("/exec"):
             return await self.agent(request)
         if "watch" not in request.query:
@@ -181,7 +185,7 @@ class Pods:
         await response.prepare(request)
         for each in objects:
             await response.write(json.dumps({"type": "ADDED", "object": each}).encode() + b"\n")
-        await asyncio.Event().wait()
+        await self.closed.wait()
         return response
 
     def pod(self, index: int) -> dict[str, Any]:
@@ -208,7 +212,7 @@ class Pods:
         await send(socket, {"type": "hello", "version": __version__, "python": sys.version_info[:2]})
         data = b""
         while b"\xa4call" not in data:
-            data += (await socket.receive()).data
+            data += await socket.receive_bytes()
         self.calls.append(request.path.split("/")[-2])
         yield socket
 
@@ -228,8 +232,11 @@ async def run(pods: Pods, launcher: Launcher, folder: Path, monkeypatch: pytest.
         (path := folder / "kubeconfig").write_text(kubeconfig(configuration.host, token="", namespace="team"))
         monkeypatch.setenv("KUBECONFIG", f"{path}")
         monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-        async with asyncio.timeout(30):
-            return (await asyncio.to_thread(launcher.run, print, log_handlers=None)).by_ranks()
+        try:
+            async with asyncio.timeout(30):
+                return (await asyncio.to_thread(launcher.run, print, log_handlers=None)).by_ranks()
+        finally:
+            pods.closed.set()
 
 
 async def refuse(_request: web.BaseRequest) -> web.StreamResponse:
@@ -270,19 +277,22 @@ async def test_a_missing_permission_is_named_at_once(
 
 
 async def test_a_launch_connects_again_if_a_connection_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pods, broken = Pods(), asyncio.Event()
+    pods, again = Pods(), asyncio.Event()
 
-    async def end(request: web.BaseRequest) -> web.StreamResponse:
-        if len(pods.calls) < 2:
+    async def lose(request: web.BaseRequest) -> web.StreamResponse:
+        if "pod-1" not in pods.calls:
             async for socket in pods.opened(request):
-                broken.set()
                 await socket.close()
                 return socket
+        again.set()
         return await pods.agent(request)
 
-    pods.answers[f"GET {PODS}/pod-1/exec"] = end
-    assert await run(pods, attach("kept"), tmp_path, monkeypatch) == ["pod-0", "pod-1"]
-    assert broken.is_set()
+    async def wait(request: web.BaseRequest) -> web.StreamResponse:
+        await again.wait()
+        return await pods.agent(request)
+
+    pods.answers = {f"GET {PODS}/pod-0/exec": wait, f"GET {PODS}/pod-1/exec": lose}
+    assert await run(pods, pods_launcher(workers=2, workers_per_host=1), tmp_path, monkeypatch) == ["pod-0", "pod-1"]
     assert pods.calls.count("pod-1") == 2
 
 
@@ -331,7 +341,7 @@ async def test_a_worker_that_has_failed_is_the_cause_if_another_pod_does_not_end
         status = {"conditions": [{"type": "Failed", "status": "True", "message": "the run has failed"}]}
         change = {"type": "MODIFIED", "object": {**pods.job, "status": status}}
         await response.write(json.dumps(change).encode() + b"\n")
-        await asyncio.Event().wait()
+        await pods.closed.wait()
         return response
 
     pods.answers = {f"GET {PODS}/pod-0/exec": hang, f"GET {PODS}/pod-1/exec": fail, f"GET {JOBS}": follow}
@@ -351,7 +361,7 @@ async def test_a_job_of_another_kind_is_not_taken_and_not_deleted(
     change: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pods = Pods()
-    pods.job["spec"] = {**pods.job["spec"], **change}  # type: ignore[dict-item]
+    pods.job["spec"] |= change
     with pytest.raises(SettingsError, match=message):
         await run(pods, attach("kept", keep=False, workers_per_host=1), tmp_path, monkeypatch)
     assert f"DELETE {JOBS}/JOB" not in pods.seen
@@ -366,10 +376,11 @@ async def test_a_job_that_is_created_during_an_interrupt_is_deleted(
 ) -> None:
     pods, asked, interrupted = Pods(), threading.Event(), asyncio.Event()
 
-    async def create(_request: web.BaseRequest) -> web.StreamResponse:
+    async def create(request: web.BaseRequest) -> web.StreamResponse:
         asked.set()
         await interrupted.wait()
-        return web.json_response({"metadata": {"name": "made", "uid": "1"}})
+        pods.job = {"metadata": {"name": (await request.json())["metadata"]["name"], "uid": "1"}}
+        return web.json_response(pods.job)
 
     pods.answers[f"POST {JOBS}"] = create
     loop = asyncio.get_running_loop()
