@@ -186,7 +186,7 @@ class Launcher:
         worker_timeout: another name of timeout.
         copy_env_vars: another name of default_env_vars.
         image: the image of the pods.
-        namespace: the namespace of the pods; None for that of the kubeconfig or of this pod.
+        namespace: the namespace of the pods; None for that of the manifest, or else of the kubeconfig or this pod.
         resources: the resources that each pod gets, such as {"nvidia.com/gpu": "1"}.
         manifest: a file with an ElasticJob whose other fields the launch takes, such as volumes of the pods.
         keep: whether the job remains, so that the next launch of this object, or of :func:`attach`, uses its pods.

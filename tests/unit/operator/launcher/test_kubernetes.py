@@ -111,7 +111,10 @@ def test_the_other_fields_of_a_manifest_remain(tmp_path: Path) -> None:
         ("{kind: ElasticJob, spec: {template: 3}}", "a pod template with a list of containers."),
         ("{kind: ElasticJob, spec: {template: {spec: }}}", "a pod template with a list of containers."),
         ("{kind: ElasticJob, spec: {template: {spec: {containers: 3}}}}", "a pod template with a list of containers."),
-        ("{kind: ElasticJob, spec: {template: {spec: {containers: [3]}}}}", "a pod template with a list of containers."),
+        (
+            "{kind: ElasticJob, spec: {template: {spec: {containers: [3]}}}}",
+            "a pod template with a list of containers.",
+        ),
     ],
 )
 def test_an_invalid_manifest_gets_one_sentence(manifest: str, message: str, tmp_path: Path) -> None:
@@ -190,7 +193,11 @@ class Pods:
 
     def pod(self, index: int) -> dict[str, Any]:
         return {
-            "metadata": {"uid": f"{index}", "name": f"pod-{index}", "labels": {"elastic.pytorch.org/index": f"{index}"}},
+            "metadata": {
+                "uid": f"{index}",
+                "name": f"pod-{index}",
+                "labels": {"elastic.pytorch.org/index": f"{index}"},
+            },
             "status": {"containerStatuses": [{"name": "worker", "state": {"running": {}}}]},
         }
 
@@ -272,7 +279,9 @@ async def test_a_missing_permission_is_named_at_once(
 ) -> None:
     pods = Pods()
     pods.answers[path] = refuse
-    with pytest.raises(AgentFailedError, match=r"^You may not use the pods of the ElasticJob kept: .*(pods/exec|pods is)"):
+    with pytest.raises(
+        AgentFailedError, match=r"^You may not use the pods of the ElasticJob kept: .*(pods/exec|pods is)"
+    ):
         await run(pods, attach("kept"), tmp_path, monkeypatch)
 
 
@@ -345,7 +354,7 @@ async def test_a_worker_that_has_failed_is_the_cause_if_another_pod_does_not_end
         return response
 
     pods.answers = {f"GET {PODS}/pod-0/exec": hang, f"GET {PODS}/pod-1/exec": fail, f"GET {JOBS}": follow}
-    with pytest.raises(Exception, match="^it failed$"):
+    with pytest.raises(Exception, match=r"^it failed$"):
         await run(pods, attach("kept"), tmp_path, monkeypatch)
 
 
