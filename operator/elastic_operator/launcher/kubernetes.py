@@ -47,8 +47,8 @@ _WATCH_SECONDS: Final = 60
 _RETRY_DELAY: Final = 0.3
 _PING_INTERVAL: Final = 5.0
 _CHUNK: Final = 128 << 10
-_FAILED_JOBS_KEPT: Final = 60
-"""Seconds after which the operator deletes a job whose launcher has died."""
+_ENDED_JOBS_KEPT: Final = 3600
+"""Seconds after which the operator deletes a job whose launcher has died; a large result must have arrived by then."""
 
 
 class JobCluster:
@@ -358,7 +358,7 @@ def manifest_for(launcher: Launcher) -> dict[str, Any]:
         "cleanPodPolicy": "None",  # the launcher deletes the job, after it has read the results
     }
     if not launcher.keep:
-        spec["ttlSecondsAfterFinished"] = _FAILED_JOBS_KEPT
+        spec["ttlSecondsAfterFinished"] = _ENDED_JOBS_KEPT
     container = _worker_container(spec, path)
     if "image" not in spec and "image" not in container:
         raise SettingsError(
