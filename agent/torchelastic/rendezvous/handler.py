@@ -45,7 +45,7 @@ from torchelastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted, failure_of_node
-from torchelastic.rendezvous.run_state import cancel
+from torchelastic.rendezvous.run_watch import cancel
 from torchelastic.store.api import split_endpoint
 from torchelastic.store.client import connect_within
 

@@ -33,7 +33,7 @@ from torchelastic.rendezvous.leader_election import Candidacy
 from torchelastic.rendezvous.peer_connection import PROBE_TIMEOUT, Verdict, probe
 from torchelastic.rendezvous.policy.membership import Membership
 from torchelastic.rendezvous.policy.plan import Decision, Hold, plan
-from torchelastic.rendezvous.run_state import cancel
+from torchelastic.rendezvous.run_watch import cancel
 from torchelastic.store.api import Listing
 from torchelastic.store.client import Backoff, follow_forever
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torchelastic.rendezvous.leader_election import LeaderElection
     from torchelastic.rendezvous.peer_connection import PeerServer
     from torchelastic.rendezvous.policy.membership import Peer
-    from torchelastic.rendezvous.run_state import RunStateWatch, Versioned
+    from torchelastic.rendezvous.run_watch import RunWatch, Versioned
     from torchelastic.store.api import Entry
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Leader:
         history_writer: reads and writes the history of the run.
     """
 
-    def __init__(self, run: RunStateWatch, election: LeaderElection, server: PeerServer, history: History) -> None:
+    def __init__(self, run: RunWatch, election: LeaderElection, server: PeerServer, history: History) -> None:
         self.history_writer = HistoryWriter(history, run)
         self.membership = Membership(run.settings.size, changed_at=self._now())
         if election.dead_leader is not None:
@@ -122,7 +122,7 @@ class Leader:
 
     async def _follow_nodes(self, listings: int) -> None:
         nodes = self._run.keys.nodes
-        # RunStateWatch logs that the store is unreachable.
+        # RunWatch logs that the store is unreachable.
         async with aclosing(follow_forever(self._run.store, nodes, lost=lambda _: None)) as news:
             async for batch in news:
                 if isinstance(batch, Listing):

@@ -28,11 +28,11 @@ from torchelastic.rendezvous.peer_connection import (
     hold_connection,
     probe,
 )
-from torchelastic.rendezvous.run_state import cancel
+from torchelastic.rendezvous.run_watch import cancel
 from torchelastic.store.client import Backoff
 
 if TYPE_CHECKING:
-    from torchelastic.rendezvous.run_state import NodeRegistration, RunStateWatch
+    from torchelastic.rendezvous.run_watch import NodeRegistration, RunWatch
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class LeaderElection:
             alive; None if this node did not.
     """
 
-    def __init__(self, run: RunStateWatch, registration: NodeRegistration, address: str) -> None:
+    def __init__(self, run: RunWatch, registration: NodeRegistration, address: str) -> None:
         self.candidacy = Candidacy.ACTIVE
         self.connected = False
         self.last_connected: str | None = None

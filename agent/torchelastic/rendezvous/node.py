@@ -34,7 +34,7 @@ from torchelastic.rendezvous.history import History, HistoryWriter
 from torchelastic.rendezvous.leader import Leader
 from torchelastic.rendezvous.leader_election import LeaderElection
 from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, PeerServer
-from torchelastic.rendezvous.run_state import NodeRegistration, RunStateWatch, cancel, remove_finished_run
+from torchelastic.rendezvous.run_watch import NodeRegistration, RunWatch, cancel, remove_finished_run
 from torchelastic.store.client import RETRY_MIN, NodeStore, within
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ class RendezvousNode:
         self.events: asyncio.Queue[Any] = asyncio.Queue()
         self.history = History(None, settings.resume.time_breakdown) if history is None else history
         self._settings = settings
-        self.run = RunStateWatch(node, settings, cast("Store", NodeStore(store, answered)))
+        self.run = RunWatch(node, settings, cast("Store", NodeStore(store, answered)))
         self._offer = StorePortOffer(record.address, settings.ports)
         try:
             listener = listen(record.address, settings.ports)
@@ -375,8 +375,8 @@ class RendezvousNode:
         changed = self.run.changed
         while True:
             seen = changed.count
-            if self.run.restored:
-                self.run.restored = False
+            if self.run.data_lost:
+                self.run.data_lost = False
                 self.registration.update(tcp_store_port=self._offer.renew())
             round, accepted = self.run.round, self.run.accepted_round
             # Another round with the same number: the store lost the accepted one, and the leader did not know it.

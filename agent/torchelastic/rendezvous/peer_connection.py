@@ -24,7 +24,7 @@ import msgspec
 
 from torchelastic.errors import MalformedRecord
 from torchelastic.protocol.codec import decode, encode
-from torchelastic.rendezvous.run_state import cancel
+from torchelastic.rendezvous.run_watch import cancel
 
 LINE_LIMIT: Final = 2048
 """Maximum length of a line in bytes; a longer line closes the connection."""

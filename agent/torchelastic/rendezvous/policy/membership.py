@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torchelastic.protocol.records import FailureRecord, NoticeRecord, OutcomeRecord, RoundRecord, SizeRecord
-    from torchelastic.rendezvous.run_state import RunStateWatch
+    from torchelastic.rendezvous.run_watch import RunWatch
     from torchelastic.store.api import Entry
 
 logger = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class Membership:
 
     def update(
         self,
-        run: RunStateWatch,
+        run: RunWatch,
         *,
         now: float,
         wait_until: float,
@@ -184,7 +184,7 @@ class Membership:
         waits = now < wait_until and (run.node in members or not members.isdisjoint(self.peers))
         self.awaited = members - self.peers.keys() - self.left - self.dead if waits else set()
 
-    def note_run(self, run: RunStateWatch, *, now: float) -> None:
+    def note_run(self, run: RunWatch, *, now: float) -> None:
         """Note a new round or notice, and an outcome."""
         round, notice = run.round, run.notice.record
         self.now, self.since, self.outcome = now, run.state.modified, run.outcome
@@ -259,7 +259,7 @@ class Membership:
         if record.failure is not None and record.failure.round == self.number and self.failed_since is None:
             self.failed_since = self.now
 
-    def _wanted_size(self, run: RunStateWatch) -> SizeRecord:
+    def _wanted_size(self, run: RunWatch) -> SizeRecord:
         """Return the size with the highest generation of those in the store and in the nodes' records."""
         best = run.size
         for peer in self.peers.values():

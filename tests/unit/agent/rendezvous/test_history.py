@@ -33,7 +33,7 @@ from torchelastic.rendezvous.history import (
     History,
     HistoryWriter,
 )
-from torchelastic.rendezvous.run_state import RunStateWatch
+from torchelastic.rendezvous.run_watch import RunWatch
 from torchelastic.store.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -324,7 +324,7 @@ def store() -> MemoryStore:
 
 
 def writer_of(history: History, store: MemoryStore) -> HistoryWriter:
-    run = RunStateWatch("a.1", SETTINGS, store)
+    run = RunWatch("a.1", SETTINGS, store)
     run.unreachable_since = None
     return HistoryWriter(history, run)
 

@@ -39,7 +39,7 @@ from torchelastic.rendezvous.policy.plan import (
     Resign,
     plan,
 )
-from torchelastic.rendezvous.run_state import RunStateWatch, Versioned
+from torchelastic.rendezvous.run_watch import RunWatch, Versioned
 from torchelastic.store.api import Change, Entry, Listing
 from torchelastic.store.memory import MemoryStore
 
@@ -105,7 +105,7 @@ class Listener:
     def __init__(self, store: SimulatedStore, node: str) -> None:
         self.store = store
         self.node = node
-        self.run = RunStateWatch(node, RULES, MemoryStore())
+        self.run = RunWatch(node, RULES, MemoryStore())
         self.membership: Membership | None = None
         self.run_changes: deque[Change] = deque()
         self.node_changes: deque[Change] = deque()

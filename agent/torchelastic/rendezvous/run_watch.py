@@ -77,7 +77,7 @@ class Versioned(Generic[RecordT_co]):
     modified: int = 0
 
 
-class RunStateWatch:
+class RunWatch:
     """The state of a run as one node knows it; :meth:`follow` keeps it up to date.
 
     Attributes:
@@ -90,7 +90,7 @@ class RunStateWatch:
         reachable_since: when the store became reachable again, by the loop's clock; None if it was never unreachable.
         last_leader: the record of the node that leads, or led last; None if no leader is known.
         listings: the number of listings of all keys that this node has read.
-        restored: whether a listing has shown that the store lost data: a different cluster id, or an earlier revision.
+        data_lost: whether a listing has shown that the store lost data: a different cluster id, or an earlier revision.
             The node that reacts to the loss resets the attribute.
     """
 
@@ -106,7 +106,7 @@ class RunStateWatch:
         self.reachable_since: float | None = None
         self.last_leader: LeaderRecord | None = None
         self.listings = 0
-        self.restored = False
+        self.data_lost = False
         self._decoders: dict[str, Callable[[bytes], msgspec.Struct]] = {
             keys.leader: lambda data: decode(data, LeaderRecord),
             keys.state: decode_state,
@@ -170,7 +170,7 @@ class RunStateWatch:
         """Apply a listing of all keys."""
         is_other = bool(self._cluster_id) and listing.cluster_id not in ("", self._cluster_id)
         if is_other or listing.revision < self._revision:
-            self.restored = True
+            self.data_lost = True
         self._cluster_id = listing.cluster_id or self._cluster_id
         self._revision = listing.revision
         entries = {entry.key: entry for entry in listing.entries}
@@ -233,7 +233,7 @@ class NodeRegistration:
         renewed_since: since when the store has granted and renewed the lease without a failure, by the loop's clock.
     """
 
-    def __init__(self, run: RunStateWatch, record: NodeRecord, fresh_store_port: Callable[[], int]) -> None:
+    def __init__(self, run: RunWatch, record: NodeRecord, fresh_store_port: Callable[[], int]) -> None:
         self.record = record
         self.lease = 0
         self.renewed_at = self.renewed_since = math.inf
@@ -319,7 +319,7 @@ class NodeRegistration:
         self._progress.send()
 
 
-async def remove_finished_run(run: RunStateWatch) -> None:
+async def remove_finished_run(run: RunWatch) -> None:
     """Remove the keys of a finished run with the same id, unless a node of that run is present.
 
     Raises:
