@@ -87,7 +87,7 @@ class _Status:
     Attributes:
         serial: the number of rounds that the node has received; unlike a round's number, it never repeats.
         record: the last round.
-        server: the server of the round's TCPStore, if this node serves it.
+        tcp_store_server: the server of the round's TCPStore, if this node serves it.
         partitioned: whether the node reaches neither store nor peers, and must not train before the next round.
         outcome: the outcome of the run.
         error: why the node cannot continue.
@@ -95,7 +95,7 @@ class _Status:
 
     serial: int = 0
     record: RoundRecord = field(default_factory=lambda: RoundRecord(number=0))
-    server: TCPStore | None = None
+    tcp_store_server: TCPStore | None = None
     partitioned: bool = False
     outcome: OutcomeRecord | None = None
     error: BaseException | None = None
@@ -135,8 +135,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self._changed = threading.Condition()
         self._returned: _Status | None = None
         self._since = 0.0
-        # The previous store serves workers of nodes that have not received the new round yet.
-        self._stores: deque[TCPStore] = deque(maxlen=2)
+        # The previous TCPStore serves workers of nodes that have not received the new round yet.
+        self._tcp_stores: deque[TCPStore] = deque(maxlen=2)
         self._closed = False
         self._leaves = False
         self._is_waiting = False
@@ -178,8 +178,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
         while True:
             status = self._wait_for_round_after(seen)
             seen = status.serial
-            if self._node_id in status.record.nodes and (store := self._meet(status)) is not None:
-                return self._info(status, store)
+            if self._node_id in status.record.nodes and (tcp_store := self._meet(status)) is not None:
+                return self._info(status, tcp_store)
 
     def num_nodes_waiting(self) -> int:
         """Return the number of waiting nodes, or 1 if the round is about to change for another reason.
@@ -227,7 +227,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Always True: workers use the round's own store."""
+        """Always True: workers use the round's own TCPStore."""
         return True
 
     # -- joining
@@ -266,12 +266,12 @@ class ElasticRendezvousHandler(RendezvousHandler):
         from torch.distributed import DistError
 
         try:
-            store = status.server or self._connected(status)
-            if store is None:
+            tcp_store = status.tcp_store_server or self._connected(status)
+            if tcp_store is None:
                 return None
-            self._stores.append(store)
-            if self._all_arrived(store, status):
-                return store
+            self._tcp_stores.append(tcp_store)
+            if self._all_arrived(tcp_store, status):
+                return tcp_store
             why = "not all nodes have arrived at the round"
         except (OSError, DistError) as error:
             why = f"the round's TCPStore cannot be reached: {error}".partition("\n")[0]
@@ -289,37 +289,39 @@ class ElasticRendezvousHandler(RendezvousHandler):
             # torch would retry for a long time without noticing a later round, so connect only if the port is open.
             try:
                 socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT.total_seconds()).close()
-                store = TCPStore(host, port, None, is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT)
+                tcp_store = TCPStore(
+                    host, port, None, is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT
+                )
             except (OSError, DistError):
                 if self._is_over(status, timeout=_POLL_INTERVAL):
                     return None
                 if time.monotonic() > deadline:
                     raise
             else:
-                store.set_timeout(_TCP_STORE_TIMEOUT)
-                return store
+                tcp_store.set_timeout(_TCP_STORE_TIMEOUT)
+                return tcp_store
 
-    def _all_arrived(self, store: TCPStore, status: _Status) -> bool:
+    def _all_arrived(self, tcp_store: TCPStore, status: _Status) -> bool:
         """Wait until all nodes of a round have arrived; return False if a node leaves or receives a later round first.
 
         Nodes arrive in two steps: a node that exits while it waits for the last node does not take the second step.
         """
 
         def veto() -> bytes:
-            verdict: bytes = store.compare_set(_VERDICT, "", _LATER)
+            verdict: bytes = tcp_store.compare_set(_VERDICT, "", _LATER)
             return verdict
 
         nodes = len(status.record.members)
         try:
             for step, over in ((_ARRIVED, _ARRIVED_ALL), (_CONFIRMED, _VERDICT)):
-                if store.add(step, 1) == nodes:
-                    store.compare_set(over, "", _ALL)
+                if tcp_store.add(step, 1) == nodes:
+                    tcp_store.compare_set(over, "", _ALL)
                 interval = _MIN_POLL_INTERVAL  # the last node usually arrives soon
-                while not (store.check([over]) or store.check([_VERDICT])):
+                while not (tcp_store.check([over]) or tcp_store.check([_VERDICT])):
                     if self._is_over(status, timeout=interval):
                         veto()
                     interval = min(2 * interval, _POLL_INTERVAL)
-            verdict: bytes = store.get(_VERDICT)
+            verdict: bytes = tcp_store.get(_VERDICT)
         except RendezvousError:  # this node leaves, so the others must not wait for it unless all have arrived
             verdict = veto()
             if verdict.decode() != _ALL:
@@ -330,14 +332,14 @@ class ElasticRendezvousHandler(RendezvousHandler):
             raise
         return verdict.decode() == _ALL
 
-    def _info(self, status: _Status, store: TCPStore) -> RendezvousInfo:
+    def _info(self, status: _Status, tcp_store: TCPStore) -> RendezvousInfo:
         from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 
         self._returned = status
         self._since = time.monotonic()
         os.environ["TORCHELASTIC_ROUND"] = str(status.record.number)  # workers inherit it from the agent
         return RendezvousInfo(
-            store=store,
+            store=tcp_store,
             rank=status.record.nodes.index(self._node_id),
             world_size=len(status.record.members),
             bootstrap_store_info=RendezvousStoreInfo(*split_endpoint(status.record.tcp_store)),
@@ -364,7 +366,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self._leaves = self._status.outcome is None
         self._call(self._participation.cancel)
         thread.join(_STOP_TIMEOUT)
-        self._stores.clear()
+        self._tcp_stores.clear()
 
     # -- the thread
 
@@ -435,11 +437,16 @@ class ElasticRendezvousHandler(RendezvousHandler):
                     logger.info("round %d: %s", record.number, record.cause)
                     if (returned := self._returned) is not None and _ends(returned.record, record):
                         self._on_loss()
-                    server = None
+                    tcp_store_server = None
                     if listener is not None:
                         with listener:  # closes it if this task is cancelled before the thread starts
-                            server = await asyncio.to_thread(_serve, listener)
-                    self._update(serial=self._status.serial + 1, record=record, server=server, partitioned=False)
+                            tcp_store_server = await asyncio.to_thread(_serve, listener)
+                    self._update(
+                        serial=self._status.serial + 1,
+                        record=record,
+                        tcp_store_server=tcp_store_server,
+                        partitioned=False,
+                    )
                     if record.members:
                         node.history.workers_started()  # approximately now
                     if self._arrival_timeout is not None and not self._is_waiting:

@@ -223,8 +223,9 @@ class NodeRegistration:
     Args:
         run: the state of the run.
         record: the node's first record.
-        fresh_store_port: returns an unused port for the next round's TCPStore. After a lease was lost, the registration
-            calls it before it writes the record, because the store may have lost a round that used the old port.
+        new_tcp_store_port: returns an unused port for the next round's TCPStore. After a lease was lost, the
+            registration calls it before it writes the record, because the store may have lost a round that used the old
+            port.
 
     Attributes:
         record: the node's record with all updates; the last ones may not be written yet.
@@ -233,11 +234,11 @@ class NodeRegistration:
         renewed_since: since when the store has granted and renewed the lease without a failure, by the loop's clock.
     """
 
-    def __init__(self, run: RunWatch, record: NodeRecord, fresh_store_port: Callable[[], int]) -> None:
+    def __init__(self, run: RunWatch, record: NodeRecord, new_tcp_store_port: Callable[[], int]) -> None:
         self.record = record
         self.lease = 0
         self.renewed_at = self.renewed_since = math.inf
-        self._fresh_store_port = fresh_store_port
+        self._new_tcp_store_port = new_tcp_store_port
         self._store = run.store
         self._changed = run.changed
         self._key = run.keys.node(run.node)
@@ -290,7 +291,7 @@ class NodeRegistration:
                 lease = await self._store.grant(self._ttl)
             self.renewed_at = self.renewed_since = now()
             if self.record.joined:
-                self.record = msgspec.structs.replace(self.record, tcp_store_port=self._fresh_store_port())
+                self.record = msgspec.structs.replace(self.record, tcp_store_port=self._new_tcp_store_port())
             await self._put(lease)
             self.lease = lease
             self._progress.send()
