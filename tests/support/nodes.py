@@ -115,7 +115,7 @@ class TestNode:
                 elif isinstance(event, NoticeRecord):
                     self.notices.append(event)
                     if self.answers:
-                        self.inner.report(event.round, answered_notice=event.serial)
+                        self.inner.report(event.round, answered_notice=event.number)
                 elif isinstance(event, OutcomeRecord):
                     self.outcome = event
                 elif isinstance(event, Partitioned):

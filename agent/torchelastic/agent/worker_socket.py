@@ -148,9 +148,9 @@ class WorkerSocket:
         if record.round != self._round:
             return
         if record.seconds > 0:
-            if not self._leaving and record.serial != self._leaders_notice:
+            if not self._leaving and record.number != self._leaders_notice:
                 self._give_notice(record.seconds, record.reason, record.cause)
-            self._leaders_notice = record.serial
+            self._leaders_notice = record.number
         elif not self._leaving:
             self._leaders_notice = 0
             self._withdraw_notice()

@@ -272,14 +272,14 @@ class NoticeRecord(VersionedRecord, frozen=True):
 
     Attributes:
         round: the number of the round that ends.
-        serial: the number of the notice in the run, from 1; never decreases.
+        number: the number of the notice in the run, from 1; never decreases.
         seconds: the maximum time that the next round waits; 0 withdraws the notice.
         reason: why the round is replaced, in one word.
         cause: the reason as a sentence.
     """
 
     round: Number
-    serial: Number
+    number: Number
     seconds: Seconds = 0.0
     reason: RoundReason = RoundReason.RESIZED
     cause: Sentence = ""
@@ -356,7 +356,7 @@ class NodeRecord(VersionedRecord, frozen=True):
         topology_key: nodes with the same key, such as a host, get consecutive ranks; empty for none.
         node_rank: the node's place among the nodes of a round (``--node-rank``); None for a place after them.
         notice: seconds of notice that the workers in ``round`` ask for before a planned change; 0 for none.
-        answered_notice: the serial of the last notice that all workers have answered.
+        answered_notice: the number of the last notice that all workers have answered.
         first_step_at: when the program began its first step in ``round``, in seconds since the Unix epoch; 0 if
             unknown. Reported by rank 0.
         has_stepped: whether the program has completed a step in ``round``. Reported by rank 0.

@@ -85,7 +85,7 @@ class _Status:
     """The status of a node.
 
     Attributes:
-        serial: the number of rounds that the node has received; unlike a round's number, it never repeats.
+        round_count: the number of rounds that the node has received; unlike a round's number, it never repeats.
         record: the last round.
         tcp_store_server: the server of the round's TCPStore, if this node serves it.
         partitioned: whether the node reaches neither store nor peers, and must not train before the next round.
@@ -93,7 +93,7 @@ class _Status:
         error: why the node cannot continue.
     """
 
-    serial: int = 0
+    round_count: int = 0
     record: RoundRecord = field(default_factory=lambda: RoundRecord(number=0))
     tcp_store_server: TCPStore | None = None
     partitioned: bool = False
@@ -173,11 +173,11 @@ class ElasticRendezvousHandler(RendezvousHandler):
     def _next_round(self) -> RendezvousInfo:
         seen = 0
         if self._returned is not None:
-            seen = self._returned.serial
+            seen = self._returned.round_count
             self._report_failure(self._returned, "its workers have failed or were stopped", FailureKind.PROGRAM)
         while True:
             status = self._wait_for_round_after(seen)
-            seen = status.serial
+            seen = status.round_count
             if self._node_id in status.record.nodes and (tcp_store := self._meet(status)) is not None:
                 return self._info(status, tcp_store)
 
@@ -199,7 +199,9 @@ class ElasticRendezvousHandler(RendezvousHandler):
     def has_lost_members(self) -> bool:
         """Return whether a member of the round that :meth:`next_rendezvous` has returned is gone or has failed."""
         status, returned = self._status, self._returned
-        return returned is not None and status.serial > returned.serial and _ends(returned.record, status.record)
+        return (
+            returned is not None and status.round_count > returned.round_count and _ends(returned.record, status.record)
+        )
 
     def is_closed(self) -> bool:
         """Return whether the run has ended, or this node has left it."""
@@ -232,14 +234,14 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     # -- joining
 
-    def _wait_for_round_after(self, serial: int, *, timeout: float | None = None) -> _Status:
-        """Wait for a round after this serial, or for the timeout; return the last status; raise if the run is over."""
+    def _wait_for_round_after(self, round_count: int, *, timeout: float | None = None) -> _Status:
+        """Wait for a round after this count, or for the timeout; return the last status; raise if the run is over."""
 
         def is_later() -> bool:
             status = self._status
             if status.outcome is not None or status.error is not None:
                 raise self._why_ended(status)
-            return status.serial > serial
+            return status.round_count > round_count
 
         with self._changed:
             self._changed.wait_for(is_later, timeout)
@@ -247,7 +249,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _is_over(self, status: _Status, *, timeout: float = 0.0) -> bool:
         """Return whether a later round has started, or starts within the timeout; raise if there is no next round."""
-        return self._wait_for_round_after(status.serial, timeout=timeout).serial > status.serial
+        return self._wait_for_round_after(status.round_count, timeout=timeout).round_count > status.round_count
 
     def _why_ended(self, status: _Status) -> RendezvousError:
         outcome = status.outcome
@@ -348,7 +350,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
     # -- leaving
 
     def _report_failure(self, status: _Status, message: str, kind: FailureKind) -> None:
-        if self._status.serial != status.serial or self._status.partitioned:
+        if self._status.round_count != status.round_count or self._status.partitioned:
             return
         failure = failure_of_node(status.record, self._node_id, message=message, kind=kind, began=self._since)
         self._call(lambda: self._node.report(status.record.number, failure=failure))
@@ -372,7 +374,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _start(self) -> None:
         self._node_id = f"{self.settings.node_name}.{secrets.token_hex(4)}"
-        self._status = _Status(serial=self._status.serial)
+        self._status = _Status(round_count=self._status.round_count)
         self._returned = None
         self._is_late = self._leaves = False
         self._loop = asyncio.new_event_loop()
@@ -442,7 +444,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
                         with listener:  # closes it if this task is cancelled before the thread starts
                             tcp_store_server = await asyncio.to_thread(_serve, listener)
                     self._update(
-                        serial=self._status.serial + 1,
+                        round_count=self._status.round_count + 1,
                         record=record,
                         tcp_store_server=tcp_store_server,
                         partitioned=False,

@@ -79,7 +79,7 @@ Event = RoundStarted | NoticeRecord | OutcomeRecord | Partitioned
 """An event of the rendezvous.
 
 A notice means that the current round is about to change, and that this node is a member. When all workers that asked
-for notice have answered, the receiver calls ``report(round, answered_notice=serial)``.
+for notice have answered, the receiver calls ``report(round, answered_notice=number)``.
 """
 
 

@@ -79,9 +79,9 @@ class Agent(WorkerSocket):
             stepped=lambda rank: self.node.report(ROUND, stepped=rank),
         )
 
-    def give(self, serial: int = 1, *, seconds: float = 10.0, cause: str = "b joined") -> None:
+    def give(self, number: int = 1, *, seconds: float = 10.0, cause: str = "b joined") -> None:
         """Pass a notice from the leader to the workers."""
-        self.take_notice(NoticeRecord(ROUND, serial, seconds, RoundReason.NODE_JOINED, cause))
+        self.take_notice(NoticeRecord(ROUND, number, seconds, RoundReason.NODE_JOINED, cause))
 
 
 @pytest.fixture

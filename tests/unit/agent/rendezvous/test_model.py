@@ -278,7 +278,7 @@ class RendezvousModel(RuleBasedStateMachine):
         notice = self.nodes[name].listener.run.notice.record
         assert notice is not None
         if notice.round == self.nodes[name].record.round:
-            self.report(name, answered_notice=notice.serial)
+            self.report(name, answered_notice=notice.number)
 
     # -- changes of the run and the store
 
@@ -702,14 +702,14 @@ class RendezvousModel(RuleBasedStateMachine):
             notice = snapshot.current_notice
             assert notice is not None
             is_over = snapshot.now >= snapshot.noticed_at + notice.seconds
-            assert is_over or all(each.answered_notice >= notice.serial for each in asking)
+            assert is_over or all(each.answered_notice >= notice.number for each in asking)
 
     def check_notice(self, notice: NoticeRecord, snapshot: Membership) -> None:
         assert snapshot.round is not None
         assert notice.round == snapshot.round.number
         assert 0 <= notice.seconds <= RULES.notice
-        last = 0 if snapshot.notice is None else snapshot.notice.serial
-        assert notice.serial > last if notice.seconds else notice.serial == last
+        last = 0 if snapshot.notice is None else snapshot.notice.number
+        assert notice.number > last if notice.seconds else notice.number == last
 
     def check_outcome(self, outcome: OutcomeRecord, snapshot: Membership) -> None:
         round = snapshot.round
