@@ -216,7 +216,7 @@ class AgentMetrics:
             yield series.JOB_SECONDS.labeled(state=state), seconds
         if times.lost is not None:
             yield series.JOB_LOST, times.lost
-        yield series.JOB_JOINED, times.joined
+        yield series.JOB_JOINED, times.nodes_joined
         for end in DepartureReason:
             yield series.JOB_DEPARTURES.labeled(cause=end), times.departures.get(end, 0)
         yield series.JOB_RESTARTS.labeled(charged="yes"), restarted.restarts

@@ -102,7 +102,7 @@ class TimeBreakdown(_Record, frozen=True):
         round: the number of the round at that time.
         first_step_at: when the program began its first step in that round; 0 if unknown.
         last_checkpoint_at: when the write of the last checkpoint of that round began; 0 if unknown.
-        joined: number of nodes that joined a round, including the first one.
+        nodes_joined: number of nodes that joined a round, including the first one.
         departures: number of members of a round that were not in the next round, by reason.
         present: in a round without members, the members of the previous round that are still present.
     """
@@ -114,7 +114,7 @@ class TimeBreakdown(_Record, frozen=True):
     round: Number = 0
     first_step_at: Time = 0.0
     last_checkpoint_at: Time = 0.0
-    joined: Count = 0
+    nodes_joined: Count = 0
     departures: dict[DepartureReason, Count] = msgspec.field(default_factory=dict)
     present: tuple[_Name, ...] = ()
 
@@ -346,7 +346,8 @@ class NodeRecord(VersionedRecord, frozen=True):
         size: the size with which the node was started.
         peer_port: port of the node's peer server (see :mod:`torchelastic.rendezvous.peer_connection`).
         tcp_store_port: port on which the node can serve the next round's TCPStore; not the port of an earlier round.
-        joined: the store's revision when the node first joined, which defines its seniority; 0 if not yet known.
+        joined_revision: the store's revision when the node first joined, which defines its seniority; 0 if not yet
+            known.
         phase: the node's progress in ``round``.
         round: the highest round number that the node has seen.
         restarts: the highest number of charged failures that the node has seen.
@@ -370,7 +371,7 @@ class NodeRecord(VersionedRecord, frozen=True):
     size: SizeRecord
     peer_port: Count = 0
     tcp_store_port: Count = 0
-    joined: Number = 0
+    joined_revision: Number = 0
     phase: NodePhase = NodePhase.READY
     round: _KnownNumber = 0
     restarts: Count = 0

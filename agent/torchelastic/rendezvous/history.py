@@ -219,7 +219,7 @@ class History:
             round=record.number,
             first_step_at=0.0,
             last_checkpoint_at=0.0,
-            joined=min(breakdown.joined + len(nodes - before.nodes), COUNT_LIMIT),
+            nodes_joined=min(breakdown.nodes_joined + len(nodes - before.nodes), COUNT_LIMIT),
             departures={end: min(count, COUNT_LIMIT) for end, count in departures.items()},
             present=present,
         )
@@ -248,7 +248,7 @@ class History:
             round=max(times.number, base.round),
             first_step_at=times.first_step,
             last_checkpoint_at=times.last_checkpoint,
-            joined=base.joined,
+            nodes_joined=base.nodes_joined,
             departures=dict(base.departures),
         )
 

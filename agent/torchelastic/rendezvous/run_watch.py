@@ -290,7 +290,7 @@ class NodeRegistration:
             async with asyncio.timeout(self._request_timeout):
                 lease = await self._store.grant(self._ttl)
             self.renewed_at = self.renewed_since = now()
-            if self.record.joined:
+            if self.record.joined_revision:
                 self.record = msgspec.structs.replace(self.record, tcp_store_port=self._new_tcp_store_port())
             await self._put(lease)
             self.lease = lease
@@ -313,8 +313,8 @@ class NodeRegistration:
         count, record = self._updated.count, self.record
         async with asyncio.timeout(self._request_timeout):
             revision = await self._store.put(self._key, encode(record), lease=lease)
-        if not self.record.joined:  # until the next write, readers use the revision of the key's creation
-            self.record = msgspec.structs.replace(self.record, joined=revision)
+        if not self.record.joined_revision:  # until the next write, readers use the revision of the key's creation
+            self.record = msgspec.structs.replace(self.record, joined_revision=revision)
         self._written = count
         self._backoff.reset()
         self._progress.send()

@@ -31,7 +31,7 @@ class Peer:
     Attributes:
         id: the node's id.
         record: the node's record.
-        joined: the store's revision at which the node first joined, which defines its seniority.
+        joined_revision: the store's revision at which the node first joined, which defines its seniority.
         arrived: when the leader first saw that the node can start workers, on the leader's clock.
         answers: whether the node counts as alive: it was connected, or has had enough time to connect.
         failed_at: the revision at which the node reported its failure, which orders failures; 0 without a failure.
@@ -39,7 +39,7 @@ class Peer:
 
     id: str
     record: NodeRecord
-    joined: int
+    joined_revision: int
     arrived: float
     answers: bool = True
     failed_at: int = 0
@@ -225,7 +225,7 @@ class Membership:
         peer = self.peers[node] = Peer(
             id=node,
             record=record,
-            joined=record.joined or entry.created,
+            joined_revision=record.joined_revision or entry.created,
             arrived=self.now if before is None or before.record.starting else before.arrived,
             answers=answers or (before is not None and before.answers),
             failed_at=failed_at,

@@ -144,7 +144,7 @@ class _Plan:
             peer.record.starting for peer in membership.peers.values() if peer.id not in membership.dead
         )
         self.eligible = [peer for peer in fit if peer.answers or peer.id in ranks]
-        self.eligible.sort(key=lambda peer: (ranks.get(peer.id, last), peer.joined, peer.id))
+        self.eligible.sort(key=lambda peer: (ranks.get(peer.id, last), peer.joined_revision, peer.id))
 
     @functools.cached_property
     def chosen(self) -> list[Peer]:
@@ -277,7 +277,7 @@ class _Plan:
 
     def _leave_pause(self) -> Decision:
         """Form a round with members as soon as enough nodes are present."""
-        if all(peer.joined > self.membership.since for peer in self.eligible):
+        if all(peer.joined_revision > self.membership.since for peer in self.eligible):
             return self._start_over()  # the nodes that waited are gone
         if len(self.eligible) < self.membership.size.min:
             return self._too_few(self.membership.changed_at)
