@@ -335,12 +335,12 @@ class Leader:
                 round = self._history.with_breakdown(round, self._end_of)
                 if not round.nonce:
                     round = msgspec.structs.replace(round, nonce=secrets.token_hex(8))
-                committed = await self._commit(keys.state, StateRecord(round), run.state.modified)
+                committed = await self._commit(keys.state, StateRecord(round), run.state.mod_revision)
                 if committed:
                     self.history_writer.notify(rewrite=True)
                 return committed
             case NoticeRecord() as notice:
-                return await self._commit(keys.notice, notice, run.notice.modified)
+                return await self._commit(keys.notice, notice, run.notice.mod_revision)
             case OutcomeRecord() as outcome:
                 return await self._commit_outcome(outcome, run.state)
             case _:
@@ -350,14 +350,14 @@ class Leader:
 
     async def _commit_outcome(self, outcome: OutcomeRecord, decided_on: Versioned[StateRecord]) -> bool:
         entry = await self._run.store.get(self._run.keys.leader)
-        if entry is None or entry.modified != self._run.leader.modified:
+        if entry is None or entry.mod_revision != self._run.leader.mod_revision:
             return False  # this node was paused, and may have decided on an old state
         self._history.end(succeeded=outcome.state is OutcomeState.SUCCEEDED)
         # Write the history first, for readers of the outcome; if that fails, the run ends anyway.
         with suppress(StoreUnavailable):
             await self.history_writer.write()
         state = StateRecord(None if decided_on.record is None else decided_on.record.round, outcome)
-        return await self._commit(self._run.keys.state, state, decided_on.modified)
+        return await self._commit(self._run.keys.state, state, decided_on.mod_revision)
 
     async def _commit(self, key: str, record: msgspec.Struct, expected: int) -> bool:
         """Write a record if the key still has the expected revision; return whether it was written."""

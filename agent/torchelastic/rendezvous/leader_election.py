@@ -174,7 +174,7 @@ class LeaderElection:
             revision = await self._run.store.compare_and_swap(
                 self._run.keys.leader,
                 encode(record),
-                expected=self._run.leader.modified,
+                expected=self._run.leader.mod_revision,
                 lease=self._registration.lease,
             )
         except (StoreUnavailable, LeaseLost):
@@ -214,7 +214,7 @@ class LeaderElection:
         if leader.record is not None and leader.record.node == self._node:
             # The vacant record outlives this node's lease, so that later nodes see that the leader resigned.
             key = self._run.keys.leader
-            swap = self._run.run_lease.compare_and_swap(key, encode(_VACANT), expected=leader.modified)
+            swap = self._run.run_lease.compare_and_swap(key, encode(_VACANT), expected=leader.mod_revision)
             if (revision := await swap) is not None:
                 self._run.note(key, _VACANT, revision)
 

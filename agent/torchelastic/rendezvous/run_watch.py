@@ -70,11 +70,11 @@ class Versioned(Generic[RecordT_co]):
 
     Attributes:
         record: the record; None if the key does not exist or its value cannot be read.
-        modified: the revision that a compare-and-swap has to expect; 0 if the key does not exist.
+        mod_revision: the revision that a compare-and-swap has to expect; 0 if the key does not exist.
     """
 
     record: RecordT_co | None = None
-    modified: int = 0
+    mod_revision: int = 0
 
 
 class RunWatch:
@@ -185,12 +185,12 @@ class RunWatch:
     def apply(self, change: Change) -> None:
         """Apply a change, unless this node has noted it already."""
         self._revision = max(self._revision, change.revision)
-        if change.key in self._known and change.revision > self._known[change.key].modified:
+        if change.key in self._known and change.revision > self._known[change.key].mod_revision:
             self._set(change.key, self._versioned(change.key, change.entry))
 
     def note(self, key: str, record: msgspec.Struct, revision: int) -> None:
         """Note a record that this node has just written, before the watch returns it."""
-        if revision > self._known[key].modified:
+        if revision > self._known[key].mod_revision:
             self._set(key, Versioned(record, revision))
             self.changed.send()
 
@@ -209,12 +209,12 @@ class RunWatch:
         if entry is None:
             return Versioned()
         try:
-            return Versioned(self._decoders[key](entry.value), entry.modified)
+            return Versioned(self._decoders[key](entry.value), entry.mod_revision)
         except MalformedRecord as error:
             if key not in self._warned:
                 self._warned.add(key)
                 logger.warning("ignoring %s: %s", key, error)
-            return Versioned(None, entry.modified)
+            return Versioned(None, entry.mod_revision)
 
 
 class NodeRegistration:
@@ -336,7 +336,7 @@ async def remove_finished_run(run: RunWatch) -> None:
     # Delete the state last: keys without a state would seem to belong to a run in progress.
     for key in (keys.time_breakdown, keys.history, keys.notice, keys.leader, keys.state):
         if key in entries:
-            await store.compare_and_swap(key, None, expected=entries[key].modified)
+            await store.compare_and_swap(key, None, expected=entries[key].mod_revision)
 
 
 def _is_over(entry: Entry | None) -> bool:

@@ -81,7 +81,7 @@ class MemoryStore:
 
     async def compare_and_swap(self, key: str, value: bytes | None, *, expected: int, lease: int = 0) -> int | None:
         entry = (await self._reached()).entries.get(key)
-        return self._write({key: value}, lease) if (entry.modified if entry else 0) == expected else None
+        return self._write({key: value}, lease) if (entry.mod_revision if entry else 0) == expected else None
 
     async def delete(self, key: str) -> None:
         if key in (await self._reached()).entries:
@@ -161,7 +161,9 @@ class MemoryStore:
             data.lease_of.pop(key, None)
             old, entry = data.entries.pop(key, None), None
             if value is not None:
-                entry = data.entries[key] = Entry(key, value, old.created if old else data.revision, data.revision)
+                entry = data.entries[key] = Entry(
+                    key, value, old.create_revision if old else data.revision, data.revision
+                )
                 if lease:
                     data.lease_of[key] = lease
             changes.append(Change(key, entry, data.revision))

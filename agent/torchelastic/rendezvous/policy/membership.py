@@ -187,7 +187,7 @@ class Membership:
     def note_run(self, run: RunWatch, *, now: float) -> None:
         """Note a new round or notice, and an outcome."""
         round, notice = run.round, run.notice.record
-        self.now, self.since, self.outcome = now, run.state.modified, run.outcome
+        self.now, self.since, self.outcome = now, run.state.mod_revision, run.outcome
         if notice is not None and notice != self.notice:
             self.notice, self.noticed_at = notice, now
         if round is self.round or round == self.round:
@@ -215,7 +215,7 @@ class Membership:
             self.note_deleted_key(node)
             return None
         before = self.peers.get(node)
-        failed_at = entry.modified if record.failure else 0
+        failed_at = entry.mod_revision if record.failure else 0
         if before is not None and record.failure == before.record.failure:
             failed_at = before.failed_at
         self.expired.pop(node, None)
@@ -225,7 +225,7 @@ class Membership:
         peer = self.peers[node] = Peer(
             id=node,
             record=record,
-            joined_revision=record.joined_revision or entry.created,
+            joined_revision=record.joined_revision or entry.create_revision,
             arrived=self.now if before is None or before.record.starting else before.arrived,
             answers=answers or (before is not None and before.answers),
             failed_at=failed_at,

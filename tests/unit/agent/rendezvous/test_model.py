@@ -63,7 +63,7 @@ class SimulatedStore:
         self.revision += 1
         before = self.entries.pop(key, None)
         if value is not None:
-            created = self.revision if before is None else before.created
+            created = self.revision if before is None else before.create_revision
             self.entries[key] = Entry(key, value, created, self.revision)
         elif before is None:
             return self.revision
@@ -72,10 +72,10 @@ class SimulatedStore:
         return self.revision
 
     def compare_and_swap(self, key: str, value: bytes, expected: int) -> int | None:
-        return self.write(key, value) if self.modified(key) == expected else None
+        return self.write(key, value) if self.mod_revision(key) == expected else None
 
-    def modified(self, key: str) -> int:
-        return self.entries[key].modified if key in self.entries else 0
+    def mod_revision(self, key: str) -> int:
+        return self.entries[key].mod_revision if key in self.entries else 0
 
     def list_prefix(self, prefix: str) -> Listing:
         return Listing(self.revision, tuple(entry for key, entry in self.entries.items() if key.startswith(prefix)))
@@ -322,7 +322,7 @@ class RendezvousModel(RuleBasedStateMachine):
             for name in [name for name, node in self.nodes.items() if node.alive and not node.has_key]:
                 self.restore_key(name)
             for name in [name for name, node in self.nodes.items() if node.alive and node.listener.is_leader()]:
-                if self.nodes[name].listener.run.leader.modified == self.store.modified(KEYS.leader):
+                if self.nodes[name].listener.run.leader.mod_revision == self.store.mod_revision(KEYS.leader):
                     self.receive_node_changes(self.nodes[name].listener, 1000)
         self.now += seconds
         if settle:
@@ -515,7 +515,7 @@ class RendezvousModel(RuleBasedStateMachine):
         if listener.is_leader():
             return
         taken = LeaderRecord(node=name, address="10.0.0.1:1")
-        revision = self.store.compare_and_swap(KEYS.leader, encode(taken), listener.run.leader.modified)
+        revision = self.store.compare_and_swap(KEYS.leader, encode(taken), listener.run.leader.mod_revision)
         if revision is not None:
             if self.now >= listener.reconnected_at + RULES.lease:
                 for node in self.nodes.values():
@@ -530,7 +530,7 @@ class RendezvousModel(RuleBasedStateMachine):
         listener = self.nodes[name].listener
         listener.membership = None
         resigned = LeaderRecord(node="", address="")
-        return self.store.compare_and_swap(KEYS.leader, encode(resigned), listener.run.leader.modified) is not None
+        return self.store.compare_and_swap(KEYS.leader, encode(resigned), listener.run.leader.mod_revision) is not None
 
     def snapshot(self, name: str) -> Membership:
         node = self.nodes[name]
@@ -553,7 +553,7 @@ class RendezvousModel(RuleBasedStateMachine):
         decision = plan(snapshot, RULES)
         assert decision == plan(snapshot, RULES)
         run = self.nodes[name].listener.run
-        if isinstance(decision, OutcomeRecord) and run.leader.modified != self.store.modified(KEYS.leader):
+        if isinstance(decision, OutcomeRecord) and run.leader.mod_revision != self.store.mod_revision(KEYS.leader):
             decision = Hold()  # the leader checks in the store that it still leads
         if isinstance(decision, OutcomeRecord):
             self.check_outcome(decision, snapshot)
@@ -576,7 +576,7 @@ class RendezvousModel(RuleBasedStateMachine):
                     self.nonces += 1
                     new = msgspec.structs.replace(new, nonce=f"{self.nonces}")
                 state = StateRecord(new)
-                revision = self.store.compare_and_swap(KEYS.state, encode(state), pending.state.modified)
+                revision = self.store.compare_and_swap(KEYS.state, encode(state), pending.state.mod_revision)
                 if revision is not None:
                     self.check_round(new, pending)
                     self.committed.append(new)
@@ -585,14 +585,14 @@ class RendezvousModel(RuleBasedStateMachine):
                 return revision is not None
             case NoticeRecord() as notice:
                 self.check_notice(notice, snapshot)
-                revision = self.store.compare_and_swap(KEYS.notice, encode(notice), run.notice.modified)
+                revision = self.store.compare_and_swap(KEYS.notice, encode(notice), run.notice.mod_revision)
                 if revision is not None:
                     run.note(KEYS.notice, notice, revision)
                 return revision is not None
             case OutcomeRecord() as outcome:
                 ended = encode(StateRecord(snapshot.round, outcome))
                 before = self.store.state
-                revision = self.store.compare_and_swap(KEYS.state, ended, pending.state.modified)
+                revision = self.store.compare_and_swap(KEYS.state, ended, pending.state.mod_revision)
                 assert revision is None or before == StateRecord(snapshot.round), "the outcome ends another round"
                 return revision is not None
             case Resign():

@@ -362,7 +362,7 @@ async def take_over(data: MemoryStore, before: RoundRecord) -> bool:
         return False
     member = Member("b.9", "127.0.0.1", 1)
     after = RoundRecord(before.number + 1, "successor", (member,), "127.0.0.1:1", restarts=1)
-    return await data.compare_and_swap(KEYS.state, encode(StateRecord(after)), expected=state.modified) is not None
+    return await data.compare_and_swap(KEYS.state, encode(StateRecord(after)), expected=state.mod_revision) is not None
 
 
 def fail(node: TestNode, number: int, *, final: bool) -> None:
