@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torchelastic.config.settings import AgentSettings
     from torchelastic.launcher.api import LaunchConfig
     from torchelastic.metrics.agent import AgentMetrics
-    from torchelastic.metrics.worker_collector import WorkerMetrics
+    from torchelastic.metrics.worker_collector import WorkerCollector
 
 CHECK_FLAG = "--check"
 
@@ -238,7 +238,7 @@ async def _take_part(stack: AsyncExitStack, settings: AgentSettings, *, owns_pro
 
 
 async def _serve_metrics(
-    stack: AsyncExitStack, metrics: AgentMetrics, settings: AgentSettings, workers: Workers, measured: WorkerMetrics
+    stack: AsyncExitStack, metrics: AgentMetrics, settings: AgentSettings, workers: Workers, measured: WorkerCollector
 ) -> int:
     """Serve /metrics until the stack is closed; return the port."""
     from prometheus_client import ProcessCollector

@@ -21,7 +21,14 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar, cast, overload
 
-from torchelastic.metrics.series import COUNTER, DURATION_BUCKETS, PLATFORM_GROUP, PLATFORM_SERIES, Kind, MetricType
+from torchelastic.metrics.series import (
+    COUNTER,
+    DURATION_BUCKETS,
+    TORCHELASTIC_FAMILIES,
+    TORCHELASTIC_GROUP,
+    Kind,
+    MetricType,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -190,7 +197,7 @@ class MetricRegistry:
 
     def type_of(self, group: str, name: str) -> MetricType:
         """Return the type of a metric. The first call fixes the type. An undeclared metric is a gauge."""
-        platform = PLATFORM_SERIES.get(name) if group == PLATFORM_GROUP else None
+        platform = TORCHELASTIC_FAMILIES.get(name) if group == TORCHELASTIC_GROUP else None
         default = MetricType() if platform is None else platform.type
         return self._used.setdefault((group, name), self._declared.get((group, name), default))
 
@@ -288,7 +295,7 @@ def getStream(group: str) -> MetricStream:  # noqa: N802 - the name in torchelas
     return MetricStream(str(group))
 
 
-def put_metric(metric_name: str, metric_value: float, metric_group: str = PLATFORM_GROUP) -> None:
+def put_metric(metric_name: str, metric_value: float, metric_group: str = TORCHELASTIC_GROUP) -> None:
     """Record one value."""
     REGISTRY.add(str(metric_group), metric_name, metric_value)
 
@@ -313,7 +320,7 @@ def prof(
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]: ...
 
 
-def prof(fn: Callable[..., Any] | None = None, group: str = PLATFORM_GROUP) -> Callable[..., Any]:
+def prof(fn: Callable[..., Any] | None = None, group: str = TORCHELASTIC_GROUP) -> Callable[..., Any]:
     """Decorate a function to measure its successes, failures and durations.
 
     Each call adds 1 to the counter ``<name>.success`` or ``<name>.failure``, and its duration to the histogram
@@ -331,7 +338,7 @@ def prof(fn: Callable[..., Any] | None = None, group: str = PLATFORM_GROUP) -> C
 
 def profile(group: str | None = None) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Decorate a function as :func:`prof` does; the older form, whose names begin with the name of the function."""
-    return lambda fn: _decorated(fn, getattr(fn, "__name__", type(fn).__name__), str(group or PLATFORM_GROUP))
+    return lambda fn: _decorated(fn, getattr(fn, "__name__", type(fn).__name__), str(group or TORCHELASTIC_GROUP))
 
 
 def _decorated(function: Callable[..., Any], name: str, group: str) -> Callable[..., Any]:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torchelastic.agent.workers.fork_server import ForkedProcess
     from torchelastic.agent.workers.processes import Child
     from torchelastic.config.settings import AgentSettings, Program
-    from torchelastic.metrics.worker_collector import WorkerMetricMemory, WorkerMetrics
+    from torchelastic.metrics.worker_collector import WorkerCollector, WorkerMetricMemory
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ class Workers:
         self._stack = contextlib.AsyncExitStack()
         self._group: WorkerGroup | None = None
         self.scratch: Path
-        self.metrics: WorkerMetrics | None = None
+        self.metrics: WorkerCollector | None = None
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
@@ -258,9 +258,9 @@ class Workers:
             self.fork_server.start()
             stack.push_async_callback(self._end_workers)
             if self._settings.metrics_port is not None:  # the fork server imports torch meanwhile
-                from torchelastic.metrics.worker_collector import WorkerMetrics
+                from torchelastic.metrics.worker_collector import WorkerCollector
 
-                self.metrics = WorkerMetrics()
+                self.metrics = WorkerCollector()
             self._stack = stack.pop_all()
         return self
 
