@@ -92,7 +92,7 @@ class AgentConnection:
         closed()
 
 
-AGENT: Final = AgentConnection()
+AGENT_CONNECTION: Final = AgentConnection()
 """The connection of this process."""
 
 

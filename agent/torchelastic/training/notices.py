@@ -22,7 +22,7 @@ from torchelastic.protocol.worker import (
     encode_lines,
     is_worker,
 )
-from torchelastic.training.connection import AGENT, connect, introduction, run_in_thread
+from torchelastic.training.connection import AGENT_CONNECTION, connect, introduction, run_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,8 +109,8 @@ class Notices:
         with self._lock:
             self._callback = callback
             self._signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        if AGENT.send(WorkerMessage(requested_notice=float(min(seconds, _LONGEST)))):
-            AGENT.read(self._take, self._closed)
+        if AGENT_CONNECTION.send(WorkerMessage(requested_notice=float(min(seconds, _LONGEST)))):
+            AGENT_CONNECTION.read(self._take, self._closed)
 
     def notice(self) -> Notice | None:
         """Return the notice that this worker has not answered yet, or None. The call is cheap enough to poll.
@@ -160,7 +160,7 @@ class Notices:
             if self._pending is not None and self._pending[0] == number:
                 self._pending = None
                 self._answered = number
-                AGENT.send(WorkerMessage(answered_notice=number))
+                AGENT_CONNECTION.send(WorkerMessage(answered_notice=number))
 
 
 _notices: Final = Notices()
