@@ -127,13 +127,13 @@ class Agent:
             metrics_port: port on which /metrics is served, for the operator; 0 for none.
         """
         began = time.monotonic()
-        status = await self._take_part(workers, metrics_port)
+        status = await self._participate(workers, metrics_port)
         if status.code not in LEFT_CODES:  # an agent that leaves has neither succeeded nor failed
             succeeded = status.code is ExitCode.SUCCEEDED
             self._metrics.took("SimpleElasticAgent.run", time.monotonic() - began, succeeded=succeeded)
         return status
 
-    async def _take_part(self, workers: Workers, metrics_port: int) -> ExitStatus:
+    async def _participate(self, workers: Workers, metrics_port: int) -> ExitStatus:
         async with AsyncExitStack() as stack:
             stack.enter_context(self._signals)
             try:

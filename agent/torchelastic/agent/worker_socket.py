@@ -21,7 +21,7 @@ from torchelastic.protocol.codec import shorten
 from torchelastic.protocol.records import RoundReason
 from torchelastic.protocol.worker import (
     LINE_LIMIT,
-    Introduction,
+    Hello,
     NoticeMessage,
     RoundAnswer,
     WorkerMessage,
@@ -211,7 +211,7 @@ class WorkerSocket:
         try:
             # A ValueError: the connection has ended, or a message is invalid or too long.
             with contextlib.suppress(OSError, ValueError, RecursionError):
-                sender = msgspec.json.decode(await reader.readline(), type=Introduction)
+                sender = msgspec.json.decode(await reader.readline(), type=Hello)
                 process = _Process(sender.rank, writer)
                 current = sender.round == self._round
                 if sender.check_timeout is not None:

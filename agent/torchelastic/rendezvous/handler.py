@@ -2,7 +2,7 @@
 
 Such a launcher stops its workers, calls :meth:`~ElasticRendezvousHandler.next_rendezvous` and starts new workers, so a
 round may be over before all its nodes have called. Therefore the nodes of a round also synchronize in its TCPStore. A
-compare-and-swap writes one verdict to the TCPStore: all nodes have arrived, or a node has received a later round.
+compare-and-swap writes one result to the TCPStore: all nodes have arrived, or a node has received a later round.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NO_LIMIT: Final = 1_000_000
+UNLIMITED: Final = 1_000_000
 """A limit that no run reaches."""
 
 OUTCOME_TIMEOUT: Final = 10.0
@@ -71,12 +71,12 @@ _TCP_STORE_TIMEOUT: Final = dt.timedelta(seconds=60)
 _CONNECT_TIMEOUT: Final = dt.timedelta(seconds=3)
 _POLL_INTERVAL: Final = 0.02
 _MIN_POLL_INTERVAL: Final = 0.001
-_LOST_AFTER: Final = 15.0
+_BARRIER_TIMEOUT: Final = 15.0
 """Seconds after which a node that cannot meet the others of its round reports a failure."""
 
-# Keys of a round's TCPStore, and the verdicts.
-_ARRIVED, _ARRIVED_ALL = "torchelastic/arrived", "torchelastic/arrived all"
-_CONFIRMED, _VERDICT = "torchelastic/confirmed", "torchelastic/verdict"
+# Keys of a round's TCPStore, and the results of the barrier.
+_ARRIVED, _ALL_ARRIVED = "torchelastic/arrived", "torchelastic/all arrived"
+_CONFIRMED, _BARRIER_RESULT = "torchelastic/confirmed", "torchelastic/barrier result"
 _ALL, _LATER = "all have come", "a later round has come"
 
 
@@ -178,7 +178,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         while True:
             status = self._wait_for_round_after(seen)
             seen = status.round_count
-            if self._node_id in status.record.nodes and (tcp_store := self._meet(status)) is not None:
+            if self._node_id in status.record.nodes and (tcp_store := self._barrier(status)) is not None:
                 return self._info(status, tcp_store)
 
     def num_nodes_waiting(self) -> int:
@@ -263,7 +263,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             return RendezvousTimeoutError(outcome.message)
         return RendezvousClosedError(f"The run has failed: {outcome.message}")
 
-    def _meet(self, status: _Status) -> TCPStore | None:
+    def _barrier(self, status: _Status) -> TCPStore | None:
         """Return the round's TCPStore after all its nodes have arrived; None if a later round starts first."""
         from torch.distributed import DistError
 
@@ -277,7 +277,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             why = "not all nodes have arrived at the round"
         except (OSError, DistError) as error:
             why = f"the round's TCPStore cannot be reached: {error}".partition("\n")[0]
-        if not self._is_over(status, timeout=_LOST_AFTER):
+        if not self._is_over(status, timeout=_BARRIER_TIMEOUT):
             self._report_failure(status, why, FailureKind.COMMUNICATION)
         return None
 
@@ -286,7 +286,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined] # not in its __all__
 
         host, port = split_endpoint(status.record.tcp_store)
-        deadline = time.monotonic() + _LOST_AFTER
+        deadline = time.monotonic() + _BARRIER_TIMEOUT
         while True:
             # torch would retry for a long time without noticing a later round, so connect only if the port is open.
             try:
@@ -310,29 +310,29 @@ class ElasticRendezvousHandler(RendezvousHandler):
         """
 
         def veto() -> bytes:
-            verdict: bytes = tcp_store.compare_set(_VERDICT, "", _LATER)
-            return verdict
+            result: bytes = tcp_store.compare_set(_BARRIER_RESULT, "", _LATER)
+            return result
 
         nodes = len(status.record.members)
         try:
-            for step, over in ((_ARRIVED, _ARRIVED_ALL), (_CONFIRMED, _VERDICT)):
+            for step, over in ((_ARRIVED, _ALL_ARRIVED), (_CONFIRMED, _BARRIER_RESULT)):
                 if tcp_store.add(step, 1) == nodes:
                     tcp_store.compare_set(over, "", _ALL)
                 interval = _MIN_POLL_INTERVAL  # the last node usually arrives soon
-                while not (tcp_store.check([over]) or tcp_store.check([_VERDICT])):
+                while not (tcp_store.check([over]) or tcp_store.check([_BARRIER_RESULT])):
                     if self._is_over(status, timeout=interval):
                         veto()
                     interval = min(2 * interval, _POLL_INTERVAL)
-            verdict: bytes = tcp_store.get(_VERDICT)
+            result: bytes = tcp_store.get(_BARRIER_RESULT)
         except RendezvousError:  # this node leaves, so the others must not wait for it unless all have arrived
-            verdict = veto()
-            if verdict.decode() != _ALL:
+            result = veto()
+            if result.decode() != _ALL:
                 raise
         except BaseException:
             with contextlib.suppress(RuntimeError):
                 veto()
             raise
-        return verdict.decode() == _ALL
+        return result.decode() == _ALL
 
     def _info(self, status: _Status, tcp_store: TCPStore) -> RendezvousInfo:
         from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
@@ -378,7 +378,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self._returned = None
         self._is_late = self._leaves = False
         self._loop = asyncio.new_event_loop()
-        self._participation = self._loop.create_task(self._take_part())
+        self._participation = self._loop.create_task(self._participate())
         thread = threading.Thread(target=self._run, name="torchelastic: rendezvous", daemon=True)
         thread.start()
         self._thread = thread
@@ -405,7 +405,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             self._status = dataclasses.replace(self._status, **changes)
             self._changed.notify_all()
 
-    async def _take_part(self) -> None:
+    async def _participate(self) -> None:
         settings = self.settings
         async with contextlib.AsyncExitStack() as stack:
             store = await connect_within(settings.rendezvous.join_timeout, settings.store)
@@ -485,8 +485,8 @@ def _settings_of(parameters: RendezvousParameters) -> NodeSettings:
         "nnodes": f"{parameters.min_nodes}:{parameters.max_nodes}",
         "local-addr": parameters.local_addr,
         # The caller counts restarts itself.
-        "max-restarts": f"{NO_LIMIT}",
-        "crash_loop_limit": f"{NO_LIMIT}",
+        "max-restarts": f"{UNLIMITED}",
+        "crash_loop_limit": f"{UNLIMITED}",
     }
     # torchrun adds the rank for its own handlers.
     conf = read_conf("--rdzv-conf", [pair for pair in parameters.config.items() if pair[0] != "rank"])

@@ -30,7 +30,7 @@ from torchelastic.protocol.records import (
 )
 from torchelastic.rendezvous.history import HistoryWriter
 from torchelastic.rendezvous.leader_election import Candidacy
-from torchelastic.rendezvous.peer_connection import PROBE_TIMEOUT, Verdict, probe
+from torchelastic.rendezvous.peer_connection import PROBE_TIMEOUT, ProbeResult, probe
 from torchelastic.rendezvous.policy.membership import Membership
 from torchelastic.rendezvous.policy.plan import Decision, Hold, plan
 from torchelastic.rendezvous.run_watch import cancel
@@ -176,7 +176,7 @@ class Leader:
         probes = [asyncio.create_task(self._probe(peer, within)) for peer in connected]
         try:
             for each in asyncio.as_completed(probes):
-                if await each is Verdict.ALIVE:
+                if await each is ProbeResult.ALIVE:
                     return True
             return False
         finally:
@@ -196,7 +196,7 @@ class Leader:
             if peer is None or peer.answers:
                 return
             # A refusal means death only if connections are known to work in this network.
-            refused = self._connections_work and await self._probe(peer) is Verdict.DEAD
+            refused = self._connections_work and await self._probe(peer) is ProbeResult.DEAD
             if refused and not self._server.is_connected(node):
                 logger.info("%s is dead: it refuses a connection", node)
                 self._note_dead(node)
@@ -216,7 +216,7 @@ class Leader:
     async def _after_loss(self, peer: Peer) -> None:
         backoff = Backoff()
         while peer.id in self.membership.peers and not self._server.is_connected(peer.id):
-            if await self._probe(peer) is Verdict.DEAD:
+            if await self._probe(peer) is ProbeResult.DEAD:
                 if not self.membership.is_departure_expected(peer.id):
                     logger.info("%s is dead: its connection was lost and it refuses a new one", peer.id)
                 self._note_dead(peer.id)
@@ -227,7 +227,7 @@ class Leader:
         """Probe a node without a key until it has a key again or does not answer."""
         while peer.id in self.membership.expired:
             within = self._election.expiry_probe_timeout
-            if peer.id != self._run.node and await self._probe(peer, within) is not Verdict.ALIVE:
+            if peer.id != self._run.node and await self._probe(peer, within) is not ProbeResult.ALIVE:
                 self.membership.expired.pop(peer.id, None)
                 self._run.changed.send()
                 return
@@ -241,7 +241,7 @@ class Leader:
         self.membership.dead.add(node)
         self._run.changed.send()
 
-    async def _probe(self, peer: Peer, within: float = PROBE_TIMEOUT) -> Verdict:
+    async def _probe(self, peer: Peer, within: float = PROBE_TIMEOUT) -> ProbeResult:
         address = f"{bracketed(peer.record.address)}:{peer.record.peer_port}"
         run = self._run
         return await probe(address, run=run.settings.run_id, node=run.node, peer=peer.id, timeout=within)

@@ -249,7 +249,7 @@ class RendezvousNode:
         except BaseException:
             await self._close_sockets()
             raise
-        self.failed = asyncio.create_task(self._take_part())
+        self.failed = asyncio.create_task(self._participate())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -360,7 +360,7 @@ class RendezvousNode:
 
     # -- the run
 
-    async def _take_part(self) -> None:
+    async def _participate(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.registration.run())
             tasks.create_task(self.run.follow())

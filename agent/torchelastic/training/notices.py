@@ -22,7 +22,7 @@ from torchelastic.protocol.worker import (
     encode_lines,
     is_worker,
 )
-from torchelastic.training.connection import AGENT_CONNECTION, connect, introduction, run_in_thread
+from torchelastic.training.connection import AGENT_CONNECTION, connect, hello, run_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +71,7 @@ def is_round_current(timeout: float = 5.0) -> bool:
     try:
         with connect(path, timeout) as connection, connection.makefile("rb") as lines:
             # The agent answers shortly before the timeout.
-            connection.sendall(encode_lines(introduction(float(0.8 * min(timeout, _LONGEST)))))
+            connection.sendall(encode_lines(hello(float(0.8 * min(timeout, _LONGEST)))))
             return msgspec.json.decode(lines.readline(LINE_LIMIT), type=RoundAnswer).is_current
     except (OSError, ValueError):
         return False
