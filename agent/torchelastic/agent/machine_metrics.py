@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torchelastic.metrics.series import MetricFamily
 
-_log: Final = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
@@ -130,4 +130,4 @@ class Gpus(Collector):
     def _warn_once(self, problem: str) -> None:
         if not self._warned:
             self._warned = True
-            _log.warning("/metrics does not show all metrics of the GPUs: %s.", problem)
+            logger.warning("/metrics does not show all metrics of the GPUs: %s.", problem)

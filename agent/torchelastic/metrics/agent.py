@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torchelastic.protocol.records import OutcomeRecord, RoundReason, RoundRecord, TimeBreakdown
     from torchelastic.rendezvous.node import RendezvousNode
 
-_log: Final = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 WorkerStateName = Literal["unknown", "init", "healthy", "unhealthy", "stopped", "succeeded", "failed"]
 """The states of a node's workers, by the names of torch's metrics."""
@@ -71,10 +71,10 @@ class AgentMetrics:
         for collector in self._collectors or ():
             try:
                 collected = list(collector.collect())
-            except Exception:  # noqa: BLE001 - a failing collector must not hide the others
+            except Exception:
                 if collector not in self._failed:
                     self._failed.add(collector)
-                    _log.exception(
+                    logger.exception(
                         "/metrics does not show the metrics of %s. Its further errors are not logged.",
                         type(collector).__name__,
                     )

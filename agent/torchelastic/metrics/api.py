@@ -55,7 +55,7 @@ __all__ = [
 
 _TORCH_METRICS: Final = "torch.distributed.elastic.metrics.api"
 
-_log: Final = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -191,7 +191,7 @@ class MetricRegistry:
             if used == metric_type:
                 self._declared[str(group), name] = metric_type
             else:
-                _log.warning(
+                logger.warning(
                     "%r of group %r has values of type %s; declare it before its first value.", name, group, used.kind
                 )
 
@@ -224,7 +224,7 @@ class MetricRegistry:
         """Log the current exception, if it is the first one of this handler."""
         if not any(failed is handler for failed in self._failed):
             self._failed.append(handler)
-            _log.exception(
+            logger.exception(  # noqa: LOG004 - called by an exception handler
                 "The metric handler %s failed for %r of group %s. The program continues; further errors of this "
                 "handler are not logged.",
                 type(handler).__name__,

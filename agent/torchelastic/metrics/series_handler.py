@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torchelastic.metrics.api import MetricData
 
-_log: Final = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 NOT_A_NUMBER: Final = "not_a_number"
 TOO_MANY_NAMES: Final = "too_many_names"
@@ -193,7 +193,7 @@ class SeriesHandler(MetricHandler):
             self._memory.dropped[REASONS.index(reason)] += 1
         if reason not in self._logged_reasons:
             self._logged_reasons.add(reason)
-            _log.warning("%s. The value is dropped; further values of this kind are counted but not logged.", what)
+            logger.warning("%s. The value is dropped; further values of this kind are counted but not logged.", what)
 
 
 def _to_number(value: object) -> float:

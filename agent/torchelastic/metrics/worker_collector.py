@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torchelastic.metrics.series import MetricKey
 
-_log: Final = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 
 class WorkerMetricMemory(MetricMemory):
@@ -99,7 +99,7 @@ class WorkerCollector:
                 self._workers = {}
                 if not self._logged_error:
                     self._logged_error = True
-                    _log.warning("/metrics does not show the metrics of workers: no memory for them (%s).", error)
+                    logger.warning("/metrics does not show the metrics of workers: no memory for them (%s).", error)
         return self._workers
 
     def collect(self) -> Iterable[Metric]:
