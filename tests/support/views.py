@@ -34,15 +34,9 @@ def record(name: str, **changes: Any) -> NodeRecord:
 
 
 def peer(
-    name: str,
-    *,
-    joined_revision: int = 1,
-    arrived: float = 0.0,
-    answers: bool = True,
-    failed_at: int = 0,
-    **changes: Any,
+    name: str, *, joined: int = 1, arrived: float = 0.0, answers: bool = True, failed_at: int = 0, **changes: Any
 ) -> Peer:
-    return Peer(node_id(name), record(name, **changes), joined_revision, arrived, answers, failed_at)
+    return Peer(node_id(name), record(name, **changes), joined, arrived, answers, failed_at)
 
 
 def round(number: int, *names: str, **changes: Any) -> RoundRecord:

@@ -449,9 +449,8 @@ class Agent:
         if self._group is not None:
             self._history.enter(RunState.STOPPING)
             with self._metrics.measured("LocalElasticAgent._stop_workers"):
-                await self._signals.run_until_second_signal(
-                    self._group.stop(grace, number, only_sessions=only_sessions)
-                )
+                stopping = self._group.stop(grace, number, only_sessions=only_sessions)
+                await self._signals.run_until_second_signal(stopping)
                 if not self._group.stopped:
                     await self._group.stop(0.0)
             self._group = None

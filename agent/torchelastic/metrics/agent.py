@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal, cast, get_args
 
 from torchelastic.metrics import series
 from torchelastic.metrics.api import REGISTRY
-from torchelastic.metrics.series import TORCHELASTIC_FAMILIES, TORCHELASTIC_GROUP, Kind, printable
+from torchelastic.metrics.series import BUILT_IN_FAMILIES, DEFAULT_GROUP, Kind, printable
 from torchelastic.protocol.records import DepartureReason, OutcomeState, RunState
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class AgentMetrics:
 
     def workers_changed(self, state: WorkerStateName) -> None:
         """Record the new state of this node's workers."""
-        REGISTRY.add(TORCHELASTIC_GROUP, f"workers.{self._role}.{state}", 1)
+        REGISTRY.add(DEFAULT_GROUP, f"workers.{self._role}.{state}", 1)
         for each in get_args(WorkerStateName):
             self._show(series.WORKER_STATE, int(each == state), role=self._role, state=each)
 
@@ -160,7 +160,7 @@ class AgentMetrics:
         outcome = "" if succeeded is None else "success" if succeeded else "failure"
         for what, value in ((outcome, 1), ("duration.ms", seconds * 1000)):
             if what:
-                self._put(f"{operation}.{what}", value, TORCHELASTIC_FAMILIES[f"{operation}.{what}"])
+                self._put(f"{operation}.{what}", value, BUILT_IN_FAMILIES[f"{operation}.{what}"])
 
     def rendezvous_began(self) -> None:
         """Record that this node has no workers to run; torch calls the time until the next round *rendezvous*."""
@@ -181,7 +181,7 @@ class AgentMetrics:
 
     def _put(self, name: str, value: float, family: MetricFamily, **labels: str) -> None:
         """Record a value under torchelastic's name, and show it in a series."""
-        REGISTRY.add(TORCHELASTIC_GROUP, name, value)
+        REGISTRY.add(DEFAULT_GROUP, name, value)
         self._show(family, value, **labels)
 
     def _show(self, family: MetricFamily, value: float, **labels: str) -> None:
@@ -200,9 +200,7 @@ class AgentMetrics:
         from torchelastic.metrics.prometheus import families_of
 
         with self._lock:
-            own: list[tuple[MetricFamily, Sequence[float]]] = [
-                (one, tuple(values)) for one, values in self._values.items()
-            ]
+            own: list[tuple[MetricFamily, Sequence[float]]] = [(one, tuple(each)) for one, each in self._values.items()]
         totals = [(one, (value,)) for one, value in self._totals()]
         return families_of((one, dict(one.labels), values) for one, values in own + totals)
 

@@ -21,14 +21,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar, cast, overload
 
-from torchelastic.metrics.series import (
-    COUNTER,
-    DURATION_BUCKETS,
-    TORCHELASTIC_FAMILIES,
-    TORCHELASTIC_GROUP,
-    Kind,
-    MetricType,
-)
+from torchelastic.metrics.series import BUILT_IN_FAMILIES, COUNTER, DEFAULT_GROUP, DURATION_BUCKETS, Kind, MetricType
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -197,7 +190,7 @@ class MetricRegistry:
 
     def type_of(self, group: str, name: str) -> MetricType:
         """Return the type of a metric. The first call fixes the type. An undeclared metric is a gauge."""
-        platform = TORCHELASTIC_FAMILIES.get(name) if group == TORCHELASTIC_GROUP else None
+        platform = BUILT_IN_FAMILIES.get(name) if group == DEFAULT_GROUP else None
         default = MetricType() if platform is None else platform.type
         return self._used.setdefault((group, name), self._declared.get((group, name), default))
 
@@ -295,7 +288,7 @@ def getStream(group: str) -> MetricStream:  # noqa: N802 - the name in torchelas
     return MetricStream(str(group))
 
 
-def put_metric(metric_name: str, metric_value: float, metric_group: str = TORCHELASTIC_GROUP) -> None:
+def put_metric(metric_name: str, metric_value: float, metric_group: str = DEFAULT_GROUP) -> None:
     """Record one value."""
     REGISTRY.add(str(metric_group), metric_name, metric_value)
 
@@ -320,7 +313,7 @@ def prof(
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]: ...
 
 
-def prof(fn: Callable[..., Any] | None = None, group: str = TORCHELASTIC_GROUP) -> Callable[..., Any]:
+def prof(fn: Callable[..., Any] | None = None, group: str = DEFAULT_GROUP) -> Callable[..., Any]:
     """Decorate a function to measure its successes, failures and durations.
 
     Each call adds 1 to the counter ``<name>.success`` or ``<name>.failure``, and its duration to the histogram
@@ -338,7 +331,7 @@ def prof(fn: Callable[..., Any] | None = None, group: str = TORCHELASTIC_GROUP) 
 
 def profile(group: str | None = None) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Decorate a function as :func:`prof` does; the older form, whose names begin with the name of the function."""
-    return lambda fn: _decorated(fn, getattr(fn, "__name__", type(fn).__name__), str(group or TORCHELASTIC_GROUP))
+    return lambda fn: _decorated(fn, getattr(fn, "__name__", type(fn).__name__), str(group or DEFAULT_GROUP))
 
 
 def _decorated(function: Callable[..., Any], name: str, group: str) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-TORCHELASTIC_GROUP: Final = "torchelastic"
+DEFAULT_GROUP: Final = "torchelastic"
 """The group of torchelastic's own metrics, and of values without a group."""
 
 
@@ -155,7 +155,7 @@ JOB_NODES: Final = _family("job_nodes", GAUGE, "Number of nodes in the current r
 JOB_DESIRED_NODES: Final = _family("job_desired_nodes", GAUGE, "Desired number of nodes.")
 JOB_MIN_NODES: Final = _family("job_min_nodes", GAUGE, "Minimum number of nodes for training.")
 
-TORCHELASTIC_SAMPLES: Final = frozenset().union(*(series.samples for series in _families))
+BUILT_IN_SAMPLES: Final = frozenset().union(*(series.samples for series in _families))
 """The sample names of all series of torchelastic; metrics of programs never have one of them."""
 
 OPERATIONS: Final = (
@@ -189,7 +189,7 @@ TRAINING_OPERATIONS: Final = (
 )
 """The operations of :func:`torchelastic.train`."""
 
-TORCHELASTIC_FAMILIES: Final = {
+BUILT_IN_FAMILIES: Final = {
     "round": ROUND,
     "world_size": WORLD_SIZE,
     "checkpoint.write_latency_ms": CHECKPOINT_WRITE,
@@ -197,11 +197,9 @@ TORCHELASTIC_FAMILIES: Final = {
 """The series of torchelastic's group by metric name, in any process; torch's own agent uses some of these names."""
 for _name in OPERATIONS + TRAINING_OPERATIONS:
     _operation = _name.rpartition(".")[2].lstrip("_")
-    TORCHELASTIC_FAMILIES[f"{_name}.duration.ms"] = OPERATION_DURATION.labeled(operation=_operation)
+    BUILT_IN_FAMILIES[f"{_name}.duration.ms"] = OPERATION_DURATION.labeled(operation=_operation)
     for _outcome in ("success", "failure"):
-        TORCHELASTIC_FAMILIES[f"{_name}.{_outcome}"] = OPERATION_OUTCOMES.labeled(
-            operation=_operation, outcome=_outcome
-        )
+        BUILT_IN_FAMILIES[f"{_name}.{_outcome}"] = OPERATION_OUTCOMES.labeled(operation=_operation, outcome=_outcome)
 
 
 # The series of programs
@@ -215,7 +213,7 @@ _LONGEST_NAME: Final = 200
 
 def family_of(key: MetricKey) -> MetricFamily:
     """Return the series of a key: torchelastic's own series, or a series with the preferred name."""
-    series = TORCHELASTIC_FAMILIES.get(key.name) if key.group == TORCHELASTIC_GROUP else None
+    series = BUILT_IN_FAMILIES.get(key.name) if key.group == DEFAULT_GROUP else None
     return user_family(key) if series is None or series.type != key.type else series
 
 
@@ -270,10 +268,8 @@ class SeriesNames:
         if (known := self._series.get(key)) is not None:
             return known
         series = family_of(key)
-        if series is not TORCHELASTIC_FAMILIES.get(key.name):
-            while any(
-                sample in TORCHELASTIC_SAMPLES or self._keys.get(sample, key) != key for sample in series.samples
-            ):
+        if series is not BUILT_IN_FAMILIES.get(key.name):
+            while any(sample in BUILT_IN_SAMPLES or self._keys.get(sample, key) != key for sample in series.samples):
                 stem = series.name.removesuffix("_seconds") if series.divisor == 1000 else series.name
                 series = replace(series, name=f"{stem}_{_digest(repr(key))}{series.name[len(stem) :]}")
             self._keys |= dict.fromkeys(series.samples, key)

@@ -346,8 +346,7 @@ class NodeRecord(VersionedRecord, frozen=True):
         size: the size with which the node was started.
         peer_port: port of the node's peer server (see :mod:`torchelastic.rendezvous.peer_connection`).
         tcp_store_port: port on which the node can serve the next round's TCPStore; not the port of an earlier round.
-        joined_revision: the store's revision when the node first joined, which defines its seniority; 0 if not yet
-            known.
+        joined_revision: the store's revision when the node first joined, which defines its seniority; 0 if unknown.
         phase: the node's progress in ``round``.
         round: the highest round number that the node has seen.
         restarts: the highest number of charged failures that the node has seen.

@@ -85,7 +85,7 @@ class _Status:
     """The status of a node.
 
     Attributes:
-        round_count: the number of rounds that the node has received; unlike a round's number, it never repeats.
+        rounds: the number of rounds that the node has received; unlike a round's number, it never repeats.
         record: the last round.
         tcp_store_server: the server of the round's TCPStore, if this node serves it.
         partitioned: whether the node reaches neither store nor peers, and must not train before the next round.
@@ -93,7 +93,7 @@ class _Status:
         error: why the node cannot continue.
     """
 
-    round_count: int = 0
+    rounds: int = 0
     record: RoundRecord = field(default_factory=lambda: RoundRecord(number=0))
     tcp_store_server: TCPStore | None = None
     partitioned: bool = False
@@ -173,11 +173,11 @@ class ElasticRendezvousHandler(RendezvousHandler):
     def _next_round(self) -> RendezvousInfo:
         seen = 0
         if self._returned is not None:
-            seen = self._returned.round_count
+            seen = self._returned.rounds
             self._report_failure(self._returned, "its workers have failed or were stopped", FailureKind.PROGRAM)
         while True:
             status = self._wait_for_round_after(seen)
-            seen = status.round_count
+            seen = status.rounds
             if self._node_id in status.record.nodes and (tcp_store := self._barrier(status)) is not None:
                 return self._info(status, tcp_store)
 
@@ -199,9 +199,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
     def has_lost_members(self) -> bool:
         """Return whether a member of the round that :meth:`next_rendezvous` has returned is gone or has failed."""
         status, returned = self._status, self._returned
-        return (
-            returned is not None and status.round_count > returned.round_count and _ends(returned.record, status.record)
-        )
+        return returned is not None and status.rounds > returned.rounds and _ends(returned.record, status.record)
 
     def is_closed(self) -> bool:
         """Return whether the run has ended, or this node has left it."""
@@ -234,14 +232,14 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     # -- joining
 
-    def _wait_for_round_after(self, round_count: int, *, timeout: float | None = None) -> _Status:
-        """Wait for a round after this count, or for the timeout; return the last status; raise if the run is over."""
+    def _wait_for_round_after(self, rounds: int, *, timeout: float | None = None) -> _Status:
+        """Wait for a round after this number, or for the timeout; return the last status; raise if the run is over."""
 
         def is_later() -> bool:
             status = self._status
             if status.outcome is not None or status.error is not None:
                 raise self._why_ended(status)
-            return status.round_count > round_count
+            return status.rounds > rounds
 
         with self._changed:
             self._changed.wait_for(is_later, timeout)
@@ -249,7 +247,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _is_over(self, status: _Status, *, timeout: float = 0.0) -> bool:
         """Return whether a later round has started, or starts within the timeout; raise if there is no next round."""
-        return self._wait_for_round_after(status.round_count, timeout=timeout).round_count > status.round_count
+        return self._wait_for_round_after(status.rounds, timeout=timeout).rounds > status.rounds
 
     def _why_ended(self, status: _Status) -> RendezvousError:
         outcome = status.outcome
@@ -291,9 +289,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             # torch would retry for a long time without noticing a later round, so connect only if the port is open.
             try:
                 socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT.total_seconds()).close()
-                tcp_store = TCPStore(
-                    host, port, None, is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT
-                )
+                tcp_store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT)
             except (OSError, DistError):
                 if self._is_over(status, timeout=_POLL_INTERVAL):
                     return None
@@ -350,7 +346,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
     # -- leaving
 
     def _report_failure(self, status: _Status, message: str, kind: FailureKind) -> None:
-        if self._status.round_count != status.round_count or self._status.partitioned:
+        if self._status.rounds != status.rounds or self._status.partitioned:
             return
         failure = failure_of_node(status.record, self._node_id, message=message, kind=kind, began=self._since)
         self._call(lambda: self._node.report(status.record.number, failure=failure))
@@ -374,7 +370,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _start(self) -> None:
         self._node_id = f"{self.settings.node_name}.{secrets.token_hex(4)}"
-        self._status = _Status(round_count=self._status.round_count)
+        self._status = _Status(rounds=self._status.rounds)
         self._returned = None
         self._is_late = self._leaves = False
         self._loop = asyncio.new_event_loop()
@@ -443,12 +439,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
                     if listener is not None:
                         with listener:  # closes it if this task is cancelled before the thread starts
                             tcp_store_server = await asyncio.to_thread(_serve, listener)
-                    self._update(
-                        round_count=self._status.round_count + 1,
-                        record=record,
-                        tcp_store_server=tcp_store_server,
-                        partitioned=False,
-                    )
+                    rounds = self._status.rounds + 1
+                    self._update(rounds=rounds, record=record, tcp_store_server=tcp_store_server, partitioned=False)
                     if record.members:
                         node.history.workers_started()  # approximately now
                     if self._arrival_timeout is not None and not self._is_waiting:

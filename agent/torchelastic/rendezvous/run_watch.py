@@ -223,9 +223,8 @@ class NodeRegistration:
     Args:
         run: the state of the run.
         record: the node's first record.
-        new_tcp_store_port: returns an unused port for the next round's TCPStore. After a lease was lost, the
-            registration calls it before it writes the record, because the store may have lost a round that used the old
-            port.
+        new_tcp_store_port: returns an unused port for the next round's TCPStore. After a lost lease, the registration
+            calls it before it writes the record, because the store may have lost a round that used the old port.
 
     Attributes:
         record: the node's record with all updates; the last ones may not be written yet.

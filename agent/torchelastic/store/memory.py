@@ -155,18 +155,16 @@ class MemoryStore:
         data = self._data
         if lease and lease not in data.leases:
             raise LeaseLost(f"lease {lease:x} has ended")
-        data.revision += 1
+        revision = data.revision = data.revision + 1
         changes: list[Change] = []
         for key, value in values.items():
             data.lease_of.pop(key, None)
             old, entry = data.entries.pop(key, None), None
             if value is not None:
-                entry = data.entries[key] = Entry(
-                    key, value, old.create_revision if old else data.revision, data.revision
-                )
+                entry = data.entries[key] = Entry(key, value, old.create_revision if old else revision, revision)
                 if lease:
                     data.lease_of[key] = lease
-            changes.append(Change(key, entry, data.revision))
+            changes.append(Change(key, entry, revision))
         for watch in data.watches:
             if news := tuple(change for change in changes if change.key.startswith(watch.prefix)):
                 watch.batches.put_nowait(news)

@@ -166,9 +166,7 @@ class Informer:
                 "`kubectl apply -f crds/elasticjob.yaml`)"
             )
         if problem.partition(":")[0] != self._problems.get(namespace, "").partition(":")[0]:
-            logger.log(
-                logging.INFO if status == 429 else logging.WARNING, "%s; trying again until it succeeds", problem
-            )
+            (logger.info if status == 429 else logger.warning)("%s; trying again until it succeeds", problem)
         self._problems[namespace] = problem
         self._update()
 

@@ -317,9 +317,7 @@ class JobStores:
             due = now - followed.away_since >= (self._timeout if followed.external else self._managed_timeout)
         else:
             due = error != followed.error and now - followed.reported >= _REPORT_INTERVAL
-        logger.log(
-            logging.WARNING if due else logging.DEBUG, "%s: its store cannot be reached: %s", followed.key, error
-        )
+        (logger.warning if due else logger.debug)("%s: its store cannot be reached: %s", followed.key, error)
         if due:
             followed.error, followed.reported = error, now
             self._on_change(followed.key)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from torchelastic import metrics
-from torchelastic.metrics.series import TORCHELASTIC_SAMPLES, MetricKey, MetricType, user_family
+from torchelastic.metrics.series import BUILT_IN_SAMPLES, MetricKey, MetricType, user_family
 from torchelastic.metrics.series_handler import MAX_NAMES, REASONS
 
 ROOT = Path(__file__).parents[4]
@@ -22,8 +22,8 @@ def test_every_function_is_listed() -> None:
 
 def test_the_tables_list_exactly_the_platform_series() -> None:
     named = set(re.findall(r"`(torchelastic_\w+)", PAGE))
-    assert named <= TORCHELASTIC_SAMPLES
-    families = {re.sub(r"_(total|created|bucket|count|sum)$", "", name) for name in TORCHELASTIC_SAMPLES}
+    assert named <= BUILT_IN_SAMPLES
+    families = {re.sub(r"_(total|created|bucket|count|sum)$", "", name) for name in BUILT_IN_SAMPLES}
     assert {re.sub(r"_total$", "", name) for name in named} == families
 
 

@@ -49,7 +49,7 @@ def hold_of(decision: Decision) -> Hold:
 EXPIRED_B = frozenset({node_id("b")})
 PARTITIONED = NodePhase.PARTITIONED
 AB = round(1, "a", "b")
-OF_TWO_RACKS = [peer(name, joined_revision=i, topology_key="xy"[i % 2]) for i, name in enumerate("abcdef")]
+OF_TWO_RACKS = [peer(name, joined=i, topology_key="xy"[i % 2]) for i, name in enumerate("abcdef")]
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,7 @@ OF_TWO_RACKS = [peer(name, joined_revision=i, topology_key="xy"[i % 2]) for i, n
             id="arrival precedes the topology key",
         ),
         pytest.param(
-            snapshot(
-                peer("a", round=1), peer("b", joined_revision=5, arrived=7.0), wanted=2, now=7.0, round=round(1, "a")
-            ),
+            snapshot(peer("a", round=1), peer("b", joined=5, arrived=7.0), wanted=2, now=7.0, round=round(1, "a")),
             "ab",
             id="a new node completes the desired size",
         ),
@@ -106,9 +104,7 @@ OF_TWO_RACKS = [peer(name, joined_revision=i, topology_key="xy"[i % 2]) for i, n
         pytest.param(snapshot(peer("a", round=1), peer("b", round=1), wanted=1, round=AB), "a", id="a smaller size"),
         pytest.param(snapshot(peer("a", round=1), wanted=1, draining=("a",), round=AB), "", id="only a draining node"),
         pytest.param(
-            snapshot(peer("a", round=2), peer("c", joined_revision=7), low=2, wanted=2, round=round(2)),
-            "ac",
-            id="after a pause",
+            snapshot(peer("a", round=2), peer("c", joined=7), low=2, wanted=2, round=round(2)), "ac", id="after a pause"
         ),
     ],
 )
@@ -198,14 +194,14 @@ def test_no_round_forms_yet(situation: Membership, hold: Hold) -> None:
 
 
 def test_new_nodes_that_arrive_together_join_in_one_round() -> None:
-    here = (peer("a", round=1), peer("b", joined_revision=5, arrived=7.0), peer("c", joined_revision=6, arrived=7.02))
+    here = (peer("a", round=1), peer("b", joined=5, arrived=7.0), peer("c", joined=6, arrived=7.02))
     hold = hold_of(plan(snapshot(*here, now=7.03, round=round(1, "a")), SETTINGS))
     assert hold.until == pytest.approx(7.02 + SETTINGS.join_debounce)
     assert members(next_round(snapshot(*here, now=7.08, round=round(1, "a")))) == ("a", "b", "c")
 
 
 def test_a_stream_of_new_nodes_delays_the_first_one_for_a_limited_time() -> None:
-    crowd = [peer(f"n{chr(97 + i)}", joined_revision=9 + i, arrived=7.0 + i * 0.04) for i in range(14)]
+    crowd = [peer(f"n{chr(97 + i)}", joined=9 + i, arrived=7.0 + i * 0.04) for i in range(14)]
     here = (peer("a", round=1), *crowd)
     until = 7.0 + 10 * SETTINGS.join_debounce
     assert hold_of(plan(snapshot(*here, high=20, now=until - 0.01, round=round(1, "a")), SETTINGS)).until == until
@@ -213,8 +209,8 @@ def test_a_stream_of_new_nodes_delays_the_first_one_for_a_limited_time() -> None
 
 
 def test_new_nodes_wait_briefly_for_another_new_node_that_has_not_answered() -> None:
-    late = peer("c", joined_revision=6, arrived=7.01, answers=False)
-    here = (peer("a", round=1), peer("b", joined_revision=5, arrived=7.0), late)
+    late = peer("c", joined=6, arrived=7.01, answers=False)
+    here = (peer("a", round=1), peer("b", joined=5, arrived=7.0), late)
     assert hold_of(plan(snapshot(*here, now=7.2, round=round(1, "a")), SETTINGS)).until == 7.5
     assert members(next_round(snapshot(*here, now=7.5, round=round(1, "a")))) == ("a", "b")
     answers = (*here[:2], dataclasses.replace(late, answers=True))
@@ -259,7 +255,7 @@ def test_a_paused_run_names_the_missing_nodes_and_fails_with_that_message() -> N
 
 
 def test_a_run_without_its_nodes_starts_again_with_a_full_budget_unless_its_id_is_unique() -> None:
-    here = (peer("c", joined_revision=70, arrived=50.0, round=2), peer("d", joined_revision=71, arrived=50.0, round=2))
+    here = (peer("c", joined=70, arrived=50.0, round=2), peer("d", joined=71, arrived=50.0, round=2))
     paused = snapshot(*here, low=2, wanted=3, now=55.0, round=round(2, restarts=9), since=60, appeared_at=50.0)
     assert "last call" in hold_of(plan(paused, SETTINGS)).why
     decision = next_round(dataclasses.replace(paused, now=60.0))
@@ -410,7 +406,7 @@ def test_each_membership_change_after_the_first_round_is_an_uncharged_restart() 
 def test_a_pause_and_the_round_after_it_are_one_uncharged_restart() -> None:
     lost = snapshot(peer("a", round=4), wanted=2, low=2, round=round(4, "a", "b", uncharged_restarts=1))
     assert uncharged_after(lost) == 1
-    here = (peer("a", round=5), peer("b", round=5, joined_revision=9))
+    here = (peer("a", round=5), peer("b", round=5, joined=9))
     # A failure is charged when it happens.
     for reason, count in ((RoundReason.NODE_LOST, 2), (RoundReason.WORKER_FAILED, 1)):
         paused = round(5, uncharged_restarts=1, reason=reason)
@@ -441,7 +437,7 @@ def test_a_leader_gives_way_once_to_nodes_that_know_a_later_round_than_the_store
 
 
 def test_early_failures_are_forgotten_after_healthy_training() -> None:
-    here = (peer("a", round=3), peer("b", joined_revision=9, arrived=3600.0))
+    here = (peer("a", round=3), peer("b", joined=9, arrived=3600.0))
     healthy = snapshot(*here, wanted=2, now=3600.0, changed_at=0.0, round=round(3, "a", early_failures=2))
     assert next_round(healthy).early_failures == 0
 
@@ -523,9 +519,9 @@ def test_the_change_waits_for_the_last_answer_or_the_deadline() -> None:
 
 
 def test_a_node_that_joins_during_a_notice_is_in_the_next_round_and_does_not_extend_it() -> None:
-    here = (trains("a"), leaves("b"), peer("c", joined_revision=9, arrived=50.0))
+    here = (trains("a"), leaves("b"), peer("c", joined=9, arrived=50.0))
     assert number_and_members(next_round(noticed(*here, now=120.0))) == (2, ["a", "c"])
-    both = noticed(leaves("a"), leaves("b"), peer("c", joined_revision=9, arrived=50.0), wanted=1)
+    both = noticed(leaves("a"), leaves("b"), peer("c", joined=9, arrived=50.0), wanted=1)
     assert plan(both, SETTINGS) == Hold(
         120.0, "b left: the workers have 20 s to save a checkpoint before the round changes"
     )
@@ -560,7 +556,7 @@ def test_a_notice_without_a_planned_change_is_withdrawn_once() -> None:
 
 
 def test_a_finishing_run_withdraws_the_notice_of_a_join() -> None:
-    here = (trains("a", phase=NodePhase.FINISHING), trains("b"), peer("c", joined_revision=9))
+    here = (trains("a", phase=NodePhase.FINISHING), trains("b"), peer("c", joined=9))
     assert notice_of(plan(noticed(*here, wanted=3), SETTINGS)).seconds == 0.0
 
 
@@ -574,7 +570,7 @@ def test_if_all_nodes_leave_the_round_ends_when_they_have_saved() -> None:
     assert number_and_members(pause) == (2, [])
     assert pause.cause.startswith("a and b left")
 
-    late = snapshot(peer("n", joined_revision=90, round=2), wanted=2, round=pause, since=80, now=5.0)
+    late = snapshot(peer("n", joined=90, round=2), wanted=2, round=pause, since=80, now=5.0)
     assert isinstance(plan(late, SETTINGS), Hold)
     first = next_round(dataclasses.replace(late, now=10.0))
     assert (number_and_members(first), first.restarts) == ((3, ["n"]), 0)
